@@ -1,0 +1,47 @@
+# make demo   set everything up in .venv and watch a run get preempted and come back, on this machine
+# make test   set everything up, a real Slurm included (as root on Debian or Ubuntu), and run every test
+# make lint   ruff and mypy
+# make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, gone when the shell ends
+#
+# TORCH_INDEX=URL   another package index for torch, such as PyTorch's own CPU builds (PyPI's bring CUDA along)
+# PYTHON=python3.12 another interpreter
+
+# Slurm jobs of the tests run as an ordinary user, who cannot run an interpreter below /root.
+PYTHON ?= $(shell if [ "$$(id -u)" = 0 ] && /usr/bin/python3 -c 'import sys; assert sys.version_info >= (3, 10)' 2>/dev/null; \
+                  then echo /usr/bin/python3; else echo python3; fi)
+TORCH_INDEX ?=
+PIP = .venv/bin/python -m pip --disable-pip-version-check -q
+INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+DEMO_RUN = .clusterddp-demo
+
+.PHONY: demo test lint cluster slurm clean
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		echo "installing python3-venv" && apt-get update -qq && apt-get install -y -qq python3-venv >/dev/null; }
+	$(PYTHON) -m venv .venv
+	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev]'
+	@touch $@
+
+demo: .venv/ready
+	@rm -rf $(DEMO_RUN)
+	.venv/bin/clusterddp submit jobs/digits.yaml --local --device cpu --nodes 2 --gpus 2 --preempt-after 120 --run-dir $(DEMO_RUN)
+	@cat $(DEMO_RUN)/outcome.json
+
+test: .venv/ready slurm
+	.venv/bin/python -m pytest
+
+slurm: .venv/ready
+	.venv/bin/python -m tests.cluster install
+
+lint: .venv/ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+cluster: .venv/ready slurm
+	.venv/bin/python -m tests.cluster run bash
+
+clean:
+	rm -rf .venv $(DEMO_RUN) build *.egg-info

@@ -1,0 +1,77 @@
+"""The command line: ``clusterddp``, and ``python -m clusterddp``, which is the same program."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from clusterddp import __version__
+from clusterddp.errors import ClusterddpError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    from clusterddp.submit import add_arguments
+
+    top = argparse.ArgumentParser(prog="clusterddp", description="Trains PyTorch DDP models on Slurm.")
+    top.add_argument("--version", action="version", version=f"clusterddp {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add_arguments(
+        commands.add_parser(
+            "submit",
+            help="start or continue a run",
+            usage="clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
+        )
+    )
+    status = commands.add_parser("status", help="what a run is doing, and has done")
+    status.add_argument("run")
+    logs = commands.add_parser("logs", help="a rank's output")
+    logs.add_argument("run")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
+    logs.add_argument("--rank", type=int, default=0)
+    logs.add_argument("--attempt", type=int, help="the newest by default")
+    cancel = commands.add_parser("cancel", help="end a run for good")
+    cancel.add_argument("run")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one command and exits: 0 done, 1 failed, 2 wrong usage."""
+    own, script_arguments = split_at_dashes(sys.argv[1:] if argv is None else argv)
+    arguments = parser().parse_args(own)
+    try:
+        sys.exit(run_command(arguments, script_arguments))
+    except ClusterddpError as error:
+        print(f"clusterddp: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(141)
+
+
+def run_command(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
+    """The exit code of one command."""
+    if arguments.command == "submit":
+        from clusterddp.submit import submit
+
+        return submit(arguments, script_arguments)
+    from clusterddp.launch import status
+
+    if arguments.command == "status":
+        return status.show(arguments.run)
+    if arguments.command == "logs":
+        return status.logs(arguments.run, arguments.rank, arguments.attempt, arguments.follow)
+    return status.cancel(arguments.run)
+
+
+def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """The own arguments and the script's, which follow ``--``; None without one, an empty list for a bare one."""
+    arguments = list(argv)
+    if "--" not in arguments:
+        return arguments, None
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The packaged default job: handwritten digits."""

@@ -1,0 +1,296 @@
+"""Where this process stands among the ranks, read once from the variables that a launcher has set.
+
+``read`` takes a mapping and changes nothing. Slurm's variables are read step first, because in a step smaller than its
+job the job's own variables describe other tasks. ``scrub`` and ``for_parsing`` make environments for Slurm's commands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.hostlist import expand, tasks_per_node
+
+Launcher = Literal["slurm", "torchrun", "local", "single"]
+
+LAUNCHER_VARIABLE = "CLUSTERDDP_LAUNCHER"
+
+#: The step ids of an interactive shell, a job script, an extern step and one that is not placed yet: none holds ranks.
+_PSEUDO_STEPS = {str(0xFFFFFFFA), str(0xFFFFFFFB), str(0xFFFFFFFC), str(0xFFFFFFFD)} | {
+    *("interactive", "batch", "extern", "pending")
+}
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """A rank's place, in torchrun's words."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    hosts: tuple[str, ...]
+    """The host of every node, by node_rank; empty when the launcher does not say."""
+    master_addr: str | None
+    """The host of rank 0's store; None when the launcher does not say."""
+    master_port: int | None
+    launcher: Launcher
+
+    def exports(self) -> dict[str, str]:
+        """The same under torchrun's names, for a script that reads those; what is not known is left out."""
+        values: dict[str, str | int | None] = {
+            "RANK": self.rank,
+            "LOCAL_RANK": self.local_rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "GROUP_RANK": self.node_rank,
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": self.master_port,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def read(environ: Mapping[str, str]) -> RankEnvironment:
+    """The place that ``environ`` gives this process; raises LauncherEnvironmentError where it gives none or several.
+
+    In this order: torchrun (also inside a Slurm task) and ``clusterddp submit --local``; a Slurm step; RANK and its
+    like, set by other means; the shell of a Slurm job, which is no rank and an error; a single process.
+    """
+    if environ.get(LAUNCHER_VARIABLE) == "local":
+        return _from_torchrun(environ, "local")
+    if environ.get(LAUNCHER_VARIABLE) == "torchrun" or "TORCHELASTIC_RUN_ID" in environ:
+        return _from_torchrun(environ, "torchrun")
+    if _in_slurm_step(environ):
+        return _from_slurm(environ)
+    if "RANK" in environ:
+        return _from_torchrun(environ, "torchrun")
+    # Before the other half-set names: job scripts often export WORLD_SIZE, and this message then helps more.
+    if "SLURM_JOB_ID" in environ:
+        _refuse_job_shell(environ)
+    if "WORLD_SIZE" in environ or "LOCAL_RANK" in environ:
+        return _from_torchrun(environ, "torchrun")
+    return RankEnvironment(0, 0, 1, 1, 0, (), *_master(environ), "single")
+
+
+# --- torchrun's names
+
+
+def _from_torchrun(environ: Mapping[str, str], launcher: Launcher) -> RankEnvironment:
+    _require_torchrun_names(environ, launcher)
+    rank, world_size = _number(environ, "RANK", launcher), _number(environ, "WORLD_SIZE", launcher)
+    _check_below(environ, rank, "RANK", world_size, "WORLD_SIZE", launcher)
+    local_rank, local_world_size = _local_place(environ, rank, world_size, launcher)
+    node_rank = _node_rank(environ, rank, local_rank, world_size, local_world_size, launcher)
+    place = (rank, local_rank, world_size, local_world_size, node_rank)
+    return RankEnvironment(*place, (), *_master(environ), launcher)
+
+
+def _require_torchrun_names(environ: Mapping[str, str], launcher: Launcher) -> None:
+    names = ("RANK", "WORLD_SIZE")
+    missing = [name for name in names if name not in environ]
+    if missing:
+        known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or "none of the others"
+        raise LauncherEnvironmentError(
+            f"launcher {launcher}: {' and '.join(missing)} not set, but {known}; set RANK and WORLD_SIZE "
+            "(and LOCAL_RANK, LOCAL_WORLD_SIZE) as torchrun does, or unset all of them for a single process"
+        )
+
+
+def _local_place(environ: Mapping[str, str], rank: int, world_size: int, launcher: Launcher) -> tuple[int, int]:
+    """The local rank and the local world size. Home-made launchers leave them out where there is one node only."""
+    one_node = world_size == 1 or _is_loopback(environ.get("MASTER_ADDR"))
+    if "LOCAL_WORLD_SIZE" in environ:
+        local_world_size = _number(environ, "LOCAL_WORLD_SIZE", launcher)
+        one_node = one_node or local_world_size == world_size
+    elif one_node:
+        local_world_size = world_size
+    else:
+        _refuse_guess(environ, launcher, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if "LOCAL_RANK" in environ:
+        local_rank = _number(environ, "LOCAL_RANK", launcher)
+    elif one_node:
+        local_rank = rank
+    else:
+        _refuse_guess(environ, launcher, "LOCAL_RANK")
+    _check_below(environ, local_rank, "LOCAL_RANK", local_world_size, "LOCAL_WORLD_SIZE", launcher)
+    if local_world_size > world_size:
+        _contradiction(environ, launcher, "more ranks on this node than in all", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    if local_world_size == world_size and local_rank != rank:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        _contradiction(environ, launcher, "on a single node rank and local rank are the same", *names)
+    return local_rank, local_world_size
+
+
+def _node_rank(
+    environ: Mapping[str, str], rank: int, local_rank: int, world_size: int, local_world_size: int, launcher: Launcher
+) -> int:
+    if "GROUP_RANK" in environ:
+        return _number(environ, "GROUP_RANK", launcher)
+    if world_size % local_world_size or (rank - local_rank) % local_world_size:
+        _refuse_guess(environ, launcher, "GROUP_RANK")
+    return (rank - local_rank) // local_world_size
+
+
+def _is_loopback(address: str | None) -> bool:
+    return not address or address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _refuse_guess(environ: Mapping[str, str], launcher: Launcher, *names: str) -> NoReturn:
+    missing = " and ".join(name for name in names if name not in environ)
+    known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    raise LauncherEnvironmentError(
+        f"launcher {launcher}: {missing} not set, and {known} do not tell; set {missing} as torchrun does"
+    )
+
+
+# --- Slurm
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process. The batch shell, too, has SLURM_PROCID (0), but it is no rank."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    return "SLURM_PROCID" in environ and step is not None and step not in _PSEUDO_STEPS
+
+
+def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
+    rank_name, local_name, node_name = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"
+    size_name = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    nodes_name = _first_set(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    tasks_name = _first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    hosts_name = _first_set(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+
+    rank, world_size = _number(environ, rank_name, "slurm"), _number(environ, size_name, "slurm")
+    local_rank, node_rank = _number(environ, local_name, "slurm"), _number(environ, node_name, "slurm")
+    nodes, counts = _number(environ, nodes_name, "slurm"), tasks_per_node(environ[tasks_name])
+    hosts = expand(environ[hosts_name])
+
+    _check_below(environ, rank, rank_name, world_size, size_name, "slurm")
+    _check_below(environ, node_rank, node_name, nodes, nodes_name, "slurm")
+    if len(hosts) != nodes:
+        _contradiction(environ, "slurm", f"{len(hosts)} hosts for {nodes} nodes", hosts_name, nodes_name)
+    if len(counts) != nodes or sum(counts) != world_size:
+        _contradiction(environ, "slurm", "the tasks do not add up", tasks_name, size_name, nodes_name)
+    if local_rank >= counts[node_rank]:
+        _contradiction(environ, "slurm", "no such task on this node", local_name, node_name, tasks_name)
+    _check_against_torchrun_names(environ, rank, rank_name, world_size, size_name)
+
+    master_addr, master_port = _master(environ)
+    place = (rank, local_rank, world_size, counts[node_rank], node_rank)
+    port = _step_port(environ) if master_port is None else master_port
+    return RankEnvironment(*place, tuple(hosts), master_addr or hosts[0], port, "slurm")
+
+
+def _first_set(environ: Mapping[str, str], *names: str) -> str:
+    """The first of ``names`` that is set: the step's own, then the one that also a job script has."""
+    for name in names:
+        if name in environ:
+            return name
+    raise LauncherEnvironmentError(
+        f"launcher slurm: none of {', '.join(names)} is set, though this is step {environ.get('SLURM_STEP_ID')} of job "
+        f"{environ.get('SLURM_JOB_ID')}; start the ranks with srun and leave its variables as they are"
+    )
+
+
+def _check_against_torchrun_names(
+    environ: Mapping[str, str], rank: int, rank_name: str, world_size: int, size_name: str
+) -> None:
+    """Refuses a complete but other place under torchrun's names: one of the two would train alone, or twice."""
+    if not {"RANK", "WORLD_SIZE"} <= environ.keys():
+        return
+    if (environ["RANK"], environ["WORLD_SIZE"]) != (str(rank), str(world_size)):
+        slurms = _shown(environ, rank_name, size_name)
+        raise LauncherEnvironmentError(
+            f"launcher slurm: {_shown(environ, 'RANK', 'WORLD_SIZE')} contradict {slurms}; "
+            f"unset RANK and WORLD_SIZE if srun starts the ranks, or set {LAUNCHER_VARIABLE}=torchrun if something "
+            "else starts them inside the tasks"
+        )
+
+
+def _step_port(environ: Mapping[str, str]) -> int:
+    job, step = _number(environ, "SLURM_JOB_ID", "slurm"), _first_set(environ, "SLURM_STEP_ID", "SLURM_STEPID")
+    # Slurm leaves SLURM_RESTART_COUNT unset at a job's first start.
+    restart = _number(environ, "SLURM_RESTART_COUNT", "slurm") if "SLURM_RESTART_COUNT" in environ else 0
+    return default_port(job, _number(environ, step, "slurm"), restart)
+
+
+def default_port(job_id: int, step_id: int, restart: int) -> int:
+    """A port for rank 0's store that all ranks of a step can work out alone, 10000 to 29999.
+
+    That is below Linux's ephemeral ports (32768 to 60999), which any process may hold by chance. Two steps of a job,
+    two restarts and two neighbouring jobs get different ones: below 198 steps and 101 restarts none of a job's repeats.
+    """
+    return 10000 + (job_id * 7919 + step_id * 101 + restart) % 20000
+
+
+def _refuse_job_shell(environ: Mapping[str, str]) -> NoReturn:
+    # Only the batch shell has SLURM_PROCID without a step; salloc's shell has none, or is an interactive step.
+    batch = "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID") in (None, "batch", str(0xFFFFFFFB))
+    shell = "the batch shell" if batch else "a shell"
+    raise LauncherEnvironmentError(
+        f"this is {shell} of job {environ['SLURM_JOB_ID']}, not a rank: start with srun (srun -N1 -n1 for a single "
+        "process), or `clusterddp submit`"
+    )
+
+
+# --- shared by both
+
+
+def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
+    """MASTER_ADDR and MASTER_PORT as set; empty is unset."""
+    port = environ.get("MASTER_PORT")
+    if port and not (port.isdecimal() and int(port) < 65536):
+        raise LauncherEnvironmentError(f"MASTER_PORT={port} is not a port: expected a number from 0 to 65535")
+    return environ.get("MASTER_ADDR") or None, int(port) if port else None
+
+
+def _number(environ: Mapping[str, str], name: str, launcher: Launcher) -> int:
+    if name not in environ:
+        raise LauncherEnvironmentError(f"launcher {launcher}: {name} is not set, though it sets it for every rank")
+    if not re.fullmatch(r"[0-9]+", environ[name]):
+        raise LauncherEnvironmentError(f"launcher {launcher}: {name}={environ[name]!r}, expected a whole number")
+    return int(environ[name])
+
+
+def _check_below(
+    environ: Mapping[str, str], index: int, index_name: str, size: int, size_name: str, launcher: Launcher
+) -> None:
+    if index >= size:
+        _contradiction(environ, launcher, f"{index} is not below {size}", index_name, size_name)
+
+
+def _contradiction(environ: Mapping[str, str], launcher: Launcher, reason: str, *names: str) -> NoReturn:
+    raise LauncherEnvironmentError(f"launcher {launcher}: {_shown(environ, *names)} contradict each other: {reason}")
+
+
+def _shown(environ: Mapping[str, str], *names: str) -> str:
+    """``NAME=value`` of those that are set."""
+    return ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys(names) if name in environ)
+
+
+# --- environments for Slurm's commands
+
+#: SLURM_* that a job does not set: who has them exported them on purpose.
+_KEPT = {
+    *("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM_QOS", "SLURM_RESERVATION"),
+    *("SLURM_WCKEY", "SLURM_JWT", "SLURM_TIME_FORMAT"),
+}
+_SET_BY_A_JOB = re.compile(
+    r"(SLURM|SLURMD|SRUN|TORCHELASTIC)_.*|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+    r"|(GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|CLUSTERDDP_(RUN_DIR|ATTEMPT|SUPERVISOR|TOKEN|LAUNCHER)",
+    re.DOTALL,
+)
+_CHANGES_OUTPUT = re.compile(r"(SQUEUE|SACCT|SINFO|SCONTROL)_.*|SLURM_TIME_FORMAT", re.DOTALL)
+
+
+def scrub(environ: Mapping[str, str]) -> dict[str, str]:
+    """A copy without what a surrounding job set: in a new submission it would leak, or make sbatch refuse it."""
+    return {name: value for name, value in environ.items() if name in _KEPT or not _SET_BY_A_JOB.fullmatch(name)}
+
+
+def for_parsing(environ: Mapping[str, str]) -> dict[str, str]:
+    """``scrub``, and without what changes the form of squeue's, sacct's, sinfo's and scontrol's output."""
+    return {name: value for name, value in scrub(environ).items() if not _CHANGES_OUTPUT.fullmatch(name)}

@@ -1,0 +1,64 @@
+"""The errors a user can act on, one class per kind of action.
+
+Every message says what was given, what was expected and what to do. The command line prints the message alone,
+without a traceback, and exits with ``exit_code``.
+"""
+
+from __future__ import annotations
+
+
+class ClusterddpError(Exception):
+    """The base of every error that clusterddp raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(ClusterddpError):
+    """The command line, or what it names, is wrong: nothing was submitted or written."""
+
+    exit_code = 2
+
+
+class JobDefinitionError(UsageError):
+    """A job definition holds mistakes; the message lists all of them, each with its place."""
+
+
+class LauncherEnvironmentError(ClusterddpError):
+    """The variables that a launcher should have set are missing or contradict each other."""
+
+
+class DeviceError(ClusterddpError):
+    """The devices asked for are not there."""
+
+
+class RunDirectoryError(ClusterddpError):
+    """The run directory cannot be used for what was asked: held, over, or recorded with other arguments."""
+
+
+class SlurmError(ClusterddpError):
+    """Slurm refused the request, or a command of it failed."""
+
+
+class SlurmUnavailable(SlurmError):
+    """A Slurm command is missing, or the controller did not answer."""
+
+
+class CheckpointError(ClusterddpError):
+    """No checkpoint of the run can be restored, or one cannot be written."""
+
+
+class Superseded(ClusterddpError):
+    """A newer attempt of the run exists: this one must not write any more."""
+
+
+class Stopped(SystemExit):
+    """Training stopped at a step boundary because it was told to; it is not done and can go on from ``step``.
+
+    Raised on every rank at the same step, after the checkpoint of that step is committed. A SystemExit, so that it
+    passes through ``except Exception`` and ends an unsupervised process with code 75 (EX_TEMPFAIL, sysexits.h).
+    """
+
+    def __init__(self, step: int | None, reason: str) -> None:
+        super().__init__(75)
+        self.step = step
+        self.reason = reason

@@ -1,0 +1,75 @@
+"""Slurm's two compressed notations: host lists (``rack[1-2]node[01-02]``) and task counts (``2(x3),1``)."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+from clusterddp.errors import LauncherEnvironmentError
+
+#: The commas between hosts: those that no bracket closes over.
+_COMMA = re.compile(r",(?![^\[\]]*\])")
+_HOST = re.compile(r"(?:[\w.:-]|\[[^\[\]]*\])+", re.ASCII)
+_PIECE = re.compile(r"\[[^\[\]]*\]|[^\[\]]+")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+#: Slurm refuses longer ranges too.
+_LONGEST_RANGE = 65536
+
+
+def expand(hostlist: str) -> list[str]:
+    """The host names in ``hostlist``, in the order of ``scontrol show hostnames``; none for an empty string.
+
+    Stricter than scontrol, which takes ``n[1`` for a host and drops the empty part of ``a,,b``: anything malformed
+    raises LauncherEnvironmentError. Unlike scontrol 22.05 it allows text after the last bracket (``cn[1-2]-ib0``).
+    """
+    if not hostlist:
+        return []
+    return [name for part in _COMMA.split(hostlist) for name in _expand_part(part, hostlist)]
+
+
+def _expand_part(part: str, hostlist: str) -> list[str]:
+    if not _HOST.fullmatch(part):
+        raise _malformed(hostlist, f"{part!r} is no host" if part else "it has an empty part")
+    pieces = [_alternatives(piece, hostlist) for piece in _PIECE.findall(part)]
+    brackets = [index for index, piece in enumerate(_PIECE.findall(part)) if piece.startswith("[")]
+    # Slurm's order: the last bracket varies fastest, then the first, then the second, and so on.
+    slowest_first = [*reversed(brackets[:-1]), *brackets[-1:]]
+    names = []
+    for chosen in product(*(pieces[index] for index in slowest_first)):
+        texts = dict(zip(slowest_first, chosen, strict=True))
+        names.append("".join(texts.get(index, piece[0]) for index, piece in enumerate(pieces)))
+    return names
+
+
+def _alternatives(piece: str, hostlist: str) -> list[str]:
+    """What a piece of a host name may read: itself, or the numbers of a bracket, padded like the range's start."""
+    if not piece.startswith("["):
+        return [piece]
+    numbers: list[str] = []
+    for part in piece[1:-1].split(","):
+        match = _RANGE.fullmatch(part)
+        if not match:
+            raise _malformed(hostlist, f"{part!r} in {piece} is neither a number nor a range")
+        first, last = match[1], match[2] or match[1]
+        if not 0 <= int(last) - int(first) < _LONGEST_RANGE:
+            raise _malformed(hostlist, f"the range {part} runs backwards or is longer than {_LONGEST_RANGE}")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """The number of tasks on each node, from Slurm's run-length form: ``2(x3),1`` is ``[2, 2, 2, 1]``."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part)
+        if not match:
+            raise LauncherEnvironmentError(f"malformed tasks per node {text!r}: expected a form such as '2(x3),1'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _malformed(hostlist: str, reason: str) -> LauncherEnvironmentError:
+    return LauncherEnvironmentError(
+        f"malformed host list {hostlist!r}: {reason}; expected a form such as 'a1,rack[1-2]node[01-02]'"
+    )

@@ -1,0 +1,97 @@
+"""The batch script: a pure function of the job definition and the run directory, in submitit's terms."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from submitit import SlurmExecutor
+
+from clusterddp.job import Job
+from clusterddp.launch.supervisor import supervise_slurm
+from clusterddp.rundir import RunDirectory, write_atomically
+
+
+class RunExecutor(SlurmExecutor):
+    """submitit's Slurm executor for one run: it makes the script's text, calls sbatch and reads the job id.
+
+    The script runs the supervisor by its name instead of unpickling it with submitit's entry point. So ``sbatch
+    job.sbatch`` by hand continues the run, and submitit's signal handlers, which requeue by themselves and take TERM's
+    being ignored away from srun, are never installed.
+    """
+
+    def __init__(self, job: Job, run: RunDirectory, folder: Path) -> None:
+        super().__init__(run.private / "submitit")
+        self._run = run
+        self._chdir = folder
+        python = shlex.quote(job.python or sys.executable)
+        self._command = f"exec {python} -u -m clusterddp.launch.supervisor {shlex.quote(str(run))}"
+        self.update_parameters(**batch_parameters(job, run, folder))
+
+    @classmethod
+    def affinity(cls) -> int:
+        """A dry run needs no Slurm; a real submission has asked for sbatch before."""
+        return 2
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return self._command
+
+    def script(self) -> str:
+        """The exact text that is submitted."""
+        return self._make_submission_file_text(self._command, "")
+
+    def submit_run(self) -> str:
+        """Writes the run's ``job.sbatch`` and submits it; returns the job id."""
+        write_atomically(self._run.batch_script, self.script())
+        return str(self.submit(supervise_slurm, str(self._run)).job_id)
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        del submission_file_path  # submitit's copy of the same text
+        return ["sbatch", str(self._run.batch_script)]
+
+
+def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any]:
+    """submitit's parameters for a job. ``folder``: where the job runs, and relative paths of the script's start.
+
+    What is None is left to Slurm's own defaults (submitit would otherwise ask for 5 minutes).
+    """
+    log = str(run.logs / "job-%j.log")
+    additional: dict[str, Any] = {
+        "requeue": True,
+        "chdir": str(folder),
+        "output": log,
+        "error": log,
+        **{key.replace("_", "-"): value for key, value in _optional(job).items()},
+        **job.sbatch,
+    }
+    return {
+        "job_name": job.name,
+        "time": job.time_text,
+        "partition": job.partition,
+        "nodes": job.nodes,
+        "ntasks_per_node": job.gpus_per_node,
+        "cpus_per_task": job.cpus_per_task,
+        "signal_delay_s": int(job.timeouts.notice_s),
+        "wckey": None,
+        "use_srun": False,
+        "setup": ["trap '' TERM", *job.setup],
+        "additional_parameters": additional,
+    }
+
+
+def _optional(job: Job) -> dict[str, Any]:
+    gpus = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else str(job.gpus_per_node)
+    values = {
+        "gpus_per_node": gpus if job.device == "cuda" else None,
+        "account": job.account,
+        "qos": job.qos,
+        "constraint": job.constraint,
+        "reservation": job.reservation,
+        "exclude": job.exclude,
+        "nodelist": job.nodelist,
+        "mem": job.mem,
+    }
+    return {key: value for key, value in values.items() if value is not None}

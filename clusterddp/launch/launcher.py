@@ -1,0 +1,155 @@
+"""How the ranks of an attempt are started, told to stop, and waited for: with srun, or as processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from clusterddp.job import Job
+
+
+class Launcher(Protocol):
+    """The ranks of one attempt."""
+
+    #: The name of the launcher in the rank's environment, and the address that ranks reach the supervisor under (''
+    #: when srun tells them).
+    name: str
+    supervisor_host: str
+
+    def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+        """Starts all ranks; their output goes to ``logs/rank-<r>.out`` and ``.err``."""
+
+    def notify(self) -> None:
+        """Tells all ranks to stop (USR2)."""
+
+    def wait(self) -> int:
+        """Waits until every rank is gone; the first exit code that is not 0, or 0. A failed rank ends its peers."""
+
+
+class SlurmLauncher:
+    """The ranks as one job step, a task per rank."""
+
+    name = "slurm"
+    supervisor_host = ""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+        """Starts srun. Its own messages go to ``logs/srun.err``."""
+        # srun inherits that TERM is ignored (the batch script's trap), and must: it would end, and the ranks with it.
+        with open(logs / "srun.err", "ab") as messages:
+            self._srun = subprocess.Popen(
+                [*srun_command(self._job, logs), *command],
+                env={"OMP_NUM_THREADS": str(cpus_per_rank(self._job)), **environment},
+                stdin=subprocess.DEVNULL,
+                stderr=messages,
+            )
+
+    def notify(self) -> None:
+        """srun hands the signal on to every task."""
+        self._srun.send_signal(signal.SIGUSR2)
+
+    def wait(self) -> int:
+        """srun's exit code. It is 137 for a peer killed by --kill-on-bad-exit, whatever the first failure was."""
+        return self._srun.wait()
+
+
+def srun_command(job: Job, logs: Path) -> list[str]:
+    """srun's part of the ranks' command line.
+
+    --cpus-per-task is always given: 22.05 and 23.02 ignore the one of the job. --wait: after a first clean exit the
+    others may take as long as a collective may.
+    """
+    return [
+        "srun",
+        f"--nodes={job.nodes}",
+        f"--ntasks={job.world_size}",
+        f"--ntasks-per-node={job.gpus_per_node}",
+        f"--cpus-per-task={cpus_per_rank(job)}",
+        "--kill-on-bad-exit=1",
+        f"--wait={job.timeouts.step_s:.0f}",
+        "--unbuffered",
+        "--open-mode=append",
+        f"--output={logs}/rank-%t.out",
+        f"--error={logs}/rank-%t.err",
+    ]
+
+
+def cpus_per_rank(job: Job) -> int:
+    """What the job definition asks for, else what the job got: the share that submit asked for, or Slurm's default."""
+    return job.cpus_per_task or int(os.environ.get("SLURM_CPUS_PER_TASK", 1))
+
+
+class LocalLauncher:
+    """The same N x G ranks as processes of this machine, each with the numbers it would have on N nodes."""
+
+    name = "local"
+    supervisor_host = "127.0.0.1"
+
+    def __init__(self, job: Job, terminal_rank: int | None = None) -> None:
+        self._job, self._terminal_rank = job, terminal_rank
+        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+        """Starts one process per rank."""
+        for rank in range(self._job.world_size):
+            process = self._start_rank(rank, command, {**environment, **local_variables(self._job, rank)}, logs)
+            self._ranks[process.pid] = process
+
+    def _start_rank(
+        self, rank: int, command: list[str], environment: Mapping[str, str], logs: Path
+    ) -> subprocess.Popen[bytes]:
+        if rank == self._terminal_rank:
+            return subprocess.Popen(command, env=environment)
+        with open(logs / f"rank-{rank}.out", "ab") as out, open(logs / f"rank-{rank}.err", "ab") as err:
+            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+
+    def notify(self) -> None:
+        """Signals every rank that still runs."""
+        self._signal_all(signal.SIGUSR2)
+
+    def wait(self) -> int:
+        """The first exit code that is not 0 (128 + signal for a killed rank); its peers are then killed, as by srun."""
+        first = 0
+        while self._ranks:
+            pid, status = os.wait()
+            process = self._ranks.pop(pid, None)
+            if process is None:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            process.returncode = code
+            if code != 0 and first == 0:
+                first = code if code > 0 else 128 - code
+                self._signal_all(signal.SIGKILL)
+        return first
+
+    def _signal_all(self, signum: int) -> None:
+        for process in list(self._ranks.values()):
+            process.send_signal(signum)
+
+
+def local_variables(job: Job, rank: int) -> dict[str, str]:
+    """What srun's task environment says on a cluster, for a rank of this machine, in torchrun's names."""
+    node_rank, local_rank = divmod(rank, job.gpus_per_node)
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(job.gpus_per_node),
+        "GROUP_RANK": str(node_rank),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // job.world_size)),
+    }
+
+
+def rank_command(job: Job, attempt: int) -> list[str]:
+    """The command of every rank, without the launcher's part."""
+    target = ["-m", job.module] if job.module else [str(job.script)]
+    resume = job.args_on_resume if attempt > 0 else ()
+    return [job.python or sys.executable, "-u", "-m", "clusterddp.rank", *target, *job.args, *resume]

@@ -1,0 +1,135 @@
+"""``submit --local``: the run as processes of this machine, with real signals and real further attempts.
+
+This loop is to a local run what slurmctld is to a job: it starts the supervisor once per attempt, in a session of its
+own so that Ctrl-C reaches the loop alone; to preempt it says why in a file and sends TERM to all of that session.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from clusterddp.errors import UsageError
+from clusterddp.job import Job
+from clusterddp.launch.cause import Cause
+from clusterddp.launch.controller import give_notice
+from clusterddp.launch.progress import Progress
+from clusterddp.launch.supervisor import AGAIN
+from clusterddp.rundir import RunDirectory
+
+POLL_S = 0.05
+#: The exit code of a run that was interrupted and can go on: that of a shell command ended by Ctrl-C.
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to preempt: once ``step`` steps are done, or ``seconds`` after the attempt's start."""
+
+    step: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Moment:
+        """``120`` is a step, ``2.5s`` a time."""
+        try:
+            return cls(seconds=float(text[:-1])) if text.endswith("s") else cls(step=int(text))
+        except ValueError:
+            raise UsageError(f"--preempt-after {text}: expected a step, as in 120, or seconds, as in 2.5s") from None
+
+    def reached(self, steps_done: int, elapsed_s: float) -> bool:
+        """Whether it is time."""
+        if self.step is not None:
+            return steps_done >= self.step
+        return elapsed_s >= (self.seconds or 0.0)
+
+
+@dataclass
+class LocalRun:
+    """The loop of one local run. ``preemptions`` are used up in order, at most one per attempt."""
+
+    run: RunDirectory
+    job: Job
+    preemptions: list[Moment] = field(default_factory=list)
+    debug_rank: int | None = None
+    interrupts: int = 0
+
+    def loop(self, progress: Progress) -> int:
+        """Runs attempts until the run is over or interrupted; returns the exit code."""
+        with _interrupts_counted(self._interrupted):
+            while True:
+                with self._supervisor() as process:
+                    code = self._watch(process, progress)
+                if self.interrupts:
+                    return INTERRUPTED
+                if code != AGAIN:
+                    return code
+
+    @contextmanager
+    def _supervisor(self) -> Iterator[subprocess.Popen[bytes]]:
+        command = [sys.executable, "-m", "clusterddp.launch.supervisor", str(self.run), "--local"]
+        debugging = self.debug_rank is not None
+        if debugging:
+            command += ["--debug", str(self.debug_rank)]
+        # A debugged rank keeps the terminal, which a session of its own would take from it.
+        stdout: IO[Any] | None = None if debugging else open(self.run.logs / "supervisor.log", "ab")
+        process = subprocess.Popen(command, start_new_session=not debugging, stdout=stdout)
+        self._process = process
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                self._kill()
+            if stdout:
+                stdout.close()
+
+    def _watch(self, process: subprocess.Popen[bytes], progress: Progress) -> int:
+        started = time.monotonic()
+        moment = self.preemptions.pop(0) if self.preemptions else None
+        while (code := process.poll()) is None:
+            progress.update()
+            if moment and moment.reached(progress.steps_done, time.monotonic() - started):
+                self._signal(Cause.PREEMPTED)
+                moment = None
+            time.sleep(POLL_S)
+        progress.update()
+        return code
+
+    def _interrupted(self) -> None:
+        self.interrupts += 1
+        if self.interrupts == 1:
+            print("\nsaving and stopping; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+            self._signal(Cause.INTERRUPTED)
+        else:
+            self._kill()
+
+    def _kill(self) -> None:
+        """The supervisor, whose ranks then die with it."""
+        self._process.kill()
+
+    def _signal(self, cause: Cause) -> None:
+        """TERM to the supervisor's whole session, as Slurm's linuxproc tracking does it; the supervisor ignores it."""
+        give_notice(self.run, cause)
+        try:
+            os.killpg(self._process.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+
+
+@contextmanager
+def _interrupts_counted(act: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and a hang-up call ``act``."""
+    signals = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    before = [signal.signal(signum, lambda *_: act()) for signum in signals]
+    try:
+        yield
+    finally:
+        for signum, handler in zip(signals, before, strict=True):
+            signal.signal(signum, handler)

@@ -1,0 +1,79 @@
+"""The history in sentences: what `submit --local`, the job's log and `status` say of an event. Pure text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from clusterddp.launch.verdict import RankEnd
+from clusterddp.rundir import RunDirectory
+
+Event = Mapping[str, Any]
+
+
+def sentence(event: Event) -> str | None:
+    """One line for an event; None for those that only the file needs."""
+    words = _SENTENCES.get(event["event"])
+    try:
+        text = words(event) if words else None
+    except KeyError:  # an event of another version of clusterddp
+        text = event["event"]
+    return f"attempt {event['attempt']}: {text}" if text else None
+
+
+def _started(event: Event) -> str:
+    where = (
+        f"job {event['job']} on {event['nodes']}" if "job" in event else f"process {event['pid']} on {event['nodes']}"
+    )
+    again = f", restart {event['restarts']}" if event.get("restarts") else ""
+    changed = f"; the code changed since the last attempt: {', '.join(event['changed'])}" if event["changed"] else ""
+    return f"started ({where}{again}){changed}"
+
+
+def _resumed(event: Event) -> str:
+    redone = f", {event['redone']} steps redone" if event.get("redone") is not None else ""
+    doubt = f" (not bit for bit: {'; '.join(event['inexact'])})" if event.get("inexact") else ""
+    return f"resumed from step {event['step']}{redone}{doubt}"
+
+
+def _requeued(event: Event) -> str:
+    if event["step"] is None:
+        return f"{event['reason']} with nothing of this attempt to save, requeued"
+    return f"{event['reason']} at step {event['step']}, checkpoint {event['checkpoint']} committed, requeued"
+
+
+def _failed(event: Event) -> str:
+    cause = "" if event["reason"].startswith("rank ") else f": {event['reason']}"  # said by rank_failed already
+    return f"failed at step {event['step']}{cause}"
+
+
+_SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
+    "submitted": lambda e: f"submitted as job {e['job']}",
+    "started": _started,
+    "resumed": _resumed,
+    "stopping": lambda e: f"told to stop ({e['reason']}): all ranks stop after step {e['step']}",
+    "checkpoint_failed": lambda e: f"checkpoint {e['step']} failed: {e.get('error', '')}; training goes on",
+    "checkpoint_damaged": lambda e: f"checkpoint {e.get('file', e.get('step'))} is damaged and passed over",
+    "stopped": lambda e: f"stopped: {e['reason']}",
+    "requeued": _requeued,
+    "superseded": lambda e: f"superseded by attempt {e['by']}; not requeueing",
+    "rank_failed": lambda e: f"rank {e['rank']} ({e['host']}) failed first: {e['error']}",
+    "failed": _failed,
+    "cancelled": lambda e: f"cancelled at step {e['step']}; it will not run again",
+    "completed": lambda e: f"completed at step {e['step']} after {e['attempts']} attempt{'s'[: e['attempts'] != 1]}",
+}
+
+
+def failure_box(run: RunDirectory, attempt: int, failure: RankEnd) -> str:
+    """The first failure, boxed: who, where, and its traceback or the end of its log."""
+    log = run.attempt_logs(attempt) / f"rank-{failure.rank}.err"
+    body = failure.traceback or _tail(log.read_text(errors="replace") if log.exists() else "", lines=12)
+    lines = [failure.sentence(), "", *body.rstrip().splitlines(), "", f"log: {log}"]
+    wrapped = [piece for line in lines for piece in (textwrap.wrap(line, 116, drop_whitespace=False) or [""])]
+    rule = "-" * 118
+    return "\n".join([f"+{rule}", *(f"| {line}" for line in wrapped), f"+{rule}"])
+
+
+def _tail(text: str, lines: int) -> str:
+    return "\n".join(text.splitlines()[-lines:])

@@ -1,0 +1,81 @@
+"""Fitting a job to the cluster: what the partition has is asked, checked and shared out before a submission."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from clusterddp.errors import SlurmUnavailable, UsageError
+from clusterddp.job import Job
+from clusterddp.launch import slurm
+from clusterddp.launch.slurm import NodeShape
+
+#: Variables that people export on purpose and that sbatch takes options from: shown, so that nothing acts unseen.
+_TELLING = ("SBATCH_", "SLURM_ACCOUNT", "SLURM_CLUSTERS", "SLURM_CONF")
+
+
+def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
+    """The job with CPUs and memory in proportion to its GPUs, and what to tell the user about the plan.
+
+    Slurm's own default is one CPU per task and little memory. ``required``: whether a Slurm that is missing or does not
+    answer is an error; a dry run can do without.
+    """
+    try:
+        slurm.require("sbatch", "srun", "scontrol", "sinfo")
+        nodes = slurm.partition_nodes(job.partition)
+    except SlurmUnavailable as error:
+        if required:
+            raise
+        return job, [f"partition, GPUs, CPUs and memory are not checked: {error}"]
+    remarks = _exported()
+    check_nodes(job, nodes)
+    if job.device == "cuda":
+        check_gpus(job, nodes)
+        job, share = share_of_node(job, nodes)
+        remarks += share
+    return job, remarks
+
+
+def check_nodes(job: Job, nodes: list[NodeShape]) -> None:
+    """Enough nodes: sbatch would take the job, and it would wait for ever."""
+    if len(nodes) < job.nodes:
+        raise UsageError(f"{_partition(job)} has {len(nodes)} nodes in all, and --nodes {job.nodes} asks for more")
+
+
+def _partition(job: Job) -> str:
+    return f"partition {job.partition!r}" if job.partition else "the default partition"
+
+
+def check_gpus(job: Job, nodes: list[NodeShape]) -> None:
+    """Enough nodes with enough GPUs, or an error that says what there is."""
+    fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
+    if len(fitting) >= job.nodes:
+        return
+    kind = f"{job.gpu_type} GPUs" if job.gpu_type else "GPUs"
+    most = max(node.gpus_of(job.gpu_type) for node in nodes)
+    raise UsageError(
+        f"{_partition(job)} has {len(fitting)} nodes with {job.gpus_per_node} {kind} (the most on one node is {most}, "
+        f"{len(nodes)} nodes in all), and {job.nodes} are asked for: --gpus counts per node. "
+        "Ask for less, or add --device cpu for gloo processes without GPUs"
+    )
+
+
+def share_of_node(job: Job, nodes: list[NodeShape]) -> tuple[Job, list[str]]:
+    """CPUs per task and memory per node by the share of a node's GPUs, on the smallest node that fits."""
+    fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
+    values: dict[str, object] = {}
+    if job.cpus_per_task is None:
+        values["cpus_per_task"] = max(1, min(node.cpus // node.gpus_of(None) for node in fitting))
+    if job.mem is None and not any(key.startswith("mem") for key in job.sbatch):
+        shares = (node.memory_mib * job.gpus_per_node // node.gpus_of(None) for node in fitting)
+        values["mem"] = f"{min(shares)}M"
+    if not values:
+        return job, []
+    fitted: Job = dataclasses.replace(job, **values)  # type: ignore[arg-type]
+    share = f"{fitted.cpus_per_task} CPUs per rank and {fitted.mem} of memory per node"
+    return fitted, [f"asking for {share}: the share of a node that goes with its GPUs"]
+
+
+def _exported() -> list[str]:
+    names = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(_TELLING)]
+    return [f"from the environment: {' '.join(sorted(names))}"] if names else []

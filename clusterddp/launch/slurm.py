@@ -1,0 +1,185 @@
+"""Slurm's commands: the only module that runs them. Parsers are pure functions of the commands' text.
+
+Text with explicit fields is used throughout: the JSON of squeue and sacct changes between versions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clusterddp.environment import for_parsing
+from clusterddp.errors import SlurmError, SlurmUnavailable
+
+TIMEOUT_S = 60.0
+
+#: Job states in which a job holds, or will hold, its run.
+LIVE_STATES = frozenset(
+    [
+        "PENDING",
+        "CONFIGURING",
+        "RUNNING",
+        "COMPLETING",
+        "STOPPED",
+        "SUSPENDED",
+        "RESIZING",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "REQUEUE_FED",
+        "SPECIAL_EXIT",
+        "SIGNALING",
+        "STAGE_OUT",
+    ]
+)
+
+
+#: Slurm's words, in any of its commands, for a controller that is not configured here or does not answer.
+_NO_ANSWER = ("configuration source", "Unable to contact slurm controller", "Connection refused", "timed out")
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """What the controller says of a job. Times are unix seconds, None when unknown."""
+
+    job_id: str
+    state: str
+    reason: str
+    nodes: str
+    restarts: int
+    requeue: bool
+    preempt_time: float | None
+    end_time: float | None
+
+    @property
+    def live(self) -> bool:
+        """Whether the job runs or may yet run."""
+        return self.state in LIVE_STATES
+
+
+@dataclass(frozen=True)
+class NodeShape:
+    """A node of a partition: CPUs, memory in MiB, and GPUs by type ('' when Slurm names none)."""
+
+    name: str
+    cpus: int
+    memory_mib: int
+    gpus: Mapping[str, int]
+
+    def gpus_of(self, gpu_type: str | None) -> int:
+        """The GPUs of a type, or all of them."""
+        return self.gpus.get(gpu_type, 0) if gpu_type else sum(self.gpus.values())
+
+
+def own_job_id(environ: Mapping[str, str]) -> str | None:
+    """The id of the job that this process runs in; ``<array>_<task>`` for an array's member.
+
+    The bare id would requeue, or cancel, every member.
+    """
+    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ.get("SLURM_JOB_ID")
+
+
+def require(*commands: str) -> None:
+    """Raises unless all commands are on PATH. Nothing falls back to running locally."""
+    for command in commands:
+        if shutil.which(command) is None:
+            raise SlurmUnavailable(
+                f"{command} not found on PATH ({os.environ.get('PATH', '')}): submit from a Slurm login node, "
+                "load the site's Slurm module, or add --local to run on this machine without Slurm"
+            )
+
+
+def run(*command: str) -> str:
+    """A command's standard output; SlurmError with Slurm's own words when it fails or does not answer."""
+    require(command[0])
+    try:
+        done = subprocess.run(
+            command, env=for_parsing(os.environ), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SlurmUnavailable(f"`{' '.join(command)}` did not answer in {TIMEOUT_S:.0f} s") from error
+    if done.returncode != 0:
+        words = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        kind = SlurmUnavailable if any(sign in words for sign in _NO_ANSWER) else SlurmError
+        raise kind(f"`{' '.join(command)}` failed: {words}")
+    return done.stdout
+
+
+def show_job(job_id: str) -> JobInfo | None:
+    """The controller's record of a job, None when it has forgotten it (MinJobAge after the end, or never known)."""
+    try:
+        return parse_job(run("scontrol", "show", "job", "-o", job_id))
+    except SlurmError as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise
+
+
+def requeue(job_id: str) -> None:
+    """Ends the running job and queues it again under the same id."""
+    run("scontrol", "requeue", job_id)
+
+
+def cancel(job_id: str) -> None:
+    """Cancels a job; one that is over already is no error."""
+    run("scancel", job_id)
+
+
+def partition_nodes(partition: str | None) -> list[NodeShape]:
+    """The nodes of a partition, of the default one when None. SlurmError, with the names, when there is none such."""
+    lines = [line.split("|") for line in run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%c|%m|%G").splitlines()]
+    wanted = [line for line in lines if (line[0] == partition if partition else line[1].endswith("*"))]
+    if not wanted:
+        names = ", ".join(sorted({line[0] for line in lines})) or "none"
+        missing = f"partition {partition!r}" if partition else "a default partition (name one with -p)"
+        raise SlurmError(f"this cluster has not {missing}; it has: {names}")
+    return [
+        NodeShape(name, int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gres(gres))
+        for _, _, name, cpus, memory, gres in wanted
+    ]
+
+
+def parse_gres(text: str) -> dict[str, int]:
+    """GPUs by type in a node's GRES: ``gpu:a100:4(S:0-1),shard:8`` gives ``{"a100": 4}``, ``gpu:2`` ``{"": 2}``."""
+    gpus: dict[str, int] = {}
+    for item in re.sub(r"\([^)]*\)", "", text).split(","):
+        words = item.split(":")
+        if words[0] == "gpu":
+            gpu_type = words[1] if len(words) == 3 else ""
+            gpus[gpu_type] = gpus.get(gpu_type, 0) + int(words[-1])
+    return gpus
+
+
+def parse_job(text: str) -> JobInfo | None:
+    """Reads one line of ``scontrol show job -o``; None for an empty answer."""
+    if "JobId=" not in text:
+        return None
+    job_id = re.match(r"\s*JobId=(\d+)", text)
+    array = re.search(r"ArrayJobId=(\d+) ArrayTaskId=(\d+) ", text)
+    # The job's name comes first and its command last, both in the user's words: what stands between is Slurm's own.
+    own = text.rpartition(" UserId=")[2].partition(" Command=")[0]
+    fields = dict(re.findall(r"(\w+)=(\S*)", own))
+    return JobInfo(
+        job_id=f"{array[1]}_{array[2]}" if array else job_id[1] if job_id else "",
+        state=fields["JobState"],
+        reason=fields.get("Reason", "None"),
+        nodes=fields.get("NodeList", "").replace("(null)", ""),
+        restarts=int(fields.get("Restarts", 0)),
+        requeue=fields.get("Requeue") == "1",
+        preempt_time=_time(fields.get("PreemptTime")),
+        end_time=_time(fields.get("EndTime")),
+    )
+
+
+def _time(text: str | None) -> float | None:
+    """Unix seconds of Slurm's ``2026-01-31T12:00:00`` (local time); None for None, Unknown, N/A and the like."""
+    try:
+        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None

@@ -1,0 +1,114 @@
+"""What an attempt comes to: a pure function of how its ranks ended and why they were told to stop."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clusterddp.launch.cause import Cause
+
+
+class Action(enum.Enum):
+    """What the supervisor does next."""
+
+    COMPLETE = "completed"
+    FAIL = "failed"
+    CANCEL = "cancelled"
+    REQUEUE = "requeue"
+    LEAVE = "leave"  # the job ends as it is, the run is not over: Slurm requeues by itself, or someone continues it
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended.
+
+    ``end``: done, stopped (a clusterddp stop), exit (a code of its own), exception, lost (it never reached the
+    supervisor), or died (no record of its own: killed by a signal, or os._exit).
+    ``lost_at``: unix seconds on the supervisor's clock when its connection broke, infinity if it never joined.
+    """
+
+    rank: int
+    host: str
+    end: str
+    lost_at: float
+    error: str = ""
+    traceback: str = ""
+    step: int | None = None
+    exit_code: int | None = None
+    used_clusterddp: bool = False
+
+    @classmethod
+    def from_record(cls, rank: int, host: str, lost_at: float, record: Mapping[str, Any] | None) -> RankEnd:
+        """From the record that the rank shim wrote; None when it had no time to."""
+        if record is None:
+            return cls(rank, host, "died", lost_at, error="killed without a traceback, or left by os._exit")
+        return cls(
+            rank,
+            record["host"],
+            record["end"],
+            lost_at,
+            error=record.get("error") or (f"exit code {record['exit_code']}" if "exit_code" in record else ""),
+            traceback=record.get("traceback", ""),
+            step=record.get("step"),
+            exit_code=record.get("exit_code"),
+            used_clusterddp=record.get("used_clusterddp", False),
+        )
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank ended by neither finishing nor stopping."""
+        return self.end not in ("done", "stopped")
+
+    def sentence(self) -> str:
+        """One line that names the rank, its host and what happened to it."""
+        what = {"exception": "raised ", "exit": "left with ", "died": "was ", "lost": "never joined: "}
+        return f"rank {self.rank} ({self.host}) {what.get(self.end, self.end)}{self.error}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The supervisor's next action, the reason in one sentence, and the first failure if there was one."""
+
+    action: Action
+    reason: str
+    first_failure: RankEnd | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """The training's exit code: 0 when it completed, a failed rank's own where it chose one, 1 otherwise."""
+        if self.action is Action.COMPLETE:
+            return 0
+        return (self.first_failure and self.first_failure.exit_code) or 1
+
+
+def judge(ends: list[RankEnd], exit_code: int, ask: Callable[[], Cause]) -> Verdict:
+    """Decides what an attempt comes to. ``ask`` queries the controller and is called only where its answer matters.
+
+    ``exit_code`` is the launcher's (srun's): it shows a death during the interpreter's shutdown, after the records.
+    """
+    all_done = exit_code == 0 and all(end.end == "done" for end in ends)
+    if all_done and all(end.used_clusterddp for end in ends):
+        return Verdict(Action.COMPLETE, "all ranks finished")
+    cause = ask()
+    # A script that knows nothing of clusterddp ends with exit code 0 after a notice, too: stopped, not done.
+    if cause.calls_for_requeue:
+        return Verdict(Action.REQUEUE, cause.value)
+    if cause is Cause.REQUEUED_BY_SLURM:
+        return Verdict(Action.LEAVE, "preempted without grace, requeued by Slurm")
+    if cause is Cause.CANCELLED:
+        return Verdict(Action.CANCEL, "cancelled")
+    if all_done:
+        return Verdict(Action.COMPLETE, "all ranks finished")
+    failures = sorted((end for end in ends if end.failed), key=lambda end: (end.lost_at, end.rank))
+    if failures and cause is Cause.NONE:
+        return Verdict(Action.FAIL, failures[0].sentence(), failures[0])
+    if cause is Cause.NONE and not any(end.end == "stopped" for end in ends):
+        return Verdict(Action.FAIL, f"all ranks finished, but the launcher returned {exit_code}")
+    return Verdict(
+        Action.LEAVE,
+        "stopped by a signal that neither preemption, time limit nor cancellation explains"
+        if cause is Cause.NONE
+        else cause.value,
+    )

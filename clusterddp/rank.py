@@ -1,0 +1,198 @@
+"""The rank shim: ``python -m clusterddp.rank SCRIPT [ARG...]`` (or ``-m MODULE``), one process per rank, no torch.
+
+It blocks the stop signals, joins the supervisor, gives the script torchrun's environment, runs it in this very process
+and records how it ended. Until the script calls ``clusterddp.init()``, TERM has its default action and USR2 is ignored,
+so that a script which knows nothing of clusterddp behaves as it does under torchrun.
+"""
+
+from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__":
+    # The first act: a notice that comes while Python still imports stays pending instead of killing the rank.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
+
+import atexit
+import fcntl
+import os
+import random
+import runpy
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from clusterddp import environment, link
+from clusterddp.errors import ClusterddpError, LauncherEnvironmentError, Stopped
+from clusterddp.process import die_with_parent
+from clusterddp.rundir import RunDirectory, write_json
+
+JOIN_TIMEOUT_S = 600.0
+
+
+def main() -> None:
+    """Runs the script as one rank; the process ends here, with the script's exit code."""
+    started = time.time()
+    if os.environ["CLUSTERDDP_LAUNCHER"] == "local":
+        die_with_parent()
+    run = RunDirectory(os.environ["CLUSTERDDP_RUN_DIR"])
+    ranks = environment.read(os.environ)
+    record = run.rank_record(int(os.environ["CLUSTERDDP_ATTEMPT"]), ranks.rank)
+    end: dict[str, Any] = {"rank": ranks.rank, "host": socket.gethostname(), "started": started}
+    if _notified():
+        _leave(record, {**end, "end": "stopped", "reason": "a stop signal came before the script was started"}, 0)
+    try:
+        held_port = join(ranks)
+    except ClusterddpError as error:
+        print(f"clusterddp: {error}", file=sys.stderr)
+        _leave(record, {**end, "end": "lost", "reason": str(error)}, 1)
+    _let_signals_through()
+    values, code = run_script(sys.argv[1:])
+    del held_port
+    _leave(record, {**end, **values, "used_clusterddp": "clusterddp.training.context" in sys.modules}, code)
+
+
+def join(ranks: environment.RankEnvironment) -> socket.socket | None:
+    """Joins the supervisor and completes torchrun's environment; returns rank 0's reserved port, to be kept alive."""
+    host, _, supervisor_port = os.environ[link.ADDRESS_VARIABLE].rpartition(":")
+    # srun tells its tasks the address of the node it was started on, which is the supervisor's.
+    address = f"{host or os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{supervisor_port}"
+    held = reserve_port(os.environ.get("MASTER_PORT")) if ranks.rank == 0 else None
+    port = held.getsockname()[1] if held else None
+    link.current = link.Link.join(address, os.environ[link.TOKEN_VARIABLE], ranks.rank, port, JOIN_TIMEOUT_S)
+    # The address that rank 0 was seen under, so that no name is looked up; a user's own MASTER_ADDR wins.
+    master = {"MASTER_ADDR": os.environ.get("MASTER_ADDR", link.current.store_host)}
+    os.environ.update({**ranks.exports(), **master, "MASTER_PORT": str(link.current.store_port)})
+    # gloo takes the interface of the host's own name, which on many clusters is 127.0.1.1 or not to be resolved at all.
+    interface = _interface_of(link.current.local_address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    # A store that dies with rank 0 makes every peer print C++ stacks, which would bury the first failure.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return held
+
+
+def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
+    """Runs ``SCRIPT ARG...`` or ``-m MODULE ARG...`` as ``__main__``; returns how it ended, and the exit code."""
+    try:
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            sys.path[0] = str(Path(command[0]).resolve().parent)
+            runpy.run_path(command[0], run_name="__main__")
+    except Stopped as stopped:
+        return {"end": "stopped", "step": stopped.step, "reason": stopped.reason}, 0
+    except SystemExit as leaving:
+        return _exited(leaving)
+    except BaseException as error:
+        return _raised(error), 1
+    return {"end": "done"}, 0
+
+
+def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
+    if leaving.code is None or leaving.code == 0:
+        return {"end": "done"}, 0
+    if isinstance(leaving.code, int):
+        return {"end": "exit", "exit_code": leaving.code}, leaving.code
+    print(leaving.code, file=sys.stderr)
+    return {"end": "exit", "exit_code": 1, "error": str(leaving.code)}, 1
+
+
+def _raised(error: BaseException) -> dict[str, Any]:
+    """Shows the traceback as Python would, without this file's and runpy's frames, and returns the record of it."""
+    inner = error.__traceback__
+    while inner is not None and inner.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        inner = inner.tb_next
+    error.__traceback__ = inner
+    sys.excepthook(type(error), error, inner)
+    text = "".join(traceback.format_exception(error))
+    return {"end": "exception", "error": f"{type(error).__name__}: {error}", "traceback": text}
+
+
+def _leave(record: Path, end: dict[str, Any], code: int) -> NoReturn:
+    """Records the end and goes, at once.
+
+    After a failure nothing may hold the process: not a process group, not a thread. After a good end other threads and
+    exit handlers run as ever; only the interpreter's own teardown is left out, which takes torch a second or two on a
+    busy node (seen: 2.1 s for 4 ranks on 2 cores) that the preempting job is waiting for.
+    """
+    write_json(record, {**end, "ended": time.time()}, mode=0o600)
+    if code == 0:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _notified() -> bool:
+    return bool(signal.sigpending() & {signal.SIGTERM, signal.SIGUSR2})
+
+
+def _let_signals_through() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGUSR2})
+
+
+def reserve_port(asked: str | None) -> socket.socket:
+    """A socket that holds a port of this host for rank 0's store: ``asked`` (a user's MASTER_PORT), or a free one.
+
+    The socket is bound, has SO_REUSEADDR and does not listen: Linux then lets torch's TCPStore, which sets that option
+    too, listen on the port, and gives it to nobody who asks for any free one. The port lies outside the ephemeral
+    range, where any outgoing connection may sit.
+    """
+    if asked is not None:
+        return _bind(int(asked))
+    low, high = (int(word) for word in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    candidates = range(10000, low) if low > 11000 else range(high + 1, 65536)
+    if not candidates:
+        candidates = range(10000, 65536)
+    for _ in range(100):
+        try:
+            return _bind(random.choice(candidates))
+        except LauncherEnvironmentError:
+            continue
+    raise LauncherEnvironmentError(f"no free port found in {candidates.start} to {candidates.stop - 1} after 100 tries")
+
+
+def _bind(port: int) -> socket.socket:
+    held = socket.socket()
+    try:
+        held.bind(("", port))  # without the option, so that it fails where another rank 0 holds the port this way
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError as error:
+        held.close()
+        raise LauncherEnvironmentError(
+            f"port {port} (MASTER_PORT) is taken on {socket.gethostname()}: {error}"
+        ) from error
+    return held
+
+
+def _interface_of(address: str) -> str | None:
+    """The name of the network interface that has this IPv4 address; None when none has."""
+    get_address = 0x8915  # SIOCGIFADDR, linux/sockios.h
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+if __name__ == "__main__":
+    import faulthandler
+
+    faulthandler.enable()
+    main()

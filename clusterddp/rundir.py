@@ -1,0 +1,205 @@
+"""The run directory: every path of a run, and the only ways to write there.
+
+A file in a run directory is whole or absent, has one writer and reads with standard tools. Files that are replaced are
+written to a temporary sibling, synced, renamed, and the folder is synced. Histories are JSON lines, appended by one
+process; a torn last line (the writer was killed in the middle of it) is dropped on reading.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import RunDirectoryError
+
+_ATTEMPT = re.compile(r"attempt-(\d+)")
+
+
+class RunDirectory:
+    """The paths of one run. Its folder is the run's identity; making this object touches nothing."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.job_file = self.path / "job.yaml"
+        self.batch_script = self.path / "job.sbatch"
+        self.events_file = self.path / "events.jsonl"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.outcome_file = self.path / "outcome.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.logs = self.path / "logs"
+        self.private = self.path / "private"
+        self._cancel_mark = self.path / "cancelled"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def exists(self) -> bool:
+        """Whether a run was made here: it has a job definition."""
+        return self.job_file.exists()
+
+    def create(self) -> None:
+        """Makes the folders; ``private`` is closed to others. Folders that exist are kept."""
+        for folder in (self.path, self.checkpoints, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.private.mkdir(mode=0o700, exist_ok=True)
+
+    # --- attempts
+
+    def attempts(self) -> list[int]:
+        """The numbers of all attempts so far, ascending."""
+        try:
+            names = os.listdir(self.logs)
+        except FileNotFoundError:
+            return []
+        return sorted(int(match[1]) for match in map(_ATTEMPT.fullmatch, names) if match)
+
+    def newest_attempt(self) -> int | None:
+        """The number of the newest attempt, None before the first."""
+        return max(self.attempts(), default=None)
+
+    def create_attempt(self) -> int:
+        """Claims the next attempt number; the exclusive mkdir decides between two that try at once."""
+        while True:
+            newest = self.newest_attempt()
+            number = 0 if newest is None else newest + 1
+            try:
+                self.attempt_logs(number).mkdir()
+            except FileExistsError:
+                continue
+            self.attempt_private(number).mkdir(mode=0o700, exist_ok=True)
+            fsync_directory(self.logs)
+            return number
+
+    def attempt_logs(self, attempt: int) -> Path:
+        """The folder of an attempt's rank outputs, ``rank-<r>.out`` and ``rank-<r>.err``."""
+        return self.logs / f"attempt-{attempt}"
+
+    def attempt_private(self, attempt: int) -> Path:
+        """The folder of an attempt's records: how each rank ended, what was resumed."""
+        return self.private / f"attempt-{attempt}"
+
+    def rank_record(self, attempt: int, rank: int) -> Path:
+        """Where a rank records its own end."""
+        return self.attempt_private(attempt) / f"rank-{rank}.json"
+
+    def resume_record(self, attempt: int) -> Path:
+        """Where rank 0 records, before the first step, which checkpoint the attempt goes on from."""
+        return self.attempt_private(attempt) / "resumed.json"
+
+    # --- histories
+
+    def events(self) -> list[dict[str, Any]]:
+        """The run's history, oldest first."""
+        return list(read_lines(self.events_file))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics lines that count, ordered by step.
+
+        A line (attempt a, step s) counts if no later attempt resumed at a checkpoint S <= s.
+        """
+        floor = _resume_floors({e["attempt"]: e["step"] for e in self.events() if e["event"] == "resumed"})
+        lines = (line for line in read_lines(self.metrics_file) if line["step"] < floor(line["attempt"]))
+        return sorted(lines, key=lambda line: (line["step"], line["attempt"]))
+
+    def mark_cancelled(self) -> None:
+        """Says that nothing may start this run again; to be called before what trains it is ended."""
+        write_atomically(self._cancel_mark, "")
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether ``clusterddp cancel`` was called."""
+        return self._cancel_mark.exists()
+
+    def outcome(self) -> dict[str, Any] | None:
+        """How the run ended, None while it is not over."""
+        return read_json(self.outcome_file)
+
+
+def _resume_floors(resumed: Mapping[int, int]) -> Callable[[int], float]:
+    """For an attempt: the lowest step that any later attempt resumed at (infinity when none did)."""
+
+    def floor(attempt: int) -> float:
+        return min((step for later, step in resumed.items() if later > attempt), default=float("inf"))
+
+    return floor
+
+
+def write_atomically(path: Path, content: str | bytes, mode: int = 0o644) -> None:
+    """Replaces ``path`` by ``content``: a reader, or a crash at any moment, sees the old file or the new one."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def write_json(path: Path, value: Mapping[str, Any], mode: int = 0o644) -> None:
+    """``write_atomically`` for one JSON object."""
+    write_atomically(path, json.dumps(value, indent=1) + "\n", mode)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in ``path``; None when there is no such file."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    try:
+        value: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise RunDirectoryError(
+            f"{path} is not JSON ({error}); it was written whole, so something else changed it"
+        ) from error
+    return value
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON lines file, without a torn last line. Nothing when the file is absent."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return
+    whole, _, _torn = text.rpartition("\n")
+    for line in whole.splitlines():
+        yield json.loads(line)
+
+
+def append_line(path: Path, value: Mapping[str, Any]) -> None:
+    """Appends one JSON object as a line, in a single write. The caller is the file's only writer."""
+    with open(path, "ab") as file:
+        file.write((json.dumps(value) + "\n").encode())
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cuts off what a killed writer left after the last whole line. For the next writer, before its first line."""
+    try:
+        file = open(path, "rb+")
+    except FileNotFoundError:
+        return
+    with file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole != len(content):
+            file.truncate(whole)
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,351 @@
+"""``clusterddp submit``, also ``python -m clusterddp.submit``: from a script or a job definition to a run.
+
+It answers at once and imports no torch: login nodes are shared. Everything is checked before anything is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from clusterddp import job as jobs
+from clusterddp.environment import scrub
+from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.job import Job
+from clusterddp.rundir import RunDirectory, append_line, write_atomically
+
+PACKAGED_JOB = Path(__file__).parent / "digits" / "digits.yaml"
+PACKAGED_JOB_TIME = "10"
+
+#: Options that are job definition keys under sbatch's or torchrun's names: flags, key, help.
+JOB_OPTIONS = (
+    (("--nodes", "-N"), "nodes", "nodes (1)"),
+    (("--gpus", "--gpus-per-node"), "gpus_per_node", "GPUs, and so ranks, per node; TYPE:G too (1)"),
+    (("--device",), "device", "cuda (NCCL, one GPU per rank) or cpu (gloo) (cuda)"),
+    (("--account", "-A"), "account", "as in sbatch"),
+    (("--partition", "-p"), "partition", "as in sbatch"),
+    (("--qos", "-q"), "qos", "as in sbatch"),
+    (("--time", "-t"), "time", "as in sbatch"),
+    (("--job-name", "-J"), "job_name", "as in sbatch; names the run directory too"),
+    (("--constraint", "-C"), "constraint", "as in sbatch"),
+    (("--nodelist", "-w"), "nodelist", "as in sbatch"),
+    (("--exclude", "-x"), "exclude", "as in sbatch"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``submit``. What follows ``--`` goes to the script."""
+    parser.add_argument("target", nargs="?", metavar="SCRIPT.py | JOB.yaml", help="what to run")
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
+    for flags, key, text in JOB_OPTIONS:
+        parser.add_argument(*flags, dest=key, help=text)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="any job definition key")
+    parser.add_argument("--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option")
+    parser.add_argument("--run-dir", metavar="DIR", help="the run's folder; the same one again continues the run")
+    parser.add_argument("--change", action="store_true", help="continue a run with other arguments than recorded")
+    parser.add_argument("--dry-run", action="store_true", help="print the batch script, submit and write nothing")
+    parser.add_argument("--wait", action="store_true", help="wait until the run is over, whatever its jobs do")
+    parser.add_argument("-f", "--follow", action="store_true", help="wait, and show rank 0's output")
+    parser.add_argument(
+        "--here", action="store_true", help="run in the allocation that this shell is in (sbatch scripts)"
+    )
+    local = parser.add_argument_group("without Slurm")
+    local.add_argument("--local", action="store_true", help="the same ranks as processes of this machine")
+    local.add_argument(
+        "--preempt-after", action="append", default=[], metavar="S",
+        help="preempt the run once S steps are done (or Ss, seconds after the attempt's start); repeatable",
+    )  # fmt: skip
+    local.add_argument(
+        "--debug", nargs="?", type=int, const=0, metavar="RANK", help="give a rank (0) the terminal, for breakpoint()"
+    )
+
+
+def submit(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
+    """Carries out ``submit``; ``script_arguments`` is None when there was no ``--``. Returns the exit code."""
+    check_combinations(arguments)
+    if not arguments.here:
+        for name in set(os.environ) - set(scrub(os.environ)):
+            del os.environ[name]  # what the surrounding job set does not belong to the new one
+    given = resolve_job(arguments, script_arguments)
+    continued = continue_run(arguments, given, script_arguments) if arguments.run_dir else None
+    if isinstance(continued, int):
+        return continued
+    job = continued or given
+    if job is None:
+        raise RunDirectoryError(f"{arguments.run_dir} holds no run yet: name a script or a job definition to start one")
+    say(f"{job.name}: {job.shape}")
+    if arguments.here:
+        return submit_here(arguments, job)
+    if arguments.local:
+        return submit_local(arguments, job)
+    return submit_slurm(arguments, job)
+
+
+def check_combinations(arguments: argparse.Namespace) -> None:
+    """Options that contradict each other."""
+    if arguments.target and arguments.module:
+        raise UsageError(f"both a target ({arguments.target}) and -m {arguments.module} were given: expected one")
+    if not arguments.local and (arguments.preempt_after or arguments.debug is not None):
+        raise UsageError("--preempt-after and --debug need --local: on a cluster, Slurm preempts")
+    if arguments.here and (arguments.local or arguments.dry_run or arguments.wait or arguments.follow):
+        raise UsageError("--here runs in this allocation and waits: expected without --local, --dry-run, --wait and -f")
+    if arguments.local and (arguments.sbatch or arguments.dry_run):
+        raise UsageError("--sbatch and --dry-run are about a batch job: expected without --local")
+
+
+def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> Job | None:
+    """The job definition that the command line describes; None when it only names a run directory that exists."""
+    values = option_values(arguments, script_arguments)
+    target = arguments.target
+    if target is None and arguments.module is None:
+        if arguments.run_dir and RunDirectory(arguments.run_dir).exists():
+            return None
+        target = default_target(values)
+    defaults = jobs.user_defaults(cluster_name(os.environ))
+    overrides = set_values(arguments)
+    if target and Path(target).suffix in (".yaml", ".yml"):
+        return jobs.load(target, overrides, values=values, defaults=defaults)
+    values |= {"module": arguments.module} if arguments.module else {"script": target}
+    return jobs.from_values(values, folder=Path.cwd(), overrides=overrides, defaults=defaults)
+
+
+def cluster_name(environ: Mapping[str, str]) -> str | None:
+    """The cluster that a submission goes to: SLURM_CLUSTERS, else ClusterName in slurm.conf where it can be read."""
+    if "SLURM_CLUSTERS" in environ:
+        return environ["SLURM_CLUSTERS"]
+    try:
+        text = Path(environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).read_text()
+    except OSError:
+        return None
+    named = re.search(r"^\s*ClusterName\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
+    return named[1] if named else None
+
+
+def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> dict[str, Any]:
+    """What the options say, by job definition key."""
+    named = {key: getattr(arguments, key) for _, key, _ in JOB_OPTIONS}
+    values: dict[str, Any] = allocation_shape(os.environ) if arguments.here else {}
+    values |= {key: value for key, value in named.items() if value is not None}
+    if script_arguments is not None:
+        values["args"] = list(script_arguments)
+    return values
+
+
+def allocation_shape(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The nodes and tasks per node of the allocation around, for ``--here``."""
+    nodes, tasks = environ.get("SLURM_JOB_NUM_NODES"), environ.get("SLURM_NTASKS_PER_NODE")
+    if nodes is None or tasks is None:
+        raise UsageError(
+            f"--here: expected a job's shell with SLURM_JOB_NUM_NODES ({nodes}), SLURM_NTASKS_PER_NODE ({tasks}) set: "
+            "use it in an sbatch script that has --nodes and --ntasks-per-node, as slurm/train.sbatch does"
+        )
+    return {"nodes": int(nodes), "gpus_per_node": int(tasks)}
+
+
+def set_values(arguments: argparse.Namespace) -> dict[str, str]:
+    """What ``--set`` and ``--sbatch`` say, by dotted key."""
+    values = dict(_split(pair, "--set") for pair in arguments.set)
+    values |= {f"sbatch.{key}": value for key, value in (_split(pair, "--sbatch") for pair in arguments.sbatch)}
+    return values
+
+
+def _split(pair: str, option: str) -> tuple[str, str]:
+    key, equals, value = pair.partition("=")
+    if not equals or not key:
+        raise UsageError(f"{option} {pair}: expected KEY=VALUE")
+    return key, value
+
+
+def default_target(values: dict[str, Any]) -> str:
+    """What runs when nothing is named: ./clusterddp.yaml, else the packaged digits job, for ten minutes at most."""
+    if Path("clusterddp.yaml").exists():
+        say("nothing named: taking ./clusterddp.yaml")
+        return "clusterddp.yaml"
+    values.setdefault("time", PACKAGED_JOB_TIME)
+    values.setdefault("device", "cuda")
+    say("nothing named and no ./clusterddp.yaml here: taking the packaged digits job, limited to ten minutes")
+    return str(PACKAGED_JOB)
+
+
+def continue_run(
+    arguments: argparse.Namespace, given: Job | None, script_arguments: Sequence[str] | None
+) -> Job | int | None:
+    """The job to continue the run in ``--run-dir`` with, or an exit code when it is over; None when there is no run.
+
+    The recorded job counts. Other arguments are an error that lists them, unless ``--change`` records them.
+    """
+    run = RunDirectory(arguments.run_dir)
+    if not run.exists():
+        if run.path.exists() and any(run.path.iterdir()):
+            raise RunDirectoryError(f"{run} is not empty and holds no run (no job.yaml): name another --run-dir")
+        return None
+    recorded = jobs.load_resolved(run.job_file)
+    if given is None:
+        values = option_values(arguments, script_arguments)
+        given = jobs.load(run.job_file, set_values(arguments), values=values)
+    differences = recorded.differences(given)
+    if differences and not arguments.change:
+        raise RunDirectoryError(
+            f"{run} was started with other arguments: {'; '.join(differences)}. "
+            "Leave them as recorded, add --change to record and use the new ones, or name another --run-dir"
+        )
+    code = check_over(run, bool(differences))
+    return given if code is None else code
+
+
+def check_over(run: RunDirectory, changing: bool) -> int | None:
+    """None when the run may go on. A failed run may, and so may a completed one whose arguments change."""
+    outcome = run.outcome()
+    if outcome is None or outcome["state"] == "failed" or (outcome["state"] == "completed" and changing):
+        return None
+    if outcome["state"] == "completed":
+        say(f"{run} completed at step {outcome['step']} already: nothing to do. --change --set ... extends it")
+        return 0
+    raise RunDirectoryError(f"{run} was cancelled at step {outcome['step']}: it never runs again. Start another run")
+
+
+@contextmanager
+def recorded(run: RunDirectory, job: Job) -> Iterator[None]:
+    """Records the job in the run directory, new or not; undone when the body fails, so that nothing is half-written.
+
+    An outcome that the run goes on after (a failure, or an extended completion) is history from here on.
+    """
+    new = not run.exists()
+    if new:
+        check_writable(run)
+    before = {} if new else {path: path.read_bytes() for path in (run.job_file, run.outcome_file) if path.exists()}
+    run.create()
+    write_atomically(run.job_file, job.to_yaml())
+    run.outcome_file.unlink(missing_ok=True)
+    try:
+        yield
+    except BaseException:
+        if new:
+            shutil.rmtree(run.path)
+        for path, content in before.items():
+            write_atomically(path, content)
+        raise
+
+
+def check_writable(run: RunDirectory) -> None:
+    """Whether the run directory can be made, or an error that says so in a sentence."""
+    parent = next(parent for parent in (run.path, *run.path.parents) if parent.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        raise UsageError(f"cannot make {run}: {parent} is not a folder that you may write to; name another --run-dir")
+
+
+def choose_run_directory(arguments: argparse.Namespace, job: Job, create: bool = True) -> RunDirectory:
+    """``--run-dir``, else NAME-N under $CLUSTERDDP_RUNS or ./runs, with the first N that is free."""
+    if arguments.run_dir:
+        return RunDirectory(arguments.run_dir)
+    parent = Path(os.environ.get("CLUSTERDDP_RUNS", "runs"))
+    number = 0
+    while True:
+        path = parent / f"{job.name}-{number}"
+        if not path.exists():
+            if not create:
+                return RunDirectory(path)
+            try:
+                path.mkdir(parents=True)  # claims the name
+                return RunDirectory(path)
+            except FileExistsError:
+                pass
+            except OSError as error:
+                raise UsageError(
+                    f"cannot make {path} ({error.strerror}): name another folder with --run-dir"
+                ) from error
+        number += 1
+
+
+def check_not_held(run: RunDirectory) -> None:
+    """A run has one job at a time."""
+    from clusterddp.launch.holder import held_by_other
+
+    held = held_by_other(run)
+    if held:
+        raise RunDirectoryError(f"{run} is {held}: wait for it, or `clusterddp cancel {run}`")
+
+
+def submit_local(arguments: argparse.Namespace, job: Job) -> int:
+    """Runs the job here, and waits."""
+    from clusterddp.launch.local import INTERRUPTED, LocalRun, Moment
+    from clusterddp.launch.progress import Progress
+
+    moments = [Moment.parse(text) for text in arguments.preempt_after]
+    run = choose_run_directory(arguments, job)
+    check_not_held(run)
+    with recorded(run, job):
+        say(f"run directory: {run}")
+    with Progress(run, job.steps, bar=arguments.debug is None) as progress:
+        code = LocalRun(run, job, moments, arguments.debug).loop(progress)
+    if code == INTERRUPTED:
+        say(f"stopped; continue with: clusterddp submit --local --run-dir {run}")
+    return code
+
+
+def submit_here(arguments: argparse.Namespace, job: Job) -> int:
+    """Runs the supervisor in this process, which is a job's batch step; the same run directory continues the run."""
+    from clusterddp.launch.supervisor import supervise_slurm
+
+    run = choose_run_directory(arguments, job)
+    if not run.exists() or arguments.change:
+        with recorded(run, job):
+            pass
+    return supervise_slurm(str(run))
+
+
+def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
+    """Checks the request against the cluster, submits, and waits when asked to."""
+    from clusterddp.launch import plan
+    from clusterddp.launch.batch import RunExecutor
+
+    fitted, remarks = plan.fit_to_cluster(job, required=not arguments.dry_run)
+    for remark in remarks:
+        say(remark)
+    run = choose_run_directory(arguments, job, create=not arguments.dry_run)
+    executor = RunExecutor(fitted, run, Path.cwd())
+    if arguments.dry_run:
+        print(executor.script())
+        return 0
+    check_not_held(run)
+    with recorded(run, job):
+        job_id = executor.submit_run()
+    record_submission(run, job_id)
+    if not sys.stdout.isatty():
+        print(job_id, flush=True)
+    say(f"submitted as job {job_id}; run directory: {run}\nlook with: clusterddp status {run}")
+    if arguments.wait or arguments.follow:
+        from clusterddp.launch.waiting import wait
+
+        return wait(run, job.steps, follow=arguments.follow)
+    return 0
+
+
+def record_submission(run: RunDirectory, job_id: str) -> None:
+    """The job holds the run from now on, and the history says so."""
+    import time
+
+    from clusterddp.launch import holder
+
+    holder.take(run, {"kind": "slurm", "job": job_id})
+    newest = run.newest_attempt()
+    attempt = 0 if newest is None else newest + 1
+    append_line(run.events_file, {"time": time.time(), "attempt": attempt, "event": "submitted", "job": job_id})
+
+
+def say(text: str) -> None:
+    """Talk goes to standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    from clusterddp.__main__ import main
+
+    main(["submit", *sys.argv[1:]])

@@ -1,0 +1,1 @@
+"""The training half: what runs inside a rank, with torch. The launch half never imports it."""

@@ -1,0 +1,182 @@
+"""All ranks stop at the same boundary, at no cost per step.
+
+A *boundary* is a call of ``Agreement.boundary``; all ranks make the same sequence of these calls (the step loop makes
+one before its first step and one after each; evaluation and foreign loops make their own), and number them 0, 1, 2 ...
+
+Each rank has a watcher thread with a store connection of its own, blocked on one key. The first rank that is asked to
+stop sets the key. Every watcher then *raises a local flag, and after that reads and publishes the number of the
+boundary that its main thread entered last* (-1: none yet). The main thread, at a boundary, *writes its number, and
+after that reads the flag*. So a main thread that saw no flag at boundary n has its n (or more) published, and
+one that saw the flag goes nowhere beyond its published number before it knows the maximum over all ranks. All stop at
+the boundary after that maximum: nobody can have passed it, everybody will come to it. At most one extra step is made.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from clusterddp import link
+from clusterddp.errors import ClusterddpError
+from clusterddp.training.interrupts import SignalPipe
+
+_STOP, _LAST, _COUNT = "agreement/stop", "agreement/last", "agreement/published"
+
+
+class Store(Protocol):
+    """What the agreement needs of a torch store."""
+
+    def get(self, key: str, /) -> bytes: ...
+    def set(self, key: str, value: str, /) -> None: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+class Ballot:
+    """One rank's part of the protocol. Each method is one atomic action; the order in which they are called matters."""
+
+    def __init__(self) -> None:
+        self.entered = -1
+        self.flagged = False
+        self.published: int | None = None
+        self.last: int | None = None
+
+    def enter(self) -> int:
+        """Main thread, first: the number of the boundary it has come to."""
+        self.entered += 1
+        return self.entered
+
+    def sees_flag(self) -> bool:
+        """Main thread, second: whether a stop is being agreed on. If not, it goes on."""
+        return self.flagged
+
+    def raise_flag(self) -> None:
+        """Watcher, first."""
+        self.flagged = True
+
+    def publish(self) -> int:
+        """Watcher, second: the number it publishes."""
+        self.published = self.entered
+        return self.published
+
+    def may_pass(self, number: int) -> bool:
+        """Whether ``number`` is no later than what this rank published: then no maximum can ask to stop there."""
+        return self.published is not None and number <= self.published
+
+    def stops_at(self, number: int) -> bool:
+        """Whether boundary ``number`` is where all ranks stop, or beyond it. The maximum must be known."""
+        assert self.last is not None
+        return number > self.last
+
+
+class Agreement:
+    """One per process, made by all ranks. ``connect`` opens a store connection of the attempt; ``report`` takes events.
+
+    Args:
+        store: a connection that the main thread owns; used in ``close`` alone.
+        connect: opens a new connection, whose ``get`` waits for as long as it takes.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        connect: Callable[[], Store],
+        rank: int,
+        world_size: int,
+        report: Callable[..., None] = link.report,
+    ) -> None:
+        self.reason: str | None = None
+        self._store, self._connect, self._report = store, connect, report
+        self._rank, self._world_size = rank, world_size
+        self._ballot = Ballot()
+        self._published, self._known = threading.Event(), threading.Event()
+        self._lost: Exception | None = None
+        self._asking = threading.Lock()
+        self._asked = False
+        self._watcher = threading.Thread(target=self._watch, args=(connect(),), name="agreement", daemon=True)
+        self._watcher.start()
+
+    def listen(self, signals: SignalPipe) -> None:
+        """From now on, a stop signal in this process is a request to stop all ranks."""
+        signals.listen(self._on_signal)
+
+    def boundary(self) -> bool:
+        """Whether to stop here: all ranks get the same answer at the same call. Without a request it costs 1 us.
+
+        Raises ClusterddpError when a stop is being agreed on and rank 0's store is gone: no answer will come.
+        """
+        number = self._ballot.enter()
+        if not self._ballot.sees_flag():
+            return False
+        self._published.wait()
+        if self._ballot.may_pass(number):
+            return False
+        self._known.wait()
+        if self._ballot.last is None:
+            raise ClusterddpError(
+                f"rank {self._rank} was to stop ({self.reason}), but rank 0's store is gone ({self._lost}): rank 0 is "
+                "lost, or has ended early"
+            )
+        return self._ballot.stops_at(number)
+
+    def request(self, reason: str) -> None:
+        """Asks all ranks to stop at their next common boundary. Any rank, any thread, any number of times."""
+        with self._asking:
+            if self._asked or self._lost:
+                return
+            self._asked = True
+            # The watcher sits in its own connection, and the main thread may sit in its own.
+            self._connect().compare_set(_STOP, "", json.dumps({"reason": reason}))
+
+    def close(self) -> None:
+        """Ends the watchers, of all ranks. A rank closes when it makes no more boundaries: no stop can be agreed then.
+
+        Never hangs: with the store gone, the watcher has ended by itself, or is left behind. Both threads are waited
+        for, as one that came back from torch's C++ while the interpreter ends would abort the process.
+        """
+        closer = threading.Thread(target=self._say_done, name="agreement-end", daemon=True)
+        closer.start()
+        for thread in (closer, self._watcher):
+            thread.join(timeout=5)
+
+    def _say_done(self) -> None:
+        try:
+            self._store.compare_set(_STOP, "", json.dumps({"reason": None}))
+        except RuntimeError:
+            pass  # The store is gone, and every watcher has noticed.
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        name = number.name.removeprefix("SIG")
+        self._report("signal", signal=name)
+        try:
+            self.request(f"signal {name}")
+        except RuntimeError as error:
+            self._lost = error  # Rank 0 is gone: its peers fail in their next collective, and that is what to show.
+
+    def _watch(self, store: Store) -> None:
+        try:
+            self.reason = json.loads(store.get(_STOP))["reason"]
+            if self.reason is not None:
+                self._vote(store)
+        except RuntimeError as error:
+            self._lost = error
+        finally:
+            self._known.set()
+
+    def _vote(self, store: Store) -> None:
+        self._ballot.raise_flag()
+        number = self._ballot.publish()
+        self._published.set()
+        store.set(_published_by(self._rank), str(number))
+        if store.add(_COUNT, 1) == self._world_size:
+            numbers = store.multi_get([_published_by(rank) for rank in range(self._world_size)])
+            store.set(_LAST, str(max(map(int, numbers))))
+        self._ballot.last = int(store.get(_LAST))
+
+
+def _published_by(rank: int) -> str:
+    return f"{_COUNT}/{rank}"

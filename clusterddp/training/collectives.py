@@ -1,0 +1,37 @@
+"""Small collectives for evaluation. All ranks call them, in the same order; at world size 1 they work alone."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def all_reduce_sum(value: torch.Tensor | float, device: torch.device) -> torch.Tensor | float:
+    """The sum over all ranks: of a tensor as a tensor of its dtype and device, of a number as a float."""
+    if not isinstance(value, torch.Tensor):
+        return float(_summed(torch.tensor(value, dtype=torch.float64), device))
+    return _summed(value.detach().clone(), device).to(value.device)
+
+
+def all_reduce_mean(value: torch.Tensor | float, weight: float, device: torch.device) -> float:
+    """The weighted mean of one number per rank; nan if all weights are 0."""
+    total, weights = _summed(torch.tensor([float(value) * weight, weight], dtype=torch.float64), device).tolist()
+    return float(total / weights) if weights else float("nan")
+
+
+def gather(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """All ranks' tensors joined along dimension 0, in rank order. The other dimensions and the dtype are the same."""
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(tensor)], device=device))
+    longest = max(int(length) for length in lengths)
+    padded = tensor.new_zeros((longest, *tensor.shape[1:]), device=device)
+    padded[: len(tensor)] = tensor.detach()
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(length)] for part, length in zip(parts, lengths, strict=True)]).to(tensor.device)
+
+
+def _summed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    moved = tensor.to(device)
+    dist.all_reduce(moved)
+    return moved

@@ -1,0 +1,291 @@
+"""What a training script holds: ``clusterddp.init()`` makes the process group and answers with a Context."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from clusterddp import link
+from clusterddp.errors import Stopped
+from clusterddp.job import Checkpointing
+from clusterddp.rundir import append_line
+from clusterddp.training import collectives, data, process_group, randomness, settings, wrapping
+from clusterddp.training.agreement import Agreement
+from clusterddp.training.interrupts import SignalPipe
+from clusterddp.training.loop import Randomness, Run
+from clusterddp.training.saving import Saver
+from clusterddp.training.state import Stateful
+
+_WAIT = timedelta(days=30)
+_current: Context | None = None
+
+
+def init(
+    *,
+    seed: int | None = None,
+    device: str | None = None,
+    backend: str | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    checkpoint: Checkpointing | None = None,
+) -> Context:
+    """Joins the ranks, and seeds torch, random and numpy alike on all of them. Once per process, in its main thread.
+
+    Args:
+        seed: of the data order and all randomness; the job's, or 0, if None.
+        device: "cpu" or "cuda"; the job's if there is one, else a GPU if there is any.
+        backend: of torch.distributed; NCCL on GPUs and gloo on CPUs if None.
+        run_dir: where to save when no supervisor started this process; nothing is saved if None.
+        checkpoint: how often to save there; a job's definition says it for a job.
+    """
+    global _current
+    if _current is not None:
+        raise RuntimeError("clusterddp.init() was called before in this process; use the context that it returned")
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("clusterddp.init() must be called in the main thread: it takes the stop signals")
+    read = settings.read(os.environ, seed=seed, device=device, backend=backend, run_dir=run_dir, checkpoint=checkpoint)
+    signals = SignalPipe()
+    try:
+        _current = Context(read, signals)
+    except BaseException:
+        signals.close(restore_handlers=True)
+        raise
+    return _current
+
+
+class Context:
+    """The ranks as one of them sees them. Leaving the ``with`` block, or the process, leaves the process group."""
+
+    def __init__(self, read: settings.Settings, signals: SignalPipe) -> None:
+        ranks = read.ranks
+        self.rank, self.local_rank, self.node_rank = ranks.rank, ranks.local_rank, ranks.node_rank
+        self.world_size, self.local_world_size = ranks.world_size, ranks.local_world_size
+        self.seed = read.seed
+        self.device = process_group.device_of(ranks, read.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._settings, self._signals = read, signals
+        backend = process_group.choose_backend(read.backend, self.device)
+        self._group = process_group.ProcessGroup(ranks, self.device, backend, read.store, read.timeouts.start_s)
+        self._attempt = self._claim_attempt()
+        self._agreement = Agreement(self._group.store, self._group.connect, self.rank, self.world_size, self._report)
+        self._agreement.listen(signals)
+        self._run: Run | None = None
+        self._saver: Saver | None = None
+        self._turns = 0
+        self._closed = False
+        atexit.register(self._close_at_exit)
+        randomness.seed_all(randomness.hash32("init", self.seed), self.device)
+        if read.device is None:
+            self.print(f"clusterddp: {self.world_size} x {self.device.type}, {backend}", file=sys.stderr)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def print(self, *values: object, **options: Any) -> None:
+        """``print`` on rank 0 alone, at once."""
+        if self.is_main:
+            print(*values, **{"flush": True, **options})
+
+    @contextmanager
+    def local_first(self) -> Iterator[None]:
+        """Runs its block on local rank 0 of every node first, then on the others: to download, to build a cache."""
+        turn = f"local_first/{self._turns}/{self.node_rank}"
+        self._turns += 1
+        if self.local_rank != 0:
+            self._group.store.wait([turn], _WAIT)
+        try:
+            yield
+        finally:
+            if self.local_rank == 0:
+                self._group.store.set(turn, "")
+
+    # --- training
+
+    def wrap(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
+        """The model on this rank's device, in DDP with ``options``; a resume of it is exact (see ``wrapping``)."""
+        return wrapping.wrap(model, self.device, **options)
+
+    def loader(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = True, **options: Any) -> data.Loader:
+        """The training samples: ``batch_size`` per rank and step, in an order that a resume finds again.
+
+        ``options`` go to torch's DataLoader. Each sample is read with its own seed, whatever the number of workers.
+        """
+        return data.Loader(
+            dataset,
+            batch_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            rank=self.rank,
+            world_size=self.world_size,
+            **{"pin_memory": self.device.type == "cuda", **options},
+        )
+
+    def eval_loader(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> data.EvalLoader:
+        """Every sample exactly once over all ranks: this rank's are rank, rank + world_size, ... in order.
+
+        All ranks iterate over it, to the same batch. Between its batches the run can stop as at ``stop_point``.
+        """
+        return data.EvalLoader(
+            dataset,
+            batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            at_batch=self._stop_in_evaluation,
+            **options,
+        )
+
+    def run(
+        self,
+        *,
+        model: Stateful,
+        optimizer: Stateful,
+        loader: data.Loader,
+        scheduler: Stateful | None = None,
+        rng: Randomness = "step",
+        **others: Stateful,
+    ) -> Run:
+        """The run, restored from its newest checkpoint if it has one. Collective; once per process.
+
+        ``others`` are saved and restored under their names. ``rng="user"`` leaves all generators to the script: a
+        resume is then not exact.
+        """
+        if self._run is not None:
+            raise RuntimeError("ctx.run() was called before in this process; give it all parts at once")
+        parts = {"model": model, "optimizer": optimizer, **({"scheduler": scheduler} if scheduler else {}), **others}
+        every = self._settings.checkpoint
+        self._saver = Saver(
+            self._settings.run_dir,
+            self._attempt,
+            self._group,
+            self._report,
+            every_steps=every.every_steps,
+            every_s=every.every_s,
+            keep=every.keep,
+        )
+        self._run = Run(
+            parts,
+            loader,
+            rng=rng,
+            seed=self.seed,
+            default_steps=self._settings.steps,
+            step_timeout_s=self._settings.timeouts.step_s,
+            group=self._group,
+            agreement=self._agreement,
+            saver=self._saver,
+            report=self._report,
+        )
+        return self._run
+
+    # --- stopping
+
+    def stop_requested(self) -> bool:
+        """Whether to stop here. Every rank calls it the same number of times, and gets the same answer each time.
+
+        For loops that save by themselves: ``if ctx.stop_requested(): save(); ctx.requeue()``.
+        """
+        return self._agreement.boundary()
+
+    def stop_point(self) -> None:
+        """A place to stop in a long stretch without steps: saves the run and raises Stopped if it was asked to stop.
+
+        Every rank calls it the same number of times; ``eval_loader`` does so by itself. An evaluation inside a step
+        belongs before the step's training (a resume repeats it) or after its optimizer and scheduler have stepped (a
+        resume goes on with the next step).
+        """
+        if self._run is None:
+            raise RuntimeError(
+                "ctx.stop_point() saves the run, and there is no ctx.run() yet; use ctx.stop_requested()"
+            )
+        if self._agreement.boundary():
+            self._run.stop(self._agreement.reason or "")
+
+    def request_stop(self, reason: str) -> None:
+        """Asks all ranks to save and stop at their next boundary, as a preemption would. Any rank may."""
+        self._agreement.request(reason)
+
+    def requeue(self) -> NoReturn:
+        """Ends this attempt as stopped, not done: the run goes on later. The script has saved what it needs."""
+        data.close_workers()
+        raise Stopped(None, self._agreement.reason or "asked for by the script")
+
+    # --- all ranks together
+
+    def all_reduce_sum(self, value: torch.Tensor | float) -> torch.Tensor | float:
+        """The sum over all ranks, on every rank: a tensor for a tensor, a float for a number. Collective."""
+        return collectives.all_reduce_sum(value, self._group.collective_device)
+
+    def all_reduce_mean(self, value: torch.Tensor | float, weight: float = 1.0) -> float:
+        """The mean of one number per rank; ``weight`` is the number of samples behind this rank's. Collective."""
+        return collectives.all_reduce_mean(value, weight, self._group.collective_device)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All ranks' tensors, joined along the first dimension, in which they may differ, on every rank. Collective."""
+        return collectives.gather(tensor, self._group.collective_device)
+
+    # --- the end
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stopped = isinstance(error, Stopped)
+        self._close(clean=error is None or stopped, restore_handlers=error is None)
+
+    def _stop_in_evaluation(self) -> None:
+        """Only a run can be saved from here: a foreign loop stops where it asks."""
+        if self._run is not None:
+            self.stop_point()
+
+    def _close_at_exit(self) -> None:
+        # Set by the interpreter when it has shown an uncaught exception.
+        self._close(clean=getattr(sys, "last_value", None) is None, restore_handlers=False)
+
+    def _close(self, *, clean: bool, restore_handlers: bool) -> None:
+        """Leaves the group. After an error the others may sit in a collective for ever: nothing waits for them then."""
+        global _current
+        if self._closed:
+            return
+        self._closed = True
+        _current = None
+        atexit.unregister(self._close_at_exit)
+        data.close_workers()
+        self._signals.close(restore_handlers=restore_handlers)
+        self._agreement.close()
+        if self._saver is not None:
+            self._saver.close()
+        if clean:
+            self._group.close()
+
+    def _claim_attempt(self) -> int:
+        """This attempt's number: the supervisor's, or claimed here by rank 0."""
+        directory = self._settings.run_dir
+        if self._settings.attempt is not None or directory is None:
+            return self._settings.attempt or 0
+        if self.rank == 0:
+            directory.create()
+            self._group.store.set("attempt", str(directory.create_attempt()))
+        return int(self._group.store.get("attempt"))
+
+    def _report(self, event: str, **values: Any) -> None:
+        """Into the run's history: through the supervisor, or, where there is none, by rank 0."""
+        link.report(event, **values)
+        directory = self._settings.run_dir
+        if link.current is None and self.rank == 0 and directory is not None:
+            line = {"time": time.time(), "attempt": self._attempt, "event": event, **values}
+            append_line(directory.events_file, line)

@@ -1,0 +1,248 @@
+"""The training loop of a run: it goes on where the run stopped, saves, and stops at step boundaries.
+
+Step s turns checkpoint s (the state after s steps) into checkpoint s + 1. Everything random in it is a function of
+(seed, s, rank): which samples it takes, their augmentation, dropout. So a resumed run needs nothing but the step and
+the parts' states to go on bit for bit as the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from clusterddp.errors import CheckpointError, Stopped
+from clusterddp.training import data, randomness
+from clusterddp.training.agreement import Agreement
+from clusterddp.training.checkpoint import check_loadable
+from clusterddp.training.data import Loader
+from clusterddp.training.metrics import plain
+from clusterddp.training.process_group import ProcessGroup
+from clusterddp.training.saving import Saver
+from clusterddp.training.state import Stateful, load_state, state_of
+
+_RESERVED = {"format", "attempt", "parent", "progress"}
+Randomness = Literal["step", "user"]
+
+
+class Run:
+    """One attempt's part of a run; ``Context.run`` makes it, and has then restored the newest checkpoint.
+
+    Attributes:
+        step: the number of finished steps; so, inside the loop, the number of the step being made, from 0.
+    """
+
+    def __init__(
+        self,
+        parts: dict[str, Stateful],
+        loader: Loader,
+        *,
+        rng: Randomness,
+        seed: int,
+        default_steps: int | None,
+        step_timeout_s: float,
+        group: ProcessGroup,
+        agreement: Agreement,
+        saver: Saver,
+        report: Callable[..., None],
+    ) -> None:
+        if clash := _RESERVED & parts.keys():
+            raise TypeError(f"{', '.join(sorted(clash))}: the checkpoint uses the name itself; give the part another")
+        self.step = 0
+        self._parts, self._loader, self._rng, self._seed = parts, loader, rng, seed
+        self._default_steps, self._step_timeout_s = default_steps, step_timeout_s
+        self._group, self._agreement, self._saver, self._report = group, agreement, saver, report
+        self._values: dict[str, Any] = {}
+        self._parent: tuple[int, int] | None = None
+        self._inexact = self._reasons_for_doubt()
+        self._begun = self._in_step = self._optimizer_stepped = self._past_first = False
+        self._watch_optimizer()
+        if group.rank == 0:
+            check_loadable({name: state_of(part) for name, part in parts.items()})
+        self._restore()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the step being made takes its first sample from."""
+        return self._loader.epoch(self.step)
+
+    @property
+    def end_of_epoch(self) -> bool:
+        """Whether the step being made takes the last sample of an epoch."""
+        return self._loader.ends_epoch(self.step)
+
+    def steps(self, total: int | None = None) -> Iterator[Any]:
+        """Yields the batch of each step from where the run stands to ``total`` (None: the job's ``steps``).
+
+        Raises Stopped, on all ranks at the same step, when the run is told to stop: the state is saved by then. Falls
+        through once all steps are done and checkpoint ``total`` is committed; at once if they were done before.
+        """
+        total = self._total(total)
+        self._begin(total)
+        if self.step >= total:
+            return
+        self._boundary()
+        batches = self._loader.batches(self.step)
+        try:
+            while self.step < total:
+                batch = next(batches)
+                self._start_step()
+                yield batch
+                self._finish_step()
+                self._boundary()
+                if self.step < total:
+                    self._saver.save_if_due(self.step, self._content)
+        finally:
+            batches.close()  # type: ignore[attr-defined]
+        self._complete(total)
+
+    def epochs(self, count: float) -> Iterator[Any]:
+        """``steps`` for ``count`` passes over the dataset; the last step's tail is filled from the next epoch."""
+        return self.steps(math.ceil(self._loader.steps_in(count)))
+
+    def log(self, **values: Any) -> None:
+        """Values of the step being made (numbers, tensors of one element); calls in a step are merged. Rank 0's count.
+
+        Outside a step they go into the history as a ``result``.
+        """
+        if self._in_step:
+            self._values.update(values)
+        elif self._group.rank == 0:
+            self._report("result", step=self.step, **{name: plain(value) for name, value in values.items()})
+
+    def stop(self, reason: str) -> NoReturn:
+        """Saves and raises Stopped. All ranks call it at the same point, having agreed to (``Context.stop_requested``).
+
+        Called from inside a step, it saves the state after that step if the optimizer has stepped, else before it.
+        """
+        if self._optimizer_stepped:
+            self._finish_step()
+        if self._group.rank == 0:
+            self._report("stopping", step=self.step, reason=reason)
+        committed, problem = self._saver.commit(self.step, self._content)
+        data.close_workers()
+        if self._group.rank == 0:
+            print(f"clusterddp: {_farewell(self.step, reason, committed, problem)}", file=sys.stderr, flush=True)
+        raise Stopped(committed, reason)
+
+    # --- the parts of a step
+
+    def _total(self, total: int | None) -> int:
+        total = self._default_steps if total is None else total
+        if total is None:
+            raise TypeError("run.steps() needs a number of steps: the job definition has no `steps`")
+        return total
+
+    def _begin(self, total: int) -> None:
+        if self._group.rank == 0:
+            self._report("progress", step=self.step, steps=total)
+        if self._begun:
+            return
+        self._begun = True
+        self._saver.record_resume(self._parent)
+        if self._group.rank != 0:
+            return
+        if self._parent is None:
+            self._report("training", step=self.step)
+        else:
+            parent = {"attempt": self._parent[0], "step": self._parent[1]}
+            self._report("resumed", step=self.step, parent=parent, inexact=self._inexact)
+
+    def _start_step(self) -> None:
+        if self._rng == "step":
+            seed = randomness.hash32("step", self._seed, self.step, self._group.rank)
+            randomness.seed_all(seed, self._group.device)
+        self._in_step, self._optimizer_stepped = True, False
+
+    def _finish_step(self) -> None:
+        self._saver.log(self.step, self._values)
+        self._values = {}
+        self.step += 1
+        self._in_step = self._optimizer_stepped = False
+        if not self._past_first:
+            self._past_first = True
+            self._group.shorten_timeout(self._step_timeout_s)
+
+    def _boundary(self) -> None:
+        if self._agreement.boundary():
+            self.stop(self._agreement.reason or "")
+
+    def _complete(self, total: int) -> None:
+        committed, problem = self._saver.commit(total, self._content)
+        if self._saver.saves and committed != total:
+            raise CheckpointError(f"all {total} steps are done, but the last checkpoint was not written: {problem}")
+        if self._group.rank == 0:
+            self._report("progress", step=total, steps=total)
+
+    def _watch_optimizer(self) -> None:
+        """Notes when the optimizer steps: from then on, the state is that after the step being made."""
+
+        def note(*_: Any) -> None:
+            self._optimizer_stepped = self._in_step
+
+        for part in self._parts.values():
+            if isinstance(part, torch.optim.Optimizer):
+                part.register_step_post_hook(note)
+
+    # --- the state
+
+    def _content(self) -> dict[str, Any]:
+        parent = None if self._parent is None else {"attempt": self._parent[0], "step": self._parent[1]}
+        progress = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "samples": self.step * self._loader.global_batch,
+            "global_batch": self._loader.global_batch,
+            "dataset_length": self._loader.length,
+            "world_size": self._group.world_size,
+            "seed": self._seed,
+        }
+        states = {name: state_of(part) for name, part in self._parts.items()}
+        return {"parent": parent, "progress": progress, **states}
+
+    def _restore(self) -> None:
+        found = self._saver.restore()
+        if found is None:
+            return
+        content, attempt, step = found
+        self._check_parts(set(content) - _RESERVED)
+        progress = content["progress"]
+        if progress["seed"] != self._seed:
+            raise CheckpointError(f"the run began with seed {progress['seed']}, and the seed is now {self._seed}")
+        self._loader.freeze(global_batch=progress["global_batch"], length=progress["dataset_length"])
+        if progress["world_size"] != self._group.world_size:
+            self._inexact.append(f"{self._group.world_size} ranks instead of {progress['world_size']}")
+        for name, part in self._parts.items():
+            load_state(part, content[name])
+        self.step, self._parent = step, (attempt, step)
+
+    def _check_parts(self, saved: set[str]) -> None:
+        if missing := self._parts.keys() - saved:
+            raise CheckpointError(f"the checkpoint has no {_listed(missing)}; it has {_listed(saved)}")
+        if extra := saved - self._parts.keys():
+            raise CheckpointError(f"the checkpoint also has {_listed(extra)}, which run() was not given")
+
+    def _reasons_for_doubt(self) -> list[str]:
+        """Why a resumed run may differ from the uninterrupted one in its last bits, or more."""
+        reasons = ["rng='user'"] if self._rng == "user" else []
+        for name, part in self._parts.items():
+            if not isinstance(part, DistributedDataParallel):
+                continue
+            if not part.broadcast_buffers and next(part.buffers(), None) is not None:
+                reasons.append(f"{name} has buffers of its own on each rank (broadcast_buffers=False)")
+        return reasons
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _farewell(step: int, reason: str, committed: int | None, problem: str | None) -> str:
+    if problem is None:
+        return f"stopped ({reason}) at step {step}, checkpoint {committed} committed"
+    rest = f"; the run goes on from step {committed}" if committed is not None else ""
+    return f"stopped ({reason}) at step {step}, not saved: {problem}{rest}"

@@ -1,0 +1,62 @@
+"""The run's metrics: one JSON line per finished step, appended by rank 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from clusterddp.rundir import drop_torn_line
+
+
+class Metrics:
+    """The end of ``metrics.jsonl``. Each line is handed to the system at once; ``sync`` makes all of them durable.
+
+    A full disk does not stop the training: the lines are kept, and written as soon as there is space again.
+    """
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        drop_torn_line(path)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._attempt = attempt
+        self._pending = b""
+        self._failing = False
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Appends the line of a finished step. Tensors of one element and numbers become floats or ints."""
+        line = {"step": step, "time": time.time(), "attempt": self._attempt}
+        line.update({name: plain(value) for name, value in values.items()})
+        self._pending += (json.dumps(line) + "\n").encode()
+        try:
+            self._flush()
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                print(f"clusterddp: metrics of step {step} are held back: {error.strerror}", file=sys.stderr)
+            self._failing = True
+
+    def sync(self) -> None:
+        """Makes all lines durable; raises OSError when the disk does not take them."""
+        self._flush()
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _flush(self) -> None:
+        while self._pending:
+            written = os.write(self._file, self._pending)
+            self._pending = self._pending[written:]
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: a tensor as its number, and nan and the infinities as text that float() reads."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,182 @@
+"""The ranks' device, backend, store and process group: chosen by pure functions, opened and closed by one object."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from clusterddp.environment import Launcher, RankEnvironment
+from clusterddp.errors import DeviceError, LauncherEnvironmentError
+
+#: Seconds that rank 0, which holds the store, waits for the others to leave before it does.
+LEAVE_TIMEOUT_S = 30.0
+_OWNER, _LEFT, _ALL_LEFT = "clusterddp/owner", "left", "left/all"
+
+
+def choose_device(
+    asked: str | None, local_rank: int, local_world_size: int, visible_gpus: int, host: str, launcher: Launcher
+) -> torch.device:
+    """The device of a rank. ``asked`` is "cpu", "cuda", an explicit "cuda:N", or None: a GPU if any is visible.
+
+    Slurm may have given each task a device of its own: then one is visible, and it is index 0. Several visible ones are
+    taken by local rank. Raises DeviceError when CUDA is asked for and absent, or has fewer devices than ranks.
+    """
+    if asked is None:
+        asked = "cuda" if visible_gpus else "cpu"
+    device = torch.device(asked)
+    if device.type != "cuda":
+        return device
+    if not visible_gpus:
+        raise DeviceError(
+            f"device {asked} was asked for, but no GPU is visible on node {host}; ask for GPUs (--gpus-per-node), "
+            "install a torch with CUDA, or say --device cpu"
+        )
+    if device.index is not None:
+        return device
+    if visible_gpus == 1 and launcher == "slurm":
+        return torch.device("cuda", 0)
+    if visible_gpus < local_world_size:
+        giver = "Slurm gave" if launcher == "slurm" else "there are"
+        raise DeviceError(f"needs {_gpus(local_world_size)} on node {host}, {giver} {visible_gpus}")
+    return torch.device("cuda", local_rank)
+
+
+def choose_backend(asked: str | None, device: torch.device) -> str:
+    """NCCL between GPUs, gloo between CPUs, or as asked; NCCL without a GPU is an error."""
+    if asked == "nccl" and device.type != "cuda":
+        raise DeviceError(f"backend nccl needs a GPU per rank, but the device is {device}; leave it out, or gloo")
+    return asked or ("nccl" if device.type == "cuda" else "gloo")
+
+
+def device_of(environment: RankEnvironment, asked: str | None) -> torch.device:
+    """``choose_device`` for this process, as its visible devices are now. CUDA_VISIBLE_DEVICES is left alone."""
+    local = environment.launcher == "local"  # All "nodes" are this machine, and share its GPUs.
+    rank = environment.rank if local else environment.local_rank
+    ranks = environment.world_size if local else environment.local_world_size
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return choose_device(asked, rank, ranks, visible, socket.gethostname(), environment.launcher)
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where the attempt's store is, and what tells it from a stranger's.
+
+    ``token`` is known to the attempt's ranks alone. ``agent`` says that torchrun's agent holds the store, not rank 0.
+    """
+
+    host: str
+    port: int
+    token: str
+    agent: bool = False
+
+    @property
+    def digest(self) -> str:
+        """The token's fingerprint: a store shows what it holds to anyone who connects."""
+        return hashlib.sha256(self.token.encode()).hexdigest()[:16]
+
+
+class ProcessGroup:
+    """The default process group of torch.distributed and its store; every attempt has a store of its own."""
+
+    def __init__(
+        self, environment: RankEnvironment, device: torch.device, backend: str, address: StoreAddress, start_s: float
+    ) -> None:
+        self.rank, self.world_size = environment.rank, environment.world_size
+        self.device, self.backend = device, backend
+        self._start_s = start_s
+        self._tcp, self._address = self._open(address)
+        #: The attempt's corner of the store, for the main thread.
+        self.store = PrefixStore(self._address.digest, self._tcp)
+        self._refuse_shared_gpu(socket.gethostname())
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", self.store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=start_s),
+            device_id=device if backend == "nccl" else None,  # NCCL then connects now, not in the first step.
+        )
+
+    def connect(self) -> Store:
+        """A connection to the attempt's store of its own, for a thread that will wait there as long as it takes."""
+        place = self._address.host, self._address.port
+        connecting = timedelta(seconds=min(self._start_s, 60.0))
+        store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=connecting)
+        store.set_timeout(timedelta(days=3650))
+        return PrefixStore(self._address.digest, store)
+
+    @property
+    def collective_device(self) -> torch.device:
+        """Where a tensor must be to go through a collective."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
+    def shorten_timeout(self, step_s: float) -> None:
+        """From now on a collective that is not done within ``step_s`` seconds is an error: start-up is over."""
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=step_s))
+
+    def close(self) -> None:
+        """Leaves, rank 0 last: its store must outlive the others. Bounded; not to be called after an error."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if self.world_size == 1:
+            return
+        try:
+            if self.store.add(_LEFT, 1) == self.world_size:
+                self.store.set(_ALL_LEFT, "")
+            if self.rank == 0:
+                self.store.wait([_ALL_LEFT], timedelta(seconds=LEAVE_TIMEOUT_S))
+        except RuntimeError:
+            pass  # A rank has been lost on its way out; its end is recorded elsewhere, and there is nobody to wait for.
+
+    def _open(self, address: StoreAddress) -> tuple[TCPStore, StoreAddress]:
+        if self.world_size == 1:
+            store = TCPStore("127.0.0.1", 0, 1, is_master=True)
+            return store, StoreAddress("127.0.0.1", store.port, address.token)
+        owns = self.rank == 0 and not address.agent
+        where = f"rank 0's store at {address.host}:{address.port}"
+        started = time.monotonic()
+        try:
+            store = TCPStore(
+                address.host,
+                address.port,
+                is_master=owns,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self._start_s),
+            )
+            if owns:
+                store.set(_OWNER, address.digest)
+            owner = address.digest if address.agent else store.get(_OWNER).decode()
+        except RuntimeError as error:
+            doing = "open" if owns else "reach"
+            raise LauncherEnvironmentError(
+                f"rank {self.rank} could not {doing} {where} ({time.monotonic() - started:.0f} s): {error}"
+            ) from error
+        if owner != address.digest:
+            raise LauncherEnvironmentError(
+                f"rank {self.rank} found another run's store at {address.host}:{address.port}: two runs have chosen "
+                "the same MASTER_PORT; leave it unset, or give each its own"
+            )
+        return store, address
+
+    def _refuse_shared_gpu(self, host: str) -> None:
+        """NCCL needs a GPU for each rank, and says 'Duplicate GPU detected' at best when two ranks share one."""
+        if self.backend != "nccl" or self.world_size == 1:
+            return
+        mine = str(torch.cuda.get_device_properties(self.device).uuid)
+        holder = self.store.compare_set(f"gpu/{mine}", "", str(self.rank)).decode()
+        if holder != str(self.rank):
+            raise DeviceError(
+                f"ranks {holder} and {self.rank} see the same single GPU on node {host}; ask for one per rank "
+                "(--gpus-per-node, without --gpu-bind)"
+            )
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"

@@ -1,0 +1,67 @@
+"""What the launcher and the job definition say about this process, read once, at the edge, into a frozen value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clusterddp import environment, link
+from clusterddp.job import Checkpointing, Timeouts, load_resolved
+from clusterddp.rundir import RunDirectory
+from clusterddp.training.process_group import StoreAddress
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``attempt`` is None when no supervisor has made one; ``run_dir`` is None when there is nowhere to save."""
+
+    ranks: environment.RankEnvironment
+    run_dir: RunDirectory | None
+    attempt: int | None
+    device: str | None
+    backend: str | None
+    seed: int
+    steps: int | None
+    checkpoint: Checkpointing
+    timeouts: Timeouts
+    store: StoreAddress
+
+
+def read(
+    environ: Mapping[str, str],
+    *,
+    seed: int | None = None,
+    device: str | None = None,
+    backend: str | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    checkpoint: Checkpointing | None = None,
+) -> Settings:
+    """The settings of this process. Arguments of the script win, but for the run directory and the device of a job."""
+    ranks = environment.read(environ)
+    supervised = environ.get("CLUSTERDDP_RUN_DIR")
+    path = supervised or run_dir
+    directory = RunDirectory(path) if path else None
+    job = load_resolved(directory.job_file) if directory and supervised else None
+    return Settings(
+        ranks=ranks,
+        run_dir=directory,
+        attempt=int(environ["CLUSTERDDP_ATTEMPT"]) if supervised else None,
+        device=environ.get("CLUSTERDDP_DEVICE") or device,
+        backend=backend or (job.backend if job else None),
+        seed=seed if seed is not None else job.seed if job else 0,
+        steps=job.steps if job else None,
+        checkpoint=job.checkpoint if job else checkpoint or Checkpointing(),
+        timeouts=job.timeouts if job else Timeouts(),
+        store=_store(environ, ranks),
+    )
+
+
+def _store(environ: Mapping[str, str], ranks: environment.RankEnvironment) -> StoreAddress:
+    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    names = (
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+        *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    )
+    token = environ.get(link.TOKEN_VARIABLE) or "/".join(environ.get(name, "") for name in names)
+    return StoreAddress(ranks.master_addr or "127.0.0.1", ranks.master_port or 0, token, agent)

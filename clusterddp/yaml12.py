@@ -1,0 +1,226 @@
+"""YAML as version 1.2's core schema reads it, with the place and the source text of every value.
+
+PyYAML follows YAML 1.1, where ``time: 1:30:00`` is 5400, ``partition: no`` is False, ``account: 0123`` is 83 and
+``lr: 1e-4`` a string, and it keeps the last of two equal keys. Here those are a string, a string, 123 (with ``0123``
+kept as the text, for whoever wants a string), a float, and a mistake.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import yaml
+
+from clusterddp.errors import JobDefinitionError
+
+Scalar: TypeAlias = "bool | int | float | str | None"
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a value was written: a file with line and column, counted from 1, or a source without lines (0)."""
+
+    source: str
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+
+
+class Key(str):
+    """A mapping's key: a string that knows its place."""
+
+    place: Place
+
+    def __new__(cls, text: str, place: Place) -> Key:
+        key = super().__new__(cls, text)
+        key.place = place
+        return key
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value and what it was written as."""
+
+    value: Scalar | list[Node] | dict[Key, Node]
+    text: str
+    """A scalar's source text, without quotes; empty for a list or a mapping."""
+    place: Place
+
+
+@dataclass(frozen=True, order=True)
+class Mistake:
+    """Something wrong in a document; sorts by place."""
+
+    place: Place
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.message}"
+
+
+def load(text: str, source: str, mistakes: list[Mistake] | None = None) -> Node:
+    """The single document in ``text``; ``source`` names it in messages.
+
+    Broken syntax raises JobDefinitionError at once. Equal keys and unknown tags are added to ``mistakes``, or raise
+    without one; what was read is then returned without them.
+    """
+    found: list[Mistake] = []
+    try:
+        root = _CoreLoader(text).get_single_node()
+    except yaml.MarkedYAMLError as error:
+        raise _syntax_error(error, source) from error
+    except yaml.reader.ReaderError as error:
+        raise _unreadable(error, text, source) from error
+    except RecursionError as error:
+        raise JobDefinitionError(f"{source}: nested too deeply") from error
+    node = Node(None, "", Place(source, 1, 1)) if root is None else _Reading(source, found).node(root)
+    if mistakes is None and found:
+        raise_mistakes(found)
+    if mistakes is not None:
+        mistakes += found
+    return node
+
+
+def raise_mistakes(mistakes: list[Mistake]) -> None:
+    """Raises one JobDefinitionError that lists all mistakes by place, one a line; returns when there are none."""
+    if mistakes:
+        raise JobDefinitionError("\n".join(str(mistake) for mistake in sorted(set(mistakes))))
+
+
+def scalar(text: str) -> Scalar:
+    """What a plain scalar means in the core schema."""
+    for _, pattern, meaning in _CORE:
+        if pattern.fullmatch(text):
+            return meaning(text)
+    return text
+
+
+def node_of(value: Any, source: str) -> Node:
+    """The node of a Python value, as if it had been written as plain YAML; an empty string stays one."""
+    place = Place(source)
+    if isinstance(value, Mapping):
+        return Node({Key(str(key), place): node_of(item, source) for key, item in value.items()}, "", place)
+    if isinstance(value, (list, tuple)):
+        return Node([node_of(item, source) for item in value], "", place)
+    if value is None or value == "":
+        return Node(value, "", place)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return Node(scalar(text), text, place)
+
+
+# --- the core schema
+
+#: Tag, the plain scalars that have it, and their value (YAML 1.2.2, section 10.3.2).
+_CORE: list[tuple[str, re.Pattern[str], Callable[[str], Scalar]]] = [
+    ("null", re.compile(r"null|Null|NULL|~|"), lambda _: None),
+    ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text[0] in "tT"),
+    # Python refuses to read integers of more than 4300 digits.
+    ("int", re.compile(r"[-+]?[0-9]{1,4000}"), int),
+    ("int", re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+"), lambda text: int(text, 0)),
+    ("float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
+    ("float", re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", ""))),
+]
+_TAG = "tag:yaml.org,2002:"
+_PLAIN = "plain"
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """Composes nodes only. Every plain scalar without a tag gets one tag, so that its text decides later."""
+
+    yaml_implicit_resolvers = {None: [(_PLAIN, re.compile(".*", re.DOTALL))]}
+
+
+class _Reading:
+    """Turns one document's composed nodes into ours, and collects what is wrong with them."""
+
+    def __init__(self, source: str, mistakes: list[Mistake]) -> None:
+        self._source, self._mistakes = source, mistakes
+        # An anchored node is read once, however many aliases it has; None marks one that is being read.
+        self._read: dict[int, Node | None] = {}
+
+    def node(self, raw: yaml.Node) -> Node:
+        if id(raw) not in self._read:
+            self._read[id(raw)] = None
+            self._read[id(raw)] = self._convert(raw)
+        found = self._read[id(raw)]
+        return self._mistaken(raw, "this alias contains itself") if found is None else found
+
+    def _convert(self, raw: yaml.Node) -> Node:
+        if isinstance(raw, yaml.ScalarNode):
+            return self._scalar(raw)
+        kind = "map" if isinstance(raw, yaml.MappingNode) else "seq"
+        if raw.tag != _TAG + kind:
+            return self._mistaken(raw, f"tag {_short(raw.tag)} is not allowed")
+        if isinstance(raw, yaml.MappingNode):
+            return Node(self._mapping(raw), "", self._place(raw))
+        return Node([self.node(item) for item in raw.value], "", self._place(raw))
+
+    def _scalar(self, raw: yaml.ScalarNode) -> Node:
+        text, place = str(raw.value), self._place(raw)
+        if raw.tag == _PLAIN:
+            return Node(scalar(text), text, place)
+        if raw.tag == _TAG + "str":
+            return Node(text, text, place)
+        for tag, pattern, meaning in _CORE:
+            if raw.tag == _TAG + tag and pattern.fullmatch(text):
+                return Node(meaning(text), text, place)
+        return self._mistaken(raw, f"tag {_short(raw.tag)} is not allowed here")
+
+    def _mapping(self, raw: yaml.MappingNode) -> dict[Key, Node]:
+        """The mapping's own keys, and those merged with ``<<`` that it does not have itself."""
+        own: dict[Key, Node] = {}
+        merged: dict[Key, Node] = {}
+        for raw_key, raw_value in raw.value:
+            if not isinstance(raw_key, yaml.ScalarNode):
+                self._mistaken(raw_key, "a key is a plain word, not a list or a mapping")
+                continue
+            key = Key(raw_key.value, self._place(raw_key))
+            if key == "<<" and raw_key.tag == _PLAIN:
+                merged = {**self._merged(raw_value), **merged}
+            elif key in own:
+                first = next(other for other in own if other == key).place
+                self._mistaken(raw_key, f"key {str(key)!r} is given twice; first in line {first.line}")
+            else:
+                own[key] = self.node(raw_value)
+        return {**{key: value for key, value in merged.items() if key not in own}, **own}
+
+    def _merged(self, raw: yaml.Node) -> dict[Key, Node]:
+        """What ``<<`` brings in: one mapping, or a list of them of which the first wins."""
+        sources = raw.value if isinstance(raw, yaml.SequenceNode) else [raw]
+        merged: dict[Key, Node] = {}
+        for source in sources:
+            value = self.node(source).value
+            if isinstance(value, dict):
+                merged = {**value, **merged}
+            else:
+                self._mistaken(source, "'<<' merges mappings only")
+        return merged
+
+    def _mistaken(self, raw: yaml.Node, message: str) -> Node:
+        """Notes a mistake; a null stands in for the value."""
+        self._mistakes.append(Mistake(self._place(raw), message))
+        return Node(None, "", self._place(raw))
+
+    def _place(self, raw: yaml.Node) -> Place:
+        return Place(self._source, raw.start_mark.line + 1, raw.start_mark.column + 1)
+
+
+def _short(tag: str) -> str:
+    return "!!" + tag[len(_TAG) :] if tag.startswith(_TAG) else tag
+
+
+def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> JobDefinitionError:
+    mark = error.problem_mark or error.context_mark
+    place = Place(source, mark.line + 1, mark.column + 1) if mark else Place(source)
+    return JobDefinitionError(f"{place}: {', '.join(part for part in (error.context, error.problem) if part)}")
+
+
+def _unreadable(error: yaml.reader.ReaderError, text: str, source: str) -> JobDefinitionError:
+    before = text[: error.position]
+    place = Place(source, before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1)
+    return JobDefinitionError(f"{place}: the character U+{ord(text[error.position]):04X} is not allowed in YAML")

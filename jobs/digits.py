@@ -1,0 +1,1 @@
+../clusterddp/digits/digits.py

@@ -1,0 +1,232 @@
+"""The cluster as a value, and Slurm's configuration files as pure functions of it."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+# Outside the range that the kernel gives to outgoing connections, and not Slurm's own 6817 to 6819.
+CONTROLLER_PORT, NODE_PORT, DBD_PORT = 26817, 26818, 26819
+CLUSTER, ACCOUNT, USER = "clusterddp", "ddp", "ddpuser"
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """What the cluster is asked to be."""
+
+    nodes: int = 2
+    """Nodes n1 to nN, each in a network namespace."""
+    gpus: int = 2
+    """Fake GPUs per node; 0 for none."""
+    cpus: int = 8
+    """CPUs per node, as Slurm counts them, whatever the machine has."""
+    grace: int = 20
+    """GraceTime of the partition `low`, in seconds."""
+    proctrack: str | None = None
+    """`cgroup` or `linuxproc`; None is cgroup where cgroup v1 is mounted, else linuxproc."""
+    user_signal: bool = False
+    """A preempted job gets the signal of its `--signal` instead of TERM when the grace begins."""
+    slurmdbd: bool = True
+    """Accounting, so that sacct answers."""
+    slurmd_timeout: int = 10
+    """Seconds without an answer after which a node is down."""
+    kill_wait: int = 10
+    """Seconds from TERM to KILL."""
+    cred_expire: int = 6
+    """A requeued job is held for this many seconds plus one."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= 64:
+            raise ValueError(f"nodes is {self.nodes}; expected 1 to 64")
+        if not 0 <= self.gpus <= 16:
+            raise ValueError(f"gpus is {self.gpus}; expected 0 to 16 per node")
+        if self.proctrack not in (None, "cgroup", "linuxproc"):
+            raise ValueError(f"proctrack is {self.proctrack!r}; expected cgroup or linuxproc")
+
+    @property
+    def node_names(self) -> list[str]:
+        return [f"n{index}" for index in range(1, self.nodes + 1)]
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the machine gives: decided at `up`, then fixed."""
+
+    root: Path
+    """The state folder."""
+    version: tuple[int, int, int]
+    """Slurm's."""
+    host: str
+    """This machine's short host name: slurmctld starts under no other."""
+    subnet: str
+    """Like 10.213.77.0/24: the bridge has .1, the nodes .11 and up."""
+    proctrack: str
+
+    @property
+    def bridge_address(self) -> str:
+        return str(ipaddress.ip_network(self.subnet)[1])
+
+    def address(self, node: str) -> str:
+        return str(ipaddress.ip_network(self.subnet)[10 + int(node[1:])])
+
+
+def slurm_conf(config: ClusterConfig, site: Site) -> str:
+    """slurm.conf: reacts in seconds, enforces no memory, keeps every file and socket below the state folder."""
+    root = site.root
+    lines = [
+        f"ClusterName={CLUSTER}",
+        f"SlurmctldHost={site.host}({site.bridge_address})",
+        f"SlurmctldPort={CONTROLLER_PORT}",
+        f"SlurmdPort={NODE_PORT}",
+        "SlurmUser=root",
+        "SlurmdUser=root",
+        "AuthType=auth/munge",
+        "CredType=cred/munge",
+        f"AuthInfo=socket={root}/run/munge.sock,cred_expire={config.cred_expire}",
+        f"StateSaveLocation={root}/spool/slurmctld",
+        f"SlurmdSpoolDir={root}/spool/%n",
+        f"SlurmctldPidFile={root}/run/slurmctld.pid",
+        f"SlurmdPidFile={root}/run/slurmd-%n.pid",
+        f"SlurmctldLogFile={root}/log/slurmctld.log",
+        f"SlurmdLogFile={root}/log/slurmd-%n.log",
+        "SlurmctldDebug=verbose",
+        "SlurmdDebug=verbose",
+        f"ProctrackType=proctrack/{site.proctrack}",
+        "TaskPlugin=task/none",
+        "SwitchType=switch/none",
+        "MpiDefault=none",
+        "MailProg=/bin/true",
+        "ReturnToService=2",
+        "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_CPU",
+        "PriorityType=priority/basic",
+        "SchedulerType=sched/backfill",
+        "SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1",
+        "PreemptType=preempt/partition_prio",
+        "PreemptMode=REQUEUE",
+        *_user_signal(config, site),
+        "JobRequeue=1",
+        f"KillWait={config.kill_wait}",
+        f"SlurmdTimeout={config.slurmd_timeout}",
+        "SlurmctldTimeout=10",
+        "InactiveLimit=0",
+        *_accounting(config, site),
+        *(["GresTypes=gpu"] if config.gpus else []),
+        # The nodes are as large as this file says, not as the machine is.
+        "SlurmdParameters=config_overrides",
+        *(_node(config, site, name) for name in config.node_names),
+        *_partitions(config),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _user_signal(config: ClusterConfig, site: Site) -> list[str]:
+    if not config.user_signal:
+        return []
+    if site.version >= (23, 2, 0):
+        return ["PreemptParameters=send_user_signal"]
+    return ["SlurmctldParameters=preempt_send_user_signal"]  # 22.05 refuses the newer name
+
+
+def _accounting(config: ClusterConfig, site: Site) -> list[str]:
+    gather = ["JobAcctGatherType=jobacct_gather/none"]
+    if not config.slurmdbd:
+        return [*gather, "AccountingStorageType=accounting_storage/none"]
+    return [
+        *gather,
+        "AccountingStorageType=accounting_storage/slurmdbd",
+        f"AccountingStorageHost={site.bridge_address}",
+        f"AccountingStoragePort={DBD_PORT}",
+        f"AccountingStoragePass={site.root}/run/munge.sock",
+        # As production clusters have it: a wrong account is refused at once.
+        "AccountingStorageEnforce=associations",
+        "AccountingStoreFlags=job_comment",
+    ]
+
+
+def _node(config: ClusterConfig, site: Site, name: str) -> str:
+    gres = f" Gres=gpu:{config.gpus}" if config.gpus else ""
+    return (
+        f"NodeName={name} NodeAddr={site.address(name)} CPUs={config.cpus} Sockets=1 "
+        f"CoresPerSocket={config.cpus} ThreadsPerCore=1 RealMemory=1000000{gres} State=UNKNOWN"
+    )
+
+
+def _partitions(config: ClusterConfig) -> list[str]:
+    common = f"Nodes={','.join(config.node_names)} MaxTime=INFINITE DefaultTime=30 OverSubscribe=NO State=UP"
+    return [
+        f"PartitionName=low {common} Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={config.grace}",
+        f"PartitionName=high {common} PriorityTier=10 PreemptMode=REQUEUE",
+        f"PartitionName=cancel {common} PriorityTier=1 PreemptMode=CANCEL GraceTime={config.grace}",
+        f"PartitionName=off {common} PriorityTier=1 PreemptMode=OFF",
+    ]
+
+
+def gres_conf(config: ClusterConfig, site: Site) -> str:
+    """gres.conf: device nodes of the state folder, so that CUDA_VISIBLE_DEVICES is set and /dev stays as it is."""
+    if not config.gpus:
+        return ""
+    last = config.gpus - 1
+    files = "nvidia0" if last == 0 else f"nvidia[0-{last}]"
+    return f"AutoDetect=off\nName=gpu File={site.root}/dev/{files} Flags=nvidia_gpu_env\n"
+
+
+def cgroup_conf(site: Site) -> str:
+    """cgroup.conf: constrains nothing, and is never `autodetect`, with which slurmd dies where there are no cgroups."""
+    if site.proctrack == "linuxproc" and site.version >= (24, 5, 0):
+        return "CgroupPlugin=disabled\n"
+    return "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nCgroupAutomount=no\n"
+
+
+def slurmdbd_conf(site: Site) -> str:
+    """slurmdbd.conf; Slurm wants it readable by its user alone."""
+    root = site.root
+    lines = [
+        "AuthType=auth/munge",
+        f"AuthInfo=socket={root}/run/munge.sock",
+        f"DbdHost={site.host}",
+        f"DbdAddr={site.bridge_address}",
+        f"DbdPort={DBD_PORT}",
+        "SlurmUser=root",
+        f"PidFile={root}/run/slurmdbd.pid",
+        f"LogFile={root}/log/slurmdbd.log",
+        "DebugLevel=info",
+        "StorageType=accounting_storage/mysql",
+        "StorageHost=localhost",
+        "StorageUser=root",  # by the socket's peer credentials: no password
+        "StorageLoc=slurm",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def my_cnf(site: Site) -> str:
+    """MariaDB: one socket, no network, small, and careless about a crash: its data is thrown away."""
+    root = site.root
+    lines = [
+        "[client-server]",
+        f"socket={root}/run/mysql.sock",
+        "[mariadbd]",
+        "user=root",
+        f"datadir={root}/db",
+        f"tmpdir={root}/tmp",
+        f"pid-file={root}/run/mariadb.pid",
+        "skip-networking",
+        "skip-name-resolve",
+        "skip-log-bin",
+        "innodb-buffer-pool-size=16M",
+        "innodb-log-file-size=16M",
+        "innodb-flush-log-at-trx-commit=0",
+        "innodb-doublewrite=0",
+        "innodb-lock-wait-timeout=900",
+        "performance-schema=off",
+        "key-buffer-size=1M",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def hosts(config: ClusterConfig, site: Site) -> str:
+    """The nodes' own /etc/hosts."""
+    lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost", f"{site.bridge_address} {site.host}"]
+    lines += [f"{site.address(name)} {name}" for name in config.node_names]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,142 @@
+"""Starts real gloo ranks on this machine, and gathers what they left."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@dataclass
+class Rank:
+    """One rank, a process forked by ``rank_server``."""
+
+    pid: int
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            self.code = _ask({"poll": self.pid})
+        return self.code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+@dataclass
+class Ranks:
+    """Processes that run one script as the ranks of a world; ``run`` and ``start`` make them."""
+
+    processes: list[Rank]
+    outputs: list[Path]
+    codes: list[int] = field(default_factory=list)
+
+    def signal(self, rank: int, number: signal.Signals = signal.SIGTERM) -> None:
+        self.processes[rank].send_signal(number)
+
+    def wait(self, timeout: float = 60) -> Ranks:
+        """Waits for all; kills them when the time is over."""
+        deadline = time.monotonic() + timeout
+        while any(process.poll() is None for process in self.processes):
+            if time.monotonic() > deadline:
+                for process in self.processes:
+                    process.send_signal(signal.SIGKILL)
+                raise AssertionError(f"ranks still run after {timeout} s:\n{self.text()}")
+            time.sleep(0.01)
+        self.codes = [process.poll() or 0 for process in self.processes]
+        return self
+
+    def wait_for(self, rank: int, text: str, timeout: float = 60) -> None:
+        """Waits until a rank has printed ``text``."""
+        deadline = time.monotonic() + timeout
+        while text not in self.output(rank):
+            assert time.monotonic() < deadline, f"{text!r} not seen:\n{self.text()}"
+            assert self.processes[rank].poll() is None, f"rank {rank} ended before {text!r}:\n{self.text()}"
+            time.sleep(0.01)
+
+    def output(self, rank: int) -> str:
+        return self.outputs[rank].read_text()
+
+    def text(self) -> str:
+        return "\n".join(f"--- rank {rank}\n{self.output(rank)}" for rank in range(len(self.outputs)))
+
+    def expect(self, *codes: int) -> Ranks:
+        """Waits, and checks that every rank ended with one of ``codes``."""
+        self.wait()
+        assert all(code in codes for code in self.codes), f"{self.codes}\n{self.text()}"
+        return self
+
+
+def start(script: Path, *arguments: object, ranks: int, folder: Path, **environment: str) -> Ranks:
+    """Starts ``script`` as ``ranks`` ranks of one node; outputs go to ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = str(free_port())
+    processes, outputs = [], []
+    for rank in range(ranks):
+        output = folder / f"{time.monotonic_ns()}-{rank}.out"
+        output.touch()
+        argv = [str(script), *map(str, arguments)]
+        start = {"argv": argv, "env": _environment(rank, ranks, port) | environment, "output": str(output)}
+        processes.append(Rank(_ask({"start": start})))
+        outputs.append(output)
+    return Ranks(processes, outputs)
+
+
+def run(script: Path, *arguments: object, ranks: int, folder: Path, **environment: str) -> Ranks:
+    """``start``, and every rank must end with 0."""
+    return start(script, *arguments, ranks=ranks, folder=folder, **environment).expect(0)
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """One for the whole test session; it ends with it, as its input does."""
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "rank_server.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=_environment(0, 1, "0"),
+        text=True,
+    )
+
+
+def _ask(request: dict[str, Any]) -> Any:
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    return json.loads(server.stdout.readline())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
+    """A clean environment with torchrun's names: nothing of a surrounding job leaks in."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+    return {
+        **kept,
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }

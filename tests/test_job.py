@@ -1,0 +1,456 @@
+"""A job definition means what it looks like, survives a round trip, and all its mistakes come at once."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.errors import JobDefinitionError
+from clusterddp.job import Checkpointing, Job, Timeouts, from_values, load, load_resolved, user_defaults
+
+EVERYTHING = """\
+job_name: digits
+script: train.py
+args: [--lr, 1e-4, --name, no, 0123, "", 'two words', ~]
+args_on_resume: [--resume]
+nodes: 2
+gpus_per_node: a100:4
+device: cuda
+time: 1:30:00
+partition: no
+account: 0123
+qos: "1e3"
+constraint: a100&ib
+reservation: spring
+exclude: n[1-2]
+nodelist: rack[1-2]node[01-02]
+mem: 64G
+cpus_per_task: 8
+setup: [module load cuda, "source venv/bin/activate"]
+env: {NCCL_DEBUG: WARN, ON: off, EMPTY: ""}
+python: /opt/py/bin/python
+sbatch: {exclusive: true, comment: hello there, mail-type: END, licenses: "true"}
+steps: 20000
+seed: 17
+checkpoint: {every: 500 steps, keep: 5}
+timeouts: {start_s: 600, step_s: 90.5, notice_s: 60}
+backend: gloo
+share: group
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a training script."""
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def read(folder: Path, text: str, **given: Any) -> Job:
+    (folder / "job.yaml").write_text(text)
+    return load(folder / "job.yaml", **given)
+
+
+def mistakes(folder: Path, text: str, **given: Any) -> list[str]:
+    """The lines of the error, without the folder."""
+    with pytest.raises(JobDefinitionError) as caught:
+        read(folder, text, **given)
+    return str(caught.value).replace(f"{folder}/", "").splitlines()
+
+
+def test_every_field_is_read(folder: Path) -> None:
+    """Text fields keep the text that YAML 1.1 would have turned into numbers and booleans."""
+    assert read(folder, EVERYTHING) == Job(
+        name="digits",
+        script=str(folder / "train.py"),
+        args=("--lr", "1e-4", "--name", "no", "0123", "", "two words", "~"),
+        args_on_resume=("--resume",),
+        nodes=2,
+        gpus_per_node=4,
+        gpu_type="a100",
+        time_s=5400,
+        partition="no",
+        account="0123",
+        qos="1e3",
+        constraint="a100&ib",
+        reservation="spring",
+        exclude="n[1-2]",
+        nodelist="rack[1-2]node[01-02]",
+        mem="64G",
+        cpus_per_task=8,
+        setup=("module load cuda", "source venv/bin/activate"),
+        env={"NCCL_DEBUG": "WARN", "ON": "off", "EMPTY": ""},
+        python="/opt/py/bin/python",
+        sbatch={"exclusive": True, "comment": "hello there", "mail-type": "END", "licenses": "true"},
+        steps=20000,
+        seed=17,
+        checkpoint=Checkpointing(every_steps=500, every_s=None, keep=5),
+        timeouts=Timeouts(start_s=600.0, step_s=90.5, notice_s=60.0),
+        backend="gloo",
+        share="group",
+    )
+
+
+def test_little_needs_to_be_said(folder: Path) -> None:
+    """A script is enough; the job is named after it, and a null leaves the default."""
+    expected = Job(name="train", script=str(folder / "train.py"))
+    assert read(folder, "script: train.py\npartition:\nnodes: ~\ncheckpoint: {every: }\n") == expected
+    assert from_values({"script": "train.py"}, folder=folder) == expected
+    assert from_values({"module": "pkg.train", "args": ["-x"]}) == Job(name="train", module="pkg.train", args=("-x",))
+
+
+def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
+    """One error, in the file's order, each line with file, line, column and the nearest name."""
+    found = mistakes(
+        folder,
+        "script: trian.py\n"
+        "partitoin: gpu\n"
+        "nodes: two\n"
+        "nodes: 3\n"
+        "checkpoint: {evry: 5 minutes, keep: 0}\n"
+        "sbatch: {output: x.log}\n"
+        "device: !cpu cpu\n",
+        overrides={"nodez": "4", "seed": "one"},
+    )
+    assert found == [
+        "--set nodez=4: unknown key 'nodez'; did you mean 'nodes'?",
+        "--set seed=one: expected a whole number, at least 0, got 'one'",
+        f"job.yaml:1:9: script 'trian.py' not found in {folder}; did you mean 'train.py'?",
+        "job.yaml:2:1: unknown key 'partitoin'; did you mean 'partition'?",
+        "job.yaml:3:8: nodes: expected a whole number, at least 1, got 'two'",
+        "job.yaml:4:1: key 'nodes' is given twice; first in line 3",
+        "job.yaml:5:14: unknown key 'checkpoint.evry'; did you mean 'every'?",
+        "job.yaml:5:37: checkpoint.keep: expected a whole number, at least 1, got '0'",
+        "job.yaml:6:10: sbatch.output: this option has no place here: outputs are in the run directory's logs",
+        "job.yaml:7:9: tag !cpu is not allowed here",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nodes: 0", "1:8: nodes: expected a whole number, at least 1, got '0'"),
+        ("nodes: 1.0", "got '1.0'"),
+        ("nodes: true", "got 'true'"),
+        ('nodes: "2"', "1:8: nodes: expected a whole number"),
+        ("nodes: [2]", "got a list"),
+        ("gpus_per_node: 0", "write device: cpu"),
+        ("gpus_per_node: a100", "TYPE:NUMBER such as a100:4, got 'a100'"),
+        ("gpus: 8", "1:1: unknown key 'gpus'; use the field gpus_per_node"),
+        ("gpu_type: a100", "write gpus_per_node: TYPE:NUMBER"),
+        ("ntasks-per-node: 8", "use gpus_per_node"),
+        ("cpus-per-task: 8", "did you mean 'cpus_per_task'?"),
+        ("name: x", "did you mean 'job_name'?"),
+        ("zzz: 1", "unknown key 'zzz'; the keys are job_name, script,"),
+        ("device: CPU", "expected cuda or cpu, got 'CPU'; did you mean 'cpu'?"),
+        ("backend: mpi", "expected nccl or gloo, got 'mpi'"),
+        ("share: [group]", "expected private or group, got a list"),
+        ("time: 1h", "such as 30, 1:30:00 or 2-12, got '1h'"),
+        ("time: 1:2:3:4", "got '1:2:3:4'"),
+        ("time: 0", "expected a time limit above 0"),
+        ("time: UNLIMITED", "got 'UNLIMITED'"),
+        ("job_name: a/b", "expected a name"),
+        ("job_name: my job", "expected a name"),
+        ("module: pkg.train", "a script or a module, not both"),
+        ('partition: "gpu\\n#SBATCH --uid=0"', "line breaks and control characters are not allowed here, got U+000A"),
+        ('account: "a\\u2028b"', "got U+2028"),
+        ("account: x --uid=0", "expected one word without blanks"),
+        ("constraint: [a|b]", "expected text, got a list; quote it"),
+        ('qos: ""', "expected text, got nothing"),
+        ("mem: 64 GB", "expected memory with a unit"),
+        ("args: --lr 1e-3", "expected a list such as [--lr, 1e-3], got '--lr 1e-3'"),
+        ("args: [a, ]\nargs_on_resume:\n  -\n", "3:"),
+        ("args: [{a: 1}]", "got a mapping in it"),
+        ("setup: {a: b}", "expected a list of shell lines"),
+        ('setup: ["a\\x1bb"]', "control characters are not allowed in shell lines"),
+        ("env: [A=1]", "expected a mapping of names to values, got a list"),
+        ("env: {A-B: 1}", "env.A-B: this is no name of an environment variable"),
+        ("env: {RANK: 1}", "env.RANK: this variable is set for each rank"),
+        ("env: {A: [1]}", "env.A: expected text"),
+        ("sbatch: {Exclusive: true}", "sbatch.Exclusive: expected a long option"),
+        ("sbatch: {--exclusive: true}", "without leading dashes"),
+        ("sbatch: {'x y': 1}", "expected a long option"),
+        ('sbatch: {comment: "a\\nb"}', "sbatch.comment: line breaks"),
+        ("sbatch: {nodes: 2}", "use the field nodes"),
+        ("sbatch: {ntasks-per-node: 2}", "use gpus_per_node"),
+        ("sbatch: {signal: USR2@60}", "timeouts.notice_s"),
+        ("sbatch: {gres: 'gpu:4'}", "use the field gpus_per_node"),
+        ("sbatch: {array: 1-4}", "a run is one job"),
+        ("checkpoint: 5 minutes", "expected a mapping with every, keep, got '5 minutes'"),
+        ("checkpoint: {every: 500}", "checkpoint.every: expected 500 steps, 5 minutes"),
+        ("checkpoint: {every: 1.5 steps}", "got '1.5 steps'"),
+        ("checkpoint: {every: 0 minutes}", "got '0 minutes'"),
+        ("checkpoint: {every: [5 steps, 6 steps]}", "got '6 steps'"),
+        ("checkpoint: {every: []}", "got a list"),
+        ("timeouts: {step_s: -1}", "timeouts.step_s: expected a positive number of seconds, got '-1'"),
+        ("timeouts: {step_s: .inf}", "got '.inf'"),
+        ("timeouts: {steps: 5}", "did you mean 'step_s'?"),
+        ("device: cpu\nbackend: nccl", "2:10: backend: 'nccl' needs a GPU, but device is cpu"),
+        ("device: cpu\ngpus_per_node: a100:2", "'a100:2' needs a GPU"),
+        ("steps: 0", "at least 1"),
+        ("seed: -1", "at least 0"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_expected(folder: Path, line: str, message: str) -> None:
+    """The one mistake in the file is the one line of the error."""
+    (found,) = mistakes(folder, f"{line}\nscript: train.py\n")
+    assert message in found
+
+
+def test_a_program_is_needed(folder: Path) -> None:
+    """Neither script nor module is a mistake of the whole file; a wrong one is not also a missing one."""
+    assert mistakes(folder, "nodes: 2") == ["job.yaml: names neither a script nor a module: one of them is needed"]
+    assert len(mistakes(folder, "script: [a]")) == 1
+    (found,) = mistakes(folder, "module: train.py:main")
+    assert "a module's dotted name" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- a", "job.yaml:1:1: expected 'key: value' lines, got a list"), ("a: [", "job.yaml:1:5: while parsing")],
+)
+def test_a_file_that_is_no_definition_is_refused(folder: Path, text: str, message: str) -> None:
+    """Another shape, or broken YAML."""
+    assert mistakes(folder, text)[0].startswith(message)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Absent, a folder, or not text."""
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name, message in (("absent", "No such file"), (".", "Is a directory"), ("binary", "byte 0 is not UTF-8")):
+        with pytest.raises(JobDefinitionError, match=message):
+            load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "shown"),
+    [
+        ("30", 1800, "0-00:30:00"),
+        ("90:30", 5430, "0-01:30:30"),
+        ("1:30:00", 5400, "0-01:30:00"),
+        ("2-12", 216000, "2-12:00:00"),
+        ("2-12:30", 217800, "2-12:30:00"),
+        ("2-12:30:05", 217805, "2-12:30:05"),
+        ("48:00:00", 172800, "2-00:00:00"),
+        ("010", 600, "0-00:10:00"),
+    ],
+)
+def test_time_limits_have_slurms_forms(folder: Path, text: str, seconds: int, shown: str) -> None:
+    """As sbatch reads them; what is written back is the longest form."""
+    job = read(folder, f"script: train.py\ntime: {text}\n")
+    assert (job.time_s, job.time_text) == (seconds, shown)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "seconds"),
+    [
+        *[("500 steps", 500, None), ("1 step", 1, None), ("5 minutes", None, 300.0), ("30 seconds", None, 30.0)],
+        *[("0.5 hours", None, 1800.0), ("[10 steps, 1 minute]", 10, 60.0), ("never", None, None)],
+    ],
+)
+def test_checkpoints_come_by_steps_or_time(folder: Path, every: str, steps: int | None, seconds: float | None) -> None:
+    """What is given replaces the default; the other trigger is off."""
+    job = read(folder, f"script: train.py\ncheckpoint: {{every: {every}}}\n")
+    assert job.checkpoint == Checkpointing(steps, seconds, keep=3)
+
+
+@pytest.mark.parametrize(
+    ("values", "shape"),
+    [
+        ({"nodes": 2, "gpus_per_node": 8}, "2 nodes x 8 GPUs per node = 16 ranks"),
+        ({}, "1 node x 1 GPU per node = 1 rank"),
+        ({"gpus_per_node": "a100:4"}, "1 node x 4 a100 GPUs per node = 4 ranks"),
+        ({"gpus_per_node": 2, "backend": "gloo"}, "1 node x 2 GPUs per node = 2 ranks (gloo)"),
+        ({"device": "cpu", "nodes": 2, "gpus_per_node": "2"}, "2 nodes x 2 processes per node = 4 ranks (gloo on CPU)"),
+        ({"device": "cpu"}, "1 node x 1 process per node = 1 rank (gloo on CPU)"),
+    ],
+)
+def test_the_shape_is_said_in_words(values: dict[str, Any], shape: str) -> None:
+    """Nodes, devices and ranks, each in its number."""
+    assert from_values({"module": "m", **values}).shape == shape
+
+
+def test_overrides_win_and_reach_one_level_down(folder: Path) -> None:
+    """``--set`` changes single values, in the file's own words; an empty one goes back to the default."""
+    job = read(
+        folder,
+        EVERYTHING,
+        overrides={
+            "nodes": "4",
+            "checkpoint.keep": "9",
+            "env.NEW": "a: b # c",
+            "env.EMPTY": "",
+            "sbatch.exclusive": "false",
+            "account": "no",
+            "qos": "",
+            "time": "1:00",
+        },
+    )
+    assert (job.nodes, job.account, job.qos, job.time_s) == (4, "no", None, 60)
+    assert job.checkpoint == Checkpointing(500, None, 9)
+    assert job.env == {"NCCL_DEBUG": "WARN", "ON": "off", "EMPTY": "", "NEW": "a: b # c"}
+    assert job.sbatch["exclusive"] is False
+
+
+def test_layers_win_in_order_and_are_all_checked(folder: Path) -> None:
+    """Defaults, file, options, ``--set``; a mistake that a higher layer hides is reported all the same."""
+    (folder / "config.yaml").write_text("defaults: {partition: a, account: a, qos: a, seed: 1, env: {A: a, B: a}}\n")
+    given: dict[str, Any] = {
+        "defaults": user_defaults(None, folder / "config.yaml"),
+        "values": {"qos": "c", "seed": "3"},
+        "overrides": {"seed": "4"},
+    }
+    job = read(folder, "script: train.py\naccount: b\nqos: b\nseed: 2\nenv: {B: b}\n", **given)
+    assert (job.partition, job.account, job.qos, job.seed, job.env) == ("a", "b", "c", 4, {"A": "a", "B": "b"})
+    assert mistakes(folder, "script: train.py\nseed: x\n", **given) == [
+        "job.yaml:2:7: seed: expected a whole number, at least 0, got 'x'"
+    ]
+
+
+def test_the_command_lines_mistakes_are_named(folder: Path) -> None:
+    """Values from elsewhere have a source instead of a line."""
+    with pytest.raises(JobDefinitionError) as caught:
+        from_values({"script": "train.py", "nodes": "two", "partitoin": "x"}, "launch()", folder)
+    assert str(caught.value).splitlines() == [
+        "launch(): nodes: expected a whole number, at least 1, got 'two'",
+        "launch(): unknown key 'partitoin'; did you mean 'partition'?",
+    ]
+
+
+AWKWARD = [
+    "",
+    " ",
+    "no",
+    "~",
+    "null",
+    "0123",
+    "1e-4",
+    "1:30:00",
+    "true",
+    "a: b",
+    "# c",
+    "- d",
+    "it's",
+    '"q"',
+    "'",
+    "é",
+    "…",
+]
+AWKWARD += [
+    "two\nlines\n",
+    "\n",
+    "tab\t",
+    "\x07",
+    "\x85",
+    "\u2028",
+    "\ufeff",
+    "😀",
+    "\udc80",
+    "%d",
+    "@x",
+    "`x`",
+    "x" * 300,
+    "*a",
+]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(name="x", module="m"),
+        Job(name="no", script="/data/a b/train.py", args=tuple(AWKWARD), args_on_resume=("0x10",)),
+        Job(name="x", module="m", env={f"V{n}": text for n, text in enumerate(AWKWARD)} | {"no": "y", "Y": "1_0"}),
+        Job(name="x", module="m", sbatch={"exclusive": True, "hold": False, "comment": "true", "nice": "100"}),
+        Job(name="1e3", module="m", gpus_per_node=4, gpu_type="1g.5gb", time_s=217805, partition="on", account="007"),
+        Job(name="x", module="m", checkpoint=Checkpointing(None, None, 1), timeouts=Timeouts(1.5, 1e20, 0.1)),
+        Job(name="x", module="m", checkpoint=Checkpointing(7, 0.1), device="cpu", seed=2**60, steps=1, share="group"),
+        Job(
+            name="x", module="m", checkpoint=Checkpointing(None, 1e20), setup=("# a", "x='y z'", "\tif true; then", "")
+        ),
+    ],
+)
+def test_a_resolved_definition_reads_back_as_an_equal_job(tmp_path: Path, job: Job) -> None:
+    """Any text survives, the script need not exist any more, and the definition can be loaded as any other."""
+    path = tmp_path / "job.yaml"
+    path.write_text(job.to_yaml(), encoding="utf-8")
+    assert load_resolved(path) == job
+    if job.module:
+        assert load(path) == job
+
+
+def test_a_loaded_definition_reads_back_as_an_equal_job(folder: Path, tmp_path: Path) -> None:
+    """From a user's file to the run directory's."""
+    job = read(folder, EVERYTHING)
+    (tmp_path / "resolved.yaml").write_text(job.to_yaml())
+    assert load_resolved(tmp_path / "resolved.yaml") == job
+
+
+def test_differences_are_listed_one_a_line() -> None:
+    """In the words of the file, the recorded value first."""
+    recorded = Job(name="x", module="m", nodes=2, args=("--lr", "1 2"), env={"A": "1", "B": "2"}, time_s=600)
+    given = dataclasses.replace(
+        recorded, nodes=4, args=(), env={"A": "9"}, time_s=None, gpu_type="a100", checkpoint=Checkpointing(keep=5)
+    )
+    assert recorded.differences(given) == [
+        "args: --lr '1 2' recorded, none given",
+        "nodes: 2 recorded, 4 given",
+        "gpus_per_node: 1 recorded, a100:1 given",
+        "time: 0-00:10:00 recorded, none given",
+        "env.A: 1 recorded, 9 given",
+        "env.B: 2 recorded, none given",
+        "checkpoint.keep: 3 recorded, 5 given",
+    ]
+    assert recorded.differences(dataclasses.replace(recorded)) == []
+
+
+def test_every_difference_is_found(folder: Path) -> None:
+    """No field can change unnoticed."""
+    everything, least = read(folder, EVERYTHING), Job(name="x", module="m", device="cpu")
+    keys = {line.split(":")[0].split(".")[0] for line in least.differences(everything)}
+    unchanged = {item.name for item in dataclasses.fields(Job)} - keys
+    assert unchanged == {"name", "time_s", "gpu_type"}
+    assert keys - {item.name for item in dataclasses.fields(Job)} == {"job_name", "time"}
+
+
+def test_user_defaults_follow_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster's own values win; an unknown cluster, or none, has the general ones."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert user_defaults("alps") == {}
+    (tmp_path / "clusterddp").mkdir()
+    (tmp_path / "clusterddp" / "config.yaml").write_text(
+        "defaults: {partition: gpu, env: {A: 1, B: 1}}\nclusters:\n  alps: {partition: normal, env: {B: 2}}\n"
+    )
+
+    def job(cluster: str | None) -> Job:
+        return from_values({"module": "m"}, defaults=user_defaults(cluster))
+
+    assert (job("alps").partition, job("alps").env) == ("normal", {"A": "1", "B": "2"})
+    assert (job("other").partition, job(None).env) == ("gpu", {"A": "1", "B": "1"})
+
+
+def test_user_defaults_are_as_strict(tmp_path: Path) -> None:
+    """All mistakes of the whole file, and what belongs to one job has no place there."""
+    path = tmp_path / "config.yaml"
+    path.write_text("default: {}\ndefaults: {nodes: x, script: a.py}\nclusters:\n  a: {partitoin: x}\n  b: [1]\n")
+    with pytest.raises(JobDefinitionError) as caught:
+        user_defaults(None, path)
+    lines = str(caught.value).replace(f"{path}:", "").splitlines()
+    assert [line[:30] for line in lines] == [
+        "1:1: unknown key 'default'; di",
+        "2:19: nodes: expected a whole ",
+        "2:22: unknown key 'script'; th",
+        "4:7: unknown key 'partitoin'; ",
+        "5:6: expected 'key: value' lin",
+    ]
+    with pytest.raises(JobDefinitionError, match="No such file"):
+        user_defaults(None, tmp_path / "absent.yaml")
+
+
+def test_reading_a_definition_leaves_torch_alone() -> None:
+    """The launch half runs on login nodes, where importing torch takes seconds."""
+    import subprocess
+    import sys
+
+    code = "import sys, clusterddp.job, clusterddp.environment; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

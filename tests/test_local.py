@@ -1,0 +1,270 @@
+"""``submit --local``: the main job without Slurm, with real signals, and what a person at the terminal does."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterddp.rundir import RunDirectory, read_lines
+from tests.waiting import differing, final_state, story, wait_for_step, wait_until
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DIGITS = ["jobs/digits.yaml", "--device", "cpu", "--nodes", "2", "--gpus", "2"]
+
+
+def start(run: RunDirectory, *options: str, **more: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), *options]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more  # type: ignore[call-overload]
+    )  # fmt: skip
+
+
+def submit(run: RunDirectory, *options: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    process = start(run, *options)
+    out, err = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    run = RunDirectory(tmp_path_factory.mktemp("local") / "uninterrupted")
+    done = submit(run, *DIGITS)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+def check_same(run: RunDirectory, reference: RunDirectory) -> None:
+    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(240)), story(run)
+    assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in reference.metrics()]
+    assert differing(final_state(run), final_state(reference)) == []
+
+
+def test_a_twice_preempted_run_is_the_uninterrupted_one(run: RunDirectory, uninterrupted: RunDirectory) -> None:
+    """Two real preemptions, three attempts, no step twice, the same bits."""
+    done = submit(run, *DIGITS, "--preempt-after", "60", "--preempt-after", "150")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"attempt 0: preempted at step (\d+), checkpoint \1 committed, requeued", done.stderr), done.stderr
+    assert re.search(r"attempt 2: resumed from step \d+, 0 steps redone", done.stderr)
+    accuracy = re.search(r"test accuracy ([\d.]+)", done.stderr)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.95
+    assert run.outcome() == {"state": "completed", "step": 240, "attempts": 3, "reason": "all ranks finished"}
+    check_same(run, uninterrupted)
+
+
+def test_ctrl_c_saves_and_stops_and_the_same_command_goes_on(run: RunDirectory, uninterrupted: RunDirectory) -> None:
+    """It says how to continue, leaves no process, and nothing is redone."""
+    process = start(run, *DIGITS)
+    wait_for_step(run, 50)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"continue with: clusterddp submit --local --run-dir {run}" in err
+    assert run.outcome() is None
+    assert submit(run).returncode == 0
+    check_same(run, uninterrupted)
+
+
+def test_a_killed_loop_leaves_no_process_and_the_run_goes_on(run: RunDirectory) -> None:
+    """Supervisor and ranks die with it; the next start recognises the dead holder."""
+    process = start(run, *DIGITS)
+    wait_for_step(run, 60)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not processes_of(run), "all processes of the run to be gone", timeout=20)
+    assert submit(run).returncode == 0, story(run)
+    assert len(run.metrics()) == 240
+
+
+def processes_of(run: RunDirectory) -> list[int]:
+    """The processes whose environment or command line names the run directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(run).encode() in text:
+                found.append(int(entry.name))
+    return found
+
+
+def test_a_second_start_while_the_first_runs_is_refused(run: RunDirectory) -> None:
+    """Two loops must not train one run."""
+    process = start(run, *DIGITS)
+    wait_for_step(run, 10)
+    second = submit(run)
+    assert second.returncode == 1
+    assert re.search(r"held by process \d+ on this machine", second.stderr)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+
+
+PLAIN = ["tests/scripts/plain_ddp.py", "--device", "cpu", "--nodes", "2", "--gpus", "2"]
+
+
+def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run: RunDirectory, tmp_path: Path) -> None:
+    """TERM has its default action in it; LOCAL_RANK is what it would be on two nodes."""
+    own = tmp_path / "own.pt"
+    process = start(run, *PLAIN, "--preempt-after", "6s", "--", str(own), "60", "0.1")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    first, second = ((run.attempt_logs(attempt) / "rank-3.out").read_text() for attempt in (0, 1))
+    assert "rank 3 (local 1) of 4 starts at step 0" in first
+    assert re.search(r"rank 3 \(local 1\) of 4 starts at step [1-9]\d*", second)
+    assert "rank 3 is done" in second
+
+
+def test_the_plain_script_runs_under_torchrun_too(tmp_path: Path) -> None:
+    """The same file, nothing of clusterddp in it."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "tests/scripts/plain_ddp.py",
+    ]
+    done = subprocess.run(
+        [*command, str(tmp_path / "own.pt"), "3", "0"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 is done" in done.stdout
+
+
+def test_an_exception_is_shown_with_its_rank_and_ends_the_run(run: RunDirectory, tmp_path: Path) -> None:
+    """The first traceback, boxed; exit code 1; no second attempt."""
+    script = tmp_path / "broken.py"
+    script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('the data is gone')\n")
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "2")
+    assert done.returncode == 1
+    assert re.search(r"\| rank 1 \(\S+\) raised ValueError: the data is gone", done.stderr), done.stderr
+    assert 'broken.py", line 3' in done.stderr
+    assert run.attempts() == [0]
+    assert (run.outcome() or {})["state"] == "failed"
+
+
+def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) -> None:
+    """breakpoint() stops in a real terminal, reads what is typed there, and goes on."""
+    script = tmp_path / "debugged.py"
+    script.write_text("answer = 41\nbreakpoint()\nprint('the answer is', answer)\n")
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--debug", "--run-dir", str(run), str(script)]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu", "--gpus", "2"], cwd=REPOSITORY, stdin=follower, stdout=follower, stderr=follower
+    )
+    os.close(follower)
+    shown = b""
+    typed = False
+    while b"the answer is 4" not in shown:
+        shown += os.read(leader, 4096)
+        if b"(Pdb)" in shown and not typed:
+            os.write(leader, b"answer += 1\nc\n")
+            typed = True
+    assert b"the answer is 42" in shown
+    process.wait(timeout=60)
+    os.close(leader)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["no_such_script.py"], "script 'no_such_script.py' not found"),
+        (["jobs/digits.yaml", "--device", "tpu"], "device"),
+        (["jobs/digits.yaml", "--preempt-after", "soon"], "expected a step, as in 120, or seconds, as in 2.5s"),
+        (["jobs/digits.yaml", "--sbatch", "mem=1G"], "expected without --local"),
+        (["jobs/digits.yaml", "--set", "nodes"], "--set nodes: expected KEY=VALUE"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_writes_nothing(run: RunDirectory, options: list[str], words: str) -> None:
+    """Exit code 2, no traceback, no folder."""
+    refused = submit(run, *options)
+    assert refused.returncode == 2
+    assert words in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not run.path.exists()
+
+
+def test_cuda_asked_for_and_absent_is_an_error_not_a_cpu_run(run: RunDirectory) -> None:
+    """Never a silent CPU run."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    failed = submit(run, "jobs/digits.yaml", "--device", "cuda", "--nodes", "1", "--gpus", "2")
+    assert failed.returncode == 1
+    assert "GPU" in failed.stderr
+    assert (run.outcome() or {})["state"] == "failed"
+
+
+def test_without_slurm_on_path_submit_says_so_and_never_runs_locally(run: RunDirectory) -> None:
+    """The likely remedies are named."""
+    command = [sys.executable, "-m", "clusterddp.submit", "jobs/digits.yaml", "--run-dir", str(run)]
+    refused = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, "PATH": "/nowhere"}
+    )
+    assert refused.returncode != 0
+    assert "sbatch not found on PATH" in refused.stderr
+    assert "--local" in refused.stderr
+    assert not run.path.exists()
+
+
+def test_other_arguments_than_recorded_are_listed_and_refused(run: RunDirectory) -> None:
+    """--change records and applies them."""
+    assert submit(run, *DIGITS, "--", "--steps", "5").returncode == 0
+    refused = submit(run, *DIGITS, "--", "--steps", "9")
+    assert refused.returncode == 1
+    assert "args" in refused.stderr
+    assert "--change" in refused.stderr
+    extended = submit(run, *DIGITS, "--change", "--", "--steps", "9")
+    assert extended.returncode == 0, extended.stderr
+    assert (run.outcome() or {})["step"] == 9
+    assert [line["step"] for line in run.metrics()] == list(range(9))
+
+
+def test_a_completed_run_is_said_to_be_and_does_not_run_again(run: RunDirectory) -> None:
+    """The same command again costs nothing and succeeds."""
+    assert submit(run, *DIGITS, "--", "--steps", "5").returncode == 0
+    again = submit(run, *DIGITS, "--", "--steps", "5")
+    assert again.returncode == 0
+    assert "completed at step 5 already" in again.stderr
+    assert run.attempts() == [0]
+
+
+def test_status_logs_and_cancel_tell_of_a_run_without_slurm(run: RunDirectory) -> None:
+    """From the run's own files alone."""
+    assert submit(run, *DIGITS, "--preempt-after", "3", "--", "--steps", "30").returncode == 0
+
+    def ask(*words: str) -> str:
+        command = [sys.executable, "-m", "clusterddp", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
+
+    shown = ask("status", str(run))
+    assert "completed at step 30" in shown
+    assert "attempts  2" in shown
+    assert "test accuracy" in ask("logs", str(run))
+    assert "completed at step 30 already" in ask("cancel", str(run))
+
+
+def test_the_history_says_when_the_code_changed_between_attempts(run: RunDirectory, tmp_path: Path) -> None:
+    """The script's hash is part of each attempt's record."""
+    script = tmp_path / "edited.py"
+    script.write_text("raise SystemExit(3)\n")
+    assert submit(run, str(script), "--device", "cpu").returncode == 3
+    script.write_text("print('mended')\n")
+    done = submit(run)
+    assert done.returncode == 0
+    assert re.search(r"the code changed since the last attempt: script \w+ -> \w+", done.stderr)

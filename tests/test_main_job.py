@@ -1,0 +1,206 @@
+"""The main job, on a real Slurm: a preempted training comes back by itself and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.rundir import RunDirectory, read_lines
+from tests.cluster import Cluster
+from tests.waiting import differing, final_state, story, wait_for_outcome, wait_for_step, wait_until
+
+STEPS = 500
+
+
+def submit(cluster: Cluster, run: RunDirectory, *options: str, check: bool = True) -> Any:
+    command = [cluster.python, "-m", "clusterddp.submit", "--run-dir", run.path, *options]
+    return cluster.run(command, cwd=cluster.source, check=check)
+
+
+def digits(steps: int = STEPS) -> tuple[str, ...]:
+    return (*["jobs/digits.yaml", "--nodes", "2", "--gpus", "2", "--partition", "low", "--", "--steps"], str(steps))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cluster_up: Cluster) -> RunDirectory:
+    """The digits run without any preemption, on the same cluster."""
+    run = RunDirectory(cluster_up.scratch / "uninterrupted")
+    submit(cluster_up, run, *digits())
+    assert wait_for_outcome(run) == "completed", story(run)
+    return run
+
+
+def check_same_run(run: RunDirectory, reference: RunDirectory, steps: int = STEPS) -> None:
+    """Every step exactly once, the same losses, the same weights and optimizer to the last bit."""
+    lines = [line["step"] for line in run.metrics()]
+    assert lines == list(range(steps)), story(run)
+    every_line = sorted(line["step"] for line in read_lines(run.metrics_file))
+    assert every_line == list(range(steps)), "steps were redone"
+    assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in reference.metrics()]
+    assert differing(final_state(run), final_state(reference)) == []
+
+
+def preempt_in_training(cluster: Cluster, run: RunDirectory, at_step: int) -> str:
+    """Waits until the run is in its steps, then lets a job in `high` take the nodes for a moment."""
+    wait_for_step(run, at_step)
+    return cluster.preempt(seconds=1)
+
+
+@pytest.mark.parametrize("grace", [20, 0])
+def test_a_preempted_run_comes_back_and_is_the_same_run(
+    cluster: Cluster, runs: Path, uninterrupted: RunDirectory, grace: int
+) -> None:
+    """The promise: requeued by itself, each step exactly once, the weights equal to the last bit."""
+    cluster.set_grace(grace)
+    run = RunDirectory(runs / "run")
+    job_id = submit(cluster, run, *digits()).stdout.strip()
+    preempt_in_training(cluster, run, 100)
+    assert wait_for_outcome(run) == "completed", story(run)
+    outcome = run.outcome()
+    assert outcome is not None
+    assert (outcome["step"], outcome["attempts"]) == (STEPS, 2), story(run)
+    assert cluster.wait_job(job_id, {"COMPLETED"})["Restarts"] == "1"
+    check_same_run(run, uninterrupted)
+
+
+def test_a_scancelled_run_ends_and_never_runs_again(cluster: Cluster, runs: Path) -> None:
+    """Saved, over, and not to be revived: neither by Slurm, nor by hand, nor by submitting it again."""
+    run = RunDirectory(runs / "run")
+    job_id = submit(cluster, run, *digits(100_000)).stdout.strip()
+    wait_for_step(run, 30)
+    cluster.run(["scancel", job_id])
+    assert wait_for_outcome(run) == "cancelled", story(run)
+    assert cluster.wait_job(job_id, {"CANCELLED"})["Restarts"] == "0"
+    again = submit(cluster, run, check=False)
+    assert again.returncode == 1
+    assert "was cancelled" in again.stderr
+    by_hand = cluster.run(["sbatch", "--parsable", run.batch_script]).stdout.strip()
+    cluster.wait_job(by_hand, {"FAILED"})
+    assert run.attempts() == [0]
+
+
+def test_clusterddp_cancel_ends_a_pending_run_for_good(cluster: Cluster, runs: Path) -> None:
+    """No supervisor is there to write the outcome, so the command does."""
+    blocker = cluster.preempt(seconds=300)
+    cluster.wait_job(blocker, {"RUNNING"})
+    run = RunDirectory(runs / "run")
+    job_id = submit(cluster, run, *digits()).stdout.strip()
+    cluster.run([cluster.python, "-m", "clusterddp", "cancel", run.path])
+    assert cluster.wait_job(job_id, {"CANCELLED"})
+    outcome = run.outcome()
+    assert outcome is not None
+    assert (outcome["state"], outcome["attempts"]) == ("cancelled", 0)
+
+
+def test_job_sbatch_by_hand_starts_continues_and_completes_the_run(
+    cluster: Cluster, runs: Path, uninterrupted: RunDirectory
+) -> None:
+    """The file that submit leaves is all that is needed: here it continues a run that was stopped by a signal."""
+    run = RunDirectory(runs / "run")
+    job_id = submit(cluster, run, *digits()).stdout.strip()
+    wait_for_step(run, 50)
+    cluster.run(["scancel", "--signal=USR2", job_id])
+    cluster.wait_job(job_id, {"COMPLETED"})
+    assert run.outcome() is None, story(run)
+    by_hand = cluster.run(["sbatch", "--parsable", run.batch_script], cwd="/").stdout.strip()
+    preempt_in_training(cluster, run, 300)
+    assert wait_for_outcome(run) == "completed", story(run)
+    cluster.wait_job(by_hand, {"COMPLETED"})
+    check_same_run(run, uninterrupted)
+
+
+def sbatch_template(cluster: Cluster, run: RunDirectory, *script: str) -> str:
+    options = ["--partition=low", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1"]
+    variables = f"--export=ALL,RUN={run.path},DEVICE=cpu,PYTHON={cluster.python}"
+    log = f"--output={run.path.parent}/job.log"
+    command = ["sbatch", "--parsable", *options, variables, log, "slurm/train.sbatch", *script]
+    return cluster.run(command, cwd=cluster.source).stdout.strip()
+
+
+def test_the_template_survives_a_preemption(cluster: Cluster, runs: Path, uninterrupted: RunDirectory) -> None:
+    """For those who submit by hand: the same run, by the same supervisor."""
+    run = RunDirectory(runs / "run")
+    job_id = sbatch_template(cluster, run, "jobs/digits.py", "--steps", str(STEPS))
+    preempt_in_training(cluster, run, 100)
+    assert wait_for_outcome(run) == "completed", story(run)
+    assert cluster.wait_job(job_id, {"COMPLETED"})["Restarts"] == "1"
+    check_same_run(run, uninterrupted)
+
+
+def test_the_template_ends_with_the_trainings_exit_code(cluster: Cluster, runs: Path) -> None:
+    """A script that leaves with 7 makes the job fail with 7."""
+    script = runs / "seven.py"
+    script.write_text("import sys\nsys.exit(7)\n")
+    job_id = sbatch_template(cluster, RunDirectory(runs / "run"), str(script))
+    assert cluster.wait_job(job_id, {"FAILED"})["ExitCode"] == "7:0"
+
+
+@pytest.mark.parametrize("grace", [20, 0])
+def test_a_script_that_knows_nothing_of_clusterddp_is_run_again(cluster: Cluster, runs: Path, grace: int) -> None:
+    """TERM ends it as it would end it anywhere; the supervisor requeues, and the script resumes from its own file."""
+    cluster.set_grace(grace)
+    run = RunDirectory(runs / "run")
+    definition = runs / "plain.yaml"
+    script = cluster.source / "tests" / "scripts" / "plain_ddp.py"
+    definition.write_text(
+        f"{{script: {script}, args: [{runs}/own.pt, 60, 0.1], args_on_resume: [--again], "
+        "nodes: 2, gpus_per_node: 2, device: cpu, partition: low}"
+    )
+    submit(cluster, run, str(definition))
+    wait_until(lambda: (runs / "own.pt").exists(), f"the script's first save\n{story(run)}")
+    cluster.preempt(seconds=1)
+    assert wait_for_outcome(run) == "completed", story(run)
+    assert run.attempts() == [0, 1]
+    first, second = ((run.attempt_logs(attempt) / "rank-3.out").read_text() for attempt in (0, 1))
+    assert "rank 3 (local 1) of 4 starts at step 0 with []" in first
+    assert "rank 3 is done" not in first
+    assert "with ['--again']" in second
+    assert "starts at step 0" not in second
+    assert "rank 3 is done" in second
+
+
+def test_a_run_that_another_job_holds_is_refused_with_its_name(cluster: Cluster, runs: Path) -> None:
+    """The holder, its state and its nodes are said."""
+    run = RunDirectory(runs / "run")
+    job_id = submit(cluster, run, *digits(100_000)).stdout.strip()
+    wait_for_step(run, 10)
+    refused = submit(cluster, run, check=False)
+    assert refused.returncode == 1
+    assert f"held by job {job_id} (RUNNING on n[1-2])" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["jobs/digits.yaml", "-p", "lwo"], "partition 'lwo'; it has: cancel, high, low, off"),
+        (["jobs/digits.yaml", "--device", "cuda", "--gpus", "8"], "the most on one node is 2"),
+        (["jobs/digits.yaml", "--nodes", "9"], "has 2 nodes in all, and --nodes 9 asks for more"),
+        (["jobs/digit.yaml"], "jobs/digit.yaml"),
+        (["train.py"], "script 'train.py' not found"),
+        (["jobs/digits.yaml", "--set", "partitoin=low"], "did you mean 'partition'"),
+        (["jobs/digits.yaml", "--account", "nobody"], "account"),
+    ],
+)
+def test_a_request_that_cannot_be_met_is_one_sentence_and_leaves_nothing(
+    cluster: Cluster, runs: Path, options: list[str], words: str
+) -> None:
+    """Nothing submitted, nothing written, exit code not 0, no traceback."""
+    run = RunDirectory(runs / "run")
+    refused = submit(cluster, run, *options, check=False)
+    assert refused.returncode != 0
+    assert words in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not run.path.exists()
+    assert cluster.run(["squeue", "-h"]).stdout == ""
+
+
+def test_what_an_interactive_job_set_does_not_leak_into_the_new_one(cluster: Cluster, runs: Path) -> None:
+    """Submitted from inside an allocation of one node and task, it still gets two nodes and four ranks."""
+    run = RunDirectory(runs / "run")
+    command = shlex.join(map(str, [cluster.python, "-m", "clusterddp.submit", "--run-dir", run.path, *digits(20)]))
+    cluster.run(["salloc", "-Q", "-N1", "-n1", "-p", "low", "--mem=1G", "bash", "-c", command], cwd=cluster.source)
+    assert wait_for_outcome(run) == "completed", story(run)
+    assert {path.name for path in run.attempt_logs(0).glob("rank-*.out")} == {f"rank-{r}.out" for r in range(4)}

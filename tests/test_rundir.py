@@ -1,0 +1,86 @@
+"""The run directory: attempts, histories, and files that are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from clusterddp.errors import RunDirectoryError
+from clusterddp.rundir import RunDirectory, append_line, drop_torn_line, read_json, read_lines, write_atomically
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    return run
+
+
+def test_attempts_are_numbered_from_zero_without_gaps_or_doubles(run: RunDirectory) -> None:
+    """Many processes that claim at once get different numbers: the exclusive mkdir decides."""
+    claimed: list[int] = []
+    threads = [threading.Thread(target=lambda: claimed.append(run.create_attempt())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(claimed) == list(range(8))
+    assert run.newest_attempt() == 7
+
+
+def test_no_attempt_before_the_first(tmp_path: Path) -> None:
+    """A run that does not exist has no attempts, events, metrics or outcome."""
+    run = RunDirectory(tmp_path / "none")
+    assert (run.exists(), run.attempts(), run.events(), run.metrics(), run.outcome()) == (False, [], [], [], None)
+
+
+def test_private_is_closed_to_others(run: RunDirectory) -> None:
+    """Tokens and records are the owner's."""
+    assert run.private.stat().st_mode & 0o777 == 0o700
+
+
+def test_metrics_redone_by_a_later_attempt_do_not_count(run: RunDirectory) -> None:
+    """Attempt 1 resumed at 3: attempt 0's steps 3 and 4 are history that was thrown away."""
+    for attempt, steps in ((0, range(5)), (1, range(3, 7))):
+        for step in steps:
+            append_line(run.metrics_file, {"step": step, "attempt": attempt})
+    append_line(run.events_file, {"event": "resumed", "attempt": 1, "step": 3})
+    counted = [(line["step"], line["attempt"]) for line in run.metrics()]
+    assert counted == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 1)]
+
+
+def test_a_torn_last_line_is_dropped_and_cut_off_before_the_next(tmp_path: Path) -> None:
+    """The writer was killed in the middle of a line; its successor's line stays whole."""
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2')
+    assert list(read_lines(path)) == [{"a": 1}]
+    drop_torn_line(path)
+    append_line(path, {"a": 3})
+    assert list(read_lines(path)) == [{"a": 1}, {"a": 3}]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk at the worst moment: the file is the old one, and nothing else stands beside it."""
+    path = tmp_path / "job.yaml"
+    write_atomically(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_changed_json_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """It was written whole, so somebody edited it."""
+    path = tmp_path / "outcome.json"
+    path.write_text("{")
+    with pytest.raises(RunDirectoryError, match="outcome.json is not JSON"):
+        read_json(path)
+    assert json.loads("{}") == {}

@@ -1,0 +1,241 @@
+"""The stop agreement: every interleaving of the protocol's atomic actions, and real ranks at random moments."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from clusterddp.training.agreement import Ballot
+from tests import ddp
+
+BOUNDARIES = 3  # Each rank comes to boundaries 0, 1 and 2.
+MAIN, WATCHER = ("enter", "look", "decide"), ("raise", "publish", "send", "learn")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank between two atomic actions: what each of its threads does next, and what they know."""
+
+    entered: int = -1
+    flagged: bool = False
+    published: int | None = None
+    last: int | None = None
+    main: int = 0
+    number: int = -1
+    saw_flag: bool = False
+    done: bool = False
+    stopped: bool = False
+    watcher: int = 0
+    sent: int | None = None
+
+    def ballot(self) -> Ballot:
+        ballot = Ballot()
+        ballot.entered, ballot.flagged, ballot.published, ballot.last = (
+            self.entered,
+            self.flagged,
+            self.published,
+            self.last,
+        )
+        return ballot
+
+    def then(self, ballot: Ballot, **changes: object) -> Rank:
+        return replace(
+            self,
+            entered=ballot.entered,
+            flagged=ballot.flagged,
+            published=ballot.published,
+            last=ballot.last,
+            **changes,  # type: ignore[arg-type]
+        )
+
+
+World = tuple[Rank, ...]
+
+
+def main_move(rank: Rank, order: tuple[str, ...]) -> Rank | None:
+    """The rank after its main thread's next action; None if it must wait, or is done."""
+    if rank.done:
+        return None
+    ballot, action = rank.ballot(), order[rank.main]
+    following = (rank.main + 1) % len(order)
+    if action == "enter":
+        return rank.then(ballot, number=ballot.enter(), main=following)
+    if action == "look":
+        return rank.then(ballot, saw_flag=ballot.sees_flag(), main=following)
+    if not rank.saw_flag:
+        return rank.then(ballot, main=following, done=rank.number == BOUNDARIES - 1)
+    if rank.published is None:
+        return None
+    if ballot.may_pass(rank.number):
+        return rank.then(ballot, main=following, done=rank.number == BOUNDARIES - 1)
+    if rank.last is None:
+        return None
+    stopped = ballot.stops_at(rank.number)
+    return rank.then(ballot, main=following, stopped=stopped, done=stopped or rank.number == BOUNDARIES - 1)
+
+
+def watcher_move(world: World, rank: Rank, order: tuple[str, ...]) -> Rank | None:
+    """The rank after its watcher's next action; None if it must wait, or is done."""
+    if rank.watcher == len(order):
+        return None
+    ballot, action = rank.ballot(), order[rank.watcher]
+    changes: dict[str, object] = {"watcher": rank.watcher + 1}
+    if action == "raise":
+        ballot.raise_flag()
+    elif action == "publish":
+        ballot.publish()
+    elif action == "send":
+        changes["sent"] = rank.published
+    else:
+        sent = [other.sent for other in world if other.sent is not None]
+        if len(sent) < len(world):
+            return None
+        ballot.last = max(sent)
+    return rank.then(ballot, **changes)
+
+
+def successors(world: World, main: tuple[str, ...], watcher: tuple[str, ...]) -> Iterator[World]:
+    for index, rank in enumerate(world):
+        for moved in (main_move(rank, main), watcher_move(world, rank, watcher)):
+            if moved is not None:
+                yield (*world[:index], moved, *world[index + 1 :])
+
+
+def agreed(world: World) -> bool:
+    """Of a world where nothing can move: all stopped at one boundary; or none, as one had come to its last boundary."""
+    if not all(rank.done for rank in world):
+        return False
+    if any(rank.stopped for rank in world):
+        return all(rank.stopped for rank in world) and len({rank.number for rank in world}) == 1
+    return max(rank.sent or 0 for rank in world) == BOUNDARIES - 1
+
+
+def explore(ranks: int, main: tuple[str, ...] = MAIN, watcher: tuple[str, ...] = WATCHER) -> tuple[int, int]:
+    """Visits every state that any interleaving reaches; the numbers of final states, and of those without agreement."""
+    start: World = (Rank(),) * ranks
+    seen, pending = {start}, [start]
+    final = broken = 0
+    while pending:
+        world = pending.pop()
+        after = list(successors(world, main, watcher))
+        if not after:
+            final += 1
+            broken += not agreed(world)
+        new = [state for state in after if state not in seen]
+        seen.update(new)
+        pending += new
+    return final, broken
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_interleaving_stops_all_ranks_at_the_same_boundary(ranks):
+    final, broken = explore(ranks)
+    assert final > 1 and broken == 0
+
+
+def test_every_interleaving_of_three_ranks_agrees(monkeypatch):
+    monkeypatch.setattr("tests.test_training_agreement.BOUNDARIES", 2)
+    final, broken = explore(3)
+    assert final > 1 and broken == 0
+
+
+@pytest.mark.parametrize(
+    ("main", "watcher"),
+    [
+        (("look", "enter", "decide"), WATCHER),
+        (MAIN, ("publish", "raise", "send", "learn")),
+    ],
+    ids=["main thread reads the flag first", "watcher publishes first"],
+)
+def test_the_other_order_breaks_the_agreement(main, watcher):
+    assert explore(2, main, watcher)[1] > 0
+
+
+LIVE = """
+import random, sys, time
+import clusterddp
+ctx = clusterddp.init()
+calls = 0
+print("begin", flush=True)
+for _ in range(2000):
+    time.sleep(random.random() * 0.004)
+    calls += 1
+    if ctx.stop_requested():
+        print("stopped at", calls, ctx._agreement.reason, flush=True)
+        ctx.requeue()
+"""
+
+
+def test_real_ranks_of_different_speed_agree_at_random_moments(tmp_path):
+    # No collective keeps these ranks in step: they are up to many boundaries apart when the signal comes.
+    script = tmp_path / "live.py"
+    script.write_text(LIVE)
+    for _ in range(20):
+        ranks = ddp.start(script, ranks=3, folder=tmp_path / "out")
+        ranks.wait_for(random.randrange(3), "begin")
+        time.sleep(random.random() * 0.1)
+        for rank in random.sample(range(3), random.choice([1, 1, 2, 3])):
+            ranks.signal(rank)
+        ranks.expect(75)
+        assert len({line for r in range(3) for line in ranks.output(r).splitlines() if "stopped at" in line}) == 1
+
+
+def test_a_signal_is_acted_on_while_the_main_thread_sits_in_a_collective(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import time, torch, clusterddp\n"
+        "import torch.distributed as dist\n"
+        "ctx = clusterddp.init()\n"
+        "print('begin', flush=True)\n"
+        "if ctx.rank == 0: dist.all_reduce(torch.ones(1))\n"
+        "else:\n"
+        "    while ctx._agreement.reason is None: time.sleep(0.001)\n"
+        "    print('heard of it', flush=True)\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "assert ctx.stop_requested()\n"
+        "ctx.requeue()\n"
+    )
+    ranks = ddp.start(script, ranks=2, folder=tmp_path / "out")
+    ranks.wait_for(0, "begin")
+    ranks.wait_for(1, "begin")
+    time.sleep(0.2)
+    ranks.signal(0)
+    ranks.expect(75)
+    assert "heard of it" in ranks.output(1)
+
+
+def test_a_run_that_nobody_stops_costs_nothing_and_leaves_no_thread(tmp_path):
+    script = tmp_path / "free.py"
+    script.write_text(
+        "import threading, time, clusterddp\n"
+        "with clusterddp.init() as ctx:\n"
+        "    start = time.perf_counter()\n"
+        "    for _ in range(10000): assert not ctx.stop_requested()\n"
+        "    print('microseconds', (time.perf_counter() - start) * 100)\n"
+        "print('threads', [t.name for t in threading.enumerate()])\n"
+    )
+    ranks = ddp.run(script, ranks=2, folder=tmp_path / "out")
+    for rank in range(2):
+        assert "threads ['MainThread']" in ranks.output(rank)
+        assert float(ranks.output(rank).split("microseconds ")[1].split()[0]) < 20
+
+
+def test_rank_0_dies_and_the_others_show_no_stack_of_the_store(tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import os, time, signal, clusterddp\n"
+        "ctx = clusterddp.init()\n"
+        "print('begin', flush=True)\n"
+        "if ctx.rank == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(0.3)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(0.3)\n"
+        "print('still here', flush=True)\n"
+    )
+    ranks = ddp.start(script, ranks=2, folder=tmp_path / "out").wait()
+    assert ranks.codes == [-9, 0]
+    assert "still here" in ranks.output(1) and "Exception" not in ranks.text() and "frame #" not in ranks.text()

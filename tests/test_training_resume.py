@@ -1,0 +1,178 @@
+"""Runs that are stopped and continued, against the same run left alone: real gloo processes, a real SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clusterddp.rundir import RunDirectory
+from clusterddp.training.checkpoint import Checkpoints, read
+from tests import ddp
+
+TRAIN = Path(__file__).parent / "scripts" / "train.py"
+STEPS = 30
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    result: dict[str, torch.Tensor] = torch.load(run_dir / "weights.pt", weights_only=True)
+    return result
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    a, b = weights(one), weights(other)
+    differing = {name: int((a[name] != b[name]).sum()) for name in a if not torch.equal(a[name], b[name])}
+    assert a.keys() == b.keys() and not differing, differing
+
+
+def values(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics that count, without what may differ."""
+    lines = RunDirectory(run_dir).metrics()
+    return [{name: line[name] for name in line if name not in ("time", "attempt")} for line in lines]
+
+
+def last_steps(ranks: ddp.Ranks) -> list[str]:
+    return [
+        [line for line in ranks.output(r).splitlines() if line.startswith("step")][-1].split()[1]
+        for r in range(len(ranks.outputs))
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (3, 2), (4, 0)])
+def test_a_run_stopped_in_mid_epoch_ends_with_the_bits_of_the_uninterrupted_one(tmp_path, ranks, workers):
+    ddp.run(TRAIN, tmp_path / "whole", STEPS, "--workers", workers, ranks=ranks, folder=tmp_path / "out")
+
+    stopped = tmp_path / "stopped"
+    arguments = (TRAIN, stopped, STEPS, "--workers", workers)
+    first = ddp.start(*arguments, "--sleep", 0.03, ranks=ranks, folder=tmp_path / "out")
+    first.wait_for(ranks - 1, f"step {random.randrange(2, 20)} ")
+    time.sleep(random.random() * 0.05)
+    first.signal(random.randrange(ranks))
+    first.expect(75)
+    assert len(set(last_steps(first))) == 1
+    assert all("finally ran" in first.output(rank) and "all done" not in first.output(rank) for rank in range(ranks))
+    second = ddp.run(*arguments, ranks=ranks, folder=tmp_path / "out")
+    assert f"begin {int(last_steps(first)[0]) + 1}" in second.output(0)
+
+    assert_same_weights(tmp_path / "whole", stopped)
+    assert values(stopped) == values(tmp_path / "whole")
+    assert [line["step"] for line in values(stopped)] == list(range(STEPS))
+
+
+@pytest.mark.parametrize(("moment", "step"), [("evaluation batch", 6), ("evaluating", None)])
+def test_a_stop_during_or_after_an_evaluation_inside_a_step_keeps_that_step(tmp_path, moment, step):
+    # 98 samples: shares of 33, 33 and 32, which are 9, 9 and 8 batches of 4.
+    options = ("--samples", 98, "--evaluate-in-step", 5)
+    ddp.run(TRAIN, tmp_path / "whole", 12, *options, ranks=3, folder=tmp_path / "out")
+    run_dir = tmp_path / "stopped"
+    first = ddp.start(TRAIN, run_dir, 12, *options, "--sleep", 0.1, ranks=3, folder=tmp_path / "out")
+    first.wait_for(0, moment)
+    first.signal(1)
+    first.expect(75)
+    second = ddp.run(TRAIN, run_dir, 12, *options, ranks=3, folder=tmp_path / "out")
+    assert f"begin {step or ''}" in second.output(0)
+    assert_same_weights(tmp_path / "whole", run_dir)
+    assert values(run_dir) == values(tmp_path / "whole")
+
+
+def test_a_stop_during_the_final_evaluation_repeats_it_and_nothing_else(tmp_path):
+    first = ddp.start(TRAIN, tmp_path / "run", 4, "--evaluate", "--sleep", 0.1, ranks=2, folder=tmp_path / "out")
+    first.wait_for(0, "evaluation batch")
+    first.signal(0)
+    first.expect(75)
+    second = ddp.run(TRAIN, tmp_path / "run", 4, "--evaluate", ranks=2, folder=tmp_path / "out")
+    assert "begin 4" in second.output(0) and "step 4" not in second.output(0) and "evaluating" in second.output(0)
+    assert [line["step"] for line in values(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def test_signals_before_the_first_step_stop_the_run_at_step_0(tmp_path):
+    ranks = ddp.start(TRAIN, tmp_path / "run", 500, "--sleep", 0.02, ranks=2, folder=tmp_path / "out")
+    ranks.wait_for(0, "begin 0")
+    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
+        ranks.signal(1, number)
+    ranks.expect(75)
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
+def test_the_newest_checkpoint_is_damaged_and_the_one_before_is_used(tmp_path):
+    ddp.run(TRAIN, tmp_path / "whole", 20, ranks=2, folder=tmp_path / "out")
+    ddp.run(TRAIN, tmp_path / "run", 10, "--every", 4, ranks=2, folder=tmp_path / "out")
+    newest = tmp_path / "run" / "checkpoints" / "step-000000000010.attempt-0.pt"
+    flip_a_bit(newest)
+    second = ddp.run(TRAIN, tmp_path / "run", 20, ranks=2, folder=tmp_path / "out")
+    assert "step-000000000010.attempt-0.pt is damaged" in second.output(0) and "begin 8" in second.output(1)
+    assert_same_weights(tmp_path / "whole", tmp_path / "run")
+    assert [line["step"] for line in values(tmp_path / "run")] == list(range(20))
+
+
+def test_all_checkpoints_are_damaged_and_no_rank_starts_over(tmp_path):
+    ddp.run(TRAIN, tmp_path / "run", 10, "--every", 4, ranks=2, folder=tmp_path / "out")
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:-100])
+    ranks = ddp.start(TRAIN, tmp_path / "run", 20, ranks=2, folder=tmp_path / "out").expect(1)
+    for rank in range(2):
+        assert "it does not start from step 0 by itself" in ranks.output(rank)
+        assert "begin 0" not in ranks.output(rank)
+
+
+def test_a_full_disk_stops_no_training_and_the_last_good_checkpoint_is_what_the_run_goes_on_from(tmp_path):
+    run_dir = tmp_path / "run"
+    ddp.run(TRAIN, run_dir, 4, ranks=2, folder=tmp_path / "out")
+    first = ddp.start(TRAIN, run_dir, 500, "--every", 3, "--sleep", 0.05, ranks=2, folder=tmp_path / "out")
+    first.wait_for(0, "begin 4")
+    resource.prlimit(first.processes[0].pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    first.wait_for(1, "step 9 ")
+    assert "step 6 is not saved: checkpoint needs 0.0 GiB" in first.output(0) and "keeping step 4" in first.output(0)
+    first.signal(1)
+    first.expect(75)
+    assert "the run goes on from step 4" in first.output(0)
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-000000000004.attempt-0.pt"]
+    assert "begin 4" in ddp.run(TRAIN, run_dir, 6, ranks=2, folder=tmp_path / "out").output(1)
+
+
+def test_a_rank_that_was_superseded_ends_by_itself_and_its_late_write_is_not_restored(tmp_path):
+    run_dir = tmp_path / "run"
+    directory = RunDirectory(run_dir)
+    old = ddp.start(TRAIN, run_dir, 500, "--every", 40, "--sleep", 0.01, ranks=2, folder=tmp_path / "out")
+    old.wait_for(0, "step 40 ")
+    ddp.run(TRAIN, run_dir, 44, ranks=2, folder=tmp_path / "out")
+    old.signal(0)
+    old.expect(1)
+    assert all("attempt 0 superseded by attempt 1; not writing" in old.output(rank) for rank in range(2))
+
+    # What a writer does that passed the fence just before it moved.
+    late = Checkpoints(directory, 0)
+    late.check_newest = lambda: None
+    late.save(400, {**read(run_dir / "checkpoints" / "step-000000000044.attempt-1.pt"), "attempt": 0})
+    third = ddp.run(TRAIN, run_dir, 46, ranks=2, folder=tmp_path / "out")
+    assert "begin 44" in third.output(0)
+    assert json.loads(directory.resume_record(2).read_text())["parent"] == {"attempt": 1, "step": 44}
+
+
+def test_an_exception_in_one_rank_ends_all_of_them_at_once(tmp_path):
+    script = tmp_path / "raises.py"
+    script.write_text(
+        "import torch, clusterddp\n"
+        "ctx = clusterddp.init()\n"
+        "model = ctx.wrap(torch.nn.Linear(4, 4))\n"
+        "if ctx.rank == 1: raise ValueError('the first failure')\n"
+        "model(torch.ones(2, 4)).sum().backward()\n"
+    )
+    started = time.monotonic()
+    ranks = ddp.start(script, ranks=2, folder=tmp_path / "out").expect(1)
+    assert time.monotonic() - started < 15
+    assert "the first failure" in ranks.output(1)
+    assert "Exception raised from" not in ranks.text()
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))

@@ -1,0 +1,96 @@
+"""What an attempt comes to, and why the ranks were told to stop: the decisions alone, as tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from clusterddp.launch.cause import Cause, read_cause
+from clusterddp.launch.slurm import JobInfo
+from clusterddp.launch.verdict import Action, RankEnd, judge
+
+NOW = 1_000_000.0
+
+
+def job(state: str, preempt_time: float | None = None, end_time: float | None = NOW + 9000) -> JobInfo:
+    return JobInfo("41", state, "None", "n[1-2]", 0, True, preempt_time, end_time)
+
+
+@pytest.mark.parametrize(
+    ("info", "cause"),
+    [
+        (job("RUNNING", preempt_time=NOW), Cause.PREEMPTED),
+        (job("COMPLETING", preempt_time=NOW), Cause.REQUEUED_BY_SLURM),
+        (job("PENDING"), Cause.REQUEUED_BY_SLURM),
+        (job("COMPLETING"), Cause.CANCELLED),
+        (job("CANCELLED"), Cause.CANCELLED),
+        (None, Cause.CANCELLED),
+        (job("RUNNING", end_time=NOW + 130), Cause.TIME_LIMIT),
+        (job("RUNNING", end_time=NOW + 9000), Cause.NONE),
+        (job("RUNNING", end_time=None), Cause.NONE),
+        (job("TIMEOUT"), Cause.TIMED_OUT),
+        (job("RUNNING", preempt_time=NOW, end_time=NOW + 10), Cause.PREEMPTED),
+    ],
+)
+def test_the_controllers_words_mean_what_slurm_was_seen_to_mean(info: JobInfo | None, cause: Cause) -> None:
+    """Each row was seen on 22.05.8."""
+    assert read_cause(info, notice_s=120, now=NOW) is cause
+
+
+def end(what: str, rank: int = 0, lost_at: float = 1.0, **values: object) -> RankEnd:
+    return RankEnd(rank, f"n{rank}", what, lost_at, used_clusterddp=True, **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ends", "exit_code", "cause", "action"),
+    [
+        (["done", "done"], 0, Cause.PREEMPTED, Action.COMPLETE),
+        (["stopped", "stopped"], 0, Cause.PREEMPTED, Action.REQUEUE),
+        (["stopped", "stopped"], 0, Cause.TIME_LIMIT, Action.REQUEUE),
+        (["stopped", "stopped"], 0, Cause.REQUEUED_BY_SLURM, Action.LEAVE),
+        (["stopped", "stopped"], 0, Cause.CANCELLED, Action.CANCEL),
+        (["stopped", "stopped"], 0, Cause.NONE, Action.LEAVE),
+        (["stopped", "stopped"], 0, Cause.INTERRUPTED, Action.LEAVE),
+        (["died", "exception"], 143, Cause.PREEMPTED, Action.REQUEUE),
+        (["died", "died"], 143, Cause.CANCELLED, Action.CANCEL),
+        (["exception", "died"], 1, Cause.NONE, Action.FAIL),
+        (["exception", "died"], 1, Cause.INTERRUPTED, Action.LEAVE),
+        (["done", "exit"], 3, Cause.NONE, Action.FAIL),
+        (["done", "done"], 139, Cause.NONE, Action.FAIL),
+        (["stopped", "done"], 0, Cause.PREEMPTED, Action.REQUEUE),
+    ],
+)
+def test_an_attempt_comes_to_what_its_ranks_and_the_controller_say(
+    ends: list[str], exit_code: int, cause: Cause, action: Action
+) -> None:
+    """Completed means that every rank left without being stopped; requeued only on the controller's word."""
+    assert judge([end(what, rank) for rank, what in enumerate(ends)], exit_code, lambda: cause).action is action
+
+
+def test_a_completed_run_does_not_ask_the_controller() -> None:
+    """Nothing that Slurm says makes finished work unfinished."""
+
+    def ask() -> Cause:
+        raise AssertionError("asked")
+
+    assert judge([end("done")], 0, ask).action is Action.COMPLETE
+
+
+def test_exit_0_after_a_notice_is_stopped_not_done_for_a_script_that_knows_nothing_of_clusterddp() -> None:
+    """Its own TERM handler may have saved and left with 0; without a notice it is done."""
+    plain = [RankEnd(0, "n1", "done", 1.0)]
+    assert judge(plain, 0, lambda: Cause.PREEMPTED).action is Action.REQUEUE
+    assert judge(plain, 0, lambda: Cause.NONE).action is Action.COMPLETE
+
+
+def test_the_first_failure_is_the_one_whose_connection_broke_first() -> None:
+    """Rank 1 raised; rank 0's lost connection is its consequence, whatever the ranks' order."""
+    ends = [end("exception", 0, lost_at=5.0, error="RuntimeError: connection closed"), end("exception", 1, lost_at=4.0)]
+    verdict = judge(ends, 1, lambda: Cause.NONE)
+    assert verdict.first_failure is not None
+    assert verdict.first_failure.rank == 1
+
+
+def test_a_rank_without_a_record_is_named_as_killed() -> None:
+    """SIGKILL leaves no traceback; the rank and its host are named all the same."""
+    lost = RankEnd.from_record(3, "n2", 1.0, None)
+    assert lost.sentence() == "rank 3 (n2) was killed without a traceback, or left by os._exit"

@@ -1,0 +1,80 @@
+"""Waiting for what a test needs to have happened: conditions with a bound, never a sleep that hopes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from clusterddp.rundir import RunDirectory, read_lines
+
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T], what: str, timeout: float = 120) -> T:
+    """The condition's first true value; an AssertionError that says what was waited for."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"waited {timeout:g} s for {what}"
+        time.sleep(0.05)
+
+
+def wait_for_step(run: RunDirectory, step: int, timeout: float = 120) -> None:
+    """Until the metrics hold ``step``, and so training is beyond it."""
+    wait_until(
+        lambda: any(line["step"] >= step for line in read_lines(run.metrics_file)),
+        f"step {step} in {run}\n{story(run)}", timeout,
+    )  # fmt: skip
+
+
+def wait_for_outcome(run: RunDirectory, timeout: float = 180) -> str:
+    """Until the run is over; its state."""
+    try:
+        wait_until(lambda: run.outcome(), f"{run} to be over", timeout)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{story(run)}") from None
+    outcome = run.outcome()
+    assert outcome is not None
+    return str(outcome["state"])
+
+
+def story(run: RunDirectory) -> str:
+    """All that a run left behind, for a failure's message."""
+    parts = [str(event) for event in run.events()]
+    for log in sorted(run.logs.rglob("*")):
+        if log.is_file() and log.stat().st_size:
+            parts.append(f"--- {log.relative_to(run.path)}\n{log.read_text(errors='replace')[-3000:]}")
+    return "\n".join(parts)
+
+
+def final_state(run: RunDirectory) -> Mapping[str, Any]:
+    """The last checkpoint's model and optimizer, flat."""
+    newest = max(run.checkpoints.glob("step-*"))
+    content = torch.load(newest, weights_only=True)
+    flat: dict[str, Any] = {}
+    flatten("", {"model": content["model"], "optimizer": content["optimizer"]}, flat)
+    return flat
+
+
+def flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            flatten(f"{prefix}.{key}", item, into)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            flatten(f"{prefix}.{index}", item, into)
+    else:
+        into[prefix] = value
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The entries that are not equal to the last bit."""
+    assert a.keys() == b.keys()
+    return [
+        key for key in a if not (torch.equal(a[key], b[key]) if isinstance(a[key], torch.Tensor) else a[key] == b[key])
+    ]
