@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from submitit import SlurmExecutor
+from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+from clusterddp.errors import SlurmError
 from clusterddp.job import Job
 from clusterddp.launch.supervisor import supervise_slurm
 from clusterddp.rundir import RunDirectory, write_atomically
@@ -44,9 +46,12 @@ class RunExecutor(SlurmExecutor):
         return self._make_submission_file_text(self._command, "")
 
     def submit_run(self) -> str:
-        """Writes the run's ``job.sbatch`` and submits it; returns the job id."""
+        """Writes the run's ``job.sbatch`` and submits it; returns the job id. SlurmError when sbatch refuses."""
         write_atomically(self._run.batch_script, self.script())
-        return str(self.submit(supervise_slurm, str(self._run)).job_id)
+        try:
+            return str(self.submit(supervise_slurm, str(self._run)).job_id)
+        except (FailedJobError, FailedSubmissionError) as error:
+            raise SlurmError(f"sbatch refused the job: {str(error).strip()}") from error
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         del submission_file_path  # submitit's copy of the same text
@@ -65,7 +70,7 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
         "output": log,
         "error": log,
         **{key.replace("_", "-"): value for key, value in _optional(job).items()},
-        **job.sbatch,
+        **{key: value for key, value in job.sbatch.items() if value is not False},
     }
     return {
         "job_name": job.name,
@@ -74,12 +79,18 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
         "nodes": job.nodes,
         "ntasks_per_node": job.gpus_per_node,
         "cpus_per_task": job.cpus_per_task,
-        "signal_delay_s": int(job.timeouts.notice_s),
+        "signal_delay_s": notice_s(job),
         "wckey": None,
         "use_srun": False,
         "setup": ["trap '' TERM", *job.setup],
         "additional_parameters": additional,
     }
+
+
+def notice_s(job: Job) -> int:
+    """How many seconds before the time limit Slurm warns: as asked, but within the last quarter of a short limit."""
+    asked = int(job.timeouts.notice_s)
+    return asked if job.time_s is None else min(asked, job.time_s // 4)
 
 
 def _optional(job: Job) -> dict[str, Any]:

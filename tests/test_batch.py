@@ -1,0 +1,78 @@
+"""The batch script is a pure function of the job and the run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clusterddp.job import Job, Timeouts
+from clusterddp.launch.batch import RunExecutor
+from clusterddp.rundir import RunDirectory
+
+GOLDEN = """\
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=vision
+#SBATCH --chdir=/work
+#SBATCH --comment='two words'
+#SBATCH --cpus-per-task=4
+#SBATCH --error=/runs/net-0/logs/job-%j.log
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=a100:8
+#SBATCH --job-name=net
+#SBATCH --mem=64G
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --open-mode=append
+#SBATCH --output=/runs/net-0/logs/job-%j.log
+#SBATCH --partition=gpu
+#SBATCH --requeue
+#SBATCH --signal=USR2@120
+#SBATCH --time=1-00:00:00
+
+# setup
+trap '' TERM
+module load cuda
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+exec /venv/bin/python -u -m clusterddp.launch.supervisor /runs/net-0
+"""
+
+
+def script(job: Job, run: str = "/runs/net-0") -> str:
+    return RunExecutor(job, RunDirectory(run), Path("/work")).script()
+
+
+def test_the_whole_script_is_as_a_cluster_engineer_would_write_it() -> None:
+    """TERM is ignored before srun exists, the supervisor replaces the shell, nothing hides its exit code."""
+    job = Job(
+        name="net", script="/work/net.py", nodes=2, gpus_per_node=8, gpu_type="a100", time_s=86400, partition="gpu",
+        account="vision", mem="64G", cpus_per_task=4, setup=("module load cuda",), python="/venv/bin/python",
+        sbatch={"comment": "two words", "exclusive": True, "hold": False},
+    )  # fmt: skip
+    assert script(job).rstrip("\n") + "\n" == GOLDEN
+
+
+def test_cpu_jobs_ask_for_no_gpu_and_no_limit_is_left_to_the_partition() -> None:
+    """submitit by itself would ask for five minutes."""
+    text = script(Job(name="net", script="/net.py", device="cpu", gpus_per_node=4))
+    assert "gpus" not in text
+    assert "--time" not in text
+    assert "--ntasks-per-node=4" in text
+
+
+@pytest.mark.parametrize(("time_s", "notice"), [(120, 30), (86400, 120), (None, 120)])
+def test_a_short_limit_keeps_most_of_its_time_for_training(time_s: int | None, notice: int) -> None:
+    """With two minutes a warning two minutes before the end would come at the start."""
+    job = Job(name="net", script="/net.py", time_s=time_s, timeouts=Timeouts(notice_s=120))
+    assert f"--signal=USR2@{notice}\n" in script(job)
+
+
+def test_a_folder_with_blanks_and_quotes_stays_one_word() -> None:
+    """Shell words are quoted."""
+    text = script(Job(name="net", script="/net.py", python="/a b/python"), run="/runs/it's mine")
+    assert text.splitlines()[-1].startswith("exec '/a b/python' -u -m clusterddp.launch.supervisor ")
+    assert """'/runs/it'"'"'s mine'""" in text

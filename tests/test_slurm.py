@@ -1,0 +1,69 @@
+"""Reading Slurm's words: recorded answers of scontrol and sinfo."""
+
+from __future__ import annotations
+
+import pytest
+
+from clusterddp.errors import SlurmUnavailable
+from clusterddp.launch import slurm
+
+# scontrol show job -o, 22.05.8, shortened at the end; the job's name imitates Slurm's own fields.
+RUNNING = (
+    "JobId=12 JobName=x JobState=COMPLETED UserId=ddp(997) GroupId=ddp(997) MCS_label=N/A Priority=4294901757 Nice=0 "
+    "Account=team QOS=normal JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 "
+    "ExitCode=0:0 RunTime=00:00:07 TimeLimit=00:30:00 TimeMin=N/A SubmitTime=2026-11-20T06:35:01 "
+    "EligibleTime=2026-11-20T06:35:01 AccrueTime=2026-11-20T06:35:01 StartTime=2026-11-20T06:35:02 "
+    "EndTime=2026-11-20T07:05:02 Deadline=N/A PreemptEligibleTime=2026-11-20T06:35:02 PreemptTime=None "
+    "SuspendTime=None SecsPreSuspend=0 Partition=low NodeList=n[1-2] BatchHost=n1 NumNodes=2 NumCPUs=4 NumTasks=4 "
+    "Command=/x JobState=FAILED PreemptTime=2026-11-20T06:35:09 WorkDir=/tmp "
+)
+
+
+def test_a_jobs_fields_are_read_between_the_users_own_words() -> None:
+    """Name and command are the user's text and must not pass for Slurm's."""
+    job = slurm.parse_job(RUNNING)
+    assert job is not None
+    assert (job.job_id, job.state, job.nodes, job.restarts, job.requeue) == ("12", "RUNNING", "n[1-2]", 2, True)
+    assert job.preempt_time is None
+    assert job.end_time is not None
+    assert job.live
+
+
+def test_a_preempted_jobs_time_is_read() -> None:
+    """PreemptTime is what tells a preemption from a scancel."""
+    text = RUNNING.replace("PreemptTime=None", "PreemptTime=2026-11-20T06:36:02")
+    job = slurm.parse_job(text)
+    assert job is not None
+    assert job.preempt_time is not None
+
+
+def test_an_arrays_member_keeps_its_own_id() -> None:
+    """The bare id would requeue all members."""
+    job = slurm.parse_job(RUNNING.replace("JobId=12 ", "JobId=14 ArrayJobId=12 ArrayTaskId=3 "))
+    assert job is not None
+    assert job.job_id == "12_3"
+    environ = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+    assert slurm.own_job_id(environ) == "12_3"
+    assert slurm.own_job_id({"SLURM_JOB_ID": "14"}) == "14"
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("gpu:2", {"": 2}),
+        ("gpu:a100:4(S:0-1),shard:8", {"a100": 4}),
+        ("gpu:a100:4,gpu:v100:2", {"a100": 4, "v100": 2}),
+        ("(null)", {}),
+        ("shard:8", {}),
+    ],
+)
+def test_gpus_are_counted_by_type(gres: str, gpus: dict[str, int]) -> None:
+    """As sinfo prints a node's GRES."""
+    assert slurm.parse_gres(gres) == gpus
+
+
+def test_a_missing_command_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a traceback, and no local run instead."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SlurmUnavailable, match=r"squeue not found on PATH \(/nowhere\).*login node.*--local"):
+        slurm.run("squeue")
