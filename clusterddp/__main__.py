@@ -31,6 +31,13 @@ def parser() -> argparse.ArgumentParser:
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
     logs.add_argument("--rank", type=int, default=0)
     logs.add_argument("--attempt", type=int, help="the newest by default")
+    watch = commands.add_parser("watch", help="wait for runs, and help them over holds and lost nodes")
+    watch.add_argument("run", nargs="+")
+    drill = commands.add_parser("drill", help="try what a preemption would do, with a tiny job")
+    drill.add_argument("-p", "--partition")
+    drill.add_argument("-q", "--qos")
+    drill.add_argument("-N", "--nodes", type=int, default=1)
+    drill.add_argument("--run", help="compare the notice with this run's last save")
     cancel = commands.add_parser("cancel", help="end a run for good")
     cancel.add_argument("run")
     return top
@@ -61,6 +68,14 @@ def run_command(arguments: argparse.Namespace, script_arguments: Sequence[str] |
         return status.show(arguments.run)
     if arguments.command == "logs":
         return status.logs(arguments.run, arguments.rank, arguments.attempt, arguments.follow)
+    if arguments.command == "watch":
+        from clusterddp.launch.watching import watch
+
+        return watch([status.open_run(path) for path in arguments.run])
+    if arguments.command == "drill":
+        from clusterddp.launch.drill import check, drill
+
+        return drill(arguments.partition, arguments.qos, arguments.nodes, check(arguments.run))
     return status.cancel(arguments.run)
 
 

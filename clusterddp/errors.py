@@ -43,6 +43,10 @@ class SlurmUnavailable(SlurmError):
     """A Slurm command is missing, or the controller did not answer."""
 
 
+class SlurmMissing(SlurmUnavailable):
+    """A Slurm command is not on PATH: asking again does not help."""
+
+
 class CheckpointError(ClusterddpError):
     """No checkpoint of the run can be restored, or one cannot be written."""
 

@@ -52,6 +52,16 @@ class Timeouts:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """How much a run may use before it is ended as failed; None: no bound."""
+
+    attempts: int | None = None
+    """Starts of all ranks, the first included."""
+    gpu_hours: float | None = None
+    """Hours times ranks (with device cpu: rank hours), from each attempt's start to its end."""
+
+
+@dataclass(frozen=True)
 class Job:
     """A job definition, complete and checked."""
 
@@ -101,6 +111,13 @@ class Job:
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     """YAML: ``{every: 500 steps | 5 minutes | 30 seconds | never, keep: 3}``, or ``every: [500 steps, 5 minutes]``."""
     timeouts: Timeouts = field(default_factory=Timeouts)
+    limits: Limits = field(default_factory=Limits)
+    policy: Literal["requeue", "resubmit"] | None = None
+    """How a preempted run goes on: requeue keeps the job id and its age, but Slurm holds it for a while; resubmit is a
+    new job without that. None: requeue where the cluster allows it, else resubmit."""
+    lift_hold: bool = True
+    """Whether ``submit --wait`` and ``watch`` may lift the hold after a requeue, as the job's owner may; false in the
+    users' defaults where a site does not want that."""
     backend: Literal["nccl", "gloo"] | None = None
     """The process group's backend; None is NCCL for cuda and gloo for cpu."""
     share: Literal["private", "group"] = "private"
@@ -436,10 +453,20 @@ def _whole(least: int) -> Callable[[Node], int]:
     return read
 
 
-def _seconds(node: Node) -> float:
-    if isinstance(node.value, bool) or not isinstance(node.value, (int, float)) or not 0 < node.value < float("inf"):
-        raise _Wrong(f"expected a positive number of seconds, got {_given(node)}")
-    return float(node.value)
+def _positive(unit: str) -> Callable[[Node], float]:
+    def read(node: Node) -> float:
+        value = node.value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise _Wrong(f"expected a positive number of {unit}, got {_given(node)}")
+        return float(value)
+
+    return read
+
+
+def _truth(node: Node) -> bool:
+    if not isinstance(node.value, bool):
+        raise _Wrong(f"expected true or false, got {_given(node)}")
+    return node.value
 
 
 def _argument(node: Node) -> str:
@@ -651,8 +678,15 @@ _READERS: dict[str, Reader] = {
     "seed": _field("seed", _whole(0)),
     "checkpoint": _section("checkpoint", Checkpointing, {"every": _every, "keep": _field("keep", _whole(1))}),
     "timeouts": _section(
-        "timeouts", Timeouts, {name: _field(name, _seconds) for name in ("start_s", "step_s", "notice_s")}
+        "timeouts", Timeouts, {name: _field(name, _positive("seconds")) for name in ("start_s", "step_s", "notice_s")}
     ),
+    "limits": _section(
+        "limits",
+        Limits,
+        {"attempts": _field("attempts", _whole(1)), "gpu_hours": _field("gpu_hours", _positive("hours"))},
+    ),
+    "policy": _field("policy", _choice("requeue", "resubmit")),
+    "lift_hold": _field("lift_hold", _truth),
     "backend": _field("backend", _choice("nccl", "gloo")),
     "share": _field("share", _choice("private", "group")),
 }
@@ -671,6 +705,7 @@ def _written(job: Job) -> dict[str, Any]:
     values["gpus_per_node"] = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else job.gpus_per_node
     values["checkpoint"] = {"every": _every_text(job.checkpoint), "keep": job.checkpoint.keep}
     values["timeouts"] = dataclasses.asdict(job.timeouts)
+    values["limits"] = {name: value for name, value in dataclasses.asdict(job.limits).items() if value is not None}
     return {renamed.get(name, name): value for name, value in values.items() if name != "gpu_type"}
 
 

@@ -26,6 +26,8 @@ from clusterddp.errors import LauncherEnvironmentError
 ADDRESS_VARIABLE = "CLUSTERDDP_SUPERVISOR"
 TOKEN_VARIABLE = "CLUSTERDDP_TOKEN"
 _LONGEST_LINE = 1 << 20
+# A peer whose cable is cut sends no goodbye: after about 30 s of silence the kernel calls the connection broken.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 _LAST_WORDS_S = 1.0
 
 
@@ -88,6 +90,7 @@ class LinkServer:
 
     def _accept(self) -> None:
         connection, address = self._listener.accept()
+        _keep_alive(connection)
         connection.setblocking(False)
         self._peers[connection] = _Peer(connection, address[0])
         self._selector.register(connection, selectors.EVENT_READ)
@@ -144,6 +147,7 @@ class Link:
     def __init__(self, connection: socket.socket, store_host: str, store_port: int) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self._closed = False
         self.store_host, self.store_port = store_host, store_port
 
     @classmethod
@@ -167,6 +171,7 @@ class Link:
         if not line:
             raise LauncherEnvironmentError(f"the supervisor at {address} is not this attempt's: it refused the token")
         connection.settimeout(None)
+        _keep_alive(connection)
         store = json.loads(line)
         return cls(connection, store["host"], store["port"])
 
@@ -176,8 +181,22 @@ class Link:
         address: str = self._connection.getsockname()[0]
         return address
 
+    def on_lost(self, act: Callable[[], None]) -> None:
+        """Calls ``act`` in a thread of its own when the supervisor is gone, or cut off."""
+        threading.Thread(target=self._await_loss, args=(act,), name="link", daemon=True).start()
+
+    def _await_loss(self, act: Callable[[], None]) -> None:
+        try:
+            while self._connection.recv(4096):
+                pass  # The supervisor says nothing after its first answer.
+        except OSError:
+            pass
+        if not self._closed:
+            act()
+
     def close(self) -> None:
         """Leaves the supervisor."""
+        self._closed = True
         self._connection.close()
 
     def send(self, event: str, **values: Any) -> None:
@@ -212,6 +231,12 @@ def _connect(host: str, port: int, timeout: float) -> socket.socket:
                     "the nodes of a job must be able to reach its first node"
                 ) from error
             time.sleep(0.2)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _send_line(connection: socket.socket, message: Mapping[str, Any]) -> None:

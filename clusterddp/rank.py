@@ -33,6 +33,7 @@ from clusterddp.process import die_with_parent
 from clusterddp.rundir import RunDirectory, write_json
 
 JOIN_TIMEOUT_S = 600.0
+FENCE_S = 2.0
 
 
 def main() -> None:
@@ -51,6 +52,8 @@ def main() -> None:
     except ClusterddpError as error:
         print(f"clusterddp: {error}", file=sys.stderr)
         _leave(record, {**end, "end": "lost", "reason": str(error)}, 1)
+    assert link.current is not None
+    link.current.on_lost(lambda: leave_if_superseded(run, record, end))
     _let_signals_through()
     values, code = run_script(sys.argv[1:])
     del held_port
@@ -75,6 +78,23 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     # A store that dies with rank 0 makes every peer print C++ stacks, which would bury the first failure.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return held
+
+
+def leave_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> NoReturn:
+    """Without a supervisor: ends this rank once a newer attempt of the run exists.
+
+    The supervisor is gone, or this node is cut off from it. Nobody may be left to end this rank then, which waits in a
+    collective for peers that are gone, while Slurm has started the run anew elsewhere. Nothing is ended on suspicion.
+    """
+    own = int(os.environ["CLUSTERDDP_ATTEMPT"])
+    print("clusterddp: the supervisor is out of reach; training goes on unless a newer attempt starts", file=sys.stderr)
+    while True:
+        newest = run.newest_attempt()
+        if newest is not None and newest > own:
+            words = f"attempt {own} superseded by attempt {newest}"
+            print(f"clusterddp: {words}; not writing, rank {end['rank']} ends", file=sys.stderr)
+            _leave(record, {**end, "end": "superseded", "reason": words}, 1)
+        time.sleep(FENCE_S)
 
 
 def run_script(command: list[str]) -> tuple[dict[str, Any], int]:

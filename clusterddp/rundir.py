@@ -33,6 +33,8 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.private = self.path / "private"
+        self.holder_file = self.private / "holder.json"
+        self.request_file = self.private / "resubmit.json"
         self._cancel_mark = self.path / "cancelled"
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from clusterddp import job as jobs
 from clusterddp.environment import scrub
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.job import Job
-from clusterddp.rundir import RunDirectory, append_line, write_atomically
+from clusterddp.rundir import RunDirectory, write_atomically
 
 PACKAGED_JOB = Path(__file__).parent / "digits" / "digits.yaml"
 PACKAGED_JOB_TIME = "10"
@@ -305,6 +305,7 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
     """Checks the request against the cluster, submits, and waits when asked to."""
     from clusterddp.launch import plan
     from clusterddp.launch.batch import RunExecutor
+    from clusterddp.launch.watching import record_submission, watch
 
     fitted, remarks = plan.fit_to_cluster(job, required=not arguments.dry_run)
     for remark in remarks:
@@ -322,22 +323,8 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
         print(job_id, flush=True)
     say(f"submitted as job {job_id}; run directory: {run}\nlook with: clusterddp status {run}")
     if arguments.wait or arguments.follow:
-        from clusterddp.launch.waiting import wait
-
-        return wait(run, job.steps, follow=arguments.follow)
+        return watch([run], follow=arguments.follow)
     return 0
-
-
-def record_submission(run: RunDirectory, job_id: str) -> None:
-    """The job holds the run from now on, and the history says so."""
-    import time
-
-    from clusterddp.launch import holder
-
-    holder.take(run, {"kind": "slurm", "job": job_id})
-    newest = run.newest_attempt()
-    attempt = 0 if newest is None else newest + 1
-    append_line(run.events_file, {"time": time.time(), "attempt": attempt, "event": "submitted", "job": job_id})
 
 
 def say(text: str) -> None:

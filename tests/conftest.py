@@ -10,18 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.rundir import RunDirectory
 from tests.cluster import Cluster, ClusterConfig, unavailable
+from tests.trainings import Training
+from tests.waiting import story
 
 
 @pytest.fixture(scope="session")
 def cluster_up() -> Iterator[Cluster]:
-    """A real Slurm of two nodes, for the whole session. In CI its absence is a failure, elsewhere a skip."""
+    """A real Slurm of three nodes, for the whole session. In CI its absence is a failure, elsewhere a skip."""
     reason = unavailable()
     if reason is not None and "CI" in os.environ:
         pytest.fail(reason)
     if reason is not None:
         pytest.skip(reason)
-    with Cluster.up(ClusterConfig(cpus=2)) as up:
+    with Cluster.up(ClusterConfig(nodes=3, cpus=2)) as up:
         yield up
 
 
@@ -41,3 +44,14 @@ def runs(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
     folder.chmod(0o755)
     os.chown(folder, cluster.uid, -1)
     return folder
+
+
+@pytest.fixture(scope="session")
+def uninterrupted_training(cluster_up: Cluster) -> RunDirectory:
+    """tests/scripts/train.py on the cluster without a preemption, for comparison to the last bit."""
+    folder = cluster_up.scratch / "uninterrupted-training"
+    folder.mkdir()
+    os.chown(folder, cluster_up.uid, -1)
+    training = Training.submit(cluster_up, folder)
+    assert training.finish() == "completed", story(training.run)
+    return training.run

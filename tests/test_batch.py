@@ -29,7 +29,7 @@ GOLDEN = """\
 #SBATCH --output=/runs/net-0/logs/job-%j.log
 #SBATCH --partition=gpu
 #SBATCH --requeue
-#SBATCH --signal=USR2@120
+#SBATCH --signal=USR2@30
 #SBATCH --time=1-00:00:00
 
 # setup
@@ -64,9 +64,9 @@ def test_cpu_jobs_ask_for_no_gpu_and_no_limit_is_left_to_the_partition() -> None
     assert "--ntasks-per-node=4" in text
 
 
-@pytest.mark.parametrize(("time_s", "notice"), [(120, 30), (86400, 120), (None, 120)])
-def test_a_short_limit_keeps_most_of_its_time_for_training(time_s: int | None, notice: int) -> None:
-    """With two minutes a warning two minutes before the end would come at the start."""
+@pytest.mark.parametrize(("time_s", "notice"), [(120, 15), (86400, 30), (None, 30)])
+def test_slurms_own_warning_is_a_late_net_and_leaves_a_short_limit_its_time(time_s: int | None, notice: int) -> None:
+    """With a limit of two minutes, a warning two minutes before the end would come at the start."""
     job = Job(name="net", script="/net.py", time_s=time_s, timeouts=Timeouts(notice_s=120))
     assert f"--signal=USR2@{notice}\n" in script(job)
 

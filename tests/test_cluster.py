@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import Cluster, ClusterConfig, config, install
+from tests.cluster import Cluster, ClusterConfig, config, install, release
 from tests.cluster.cluster import parse_fields
 from tests.cluster.config import Site
 from tests.cluster.state import Lock, State, lock_holder
@@ -77,6 +78,15 @@ def test_without_gpus_or_accounting_neither_is_mentioned() -> None:
     assert config.gres_conf(asked, site()) == ""
 
 
+def test_another_releases_slurm_finds_its_own_programs_and_plugins() -> None:
+    """The compiled-in plugin folder and the rest of PATH hold the machine's Slurm."""
+    ours, other = site(), dataclasses.replace(site(), programs="/other/bin", plugins="/other/lib")
+    assert other.search_path == f"/other/bin:{install.SEARCH_PATH}" and ours.search_path == install.SEARCH_PATH
+    for text in (config.slurm_conf(ClusterConfig(), other), config.slurmdbd_conf(other)):
+        assert "PluginDir=/other/lib" in text.splitlines()
+    assert "PluginDir" not in config.slurm_conf(ClusterConfig(), ours) + config.slurmdbd_conf(ours)
+
+
 def test_gpus_are_device_files_of_the_state_folder() -> None:
     """/dev stays as it is."""
     last = config.gres_conf(ClusterConfig(gpus=4), site()).splitlines()[-1]
@@ -84,7 +94,9 @@ def test_gpus_are_device_files_of_the_state_folder() -> None:
     assert "File=/state/dev/nvidia0 " in config.gres_conf(ClusterConfig(gpus=1), site())
 
 
-@pytest.mark.parametrize("wrong", [{"nodes": 0}, {"nodes": 65}, {"gpus": -1}, {"proctrack": "pgid"}])
+@pytest.mark.parametrize(
+    "wrong", [{"nodes": 0}, {"nodes": 65}, {"gpus": -1}, {"proctrack": "pgid"}, {"release": "woody"}]
+)
 def test_an_impossible_cluster_is_refused(wrong: dict[str, object]) -> None:
     """The message names the option and what it was given."""
     (name, value) = next(iter(wrong.items()))
@@ -356,6 +368,29 @@ def test_run_gives_the_exit_code_and_takes_the_cluster_down(tmp_path: Path) -> N
         ls -A /var/lib
     """
     assert apart(tmp_path, script).stdout == "n1\n7\n"
+
+
+@pytest.mark.slurm
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.skipif(release.missing("trixie") is not None, reason=str(release.missing("trixie")))
+def test_another_releases_slurm_runs_the_machines_own_programs(tmp_path: Path) -> None:
+    """Daemons and commands are the release's; a task is as on any other Slurm, with nothing set for the loader."""
+    (tmp_path / "job.sh").write_text(
+        "#!/bin/bash\nsrun --version\n"
+        "srun python -c \"import os, sys; print(sys.version_info[:3], os.environ.get('LD_LIBRARY_PATH'))\"\n"
+    )
+    script = """
+        $2 -m tests.cluster run --nodes 1 --proctrack linuxproc --release trixie -- bash -c '
+            sbatch --quiet --wait --output=$HOME/out /var/lib/job.sh; cat $HOME/out; sacct -nXP --format=state
+            sinfo -hNO version -p low; scontrol show config | grep -o "SLURM_VERSION.*"'
+        ls -A /var/lib
+    """
+    done = apart(tmp_path, script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    command, task, accounting, slurmd, slurmctld, left = done.stdout.splitlines()
+    number = command.removeprefix("slurm-wlm ")
+    assert number.startswith("24.11.") and task == f"{sys.version_info[:3]} None" and accounting == "COMPLETED"
+    assert slurmd.strip() == number and slurmctld.split()[-1] == number and left == "job.sh"
 
 
 def test_the_lock_names_its_holder() -> None:

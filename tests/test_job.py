@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import JobDefinitionError
-from clusterddp.job import Checkpointing, Job, Timeouts, from_values, load, load_resolved, user_defaults
+from clusterddp.job import Checkpointing, Job, Limits, Timeouts, from_values, load, load_resolved, user_defaults
 
 EVERYTHING = """\
 job_name: digits
@@ -35,6 +35,9 @@ steps: 20000
 seed: 17
 checkpoint: {every: 500 steps, keep: 5}
 timeouts: {start_s: 600, step_s: 90.5, notice_s: 60}
+limits: {attempts: 20, gpu_hours: 1.5}
+policy: resubmit
+lift_hold: false
 backend: gloo
 share: group
 """
@@ -86,6 +89,9 @@ def test_every_field_is_read(folder: Path) -> None:
         steps=20000,
         seed=17,
         checkpoint=Checkpointing(every_steps=500, every_s=None, keep=5),
+        limits=Limits(attempts=20, gpu_hours=1.5),
+        policy="resubmit",
+        lift_hold=False,
         timeouts=Timeouts(start_s=600.0, step_s=90.5, notice_s=60.0),
         backend="gloo",
         share="group",

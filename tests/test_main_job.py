@@ -177,7 +177,7 @@ def test_a_run_that_another_job_holds_is_refused_with_its_name(cluster: Cluster,
     [
         (["jobs/digits.yaml", "-p", "lwo"], "partition 'lwo'; it has: cancel, high, low, off"),
         (["jobs/digits.yaml", "--device", "cuda", "--gpus", "8"], "the most on one node is 2"),
-        (["jobs/digits.yaml", "--nodes", "9"], "has 2 nodes in all, and --nodes 9 asks for more"),
+        (["jobs/digits.yaml", "--nodes", "9"], "has 3 nodes in all, and --nodes 9 asks for more"),
         (["jobs/digit.yaml"], "jobs/digit.yaml"),
         (["train.py"], "script 'train.py' not found"),
         (["jobs/digits.yaml", "--set", "partitoin=low"], "did you mean 'partition'"),

@@ -176,7 +176,8 @@ def test_real_ranks_of_different_speed_agree_at_random_moments(tmp_path):
     script.write_text(LIVE)
     for _ in range(20):
         ranks = ddp.start(script, ranks=3, folder=tmp_path / "out")
-        ranks.wait_for(random.randrange(3), "begin")
+        for rank in range(3):
+            ranks.wait_for(rank, "begin")
         time.sleep(random.random() * 0.1)
         for rank in random.sample(range(3), random.choice([1, 1, 2, 3])):
             ranks.signal(rank)
@@ -230,6 +231,7 @@ def test_rank_0_dies_and_the_others_show_no_stack_of_the_store(tmp_path):
         "import os, time, signal, clusterddp\n"
         "ctx = clusterddp.init()\n"
         "print('begin', flush=True)\n"
+        "time.sleep(0.3)\n"
         "if ctx.rank == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(0.3)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -17,7 +17,7 @@ from clusterddp.rundir import RunDirectory
 from clusterddp.training.checkpoint import Checkpoints, read
 from tests import ddp
 
-TRAIN = Path(__file__).parent / "scripts" / "train.py"
+EXACT = Path(__file__).parent / "scripts" / "exact.py"
 STEPS = 30
 
 
@@ -47,10 +47,10 @@ def last_steps(ranks: ddp.Ranks) -> list[str]:
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (3, 2), (4, 0)])
 def test_a_run_stopped_in_mid_epoch_ends_with_the_bits_of_the_uninterrupted_one(tmp_path, ranks, workers):
-    ddp.run(TRAIN, tmp_path / "whole", STEPS, "--workers", workers, ranks=ranks, folder=tmp_path / "out")
+    ddp.run(EXACT, tmp_path / "whole", STEPS, "--workers", workers, ranks=ranks, folder=tmp_path / "out")
 
     stopped = tmp_path / "stopped"
-    arguments = (TRAIN, stopped, STEPS, "--workers", workers)
+    arguments = (EXACT, stopped, STEPS, "--workers", workers)
     first = ddp.start(*arguments, "--sleep", 0.03, ranks=ranks, folder=tmp_path / "out")
     first.wait_for(ranks - 1, f"step {random.randrange(2, 20)} ")
     time.sleep(random.random() * 0.05)
@@ -70,31 +70,32 @@ def test_a_run_stopped_in_mid_epoch_ends_with_the_bits_of_the_uninterrupted_one(
 def test_a_stop_during_or_after_an_evaluation_inside_a_step_keeps_that_step(tmp_path, moment, step):
     # 98 samples: shares of 33, 33 and 32, which are 9, 9 and 8 batches of 4.
     options = ("--samples", 98, "--evaluate-in-step", 5)
-    ddp.run(TRAIN, tmp_path / "whole", 12, *options, ranks=3, folder=tmp_path / "out")
+    ddp.run(EXACT, tmp_path / "whole", 12, *options, ranks=3, folder=tmp_path / "out")
     run_dir = tmp_path / "stopped"
-    first = ddp.start(TRAIN, run_dir, 12, *options, "--sleep", 0.1, ranks=3, folder=tmp_path / "out")
+    first = ddp.start(EXACT, run_dir, 12, *options, "--sleep", 0.1, ranks=3, folder=tmp_path / "out")
     first.wait_for(0, moment)
     first.signal(1)
     first.expect(75)
-    second = ddp.run(TRAIN, run_dir, 12, *options, ranks=3, folder=tmp_path / "out")
+    second = ddp.run(EXACT, run_dir, 12, *options, ranks=3, folder=tmp_path / "out")
     assert f"begin {step or ''}" in second.output(0)
     assert_same_weights(tmp_path / "whole", run_dir)
     assert values(run_dir) == values(tmp_path / "whole")
 
 
 def test_a_stop_during_the_final_evaluation_repeats_it_and_nothing_else(tmp_path):
-    first = ddp.start(TRAIN, tmp_path / "run", 4, "--evaluate", "--sleep", 0.1, ranks=2, folder=tmp_path / "out")
+    first = ddp.start(EXACT, tmp_path / "run", 4, "--evaluate", "--sleep", 0.1, ranks=2, folder=tmp_path / "out")
     first.wait_for(0, "evaluation batch")
     first.signal(0)
     first.expect(75)
-    second = ddp.run(TRAIN, tmp_path / "run", 4, "--evaluate", ranks=2, folder=tmp_path / "out")
+    second = ddp.run(EXACT, tmp_path / "run", 4, "--evaluate", ranks=2, folder=tmp_path / "out")
     assert "begin 4" in second.output(0) and "step 4" not in second.output(0) and "evaluating" in second.output(0)
     assert [line["step"] for line in values(tmp_path / "run")] == [0, 1, 2, 3]
 
 
 def test_signals_before_the_first_step_stop_the_run_at_step_0(tmp_path):
-    ranks = ddp.start(TRAIN, tmp_path / "run", 500, "--sleep", 0.02, ranks=2, folder=tmp_path / "out")
-    ranks.wait_for(0, "begin 0")
+    ranks = ddp.start(EXACT, tmp_path / "run", 500, "--sleep", 0.02, ranks=2, folder=tmp_path / "out")
+    for rank in range(2):
+        ranks.wait_for(rank, "begin 0")
     for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
         ranks.signal(1, number)
     ranks.expect(75)
@@ -102,21 +103,21 @@ def test_signals_before_the_first_step_stop_the_run_at_step_0(tmp_path):
 
 
 def test_the_newest_checkpoint_is_damaged_and_the_one_before_is_used(tmp_path):
-    ddp.run(TRAIN, tmp_path / "whole", 20, ranks=2, folder=tmp_path / "out")
-    ddp.run(TRAIN, tmp_path / "run", 10, "--every", 4, ranks=2, folder=tmp_path / "out")
+    ddp.run(EXACT, tmp_path / "whole", 20, ranks=2, folder=tmp_path / "out")
+    ddp.run(EXACT, tmp_path / "run", 10, "--every", 4, ranks=2, folder=tmp_path / "out")
     newest = tmp_path / "run" / "checkpoints" / "step-000000000010.attempt-0.pt"
     flip_a_bit(newest)
-    second = ddp.run(TRAIN, tmp_path / "run", 20, ranks=2, folder=tmp_path / "out")
+    second = ddp.run(EXACT, tmp_path / "run", 20, ranks=2, folder=tmp_path / "out")
     assert "step-000000000010.attempt-0.pt is damaged" in second.output(0) and "begin 8" in second.output(1)
     assert_same_weights(tmp_path / "whole", tmp_path / "run")
     assert [line["step"] for line in values(tmp_path / "run")] == list(range(20))
 
 
 def test_all_checkpoints_are_damaged_and_no_rank_starts_over(tmp_path):
-    ddp.run(TRAIN, tmp_path / "run", 10, "--every", 4, ranks=2, folder=tmp_path / "out")
+    ddp.run(EXACT, tmp_path / "run", 10, "--every", 4, ranks=2, folder=tmp_path / "out")
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
-    ranks = ddp.start(TRAIN, tmp_path / "run", 20, ranks=2, folder=tmp_path / "out").expect(1)
+    ranks = ddp.start(EXACT, tmp_path / "run", 20, ranks=2, folder=tmp_path / "out").expect(1)
     for rank in range(2):
         assert "it does not start from step 0 by itself" in ranks.output(rank)
         assert "begin 0" not in ranks.output(rank)
@@ -124,8 +125,8 @@ def test_all_checkpoints_are_damaged_and_no_rank_starts_over(tmp_path):
 
 def test_a_full_disk_stops_no_training_and_the_last_good_checkpoint_is_what_the_run_goes_on_from(tmp_path):
     run_dir = tmp_path / "run"
-    ddp.run(TRAIN, run_dir, 4, ranks=2, folder=tmp_path / "out")
-    first = ddp.start(TRAIN, run_dir, 500, "--every", 3, "--sleep", 0.05, ranks=2, folder=tmp_path / "out")
+    ddp.run(EXACT, run_dir, 4, ranks=2, folder=tmp_path / "out")
+    first = ddp.start(EXACT, run_dir, 500, "--every", 3, "--sleep", 0.05, ranks=2, folder=tmp_path / "out")
     first.wait_for(0, "begin 4")
     resource.prlimit(first.processes[0].pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     first.wait_for(1, "step 9 ")
@@ -134,15 +135,15 @@ def test_a_full_disk_stops_no_training_and_the_last_good_checkpoint_is_what_the_
     first.expect(75)
     assert "the run goes on from step 4" in first.output(0)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-000000000004.attempt-0.pt"]
-    assert "begin 4" in ddp.run(TRAIN, run_dir, 6, ranks=2, folder=tmp_path / "out").output(1)
+    assert "begin 4" in ddp.run(EXACT, run_dir, 6, ranks=2, folder=tmp_path / "out").output(1)
 
 
 def test_a_rank_that_was_superseded_ends_by_itself_and_its_late_write_is_not_restored(tmp_path):
     run_dir = tmp_path / "run"
     directory = RunDirectory(run_dir)
-    old = ddp.start(TRAIN, run_dir, 500, "--every", 40, "--sleep", 0.01, ranks=2, folder=tmp_path / "out")
+    old = ddp.start(EXACT, run_dir, 500, "--every", 40, "--sleep", 0.01, ranks=2, folder=tmp_path / "out")
     old.wait_for(0, "step 40 ")
-    ddp.run(TRAIN, run_dir, 44, ranks=2, folder=tmp_path / "out")
+    ddp.run(EXACT, run_dir, 44, ranks=2, folder=tmp_path / "out")
     old.signal(0)
     old.expect(1)
     assert all("attempt 0 superseded by attempt 1; not writing" in old.output(rank) for rank in range(2))
@@ -151,7 +152,7 @@ def test_a_rank_that_was_superseded_ends_by_itself_and_its_late_write_is_not_res
     late = Checkpoints(directory, 0)
     late.check_newest = lambda: None
     late.save(400, {**read(run_dir / "checkpoints" / "step-000000000044.attempt-1.pt"), "attempt": 0})
-    third = ddp.run(TRAIN, run_dir, 46, ranks=2, folder=tmp_path / "out")
+    third = ddp.run(EXACT, run_dir, 46, ranks=2, folder=tmp_path / "out")
     assert "begin 44" in third.output(0)
     assert json.loads(directory.resume_record(2).read_text())["parent"] == {"attempt": 1, "step": 44}
 

@@ -19,8 +19,8 @@ def job(state: str, preempt_time: float | None = None, end_time: float | None = 
     ("info", "cause"),
     [
         (job("RUNNING", preempt_time=NOW), Cause.PREEMPTED),
-        (job("COMPLETING", preempt_time=NOW), Cause.REQUEUED_BY_SLURM),
-        (job("PENDING"), Cause.REQUEUED_BY_SLURM),
+        (job("COMPLETING", preempt_time=NOW), Cause.PREEMPTED_WITHOUT_GRACE),
+        (job("PENDING"), Cause.PREEMPTED_WITHOUT_GRACE),
         (job("COMPLETING"), Cause.CANCELLED),
         (job("CANCELLED"), Cause.CANCELLED),
         (None, Cause.CANCELLED),
@@ -33,7 +33,7 @@ def job(state: str, preempt_time: float | None = None, end_time: float | None = 
 )
 def test_the_controllers_words_mean_what_slurm_was_seen_to_mean(info: JobInfo | None, cause: Cause) -> None:
     """Each row was seen on 22.05.8."""
-    assert read_cause(info, notice_s=120, now=NOW) is cause
+    assert read_cause(info, restarts=0, notice_s=120, grace_s=lambda: 0, now=NOW) is cause
 
 
 def end(what: str, rank: int = 0, lost_at: float = 1.0, **values: object) -> RankEnd:
@@ -44,26 +44,28 @@ def end(what: str, rank: int = 0, lost_at: float = 1.0, **values: object) -> Ran
     ("ends", "exit_code", "cause", "action"),
     [
         (["done", "done"], 0, Cause.PREEMPTED, Action.COMPLETE),
-        (["stopped", "stopped"], 0, Cause.PREEMPTED, Action.REQUEUE),
-        (["stopped", "stopped"], 0, Cause.TIME_LIMIT, Action.REQUEUE),
-        (["stopped", "stopped"], 0, Cause.REQUEUED_BY_SLURM, Action.LEAVE),
+        (["stopped", "stopped"], 0, Cause.PREEMPTED, Action.AGAIN),
+        (["stopped", "stopped"], 0, Cause.TIME_LIMIT, Action.AGAIN),
+        (["stopped", "stopped"], 0, Cause.PREEMPTED_WITHOUT_GRACE, Action.LEAVE_TO_SLURM),
         (["stopped", "stopped"], 0, Cause.CANCELLED, Action.CANCEL),
         (["stopped", "stopped"], 0, Cause.NONE, Action.LEAVE),
         (["stopped", "stopped"], 0, Cause.INTERRUPTED, Action.LEAVE),
-        (["died", "exception"], 143, Cause.PREEMPTED, Action.REQUEUE),
+        (["stopped", "stopped"], 0, Cause.TIMED_OUT, Action.AGAIN),
+        (["stopped", "stopped"], 1, Cause.SUPERSEDED, Action.LEAVE),
+        (["died", "exception"], 143, Cause.PREEMPTED, Action.AGAIN),
         (["died", "died"], 143, Cause.CANCELLED, Action.CANCEL),
         (["exception", "died"], 1, Cause.NONE, Action.FAIL),
         (["exception", "died"], 1, Cause.INTERRUPTED, Action.LEAVE),
         (["done", "exit"], 3, Cause.NONE, Action.FAIL),
         (["done", "done"], 139, Cause.NONE, Action.FAIL),
-        (["stopped", "done"], 0, Cause.PREEMPTED, Action.REQUEUE),
+        (["stopped", "done"], 0, Cause.PREEMPTED, Action.AGAIN),
     ],
 )
 def test_an_attempt_comes_to_what_its_ranks_and_the_controller_say(
     ends: list[str], exit_code: int, cause: Cause, action: Action
 ) -> None:
     """Completed means that every rank left without being stopped; requeued only on the controller's word."""
-    assert judge([end(what, rank) for rank, what in enumerate(ends)], exit_code, lambda: cause).action is action
+    assert judge([end(what, rank) for rank, what in enumerate(ends)], exit_code, True, lambda: cause).action is action
 
 
 def test_a_completed_run_does_not_ask_the_controller() -> None:
@@ -72,20 +74,40 @@ def test_a_completed_run_does_not_ask_the_controller() -> None:
     def ask() -> Cause:
         raise AssertionError("asked")
 
-    assert judge([end("done")], 0, ask).action is Action.COMPLETE
+    assert judge([end("done")], 0, True, ask).action is Action.COMPLETE
 
 
 def test_exit_0_after_a_notice_is_stopped_not_done_for_a_script_that_knows_nothing_of_clusterddp() -> None:
     """Its own TERM handler may have saved and left with 0; without a notice it is done."""
     plain = [RankEnd(0, "n1", "done", 1.0)]
-    assert judge(plain, 0, lambda: Cause.PREEMPTED).action is Action.REQUEUE
-    assert judge(plain, 0, lambda: Cause.NONE).action is Action.COMPLETE
+    assert judge(plain, 0, True, lambda: Cause.PREEMPTED).action is Action.AGAIN
+    assert judge(plain, 0, True, lambda: Cause.NONE).action is Action.COMPLETE
+
+
+def test_a_crash_near_the_time_limit_is_a_crash_unless_the_ranks_were_told_to_stop() -> None:
+    """An exception in user code is never retried, whatever the clock says."""
+    ends = [end("exception", 0)]
+    assert judge(ends, 1, False, lambda: Cause.TIME_LIMIT).action is Action.FAIL
+    assert judge(ends, 1, True, lambda: Cause.TIME_LIMIT).action is Action.AGAIN
+
+
+@pytest.mark.parametrize(("age_s", "cause"), [(5, Cause.ENDED_IN_GRACE), (25, Cause.PREEMPTED_WITHOUT_GRACE)])
+def test_a_job_that_ends_before_its_grace_does_was_scancelled(age_s: float, cause: Cause) -> None:
+    """Slurm ends a grace late, never early; and what may be a scancel is never run again."""
+    ending = job("COMPLETING", preempt_time=NOW - age_s)
+    assert read_cause(ending, restarts=0, notice_s=120, grace_s=lambda: 20, now=NOW) is cause
+
+
+def test_a_later_start_of_the_same_job_is_not_this_attempts_cause() -> None:
+    """Slurm requeued the job already: the record that is read is about the next start."""
+    later = JobInfo("41", "RUNNING", "None", "n3", 1, True, None, NOW + 9000)
+    assert read_cause(later, restarts=0, notice_s=120, grace_s=lambda: 0, now=NOW) is Cause.PREEMPTED_WITHOUT_GRACE
 
 
 def test_the_first_failure_is_the_one_whose_connection_broke_first() -> None:
     """Rank 1 raised; rank 0's lost connection is its consequence, whatever the ranks' order."""
     ends = [end("exception", 0, lost_at=5.0, error="RuntimeError: connection closed"), end("exception", 1, lost_at=4.0)]
-    verdict = judge(ends, 1, lambda: Cause.NONE)
+    verdict = judge(ends, 1, True, lambda: Cause.NONE)
     assert verdict.first_failure is not None
     assert verdict.first_failure.rank == 1
 

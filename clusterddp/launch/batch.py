@@ -79,7 +79,7 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
         "nodes": job.nodes,
         "ntasks_per_node": job.gpus_per_node,
         "cpus_per_task": job.cpus_per_task,
-        "signal_delay_s": notice_s(job),
+        "signal_delay_s": net_s(job),
         "wckey": None,
         "use_srun": False,
         "setup": ["trap '' TERM", *job.setup],
@@ -87,10 +87,12 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
     }
 
 
-def notice_s(job: Job) -> int:
-    """How many seconds before the time limit Slurm warns: as asked, but within the last quarter of a short limit."""
-    asked = int(job.timeouts.notice_s)
-    return asked if job.time_s is None else min(asked, job.time_s // 4)
+def net_s(job: Job) -> int:
+    """How many seconds before the time limit Slurm warns the ranks, which it does up to 60 s early.
+
+    Only the net below the supervisor's own timer, which is to come first.
+    """
+    return min(30, int(job.timeouts.notice_s), (job.time_s or 86400) // 8)
 
 
 def _optional(job: Job) -> dict[str, Any]:

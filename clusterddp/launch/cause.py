@@ -5,8 +5,9 @@ only while the job is in that state; what its words mean was seen on Slurm 22.05
 
     JobState     PreemptTime   what it is
     RUNNING      a time        a preemption's grace time runs; the job will not run again unless it is requeued
-    COMPLETING   a time        a preemption without grace: Slurm is requeueing the job already
-    COMPLETING   None          scancel, or the time limit when EndTime is reached
+    COMPLETING   a time        a preemption without grace, or the end of one: Slurm is requeueing the job, or cancelling
+                               it, already; before the grace is over, it is scancel
+    COMPLETING   None          scancel, or the time limit when it has passed
     RUNNING      None          no one ends the job: a time-limit warning (near EndTime), or a signal from somewhere
 """
 
@@ -14,40 +15,48 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Callable
 
 from clusterddp.launch.slurm import JobInfo
+
+#: Slurm's --signal comes up to 60 s early, and its times are whole seconds.
+EARLY_S = 62
 
 
 class Cause(enum.Enum):
     """Why ranks were told to stop. The value is the word for it in the history."""
 
     PREEMPTED = "preempted"
-    REQUEUED_BY_SLURM = "preempted without grace"
-    TIME_LIMIT = "time limit near"
+    PREEMPTED_WITHOUT_GRACE = "preempted without grace"
+    TIME_LIMIT = "stopped before the time limit"
     TIMED_OUT = "time limit reached"
     CANCELLED = "cancelled"
+    ENDED_IN_GRACE = "ended within the grace of a preemption, as scancel does"
     INTERRUPTED = "interrupted"
-    NONE = "no one asked for it"
-
-    @property
-    def calls_for_requeue(self) -> bool:
-        """Whether the job runs on only if the supervisor requeues it."""
-        return self in (Cause.PREEMPTED, Cause.TIME_LIMIT)
+    SUPERSEDED = "superseded"
+    UNKNOWN = "stopped, and scontrol, which could tell why, is missing on this node"
+    NONE = "stopped by a signal that neither preemption, time limit nor cancellation explains"
 
 
-def read_cause(job: JobInfo | None, notice_s: float, now: float | None = None) -> Cause:
+def read_cause(
+    job: JobInfo | None, restarts: int, notice_s: float, grace_s: Callable[[], int], now: float | None = None
+) -> Cause:
     """The cause that the controller's record of the own job shows.
 
-    ``notice_s``: how many seconds before EndTime the time-limit warning is due. Slurm sends it up to 60 s early.
+    ``restarts``: of the attempt that asks; a record with more is about a later start of the job. ``notice_s``: how many
+    seconds before EndTime the time-limit warning is due. ``grace_s`` is asked only when it matters.
     """
     now = time.time() if now is None else now
     if job is None or job.state == "CANCELLED":
         return Cause.CANCELLED
-    time_left = float("inf") if job.end_time is None else job.end_time - now
+    if job.restarts != restarts or job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
+        return Cause.PREEMPTED_WITHOUT_GRACE
     if job.state == "RUNNING":
         if job.preempt_time is not None:
             return Cause.PREEMPTED
-        return Cause.TIME_LIMIT if time_left <= notice_s + 70 else Cause.NONE
-    if job.preempt_time is not None or job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
-        return Cause.REQUEUED_BY_SLURM
-    return Cause.TIMED_OUT if job.state == "TIMEOUT" else Cause.CANCELLED
+        time_left = float("inf") if job.end_time is None else job.end_time - now
+        return Cause.TIME_LIMIT if time_left <= notice_s + EARLY_S else Cause.NONE
+    if job.preempt_time is not None:
+        # Slurm ends a grace late, never early; a second for its whole-second times.
+        return Cause.ENDED_IN_GRACE if now < job.preempt_time + grace_s() - 1 else Cause.PREEMPTED_WITHOUT_GRACE
+    return Cause.TIMED_OUT if job.state == "TIMEOUT" or job.ran_out else Cause.CANCELLED

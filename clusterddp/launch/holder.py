@@ -8,12 +8,7 @@ from typing import Any
 
 from clusterddp.launch import slurm
 from clusterddp.process import process_start
-from clusterddp.rundir import RunDirectory, read_json, write_json
-
-
-def take(run: RunDirectory, me: Mapping[str, Any]) -> None:
-    """Records the holder."""
-    write_json(run.private / "holder.json", me, mode=0o600)
+from clusterddp.rundir import RunDirectory, read_json
 
 
 def held_by_other(run: RunDirectory, me: Mapping[str, Any] | None = None) -> str | None:
@@ -21,7 +16,7 @@ def held_by_other(run: RunDirectory, me: Mapping[str, Any] | None = None) -> str
 
     ``me``: the own entry; a requeued job finds its own. A holder that is dead holds nothing.
     """
-    holder = read_json(run.private / "holder.json")
+    holder = read_json(run.holder_file)
     if holder is None or holder == me:
         return None
     if holder["kind"] == "slurm":

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from clusterddp.job import Job
+
+ABANDON_S = 5.0
 
 
 class Launcher(Protocol):
@@ -26,6 +29,9 @@ class Launcher(Protocol):
 
     def notify(self) -> None:
         """Tells all ranks to stop (USR2)."""
+
+    def abandon(self) -> None:
+        """Gives up waiting for ranks that may be out of reach."""
 
     def wait(self) -> int:
         """Waits until every rank is gone; the first exit code that is not 0, or 0. A failed rank ends its peers."""
@@ -54,6 +60,13 @@ class SlurmLauncher:
     def notify(self) -> None:
         """srun hands the signal on to every task."""
         self._srun.send_signal(signal.SIGUSR2)
+
+    def abandon(self) -> None:
+        """Leaves srun a few seconds, in which the ranks within reach end by themselves."""
+        deadline = time.monotonic() + ABANDON_S
+        while self._srun.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self._srun.kill()
 
     def wait(self) -> int:
         """srun's exit code. It is 137 for a peer killed by --kill-on-bad-exit, whatever the first failure was."""
@@ -113,6 +126,10 @@ class LocalLauncher:
     def notify(self) -> None:
         """Signals every rank that still runs."""
         self._signal_all(signal.SIGUSR2)
+
+    def abandon(self) -> None:
+        """Kills them: they are within reach."""
+        self._signal_all(signal.SIGKILL)
 
     def wait(self) -> int:
         """The first exit code that is not 0 (128 + signal for a killed rank); its peers are then killed, as by srun."""

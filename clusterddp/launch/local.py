@@ -19,9 +19,8 @@ from typing import IO, Any
 from clusterddp.errors import UsageError
 from clusterddp.job import Job
 from clusterddp.launch.cause import Cause
-from clusterddp.launch.controller import give_notice
+from clusterddp.launch.controller import AGAIN, give_notice
 from clusterddp.launch.progress import Progress
-from clusterddp.launch.supervisor import AGAIN
 from clusterddp.rundir import RunDirectory
 
 POLL_S = 0.05

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from clusterddp.launch.cause import Cause
 from clusterddp.launch.verdict import RankEnd
 from clusterddp.rundir import RunDirectory
 
@@ -37,10 +38,17 @@ def _resumed(event: Event) -> str:
     return f"resumed from step {event['step']}{redone}{doubt}"
 
 
-def _requeued(event: Event) -> str:
-    if event["step"] is None:
-        return f"{event['reason']} with nothing of this attempt to save, requeued"
-    return f"{event['reason']} at step {event['step']}, checkpoint {event['checkpoint']} committed, requeued"
+def _ended(event: Event, then: str) -> str:
+    """Why an attempt ended, what is safe, and how the run goes on."""
+    if event.get("checkpoint") is None:
+        return f"{event['reason']}, nothing new to save, {then}"
+    return f"{event['reason']} at step {event['step']}, checkpoint {event['checkpoint']} committed, {then}"
+
+
+def _stopped(event: Event) -> str:
+    return _ended(
+        event, "requeued by Slurm" if event.get("cause") == Cause.PREEMPTED_WITHOUT_GRACE.value else "stopped"
+    )
 
 
 def _failed(event: Event) -> str:
@@ -55,9 +63,11 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "stopping": lambda e: f"told to stop ({e['reason']}): all ranks stop after step {e['step']}",
     "checkpoint_failed": lambda e: f"checkpoint {e['step']} failed: {e.get('error', '')}; training goes on",
     "checkpoint_damaged": lambda e: f"checkpoint {e.get('file', e.get('step'))} is damaged and passed over",
-    "stopped": lambda e: f"stopped: {e['reason']}",
-    "requeued": _requeued,
-    "superseded": lambda e: f"superseded by attempt {e['by']}; not requeueing",
+    "time_limit_near": lambda e: f"the time limit is {e['notice_s']} s away: telling the ranks to stop",
+    "stopped": _stopped,
+    "requeued": lambda e: _ended(e, "requeued"),
+    "requeue_refused": lambda e: f"the requeue was refused ({e['error']}), resubmitting",
+    "resubmitted": lambda e: _ended(e, f"resubmitted as job {e['job']}"),
     "rank_failed": lambda e: f"rank {e['rank']} ({e['host']}) failed first: {e['error']}",
     "failed": _failed,
     "cancelled": lambda e: f"cancelled at step {e['step']}; it will not run again",

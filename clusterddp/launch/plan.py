@@ -8,6 +8,7 @@ import os
 from clusterddp.errors import SlurmUnavailable, UsageError
 from clusterddp.job import Job
 from clusterddp.launch import slurm
+from clusterddp.launch.site import preemption
 from clusterddp.launch.slurm import NodeShape
 
 #: Variables that people export on purpose and that sbatch takes options from: shown, so that nothing acts unseen.
@@ -33,7 +34,7 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
         check_gpus(job, nodes)
         job, share = share_of_node(job, nodes)
         remarks += share
-    return job, remarks
+    return job, [*remarks, preemption(job).sentence(job)]
 
 
 def check_nodes(job: Job, nodes: list[NodeShape]) -> None:

@@ -12,9 +12,10 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from clusterddp.environment import for_parsing
-from clusterddp.errors import SlurmError, SlurmUnavailable
+from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
 
 TIMEOUT_S = 60.0
 
@@ -54,6 +55,8 @@ class JobInfo:
     requeue: bool
     preempt_time: float | None
     end_time: float | None
+    ran_out: bool = False
+    """Whether it ran for as long as its time limit allows."""
 
     @property
     def live(self) -> bool:
@@ -89,7 +92,7 @@ def require(*commands: str) -> None:
     """Raises unless all commands are on PATH. Nothing falls back to running locally."""
     for command in commands:
         if shutil.which(command) is None:
-            raise SlurmUnavailable(
+            raise SlurmMissing(
                 f"{command} not found on PATH ({os.environ.get('PATH', '')}): submit from a Slurm login node, "
                 "load the site's Slurm module, or add --local to run on this machine without Slurm"
             )
@@ -126,9 +129,32 @@ def requeue(job_id: str) -> None:
     run("scontrol", "requeue", job_id)
 
 
+def submit(script: Path, *options: str) -> str:
+    """Submits a batch script; returns the job id."""
+    return run("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
+
+
+def lift_hold(job_id: str) -> None:
+    """Lets a pending job start now: for the hold after a requeue. The job's owner may."""
+    run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+
+
+def forbid_requeue(job_id: str) -> None:
+    """Slurm does not requeue the job by itself any more (24.11 requeues one that leaves within a grace)."""
+    run("scontrol", "update", f"JobId={job_id}", "Requeue=0")
+
+
 def cancel(job_id: str) -> None:
     """Cancels a job; one that is over already is no error."""
     run("scancel", job_id)
+
+
+def default_partition() -> str:
+    """The partition of jobs that name none."""
+    for line in run("sinfo", "-h", "-o", "%P").splitlines():
+        if line.endswith("*"):
+            return line.rstrip("*")
+    raise SlurmError("this cluster has no default partition: name one with -p")
 
 
 def partition_nodes(partition: str | None) -> list[NodeShape]:
@@ -174,7 +200,15 @@ def parse_job(text: str) -> JobInfo | None:
         requeue=fields.get("Requeue") == "1",
         preempt_time=_time(fields.get("PreemptTime")),
         end_time=_time(fields.get("EndTime")),
+        ran_out=_seconds(fields.get("RunTime")) >= _seconds(fields.get("TimeLimit")) > 0,
     )
+
+
+def _seconds(text: str | None) -> float:
+    """Of Slurm's D-HH:MM:SS; 0 for UNLIMITED and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text or "")
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
+    return 86400 * days + 3600 * hours + 60 * minutes + seconds
 
 
 def _time(text: str | None) -> float | None:

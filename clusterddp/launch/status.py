@@ -66,11 +66,19 @@ def state_words(run: RunDirectory) -> str:
         return f"{outcome['state']} at step {outcome['step']}: {outcome['reason']}"
     try:
         held = held_by_other(run)
+        ended = None if held else _ended_job(run)
     except SlurmError as error:
         return f"unknown, the controller cannot be asked: {error}"
-    if held is None:
-        return f"not running and not over; continue with: clusterddp submit --run-dir {run}"
-    return held.replace("held by", "with")
+    if held is not None:
+        return held.replace("held by", "with")
+    return f"not over, and not running{ended or ''}; continue with: clusterddp submit --run-dir {run}"
+
+
+def _ended_job(run: RunDirectory) -> str | None:
+    """How the job that held the run ended, if the controller still knows it."""
+    holder = read_json(run.holder_file)
+    job = slurm.show_job(holder["job"]) if holder and holder["kind"] == "slurm" else None
+    return f" (job {job.job_id} ended: {job.state})" if job else None
 
 
 def logs(path: str, rank: int, attempt: int | None, follow: bool) -> int:
@@ -113,7 +121,7 @@ def cancel(path: str) -> int:
         print(f"{run}: {outcome['state']} at step {outcome['step']} already")
         return 0
     run.mark_cancelled()
-    holder = read_json(run.private / "holder.json")
+    holder = read_json(run.holder_file)
     if holder is not None and held_by_other(run):
         _end_holder(run, holder)
     _conclude_if_nobody_did(run)

@@ -16,8 +16,9 @@ class Action(enum.Enum):
     COMPLETE = "completed"
     FAIL = "failed"
     CANCEL = "cancelled"
-    REQUEUE = "requeue"
-    LEAVE = "leave"  # the job ends as it is, the run is not over: Slurm requeues by itself, or someone continues it
+    AGAIN = "again"  # the job ends unless it is requeued, or the run is resubmitted
+    LEAVE_TO_SLURM = "leave to Slurm"  # which requeues the job by itself, unless it cancels what it preempts
+    LEAVE = "leave"  # the job ends as it is, the run is not over, and someone may continue it
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Verdict:
 
     action: Action
     reason: str
+    cause: Cause = Cause.NONE
     first_failure: RankEnd | None = None
 
     @property
@@ -83,32 +85,40 @@ class Verdict:
         return (self.first_failure and self.first_failure.exit_code) or 1
 
 
-def judge(ends: list[RankEnd], exit_code: int, ask: Callable[[], Cause]) -> Verdict:
+_FOLLOWS = {
+    Cause.PREEMPTED: Action.AGAIN,
+    Cause.TIME_LIMIT: Action.AGAIN,
+    Cause.TIMED_OUT: Action.AGAIN,
+    Cause.PREEMPTED_WITHOUT_GRACE: Action.LEAVE_TO_SLURM,
+    Cause.CANCELLED: Action.CANCEL,
+    Cause.ENDED_IN_GRACE: Action.LEAVE,
+    Cause.INTERRUPTED: Action.LEAVE,
+    Cause.SUPERSEDED: Action.LEAVE,
+    Cause.UNKNOWN: Action.LEAVE,
+}
+
+
+def judge(ends: list[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cause]) -> Verdict:
     """Decides what an attempt comes to. ``ask`` queries the controller and is called only where its answer matters.
 
     ``exit_code`` is the launcher's (srun's): it shows a death during the interpreter's shutdown, after the records.
+    ``told``: whether ranks were warned at all; a crash just before the time limit is no consequence of the limit.
     """
     all_done = exit_code == 0 and all(end.end == "done" for end in ends)
     if all_done and all(end.used_clusterddp for end in ends):
         return Verdict(Action.COMPLETE, "all ranks finished")
     cause = ask()
+    if cause is Cause.TIME_LIMIT and not told:
+        cause = Cause.NONE
     # A script that knows nothing of clusterddp ends with exit code 0 after a notice, too: stopped, not done.
-    if cause.calls_for_requeue:
-        return Verdict(Action.REQUEUE, cause.value)
-    if cause is Cause.REQUEUED_BY_SLURM:
-        return Verdict(Action.LEAVE, "preempted without grace, requeued by Slurm")
-    if cause is Cause.CANCELLED:
-        return Verdict(Action.CANCEL, "cancelled")
+    failed = any(end.failed for end in ends)
+    if cause in _FOLLOWS and not (all_done and cause is Cause.INTERRUPTED) and not (failed and cause is Cause.UNKNOWN):
+        return Verdict(_FOLLOWS[cause], cause.value, cause)
     if all_done:
         return Verdict(Action.COMPLETE, "all ranks finished")
     failures = sorted((end for end in ends if end.failed), key=lambda end: (end.lost_at, end.rank))
-    if failures and cause is Cause.NONE:
-        return Verdict(Action.FAIL, failures[0].sentence(), failures[0])
-    if cause is Cause.NONE and not any(end.end == "stopped" for end in ends):
-        return Verdict(Action.FAIL, f"all ranks finished, but the launcher returned {exit_code}")
-    return Verdict(
-        Action.LEAVE,
-        "stopped by a signal that neither preemption, time limit nor cancellation explains"
-        if cause is Cause.NONE
-        else cause.value,
-    )
+    if failures:
+        return Verdict(Action.FAIL, failures[0].sentence(), cause, failures[0])
+    if any(end.end == "stopped" for end in ends):
+        return Verdict(Action.LEAVE, cause.value, cause)
+    return Verdict(Action.FAIL, f"all ranks finished, but the launcher returned {exit_code}")

@@ -74,30 +74,32 @@ class Ballot:
 
 
 class Agreement:
-    """One per process, made by all ranks. ``connect`` opens a store connection of the attempt; ``report`` takes events.
+    """One per process, made by all ranks.
 
     Args:
-        store: a connection that the main thread owns; used in ``close`` alone.
-        connect: opens a new connection, whose ``get`` waits for as long as it takes.
+        store: the connection that the main thread uses as well. If it sits there in a wait, a request is held back
+            until it comes out: this rank is at no boundary meanwhile.
+        watched: a connection for the watcher, whose ``get`` waits for as long as it takes.
+        report: takes events.
     """
 
     def __init__(
         self,
         store: Store,
-        connect: Callable[[], Store],
+        watched: Store,
         rank: int,
         world_size: int,
         report: Callable[..., None] = link.report,
     ) -> None:
         self.reason: str | None = None
-        self._store, self._connect, self._report = store, connect, report
+        self._store, self._report = store, report
         self._rank, self._world_size = rank, world_size
         self._ballot = Ballot()
         self._published, self._known = threading.Event(), threading.Event()
         self._lost: Exception | None = None
         self._asking = threading.Lock()
         self._asked = False
-        self._watcher = threading.Thread(target=self._watch, args=(connect(),), name="agreement", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, args=(watched,), name="agreement", daemon=True)
         self._watcher.start()
 
     def listen(self, signals: SignalPipe) -> None:
@@ -129,8 +131,7 @@ class Agreement:
             if self._asked or self._lost:
                 return
             self._asked = True
-            # The watcher sits in its own connection, and the main thread may sit in its own.
-            self._connect().compare_set(_STOP, "", json.dumps({"reason": reason}))
+            self._store.compare_set(_STOP, "", json.dumps({"reason": reason}))
 
     def close(self) -> None:
         """Ends the watchers, of all ranks. A rank closes when it makes no more boundaries: no stop can be agreed then.

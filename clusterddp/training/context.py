@@ -55,19 +55,14 @@ def init(
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("clusterddp.init() must be called in the main thread: it takes the stop signals")
     read = settings.read(os.environ, seed=seed, device=device, backend=backend, run_dir=run_dir, checkpoint=checkpoint)
-    signals = SignalPipe()
-    try:
-        _current = Context(read, signals)
-    except BaseException:
-        signals.close(restore_handlers=True)
-        raise
+    _current = Context(read)
     return _current
 
 
 class Context:
     """The ranks as one of them sees them. Leaving the ``with`` block, or the process, leaves the process group."""
 
-    def __init__(self, read: settings.Settings, signals: SignalPipe) -> None:
+    def __init__(self, read: settings.Settings) -> None:
         ranks = read.ranks
         self.rank, self.local_rank, self.node_rank = ranks.rank, ranks.local_rank, ranks.node_rank
         self.world_size, self.local_world_size = ranks.world_size, ranks.local_world_size
@@ -75,12 +70,14 @@ class Context:
         self.device = process_group.device_of(ranks, read.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._settings, self._signals = read, signals
+        self._settings = read
         backend = process_group.choose_backend(read.backend, self.device)
         self._group = process_group.ProcessGroup(ranks, self.device, backend, read.store, read.timeouts.start_s)
         self._attempt = self._claim_attempt()
-        self._agreement = Agreement(self._group.store, self._group.connect, self.rank, self.world_size, self._report)
-        self._agreement.listen(signals)
+        self._agreement = Agreement(self._group.store, self._group.watched, self.rank, self.world_size, self._report)
+        # Not before all ranks are there: one that waits for the others has nothing to save, and ends by TERM at once.
+        self._signals = SignalPipe()
+        self._agreement.listen(self._signals)
         self._run: Run | None = None
         self._saver: Saver | None = None
         self._turns = 0

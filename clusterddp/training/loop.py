@@ -234,6 +234,8 @@ class Run:
                 continue
             if not part.broadcast_buffers and next(part.buffers(), None) is not None:
                 reasons.append(f"{name} has buffers of its own on each rank (broadcast_buffers=False)")
+            if part.static_graph and self._group.world_size > 2:
+                reasons.append(f"{name} is in DDP with static_graph=True")
         return reasons
 
 

@@ -94,6 +94,10 @@ class ProcessGroup:
         self._tcp, self._address = self._open(address)
         #: The attempt's corner of the store, for the main thread.
         self.store = PrefixStore(self._address.digest, self._tcp)
+        #: A connection of its own, for a thread that will wait there as long as it takes. All ranks open theirs before
+        #: any is through: the thread that serves torch's store looks up the name of whoever connects (seen to take 10 s
+        #: where reverse DNS is slow) and serves nobody meanwhile. That must not happen when a stop is being agreed on.
+        self.watched = self._connect()
         self._refuse_shared_gpu(socket.gethostname())
         dist.init_process_group(
             backend,
@@ -103,14 +107,6 @@ class ProcessGroup:
             timeout=timedelta(seconds=start_s),
             device_id=device if backend == "nccl" else None,  # NCCL then connects now, not in the first step.
         )
-
-    def connect(self) -> Store:
-        """A connection to the attempt's store of its own, for a thread that will wait there as long as it takes."""
-        place = self._address.host, self._address.port
-        connecting = timedelta(seconds=min(self._start_s, 60.0))
-        store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=connecting)
-        store.set_timeout(timedelta(days=3650))
-        return PrefixStore(self._address.digest, store)
 
     @property
     def collective_device(self) -> torch.device:
@@ -164,6 +160,12 @@ class ProcessGroup:
                 "the same MASTER_PORT; leave it unset, or give each its own"
             )
         return store, address
+
+    def _connect(self) -> Store:
+        place = self._address.host, self._address.port
+        store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._start_s))
+        store.set_timeout(timedelta(days=3650))
+        return PrefixStore(self._address.digest, store)
 
     def _refuse_shared_gpu(self, host: str) -> None:
         """NCCL needs a GPU for each rank, and says 'Duplicate GPU detected' at best when two ranks share one."""

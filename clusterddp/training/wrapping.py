@@ -24,22 +24,29 @@ def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> Distri
 
     DDP rebuilds its buckets after the first iteration, by the order in which gradients came. A resumed run would make
     that first iteration at step S, sum it in the old order, and differ from the uninterrupted run from there on (seen
-    at 3 and more ranks). Two throw-away passes settle the order before any step, here and after every resume. One would
-    be enough but for static_graph, which rebuilds an iteration later.
+    at 3 and more ranks). A throw-away pass settles the order before any step, here and after every resume.
+
+    Not so with ``static_graph``: DDP takes how often each parameter is used from the first pass it sees. With a made-up
+    one it then refuses a model with unused parameters, and sums reentrant checkpointing's gradients too early (seen in
+    2.13: wrong gradients, no error). Such a resume is not exact at 3 and more ranks.
     """
     model = model.to(device)
     if device.type == "cuda":
         options = {"device_ids": [device.index], **options}
     wrapped = DistributedDataParallel(model, **options)
+    if not wrapped.static_graph:
+        _settle_buckets(wrapped)
+    return wrapped
+
+
+def _settle_buckets(wrapped: DistributedDataParallel) -> None:
+    """One pass through all parameters: DDP rebuilds its buckets by it, before the next. Nothing else is touched."""
+    model, broadcast_buffers = wrapped.module, wrapped.broadcast_buffers
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    broadcast_buffers, wrapped.broadcast_buffers = wrapped.broadcast_buffers, False
-    wrapped._modules["module"] = _SumOfParameters(parameters)
+    wrapped._modules["module"], wrapped.broadcast_buffers = _SumOfParameters(parameters), False
     try:
-        for _ in range(2):
-            wrapped().backward()
+        wrapped().backward()
     finally:
-        wrapped._modules["module"] = model
-        wrapped.broadcast_buffers = broadcast_buffers
+        wrapped._modules["module"], wrapped.broadcast_buffers = model, broadcast_buffers
     for parameter in parameters:
         parameter.grad = None
-    return wrapped

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from . import install
+from . import install, release
 from .cluster import Cluster, clear_leftovers
-from .config import ClusterConfig
+from .config import RELEASES, ClusterConfig
 from .errors import ClusterError
 from .machine import REPOSITORY
 from .state import ROOT, Lock, State, lock_holder
@@ -40,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD ...")
     add.set_defaults(act=run)
     add = commands.add_parser("install", help="install Slurm on Debian or Ubuntu, services off")
-    add.set_defaults(act=lambda _: install.main())
+    add.add_argument("--release", choices=RELEASES, help="and the Slurm of this Debian release, beside the machine's")
+    add.set_defaults(act=get)
     return top
 
 
@@ -50,6 +51,7 @@ def _add_config(add: argparse.ArgumentParser) -> None:
         add.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(default, name), metavar="N")
     add.add_argument("--proctrack", choices=("cgroup", "linuxproc"), help="default: cgroup where cgroup v1 is mounted")
     add.add_argument("--user-signal", action="store_true", help="preemption sends the job's --signal instead of TERM")
+    add.add_argument("--release", choices=RELEASES, help="this Debian release's Slurm; default: the machine's")
     add.add_argument("--no-slurmdbd", dest="slurmdbd", action="store_false", help="no accounting")
 
 
@@ -60,14 +62,22 @@ def _config(options: argparse.Namespace) -> ClusterConfig:
         raise ClusterError(str(error)) from error
 
 
+def get(options: argparse.Namespace) -> int:
+    code = install.main()
+    if code == 0 and options.release:
+        release.install(options.release)
+    return code
+
+
 def up(options: argparse.Namespace) -> int:
     _interrupt_on_term()
     cluster = Cluster.up(_config(options))
     cluster.detach()
     print(describe(cluster))
     print(f"\nSubmit as {cluster.user} from {cluster.scratch}:")
-    print(f"  su {cluster.user} -c 'cd {cluster.scratch}; SLURM_CONF={cluster.conf} bash'")
-    print(f"Look on as root:\n  export SLURM_CONF={cluster.conf}")
+    path = f"PATH={cluster.search_path}"
+    print(f"  su {cluster.user} -c 'cd {cluster.scratch}; {path} SLURM_CONF={cluster.conf} bash'")
+    print(f"Look on as root:\n  export {path} SLURM_CONF={cluster.conf}")
     print("End it:\n  python -m tests.cluster down")
     return 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from . import machine, network
+from . import machine, network, release
 from .config import USER, ClusterConfig
 from .daemons import START_TIMEOUT, Daemons
 from .errors import ClusterError
@@ -42,14 +42,14 @@ class Cluster:
         Raises ClusterError when there can be none here, when another one is up, or when a daemon does not start; in
         the last case everything is taken down again and the daemon's log is in the message.
         """
-        reason = unavailable()
+        config = config or ClusterConfig()
+        reason = unavailable() or (config.release and release.missing(config.release))
         if reason:
             raise ClusterError(reason)
         lock = Lock()
         try:
             clear_leftovers(State.load(ROOT))
-            config = config or ClusterConfig()
-            cluster = cls(State(machine.new_site(ROOT, config.proctrack), config), lock)
+            cluster = cls(State(machine.new_site(ROOT, config), config), lock)
         except BaseException:
             lock.release()
             raise
@@ -191,12 +191,18 @@ class Cluster:
         return network_processes(network.namespace(self._state.site.root, node))
 
     @property
+    def search_path(self) -> str:
+        """The user's PATH: Slurm's programs where they are not the machine's own, `python`, the machine's programs."""
+        programs = self._state.site.programs
+        return ":".join([*([programs] if programs else []), str(self.python.parent), SEARCH_PATH])
+
+    @property
     def environment(self) -> dict[str, str]:
         """The user's: nothing of the caller's own leaks into a job."""
         root, libraries = self._state.site.root, self._state.library_path
         return {
             **({"LD_LIBRARY_PATH": libraries} if libraries else {}),
-            "PATH": f"{self.python.parent}:{SEARCH_PATH}",
+            "PATH": self.search_path,
             "HOME": str(root / "home"),
             "USER": USER,
             "LOGNAME": USER,

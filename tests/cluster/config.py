@@ -6,9 +6,12 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .install import SEARCH_PATH
+
 # Outside the range that the kernel gives to outgoing connections, and not Slurm's own 6817 to 6819.
 CONTROLLER_PORT, NODE_PORT, DBD_PORT = 26817, 26818, 26819
 CLUSTER, ACCOUNT, USER = "clusterddp", "ddp", "ddpuser"
+RELEASES = ("trixie",)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class ClusterConfig:
     """Seconds from TERM to KILL."""
     cred_expire: int = 6
     """A requeued job is held for this many seconds plus one."""
+    release: str | None = None
+    """The Debian release whose Slurm it is, such as `trixie`; None is the machine's own Slurm."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= 64:
@@ -43,6 +48,8 @@ class ClusterConfig:
             raise ValueError(f"gpus is {self.gpus}; expected 0 to 16 per node")
         if self.proctrack not in (None, "cgroup", "linuxproc"):
             raise ValueError(f"proctrack is {self.proctrack!r}; expected cgroup or linuxproc")
+        if self.release not in (None, *RELEASES):
+            raise ValueError(f"release is {self.release!r}; expected {' or '.join(RELEASES)}")
 
     @property
     def node_names(self) -> list[str]:
@@ -62,6 +69,14 @@ class Site:
     subnet: str
     """Like 10.213.77.0/24: the bridge has .1, the nodes .11 and up."""
     proctrack: str
+    programs: str = ""
+    """The folder of Slurm's programs, where they are not on the machine's own path."""
+    plugins: str = ""
+    """The folder of their plugins, where it is not the compiled-in one."""
+
+    @property
+    def search_path(self) -> str:
+        return f"{self.programs}:{SEARCH_PATH}" if self.programs else SEARCH_PATH
 
     @property
     def bridge_address(self) -> str:
@@ -81,6 +96,7 @@ def slurm_conf(config: ClusterConfig, site: Site) -> str:
         f"SlurmdPort={NODE_PORT}",
         "SlurmUser=root",
         "SlurmdUser=root",
+        *_plugins(site),
         "AuthType=auth/munge",
         "CredType=cred/munge",
         f"AuthInfo=socket={root}/run/munge.sock,cred_expire={config.cred_expire}",
@@ -119,6 +135,10 @@ def slurm_conf(config: ClusterConfig, site: Site) -> str:
         *_partitions(config),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _plugins(site: Site) -> list[str]:
+    return [f"PluginDir={site.plugins}"] if site.plugins else []
 
 
 def _user_signal(config: ClusterConfig, site: Site) -> list[str]:
@@ -176,7 +196,7 @@ def cgroup_conf(site: Site) -> str:
     """cgroup.conf: constrains nothing, and is never `autodetect`, with which slurmd dies where there are no cgroups."""
     if site.proctrack == "linuxproc" and site.version >= (24, 5, 0):
         return "CgroupPlugin=disabled\n"
-    return "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nCgroupAutomount=no\n"
+    return "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\n"
 
 
 def slurmdbd_conf(site: Site) -> str:
@@ -192,6 +212,7 @@ def slurmdbd_conf(site: Site) -> str:
         f"PidFile={root}/run/slurmdbd.pid",
         f"LogFile={root}/log/slurmdbd.log",
         "DebugLevel=info",
+        *_plugins(site),
         "StorageType=accounting_storage/mysql",
         "StorageHost=localhost",
         "StorageUser=root",  # by the socket's peer credentials: no password

@@ -13,7 +13,6 @@ from pathlib import Path
 from . import network
 from .config import ACCOUNT, CLUSTER, DBD_PORT, USER
 from .errors import ClusterError
-from .install import SEARCH_PATH
 from .state import State
 from .system import MARK, Process, command, tail, wait_until
 
@@ -31,7 +30,7 @@ class Daemons:
     @property
     def environment(self) -> dict[str, str]:
         return {
-            "PATH": SEARCH_PATH,
+            "PATH": self.state.site.search_path,
             "LANG": "C.UTF-8",
             "SLURM_CONF": f"{self.root}/etc/slurm.conf",
             MARK: self.state.mark,
@@ -130,11 +129,17 @@ class Daemons:
 
     def start_slurmd(self, node: str) -> None:
         """A host name and an /etc/hosts of its own; /sys/fs/cgroup stays, without which slurmd refuses to start."""
-        inside = f"hostname {node} && mount --bind {self.root}/etc/hosts /etc/hosts && exec slurmd -D -N {node}"
+        slurmd = f"slurmd -D -N {node}{self._stepd()}"
+        inside = f"hostname {node} && mount --bind {self.root}/etc/hosts /etc/hosts && exec {slurmd}"
         # slave: what a test mounts below the state folder later (a small disk, say) is seen on the nodes too.
         unshare = ["unshare", "--uts", "--mount", "--propagation", "slave", "sh", "-c", inside]
         enter = ["nsenter", f"--net={network.namespace(self.root, node)}"]
         self.spawn(f"slurmd-{node}", [*enter, *unshare])
+
+    def _stepd(self) -> str:
+        """slurmd does not look for slurmstepd on PATH, nor beside itself."""
+        programs = self.state.site.programs
+        return f" -d {programs}/slurmstepd" if programs else ""
 
 
 def _connects(path: Path) -> bool:

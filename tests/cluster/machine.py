@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pwd
 import shutil
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from . import config as text
-from . import network
-from .config import USER, Site
+from . import network, release
+from .config import USER, ClusterConfig, Site
 from .errors import ClusterError
 from .install import SEARCH_PATH
 from .state import BOOT, State
@@ -42,8 +43,8 @@ def cgroup_v1() -> bool:
     return os.access(CGROUPS / "freezer" / "cgroup.procs", os.W_OK)
 
 
-def slurm_version() -> tuple[int, int, int]:
-    words = command(["slurmctld", "-V"]).split()
+def slurm_version(search_path: str) -> tuple[int, int, int]:
+    words = command(["slurmctld", "-V"], env={"PATH": search_path}).split()
     year, month, patch = (int(part) for part in words[-1].split("-")[0].split(".")[:3])
     return year, month, patch
 
@@ -210,13 +211,16 @@ def remove_folder(root: Path) -> None:
         shutil.rmtree(root)
 
 
-def new_site(state_folder: Path, proctrack: str | None) -> Site:
-    if proctrack == "cgroup" and not cgroup_v1():
+def new_site(state_folder: Path, config: ClusterConfig) -> Site:
+    if config.proctrack == "cgroup" and not cgroup_v1():
         raise ClusterError("proctrack cgroup was asked for, but cgroup v1 with its freezer is not mounted here")
-    return Site(
+    site = Site(
         root=state_folder,
-        version=slurm_version(),
+        version=(0, 0, 0),
         host=host_name(),
         subnet=network.free_subnet(),
-        proctrack=proctrack or ("cgroup" if cgroup_v1() else "linuxproc"),
+        proctrack=config.proctrack or ("cgroup" if cgroup_v1() else "linuxproc"),
+        programs=str(release.programs(config.release)) if config.release else "",
+        plugins=str(release.plugins(config.release)) if config.release else "",
     )
+    return dataclasses.replace(site, version=slurm_version(site.search_path))

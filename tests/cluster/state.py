@@ -64,7 +64,7 @@ class State:
         except FileNotFoundError:
             return None
         site = fields["site"]
-        fields["site"] = Site(**{**site, "root": root, "version": tuple(site["version"])})
+        fields["site"] = Site(**_known(Site, {**site, "root": root, "version": tuple(site["version"])}))
         fields["config"] = ClusterConfig(**_known(ClusterConfig, fields["config"]))
         fields["daemons"] = {name: Process(**process) for name, process in fields["daemons"].items()}
         return cls(**_known(cls, fields))

@@ -1,98 +1,96 @@
-"""A small training with everything that makes an exact resume hard: the run that the resume tests stop and continue.
+"""A small training for tests that can wait at a chosen moment of each attempt until the test says go.
 
-usage: train.py RUN_DIR STEPS [OPTIONS]; writes RUN_DIR/weights.pt when all steps are done.
+``--moments`` names a moment per attempt: attempt 0 waits at the first, attempt 1 at the second, and so on. There every
+rank leaves ``MARKS/<attempt>-<rank>``, and waits for ``MARKS/<attempt>-go``.
 """
 
 import argparse
-import random
+import os
 import time
 from pathlib import Path
 
-import torch
-from torch import nn
-
-import clusterddp
-from clusterddp.job import Checkpointing
-
 parser = argparse.ArgumentParser()
-parser.add_argument("run_dir", type=Path)
-parser.add_argument("steps", type=int)
+parser.add_argument("--steps", type=int, default=40)
+parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step")
+parser.add_argument("--moments", default="")
+parser.add_argument("--marks", type=Path)
 parser.add_argument("--workers", type=int, default=0)
-parser.add_argument("--sleep", type=float, default=0.0)
-parser.add_argument("--every", type=int)
-parser.add_argument("--samples", type=int, default=100)
-parser.add_argument("--evaluate", action="store_true")
-parser.add_argument("--evaluate-in-step", type=int)
-options = parser.parse_args()
+args = parser.parse_args()
+
+ATTEMPT, RANK = int(os.environ.get("CLUSTERDDP_ATTEMPT", 0)), os.environ.get("RANK", "0")
+MOMENT = dict(enumerate(args.moments.split(","))).get(ATTEMPT)
 
 
-class Noisy(torch.utils.data.Dataset):
-    """Samples with augmentation from torch's and Python's generators."""
+def wait_at(moment):
+    """Waits for the test, for at most 60 s, if this attempt's moment is this one."""
+    if moment != MOMENT:
+        return
+    (args.marks / f"{ATTEMPT}-{RANK}").touch()
+    deadline = time.monotonic() + 60
+    while not (args.marks / f"{ATTEMPT}-go").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+wait_at("import")
+
+import torch  # noqa: E402
+from torch.utils.data import Dataset  # noqa: E402
+
+import clusterddp  # noqa: E402
+
+
+class Noise(Dataset):
+    """200 samples; each has random augmentation of its own."""
 
     def __len__(self):
-        return options.samples
+        return 200
 
     def __getitem__(self, index):
-        sample = torch.full((64,), float(index) / 100) + torch.randn(64) * 0.1
-        if random.random() < 0.5:
-            sample = sample.flip(0)
-        return sample, index % 10
+        return torch.full((16,), index / 200) + 0.1 * torch.randn(16), torch.tensor([index % 7 / 7.0])
 
 
-class Net(nn.Module):
+class Watched:
+    """A part of the state that waits while it is saved or restored."""
+
     def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(64, 512),
-            nn.BatchNorm1d(512),
-            nn.ReLU(),
-            nn.Dropout(0.3),
-            nn.Linear(512, 512),
-            nn.ReLU(),
-            nn.Linear(512, 10),
-        )
+        self.count = 0
 
-    def forward(self, x):
-        return self.layers(x)
+    def state_dict(self):
+        if self.count == 20:
+            wait_at("save")
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        wait_at("restore")
+        self.count = state["count"]
 
 
-def evaluate(ctx, model):
-    model.eval()
-    right = 0
-    with torch.no_grad():
-        for x, y in ctx.eval_loader(Noisy(), batch_size=4):
-            print("evaluation batch", flush=True)
-            right += int((model(x).argmax(1) == y).sum())
-            time.sleep(options.sleep)
-    model.train()
-    return ctx.all_reduce_sum(right) / options.samples
-
-
-often = Checkpointing(every_steps=options.every, every_s=None, keep=3)
-ctx = clusterddp.init(seed=3, run_dir=options.run_dir, checkpoint=often)
-model = ctx.wrap(Net(), bucket_cap_mb=0.2)
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=1000)
-loader = ctx.loader(Noisy(), batch_size=6, num_workers=options.workers)
-run = ctx.run(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
-print(f"begin {run.step}", flush=True)
-try:
-    for x, y in run.steps(options.steps):
-        loss = nn.functional.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        run.log(loss=loss)
-        run.log(lr=scheduler.get_last_lr()[0], epoch=run.epoch)
-        if run.step == options.evaluate_in_step:
-            ctx.print(f"evaluating {evaluate(ctx, model)}")
-        print(f"step {run.step} sum {int(x.sum() * 1000)}", flush=True)
-        time.sleep(options.sleep)
-finally:
-    print("finally ran", flush=True)
-if options.evaluate:
-    ctx.print(f"evaluating {evaluate(ctx, model)}")
-print("all done", flush=True)
-if ctx.is_main:
-    torch.save(model.module.state_dict(), options.run_dir / "weights.pt")
+if RANK == "1":
+    wait_at("rendezvous")  # rank 0 waits inside init()
+elif MOMENT == "rendezvous":
+    (args.marks / f"{ATTEMPT}-{RANK}").touch()
+ctx = clusterddp.init()
+model = ctx.wrap(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 1)))
+optimizer = torch.optim.Adam(model.parameters())
+loader = ctx.loader(Noise(), batch_size=4, num_workers=args.workers)
+watched = Watched()
+run = ctx.run(model=model, optimizer=optimizer, loader=loader, watched=watched)
+for number, (x, y) in enumerate(run.steps(args.steps)):
+    if number == 0:
+        wait_at("first step")
+    loss = (model(x) - y).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    watched.count += 1
+    run.log(loss=loss)
+    time.sleep(args.pause)
+    if number == 2 and MOMENT == "evaluation":
+        wait_at("evaluation")
+        for _ in range(600):
+            ctx.stop_point()
+            time.sleep(0.1)
+    if run.step == args.steps - 1:
+        wait_at("last step")
+wait_at("after the end")
+ctx.print(f"finished at step {run.step}")

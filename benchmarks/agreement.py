@@ -1,0 +1,276 @@
+"""What the stop agreement costs per step: ``python -m benchmarks.agreement`` (``make bench-agreement``), 7 minutes.
+
+Two gloo ranks on this machine train a small DDP model in steps of about 10 ms. Blocks of 100 steps are timed in pairs:
+one with the agreement (its watcher thread blocked on the store, ``boundary()`` after every step), one without any; the
+order within a pair alternates, both run in the same processes. Between them lie pairs of two blocks without it, which
+show what the machine alone makes of the same comparison (A/A). Reported: the median ratio of the pairs with its
+bootstrap 95% interval, and how many messages the ranks sent to the store while they made boundaries.
+
+The bar: the interval's upper end is below 1.02, and not one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import Store as TorchStore
+
+from benchmarks import report
+from clusterddp.training.agreement import Agreement, Store
+
+RANKS = 2
+BAR = 1.02
+RANK_FILE = "BENCHMARK_RANK_FILE"
+
+
+class CountingStore:
+    """A store that counts the calls on it: each one is a message to rank 0's, and its answer."""
+
+    def __init__(self, store: Store, calls: Counter[str] | None = None) -> None:
+        self.calls: Counter[str] = Counter() if calls is None else calls
+        self._store = store
+
+    def get(self, key: str, /) -> bytes:
+        self.calls["get"] += 1
+        return self._store.get(key)
+
+    def set(self, key: str, value: str, /) -> None:
+        self.calls["set"] += 1
+        self._store.set(key, value)
+
+    def add(self, key: str, amount: int, /) -> int:
+        self.calls["add"] += 1
+        return self._store.add(key, amount)
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        self.calls["multi_get"] += 1
+        return self._store.multi_get(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        self.calls["compare_set"] += 1
+        return self._store.compare_set(key, expected, desired)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Seconds of a block with the agreement and of one without, and of two without, taken next to each other."""
+
+    on: float
+    off: float
+    first: float
+    second: float
+
+    @property
+    def ratio(self) -> float:
+        """What the agreement makes of a step."""
+        return self.on / self.off
+
+    @property
+    def control(self) -> float:
+        """What the machine alone makes of the same comparison."""
+        return self.first / self.second
+
+
+# ---- in the ranks
+
+
+class Trainer:
+    """Steps of a given length, with as much of a real step as matters here: a gradient all_reduce couples the ranks."""
+
+    def __init__(self, size: int = 160) -> None:
+        torch.manual_seed(0)
+        self._model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
+        self._batch, self._matrix = torch.randn(16, 64), torch.randn(size, size)
+        self._products = 1
+
+    def step(self) -> None:
+        result = self._matrix
+        for _ in range(self._products):
+            result = torch.tanh(self._matrix @ result)
+        self._optimizer.zero_grad()
+        self._model(self._batch).square().mean().backward()
+        self._optimizer.step()
+
+    def block(self, steps: int, boundary: Callable[[], bool] | None) -> float:
+        """Seconds that ``steps`` steps take, from when all ranks are there. Collective."""
+        dist.barrier()
+        started = time.perf_counter()
+        if boundary is None:
+            for _ in range(steps):
+                self.step()
+        else:
+            for _ in range(steps):
+                self.step()
+                boundary()
+        return time.perf_counter() - started
+
+    def calibrate(self, step_s: float) -> None:
+        """Makes a step take ``step_s``, the same amount of work on all ranks. Collective."""
+        self.block(20, None)
+        for _ in range(4):
+            now = self.block(20, None) / 20
+            products = torch.tensor([max(1, round(self._products * step_s / now))])
+            dist.broadcast(products, src=0)
+            self._products = int(products)
+
+
+class Agreements:
+    """A new agreement for every block that needs one: in the blocks without it, there is no watcher either."""
+
+    def __init__(self, store: TorchStore, watched: TorchStore, rank: int) -> None:
+        self._store, self._watched, self._rank = store, watched, rank
+        self._made = 0
+        self.messages: Counter[str] = Counter()
+
+    def time(self, trainer: Trainer, steps: int) -> float:
+        """``trainer.block`` with an agreement that nobody asks to stop. Collective."""
+        prefix = f"agreement-{self._made}"
+        self._made += 1
+        main = CountingStore(PrefixStore(prefix, self._store))
+        watched = CountingStore(PrefixStore(prefix, self._watched))
+        agreement = Agreement(main, watched, self._rank, RANKS)
+        wait_for_watcher(watched)
+        before = main.calls + watched.calls
+        seconds = trainer.block(steps, agreement.boundary)
+        self.messages += (main.calls + watched.calls) - before
+        dist.barrier()
+        agreement.close()
+        return seconds
+
+
+def wait_for_watcher(watched: CountingStore) -> None:
+    """Until the watcher is blocked in the one call that it makes while nobody wants to stop."""
+    deadline = time.monotonic() + 10
+    while not watched.calls:
+        assert time.monotonic() < deadline, "the watcher did not begin to watch"
+        time.sleep(0.001)
+
+
+def measure(pairs: int, steps: int, step_s: float) -> dict[str, Any]:
+    """The measurement of one rank; rank 0's figures are the ones to show."""
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    port, host = int(os.environ["MASTER_PORT"]), os.environ["MASTER_ADDR"]
+    store = TCPStore(host, port, RANKS, is_master=rank == 0, timeout=timedelta(seconds=60))
+    watched = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(days=1))
+    dist.init_process_group("gloo", store=PrefixStore("group", store), rank=rank, world_size=RANKS)
+    trainer, agreements = Trainer(), Agreements(store, watched, rank)
+    trainer.calibrate(step_s)
+    results = [_pair(trainer, agreements, steps, number) for number in range(pairs)]
+    messages = torch.tensor([agreements.messages.total()])
+    dist.all_reduce(messages)
+    dist.barrier()
+    dist.destroy_process_group()
+    step_ms = 1000 * report.median([pair.off for pair in results]) / steps
+    return {
+        "pairs": [asdict(pair) for pair in results],
+        "steps": steps,
+        "step_ms": step_ms,
+        "boundaries": RANKS * pairs * steps,
+        "messages": int(messages),
+    }
+
+
+def _pair(trainer: Trainer, agreements: Agreements, steps: int, number: int) -> Pair:
+    """Which block comes first alternates, so that a drift of the machine's speed is on neither side."""
+
+    def with_it() -> float:
+        return agreements.time(trainer, steps)
+
+    def without() -> float:
+        return trainer.block(steps, None)
+
+    if number % 2:
+        on, off = with_it(), without()
+        first, second = without(), without()
+    else:
+        off, on = without(), with_it()
+        second, first = without(), without()
+    return Pair(on, off, first, second)
+
+
+# ---- around them
+
+
+def run_ranks(arguments: list[str]) -> dict[str, Any]:
+    """Starts the ranks with torchrun's variables; returns rank 0's figures."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+        probe.close()
+        result = Path(folder) / "figures.json"
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environments = [{**os.environ, **common, "RANK": str(rank), RANK_FILE: str(result)} for rank in range(RANKS)]
+        command = [sys.executable, "-m", "benchmarks.agreement", *arguments]
+        ranks = [subprocess.Popen(command, env=environment) for environment in environments]
+        try:
+            codes = [rank.wait() for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            sys.exit(f"the ranks ended with {codes}")
+        figures: dict[str, Any] = json.loads(result.read_text())
+        return figures
+
+
+def describe(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The report, and the figures with what follows from them."""
+    pairs = [Pair(**pair) for pair in figures["pairs"]]
+    rows, summary = [], {}
+    for name, ratios in (
+        ("with / without", [pair.ratio for pair in pairs]),
+        ("without / without (A/A)", [pair.control for pair in pairs]),
+    ):
+        low, high = report.bootstrap_interval(ratios)
+        rows.append([name, len(ratios), f"{report.median(ratios):.4f}", f"{low:.4f} to {high:.4f}"])
+        summary[name] = {"median": report.median(ratios), "low": low, "high": high}
+    met = summary["with / without"]["high"] < BAR and figures["messages"] == 0
+    text = f"""# What the stop agreement costs per step
+
+{report.place()} {RANKS} gloo ranks, steps of {figures["step_ms"]:.1f} ms,
+blocks of {figures["steps"]} steps, `python -m benchmarks.agreement`.
+
+{report.table(["blocks compared", "pairs", "median ratio", "95% interval of the median"], rows)}
+
+Messages to the store during {figures["boundaries"]} boundaries: {figures["messages"]}.
+
+The bar, an upper end below {BAR} and no message at all, is {report.verdict(met)}."""
+    return text, {**figures, "summary": summary, "met": met}
+
+
+def main() -> None:
+    """The command line; also what each rank runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100, help="in each block")
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    options = parser.parse_args()
+    if RANK_FILE in os.environ:
+        figures = measure(options.pairs, options.steps, options.step_ms / 1000)
+        if os.environ["RANK"] == "0":
+            Path(os.environ[RANK_FILE]).write_text(json.dumps(figures))
+        return
+    report.write(options.out, "agreement", *describe(run_ranks(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""How fast nodes are handed over, and taken up again: ``python -m benchmarks.handover`` (``make bench-handover``).
+
+On the test cluster, two nodes with a rank each, every figure beside a control started the same way, alternating:
+
+(a) Handover: from the TERM that a preemption sends to the ranks (by slurmd's own log) to the first command of the job
+    that takes the nodes. Control: a batch job whose ranks end at once on TERM and which then calls ``scontrol requeue``
+    and ends. The bar: ours <= control + one step + one save + 0.5 s.
+(b) Resume: from the first line of the requeued job's batch script to the end of its first step. Control: a DDP script
+    under plain ``srun python``, from the first line of its requeued batch script to the end of its only step. The bar:
+    ours <= control + 1 s.
+(c) With the hold that Slurm puts on requeued jobs by default (cred_expire=120, so 121 s): from the end of the job that
+    took the nodes to the first new step, once with ``clusterddp watch`` running and once with ``policy: resubmit``. The
+    bar: 5 s more than the control, the empty DDP script from its start to its step.
+
+All repetitions take about 10 minutes. Medians are compared; worst cases stand beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.runs import (
+    HighJob,
+    cluster,
+    first_step_done,
+    folder_for,
+    lifting,
+    stamps,
+    submit_training,
+    term_sent,
+    until,
+)
+from clusterddp.rundir import read_lines
+from tests.cluster import Cluster, ClusterConfig
+from tests.trainings import Training
+
+WAIT_S = 90.0
+HANDOVER_BAR_S, RESUME_BAR_S, HOLD_BAR_S = 0.5, 1.0, 5.0
+#: The job that takes the nodes under (c) keeps them until the preempted one has been requeued and waits.
+HIGH_SECONDS = 5.0
+STEPS_BEFORE, PAUSE = 20, "0.05"
+SCRIPTS = "benchmarks/scripts"
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One preemption and what came after it, in seconds; step and save of ours only."""
+
+    handover: float
+    resume: float
+    step: float = 0.0
+    save: float = 0.0
+
+
+# ---- (a) and (b)
+
+
+def our_cycle(up: Cluster, folder: Path) -> Cycle:
+    """A clusterddp run, preempted in the middle of its steps."""
+    with training_run(up, folder) as training:
+        high, sent = preempt(up, training.job_id, folder)
+        resumed = until(lifting(training, lambda: first_step_of(training, 1)), "the resumed run's step", WAIT_S)
+        step, save = step_and_save(training)
+        return Cycle(high - sent, resumed - stamps(folder / "starts")[-1], step, save)
+
+
+def control_cycle(up: Cluster, folder: Path) -> Cycle:
+    """The control: ranks that end at once, a batch script that requeues; then the empty DDP script."""
+    job_id = submit_control(up, folder)
+    until(lambda: len(list(folder.glob("ready-*"))) == 2, "the control's ranks", WAIT_S)
+    high, sent = preempt(up, job_id, folder)
+    job = Training(up, folder, run=None, job_id=job_id)  # type: ignore[arg-type]
+    stepped = until(lifting(job, lambda: next(iter(stamps(folder / "stepped")), None)), "the control's step", WAIT_S)
+    return Cycle(high - sent, stepped - stamps(folder / "starts")[-1])
+
+
+@contextmanager
+def training_run(up: Cluster, folder: Path, policy: str | None = None) -> Iterator[Training]:
+    """A run that has made some steps and would make many more; it is cancelled afterwards."""
+    training = submit_training(up, folder, "--steps", "100000", "--pause", PAUSE, policy=policy)
+    try:
+        until(lambda: len(steps_of(training, 0)) > STEPS_BEFORE or None, f"{training.run} to train", WAIT_S)
+        yield training
+    finally:
+        up.run([up.python, "-m", "clusterddp", "cancel", training.run.path], check=False)
+        up.drain_jobs()
+
+
+def submit_control(up: Cluster, folder: Path) -> str:
+    """Two nodes, a task on each with all its CPUs, as for ours."""
+    script = folder / "control.sbatch"
+    srun = f"srun --cpus-per-task={up.config.cpus} {up.python} -u {up.source / SCRIPTS}"
+    script.write_text(
+        f"""#!/bin/bash
+date +%s.%N >> {folder}/starts
+export OMP_NUM_THREADS={up.config.cpus}
+if [ -z "$SLURM_RESTART_COUNT" ]; then
+    {srun}/wait_for_term.py {folder}
+    scontrol requeue $SLURM_JOB_ID
+    exit
+fi
+{srun}/empty_ddp.py {folder}/stepped
+"""
+    )
+    return sbatch(up, script)
+
+
+def sbatch(up: Cluster, script: Path) -> str:
+    size = ["--nodes=2", "--ntasks-per-node=1", f"--cpus-per-task={up.config.cpus}"]
+    log = f"--output={script.with_suffix('.log')}"
+    return up.run(["sbatch", "--parsable", "--requeue", log, *size, script]).stdout.strip()
+
+
+def preempt(up: Cluster, job_id: str, folder: Path) -> tuple[float, float]:
+    """When the job that takes the nodes ran its first command, and when TERM was sent to the ranks."""
+    high = HighJob.submit(up, folder / "high")
+    started = until(high.started, "the nodes to be free", WAIT_S)
+    sent = until(lambda: term_sent(up, job_id), f"slurmd's word on a TERM to job {job_id}", 5)
+    return started, sent
+
+
+def steps_of(training: Training, attempt: int) -> list[dict[str, Any]]:
+    """The metrics lines of one attempt."""
+    return [line for line in read_lines(training.run.metrics_file) if line["attempt"] == attempt]
+
+
+def first_step_of(training: Training, attempt: int) -> float | None:
+    return first_step_done(list(read_lines(training.run.metrics_file)), attempt)
+
+
+def step_and_save(training: Training) -> tuple[float, float]:
+    """The first attempt's median step, and the save that its stop took."""
+    times = [line["time"] for line in steps_of(training, 0)]
+    steps = [after - before for before, after in itertools.pairwise(times)]
+    saves = [event for event in training.run.events() if event["event"] == "checkpoint" and event["attempt"] == 0]
+    return report.median(steps), float(saves[-1]["durable_s"])
+
+
+# ---- (c)
+
+
+def watched_resume(up: Cluster, folder: Path) -> float:
+    """Seconds from the end of the job that took the nodes to the first new step, a watcher lifting the hold."""
+    with training_run(up, folder) as training:
+        with open(folder / "watch.log", "w") as log:
+            watcher = up.popen([up.python, "-m", "clusterddp", "watch", training.run.path], stderr=log)
+        try:
+            return resume_after_hold(up, training, folder)
+        finally:
+            watcher.kill()
+            watcher.wait()
+
+
+def resubmitted_resume(up: Cluster, folder: Path) -> float:
+    """The same for a run that goes on in a new job."""
+    with training_run(up, folder, policy="resubmit") as training:
+        return resume_after_hold(up, training, folder)
+
+
+def resume_after_hold(up: Cluster, training: Training, folder: Path) -> float:
+    high = HighJob.submit(up, folder / "high", HIGH_SECONDS)
+    ended = until(high.ended, "the job that took the nodes to end", WAIT_S)
+    resumed = until(lambda: first_step_of(training, 1), f"{training.run} to resume", 180)
+    return resumed - ended
+
+
+def empty_start(up: Cluster, folder: Path) -> float:
+    """Seconds from the first line of the empty DDP script's batch script to its step."""
+    script = folder / "empty.sbatch"
+    srun = f"srun --cpus-per-task={up.config.cpus} {up.python} -u {up.source / SCRIPTS}"
+    script.write_text(
+        f"""#!/bin/bash
+date +%s.%N >> {folder}/starts
+export OMP_NUM_THREADS={up.config.cpus}
+{srun}/empty_ddp.py {folder}/stepped
+"""
+    )
+    sbatch(up, script)
+    stepped = until(lambda: next(iter(stamps(folder / "stepped")), None), "the empty script's step", WAIT_S)
+    up.drain_jobs()
+    return stepped - stamps(folder / "starts")[0]
+
+
+# ---- all of it
+
+
+def measure_cycles(repetitions: int, proctrack: str | None) -> tuple[list[Cycle], list[Cycle], str]:
+    """(a) and (b): ours and the control, alternating."""
+    ours, control = [], []
+    with cluster(ClusterConfig(nodes=2, cpus=2, grace=20, proctrack=proctrack)) as up:
+        words = f"Slurm {up.version}, 2 nodes, proctrack/{up.proctrack}"
+        for number in range(repetitions):
+            say(f"(a), (b): {number + 1} of {repetitions}")
+            control.append(control_cycle(up, folder_for(up, f"control-{number}")))
+            up.drain_jobs()
+            ours.append(our_cycle(up, folder_for(up, f"ours-{number}")))
+    return ours, control, words
+
+
+def measure_holds(repetitions: int, proctrack: str | None) -> dict[str, list[float]]:
+    """(c), alternating."""
+    kinds = {"empty": empty_start, "watch": watched_resume, "resubmit": resubmitted_resume}
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    with cluster(ClusterConfig(nodes=2, cpus=2, grace=20, proctrack=proctrack, cred_expire=120)) as up:
+        for number in range(repetitions):
+            for kind, function in kinds.items():
+                say(f"(c) {kind}: {number + 1} of {repetitions}")
+                seconds[kind].append(function(up, folder_for(up, f"{kind}-{number}")))
+    return seconds
+
+
+def say(words: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
+
+
+def describe(ours: list[Cycle], control: list[Cycle], holds: dict[str, list[float]], words: str) -> tuple[str, Any]:
+    """The report and the raw figures."""
+    step, save = report.median([cycle.step for cycle in ours]), report.median([cycle.save for cycle in ours])
+    rows = [
+        compared(
+            "(a) handover", [c.handover for c in ours], [c.handover for c in control], step + save + HANDOVER_BAR_S
+        ),
+        compared("(b) resume", [c.resume for c in ours], [c.resume for c in control], RESUME_BAR_S),
+        *(
+            compared(f"(c) {words}", holds[kind], holds["empty"], HOLD_BAR_S)
+            for kind, words in (("watch", "hold of 121 s, `clusterddp watch`"), ("resubmit", "`policy: resubmit`"))
+            if holds
+        ),
+    ]
+    head = ["", "repetitions", "ours, median", "worst", "control, median", "worst", "difference", "allowed", "bar"]
+    text = f"""# Handover and resume
+
+{report.place(words)} Seconds; see `benchmarks/handover.py` for what is measured, and what the controls are.
+
+{report.table(head, rows)}
+
+(a) allows one step ({1000 * step:.0f} ms), one save ({1000 * save:.0f} ms) and {HANDOVER_BAR_S} s.
+The control of (c) is the empty DDP script, from its own start to its step.
+Clocks: slurmd's log (TERM), `date` in batch scripts, the metrics' time stamps, all of one machine."""
+    return text, {
+        "ours": [asdict(cycle) for cycle in ours],
+        "control": [asdict(cycle) for cycle in control],
+        "holds": holds,
+        "cluster": words,
+        "met": {row[0]: row[-1] == report.verdict(True) for row in rows},
+    }
+
+
+def compared(name: str, ours: list[float], control: list[float], allowed: float) -> list[Any]:
+    """One line of the table: medians, worst cases, and whether the difference of the medians is within the bar."""
+    ours_median, control_median = report.median(ours), report.median(control)
+    difference = ours_median - control_median
+    middle = [ours_median, report.worst(ours), control_median, report.worst(control), difference, allowed]
+    return [name, len(ours), *middle, report.verdict(difference <= allowed)]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=12, help="of (a) and (b)")
+    parser.add_argument("--holds", type=int, default=5, help="repetitions of (c)")
+    parser.add_argument("--proctrack", choices=["cgroup", "linuxproc"])
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    options = parser.parse_args()
+    ours, control, words = measure_cycles(options.repetitions, options.proctrack)
+    holds = measure_holds(options.holds, options.proctrack) if options.holds else {}
+    report.write(options.out, "handover", *describe(ours, control, holds, words))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What all benchmarks share once the figures are there: medians, intervals, Markdown tables, and the files in docs/."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def median(values: Sequence[float]) -> float:
+    """NaN of none, so that a table with a gap can still be written."""
+    return statistics.median(values) if values else float("nan")
+
+
+def worst(values: Sequence[float]) -> float:
+    """The largest; NaN of none."""
+    return max(values, default=float("nan"))
+
+
+def bootstrap_interval(
+    values: Sequence[float],
+    of: Callable[[Sequence[float]], float] = median,
+    *,
+    level: float = 0.95,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """The percentile bootstrap interval of a statistic: the same figures for the same values and seed."""
+    generator = random.Random(seed)
+    found = sorted(of(generator.choices(values, k=len(values))) for _ in range(resamples))
+    tail = (1 - level) / 2
+    return found[int(tail * resamples)], found[min(resamples - 1, int((1 - tail) * resamples))]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; floats get two decimals."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "**not met**"
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    model = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return {
+        "cpu": model[0] if model else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def place(more: str = "") -> str:
+    """One sentence on the machine, for the top of a report."""
+    has = machine()
+    kind = f"{has['cores']} cores ({has['cpu']}), Linux {has['kernel']}, Python {has['python']}, torch {has['torch']}"
+    return f"Measured on one machine: {kind}{', ' + more if more else ''}."
+
+
+def write(folder: Path, name: str, text: str, figures: Mapping[str, Any]) -> None:
+    """``NAME.md`` and ``NAME.json`` in ``folder``; the text goes to the terminal, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(f"{text}\n\nRaw figures: [{name}.json]({name}.json).\n")
+    print(f"{text}\n\nwritten to {folder / name}.md and .json", flush=True)

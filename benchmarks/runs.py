@@ -1,0 +1,169 @@
+"""Runs on the test cluster as the benchmarks need them: submitted with a time stamp in front, preempted, observed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from clusterddp.rundir import RunDirectory
+from tests.cluster import Cluster, ClusterConfig, ClusterError
+from tests.trainings import Training
+
+T = TypeVar("T")
+
+
+class TooLong(Exception):
+    """What was waited for did not come."""
+
+
+def until(condition: Callable[[], T | None], what: str, seconds: float, look_s: float = 0.02) -> T:
+    """The condition's first value that is neither None nor False."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value is not None and value is not False:
+            return value
+        if time.monotonic() > deadline:
+            raise TooLong(f"waited {seconds:g} s for {what}")
+        time.sleep(look_s)
+
+
+@contextmanager
+def cluster(config: ClusterConfig, patience_s: float = 3600) -> Iterator[Cluster]:
+    """The test cluster, once nobody else has it. It goes down with the block, also when this process is told to end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with _bring_up(config, time.monotonic() + patience_s) as up:
+        yield up
+
+
+def _bring_up(config: ClusterConfig, deadline: float) -> Cluster:
+    said = False
+    while True:
+        try:
+            return Cluster.up(config)
+        except ClusterError as error:
+            taken = "is held by" in str(error) or "was left up" in str(error)
+            if not taken or time.monotonic() > deadline:
+                raise
+            if not said:
+                print(f"waiting: {error}", file=sys.stderr, flush=True)
+            said = True
+            time.sleep(1)
+
+
+def folder_for(cluster: Cluster, name: str) -> Path:
+    """A new folder of the user's, the same on all nodes."""
+    folder = cluster.scratch / name
+    folder.mkdir(mode=0o755)
+    os.chown(folder, cluster.uid, -1)
+    return folder
+
+
+def submit_training(
+    cluster: Cluster, folder: Path, *script: str, ranks_per_node: int = 1, policy: str | None = None
+) -> Training:
+    """tests/scripts/train.py on two nodes. Each start of its batch script first appends the time to FOLDER/starts."""
+    training = Training(cluster, folder, RunDirectory(folder / "run"))
+    definition = {
+        "script": str(cluster.source / "tests" / "scripts" / "train.py"),
+        "args": [*script],
+        "nodes": 2,
+        "gpus_per_node": ranks_per_node,
+        "device": "cpu",
+        "partition": "low",
+        "timeouts": {"notice_s": 15},
+        "checkpoint": {"every": "20 steps"},
+        "setup": [stamp_line(folder / "starts")],
+        **({"policy": policy} if policy else {}),
+    }
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(definition))
+    command: list[str | Path] = [cluster.python, "-m", "clusterddp.submit", file, "--run-dir", training.run.path]
+    training.job_id = cluster.run(command, cwd=cluster.source).stdout.strip()
+    return training
+
+
+def stamp_line(file: Path) -> str:
+    """A shell line that appends the time."""
+    return f"date +%s.%N >> {file}"
+
+
+def stamps(file: Path) -> list[float]:
+    """The times in a file, whole lines only."""
+    try:
+        return [float(line) for line in file.read_text().rpartition("\n")[0].splitlines()]
+    except FileNotFoundError:
+        return []
+
+
+@dataclass(frozen=True)
+class HighJob:
+    """A job that takes nodes from `low` and writes down when it began and when it ended."""
+
+    job_id: str
+    file: Path
+
+    @classmethod
+    def submit(cls, cluster: Cluster, file: Path, seconds: float = 0.1, nodes: int | None = None) -> HighJob:
+        size = [f"--nodes={nodes or len(cluster.nodes)}", "--exclusive", "--output=/dev/null"]
+        script = f"{stamp_line(file)}; sleep {seconds:g}; {stamp_line(file)}"
+        command = ["sbatch", "--parsable", "--partition=high", *size, f"--wrap={script}"]
+        return cls(cluster.run(command).stdout.strip(), file)
+
+    def started(self) -> float | None:
+        """When its first command ran: the nodes were free."""
+        return next(iter(stamps(self.file)), None)
+
+    def ended(self) -> float | None:
+        return next(iter(stamps(self.file)[1:]), None)
+
+
+def term_sent(cluster: Cluster, job_id: str, after: float = 0.0) -> float | None:
+    """When the first TERM after a moment was sent to the ranks, by the word of the nodes' slurmds."""
+    logs = cluster.conf.parents[1] / "log"
+    texts = [(logs / f"slurmd-{node}.log").read_text(errors="replace") for node in cluster.nodes]
+    times = [sent for text in texts for sent in signal_times(text, job_id) if sent >= after]
+    return min(times, default=None)
+
+
+def signal_times(log: str, job_id: str, number: int = 15) -> list[float]:
+    """When slurmd signalled a numbered step of the job: ``[2026-01-31T12:00:00.123] [8.0] Sent signal 15 to ...``."""
+    pattern = rf"^\[([\d-]+T[\d:]+)(\.\d+)\] .*Sent signal {number} to StepId={job_id}\.\d"
+    return [
+        time.mktime(time.strptime(whole, "%Y-%m-%dT%H:%M:%S")) + float(fraction)
+        for whole, fraction in re.findall(pattern, log, re.MULTILINE)
+    ]
+
+
+def lifting(training: Training, condition: Callable[[], T | None]) -> Callable[[], T | None]:
+    """The condition, with a look at the job five times a second: Slurm's hold after a requeue is lifted."""
+    due = 0.0
+
+    def look() -> T | None:
+        nonlocal due
+        if time.monotonic() >= due:
+            training.lift_hold()
+            due = time.monotonic() + 0.2
+        return condition()
+
+    return look
+
+
+def event_times(events: Sequence[dict[str, Any]], name: str, attempt: int) -> list[float]:
+    """When an attempt's events of one kind happened."""
+    return [event["time"] for event in events if event["event"] == name and event["attempt"] == attempt]
+
+
+def first_step_done(lines: Sequence[dict[str, Any]], attempt: int) -> float | None:
+    """When an attempt's first own step was done, by its metrics line."""
+    return min((line["time"] for line in lines if line["attempt"] == attempt), default=None)

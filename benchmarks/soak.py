@@ -1,0 +1,454 @@
+"""Hundreds of preemptions at random moments, and what became of every step, sample and bit.
+
+``python -m benchmarks.soak`` (``make soak``). On the test cluster, tests/scripts/train.py is trained again and again on
+two nodes, and each run is preempted four to eight times by jobs in `high`, 0 to 6 s after an attempt's start, so that
+imports, rendezvous, restores, steps and saves are all hit; now and then by two jobs at once, or with a second TERM on
+top. A preemption counts when a new attempt followed. When a run is over its recorded history is compared with an
+uninterrupted run's: each step once, each sample once per epoch, none redone, the same losses, the same weights and
+optimizer to the last bit, one outcome, no process left. A run that fails any of it is kept in STATE/failed, with its
+run directory and Slurm's logs.
+
+All cases follow from --seed. STATE/progress.jsonl has a line per finished run: an interrupted soak goes on after it,
+and one that is finished writes its report again. 200 preemptions take about 25 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.runs import (
+    HighJob,
+    TooLong,
+    cluster,
+    event_times,
+    first_step_done,
+    folder_for,
+    lifting,
+    stamps,
+    submit_training,
+    term_sent,
+    until,
+)
+from clusterddp.rundir import RunDirectory, append_line, read_json, read_lines
+from clusterddp.training.data import SampleOrder
+from tests.cluster import Cluster, ClusterConfig
+from tests.cluster.system import Process
+from tests.trainings import Training
+from tests.waiting import differing, final_state
+
+STEPS, PAUSE_S = 300, 0.03
+SAMPLES, BATCH, SEED = 200, 4, 0
+"""The dataset's length and the batch per rank in tests/scripts/train.py, and the seed of a job that names none."""
+LATEST_S = 6.0
+WAIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """One to be made: ``delay`` seconds after an attempt's start; by jobs of so many nodes each, all at once."""
+
+    delay: float
+    nodes: tuple[int, ...] = (3,)
+    second_term: float | None = None
+    """Seconds after which the ranks get another TERM."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run to be made."""
+
+    number: int
+    proctrack: str
+    grace: int
+    ranks_per_node: int
+    preemptions: tuple[Preemption, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.proctrack}-{self.number:03}"
+
+
+@dataclass
+class Result:
+    """What became of one run; ``problems`` is empty when it is as the uninterrupted one."""
+
+    case: str
+    grace: int
+    proctrack: str
+    ranks: int
+    slurm: str
+    preemptions: int = 0
+    """Those that took effect: attempts after the first."""
+    before_first_step: int = 0
+    """Attempts, but for the last, that ended before they had made a step."""
+    lost: bool = False
+    doubled: bool = False
+    steps_redone: int = 0
+    samples_wrong: int = 0
+    weights_differ: bool = False
+    problems: list[str] = field(default_factory=list)
+    handovers: list[float] = field(default_factory=list)
+    resumes: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+# ---- the cases: functions of the seed
+
+
+def make_case(seed: int, proctrack: str, number: int, graces: Sequence[int]) -> Case:
+    """The run ``number`` of one proctrack. One in four has two ranks per node; the graces alternate."""
+    draw = random.Random(f"{seed}/{proctrack}/{number}")
+    preemptions = tuple(_make_preemption(draw) for _ in range(draw.randint(4, 8)))
+    ranks_per_node = 2 if draw.random() < 0.25 else 1
+    return Case(number, proctrack, graces[number % len(graces)], ranks_per_node, preemptions)
+
+
+def _make_preemption(draw: random.Random) -> Preemption:
+    delay, kind = round(draw.uniform(0, LATEST_S), 3), draw.random()
+    if kind < 0.1:
+        return Preemption(delay, draw.choice([(3, 3), (2, 2), (1, 3), (2, 1)]))
+    if kind < 0.2:
+        return Preemption(delay, second_term=round(draw.uniform(0, 0.5), 3))
+    return Preemption(delay)
+
+
+# ---- judging a history
+
+
+def samples_wrong(steps: Iterable[int], total: int, ranks: int) -> int:
+    """How many samples the counted ``steps`` consumed other than once per epoch, of those that ``total`` steps need.
+
+    The last epoch may be incomplete; none of its samples may come twice.
+    """
+    order = SampleOrder(SAMPLES, SEED, shuffle=True)
+    share = BATCH * ranks
+    consumed = Counter(sample for step in steps for sample in order.samples(step * share, (step + 1) * share))
+    epochs, rest = divmod(total * share, SAMPLES)
+    wrong = sum(abs(consumed.pop((epoch, index), 0) - 1) for epoch in range(epochs) for index in range(SAMPLES))
+    partial = [consumed.pop((epochs, index), 0) for index in range(SAMPLES)]
+    wrong += abs(sum(partial) - rest) + sum(count - 1 for count in partial if count > 1)
+    return wrong + sum(consumed.values())
+
+
+def judge(result: Result, run: RunDirectory, reference: RunDirectory) -> None:
+    """Fills in what a finished run's own files say."""
+    events, lines, counted = run.events(), list(read_lines(run.metrics_file)), run.metrics()
+    attempts = run.attempts()
+    trained = {line["attempt"] for line in lines}
+    result.preemptions = len(attempts) - 1
+    result.before_first_step = len(set(attempts[:-1]) - trained)
+    _judge_end(result, run.outcome(), events)
+    _judge_steps(result, events, lines, counted)
+    result.samples_wrong = samples_wrong([line["step"] for line in counted], STEPS, result.ranks)
+    if result.samples_wrong:
+        result.problems.append(f"{result.samples_wrong} samples not consumed exactly once")
+    if [line["loss"] for line in counted] != [line["loss"] for line in reference.metrics()]:
+        result.problems.append("the losses are not the uninterrupted run's")
+    different = differing(final_state(run), final_state(reference)) if not result.lost else []
+    result.weights_differ = bool(different)
+    if different:
+        result.problems.append(f"not the uninterrupted run's: {', '.join(different)}")
+
+
+def _judge_end(result: Result, outcome: dict[str, Any] | None, events: Sequence[dict[str, Any]]) -> None:
+    result.lost = (outcome or {}).get("state") != "completed"
+    if result.lost:
+        result.problems.append(f"the outcome is {outcome}")
+    ends = [number for number, event in enumerate(events) if event["event"] in ("completed", "failed", "cancelled")]
+    after = [event["event"] for event in events[ends[0] + 1 :]] if ends else []
+    if len(ends) != 1 or after:
+        result.problems.append(f"{len(ends)} terminal events; after the first one: {after}")
+    result.doubled = len(ends) > 1 or "started" in after
+
+
+def _judge_steps(
+    result: Result,
+    events: Sequence[dict[str, Any]],
+    lines: Sequence[dict[str, Any]],
+    counted: Sequence[dict[str, Any]],
+) -> None:
+    result.steps_redone = sum(event.get("redone", 0) for event in events if event["event"] == "resumed")
+    if result.steps_redone:
+        result.problems.append(f"{result.steps_redone} steps redone after preemptions that were announced")
+    if [line["step"] for line in lines] != list(range(STEPS)) and not result.steps_redone:
+        result.problems.append("the metrics have not every step exactly once, in order")
+    if [line["step"] for line in counted] != list(range(STEPS)):
+        repeated = [step for step, count in Counter(line["step"] for line in counted).items() if count > 1]
+        result.doubled = result.doubled or bool(repeated)
+        result.problems.append(f"the steps that count are not 0 to {STEPS - 1}; twice: {repeated}")
+
+
+def resume_times(starts: Sequence[float], events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]) -> Any:
+    """Seconds from the batch script's first line to the first step, of every attempt that resumed and made one."""
+    times = []
+    for attempt in sorted({event["attempt"] for event in events if event["event"] == "resumed"}):
+        started, stepped = event_times(events, "started", attempt), first_step_done(lines, attempt)
+        before = [start for start in starts if started and start <= started[0]]
+        if before and stepped is not None:
+            times.append(stepped - max(before))
+    return times
+
+
+# ---- making a run
+
+
+class Preempter:
+    """Preempts one run as its case says."""
+
+    def __init__(self, up: Cluster, folder: Path, case: Case) -> None:
+        self._up, self._folder, self._case = up, folder, case
+        self.handovers: list[float] = []
+        self.made: list[dict[str, Any]] = []
+        options = ("--steps", str(STEPS), "--pause", str(PAUSE_S))
+        self.training = submit_training(up, folder, *options, ranks_per_node=case.ranks_per_node)
+
+    def make_all(self) -> None:
+        """Until all preemptions are made, or the run is over."""
+        run, attempt = self.training.run, self._next_attempt(-1)
+        for number, preemption in enumerate(self._case.preemptions):
+            time.sleep(preemption.delay)
+            if attempt is None or run.outcome() is not None:
+                return
+            self._make(number, preemption)
+            attempt = self._next_attempt(attempt)
+
+    def _next_attempt(self, attempt: int) -> int | None:
+        """The number of an attempt after ``attempt``, once there is one; None when the run is over instead."""
+        run = self.training.run
+
+        def next_or_outcome() -> tuple[int | None] | None:
+            newest = run.newest_attempt()
+            if newest is not None and newest > attempt:
+                return (newest,)
+            return (None,) if run.outcome() is not None else None
+
+        return until(lifting(self.training, next_or_outcome), f"an attempt after {attempt}", WAIT_S)[0]
+
+    def _make(self, number: int, preemption: Preemption) -> None:
+        asked = time.time()
+        files = [self._folder / f"high-{number}-{index}" for index in range(len(preemption.nodes))]
+        highs = [HighJob.submit(self._up, file, nodes=n) for file, n in zip(files, preemption.nodes, strict=True)]
+        if preemption.second_term is not None:
+            self._signal_again(preemption.second_term, asked)
+        started = [until(high.started, f"job {high.job_id} in high to start", WAIT_S) for high in highs]
+        sent = term_sent(self._up, self.training.job_id, asked - 0.001)
+        # Of two jobs, the first may have had nodes that were idle: that would be no handover.
+        if sent is not None and len(highs) == 1:
+            self.handovers.append(started[0] - sent)
+        self.made.append({"asked": asked, "term_sent": sent, "high_started": started, **asdict(preemption)})
+
+    def _signal_again(self, delay: float, asked: float) -> None:
+        """Another TERM to the ranks that have got the first, and to no later attempt's."""
+        ranks = rank_processes(self._up)
+        try:
+            until(lambda: term_sent(self._up, self.training.job_id, asked - 0.001), "the first TERM", 5)
+        except TooLong:
+            return  # It came before there were ranks.
+        time.sleep(delay)
+        for rank in ranks:
+            rank.kill(15)
+
+
+def rank_processes(up: Cluster) -> list[Process]:
+    """Ranks, batch steps and their helpers on all nodes."""
+    return [p for node in up.nodes for p in up.processes(node) if "clusterddp." in p.command()]
+
+
+def none_left(up: Cluster) -> bool | None:
+    """Whether nothing of the run lives on any node; None, for ``until``, if something does."""
+    return True if not rank_processes(up) else None
+
+
+def make_run(up: Cluster, case: Case, reference: RunDirectory, state: Path) -> Result:
+    """Makes one run, and judges it. Only a broken cluster or harness raises."""
+    began = time.monotonic()
+    up.set_grace(case.grace)
+    folder = folder_for(up, f"{case.name}-{time.monotonic_ns()}")
+    result = Result(case.name, case.grace, case.proctrack, 2 * case.ranks_per_node, up.version)
+    preempter = Preempter(up, folder, case)
+    training = preempter.training
+    try:
+        preempter.make_all()
+        until(lifting(training, training.run.outcome), f"{training.run} to be over", WAIT_S)
+        until(lambda: none_left(up), "no process to be left", 60)
+        _check_job_is_over(up, training, result)
+    except TooLong as error:
+        result.problems.append(str(error))
+    judge(result, training.run, reference)
+    result.handovers = preempter.handovers
+    result.resumes = resume_times(
+        stamps(folder / "starts"), training.run.events(), list(read_lines(training.run.metrics_file))
+    )
+    result.seconds = time.monotonic() - began
+    if result.problems:
+        keep(up, training, preempter.made, state / "failed" / case.name)
+    up.drain_jobs()
+    shutil.rmtree(folder)
+    return result
+
+
+def _check_job_is_over(up: Cluster, training: Training, result: Result) -> None:
+    """It is COMPLETED, and will not run again."""
+    job = up.wait_job(training.job_id, {"COMPLETED", "PENDING", "FAILED", "CANCELLED"}, timeout=30)
+    if job["JobState"] != "COMPLETED":
+        result.problems.append(f"the run is over and its job is {job['JobState']} ({job.get('Reason')})")
+
+
+def keep(up: Cluster, training: Training, made: Sequence[dict[str, Any]], folder: Path) -> None:
+    """All that a post-mortem needs."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(training.folder, folder, symlinks=True)
+    (folder / "preemptions.json").write_text(json.dumps(made, indent=1))
+    (folder / "job.txt").write_text("\n".join(f"{k}={v}" for k, v in up.job(training.job_id).items()))
+    (folder / "processes.txt").write_text("\n".join(f"{p.pid} {p.command()}" for p in rank_processes(up)))
+    shutil.copytree(up.conf.parents[1] / "log", folder / "slurm-log", dirs_exist_ok=True)
+
+
+def make_reference(up: Cluster, ranks_per_node: int, state: Path) -> RunDirectory:
+    """The uninterrupted run, made once per state folder and number of ranks."""
+    kept = state / f"reference-{2 * ranks_per_node}"
+    if not (kept / "outcome.json").exists():
+        folder = folder_for(up, f"reference-{time.monotonic_ns()}")
+        training = submit_training(up, folder, "--steps", str(STEPS), ranks_per_node=ranks_per_node)
+        until(training.run.outcome, "the uninterrupted run", WAIT_S)
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(training.run.path, kept)
+    outcome = read_json(kept / "outcome.json") or {}
+    if outcome.get("state") != "completed" or outcome.get("attempts") != 1:
+        raise SystemExit(f"the uninterrupted run is no reference: {outcome}; see {kept}")
+    return RunDirectory(kept)
+
+
+# ---- the soak
+
+
+class Soak:
+    """All runs, with their results in the state folder."""
+
+    def __init__(self, state: Path, settings: dict[str, Any]) -> None:
+        self._state, self._file = state, state / "progress.jsonl"
+        state.mkdir(parents=True, exist_ok=True)
+        lines = list(read_lines(self._file))
+        if lines and lines[0] != settings:
+            raise SystemExit(f"{self._file} is of another soak: {lines[0]}, not {settings}; give another --state")
+        if not lines:
+            append_line(self._file, settings)
+        self.settings = settings
+        self.results = [Result(**line) for line in lines[1:]]
+
+    def run(self) -> None:
+        """Every proctrack gets its share of the preemptions."""
+        proctracks = self.settings["proctracks"]
+        share = -(-self.settings["preemptions"] // len(proctracks))
+        for proctrack in proctracks:
+            if self._made(proctrack) < share:
+                with cluster(ClusterConfig(nodes=3, cpus=2, proctrack=proctrack)) as up:
+                    self._run_share(up, proctrack, share)
+
+    def _made(self, proctrack: str) -> int:
+        return sum(result.preemptions for result in self.results if result.proctrack == proctrack)
+
+    def _run_share(self, up: Cluster, proctrack: str, share: int) -> None:
+        while (made := self._made(proctrack)) < share:
+            number = sum(result.proctrack == proctrack for result in self.results)
+            case = make_case(self.settings["seed"], proctrack, number, self.settings["graces"])
+            reference = make_reference(up, case.ranks_per_node, self._state)
+            result = make_run(up, case, reference, self._state)
+            append_line(self._file, asdict(result))
+            self.results.append(result)
+            said = "; ".join(result.problems) or "as the uninterrupted run"
+            count = f"{made + result.preemptions} of {share} preemptions"
+            print(f"{time.strftime('%H:%M:%S')} {case.name}: {count}; {said}", file=sys.stderr, flush=True)
+
+
+def summary(results: Sequence[Result]) -> list[Any]:
+    """One line of the table."""
+    handovers = [seconds for result in results for seconds in result.handovers]
+    resumes = [seconds for result in results for seconds in result.resumes]
+    return [
+        sum(result.preemptions for result in results),
+        sum(result.before_first_step for result in results),
+        len(results),
+        sum(result.lost for result in results),
+        sum(result.doubled for result in results),
+        sum(result.steps_redone for result in results),
+        sum(result.samples_wrong for result in results),
+        sum(result.weights_differ for result in results),
+        sum(bool(result.problems) for result in results),
+        f"{report.median(handovers):.2f} / {report.worst(handovers):.2f}",
+        f"{report.median(resumes):.2f} / {report.worst(resumes):.2f}",
+    ]
+
+
+def describe(soak: Soak) -> tuple[str, dict[str, Any]]:
+    """The report and the raw figures."""
+    results, settings = soak.results, soak.settings
+    groups = {
+        f"{proctrack}, grace {grace} s": [r for r in results if (r.proctrack, r.grace) == (proctrack, grace)]
+        for proctrack in settings["proctracks"]
+        for grace in settings["graces"]
+    }
+    head = [
+        *("", "preemptions", "before the attempt's first step", "runs", "lost", "doubled", "steps redone"),
+        *("samples wrong", "weights differ", "any fault", "handover: median / worst", "resume: median / worst"),
+    ]
+    rows = [[name, *summary(own)] for name, own in {**groups, "all": results}.items()]
+    slurm = f"Slurm {', '.join(sorted({result.slurm for result in results}))}"
+    faults = [f"- {result.case}: {'; '.join(result.problems)}" for result in results if result.problems]
+    text = f"""# Soak: preemptions at random moments
+
+{report.place(slurm)}
+{STEPS} steps per run, seed {settings["seed"]}: `python -m benchmarks.soak`.
+
+{report.table(head, rows)}
+
+A preemption is counted when a new attempt followed. Handover: seconds from the TERM to the ranks until the job that
+takes the nodes runs. Resume: from the first line of the restarted batch script to the first new step.
+Faults: {"none." if not faults else ""}
+{chr(10).join(faults)}""".rstrip()
+    return text, {**settings, "runs": [asdict(result) for result in results], "met": not faults}
+
+
+def main() -> None:
+    """The command line; exit code 1 when any run was not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preemptions", type=int, default=200)
+    parser.add_argument("--graces", default="0,20", help="seconds, separated by commas")
+    parser.add_argument("--proctracks", default="cgroup,linuxproc")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--state", type=Path, default=Path("runs/soak"), help="progress, references, failed runs")
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    options = parser.parse_args()
+    settings = {
+        "preemptions": options.preemptions,
+        "graces": [int(grace) for grace in options.graces.split(",")],
+        "proctracks": options.proctracks.split(","),
+        "seed": options.seed,
+    }
+    soak = Soak(options.state, settings)
+    try:
+        soak.run()
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on")
+    except Exception:
+        traceback.print_exc()
+        sys.exit("the soak itself failed; the same command goes on")
+    text, figures = describe(soak)
+    report.write(options.out, "soak", text, figures)
+    sys.exit(0 if figures["met"] else 1)
+
+
+if __name__ == "__main__":
+    main()

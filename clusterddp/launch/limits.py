@@ -1,0 +1,51 @@
+"""When a run that could go on is ended all the same: a pure function of its history and its job definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from clusterddp.job import Job
+from clusterddp.launch.cause import Cause
+
+#: Attempts in a row that may end at their time limit without a checkpoint of their own: the next would do no better.
+FRUITLESS = 3
+
+
+def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:
+    """Why there must be no further attempt, in a sentence; None when there may be one."""
+    events = list(events)
+    started = [event for event in events if event["event"] == "started"]
+    if job.limits.attempts is not None and len(started) >= job.limits.attempts:
+        return f"{len(started)} attempts are made, and limits.attempts is {job.limits.attempts}"
+    hours = used_hours(events, now) * job.world_size
+    if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
+        return f"{hours:.2f} GPU hours are used, and limits.gpu_hours is {job.limits.gpu_hours:g}"
+    if _fruitless(events) >= FRUITLESS:
+        return f"{FRUITLESS} attempts in a row came to their time limit without a checkpoint; ask for more time"
+    return None
+
+
+def used_hours(events: Iterable[Mapping[str, Any]], now: float) -> float:
+    """Hours from each attempt's start to its last event; the newest attempt's last to now."""
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for event in events:
+        if event["event"] == "started":
+            first[event["attempt"]] = event["time"]
+        last[event["attempt"]] = event["time"]
+    if first:
+        last[max(first)] = now
+    return sum(last[attempt] - start for attempt, start in first.items()) / 3600
+
+
+def _fruitless(events: list[Mapping[str, Any]]) -> int:
+    """How many attempts in a row, up to the newest, ended at their time limit and committed nothing."""
+    count = 0
+    for attempt in sorted({event["attempt"] for event in events if event["event"] == "started"}, reverse=True):
+        own = [event for event in events if event["attempt"] == attempt]
+        timed = any(event.get("cause") in (Cause.TIME_LIMIT.value, Cause.TIMED_OUT.value) for event in own)
+        if not timed or any(event["event"] == "checkpoint" for event in own):
+            break
+        count += 1
+    return count

@@ -1,0 +1,151 @@
+"""``clusterddp watch`` and ``submit --wait``: from a login node, a run is helped over what its own job cannot do.
+
+After a requeue Slurm holds the job for two minutes by default; its owner may lift that. A run whose job ended without
+going on (its first node died and the job could not be requeued, or scontrol is missing on the nodes) is resubmitted.
+Looking with ``status`` does none of this.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+
+from clusterddp.errors import SlurmError
+from clusterddp.job import Job, load_resolved
+from clusterddp.launch import slurm
+from clusterddp.launch.progress import Progress
+from clusterddp.launch.slurm import JobInfo
+from clusterddp.rundir import RunDirectory, append_line, read_json, write_json
+
+LOOK_S = 0.2
+#: How often the controller is asked: often while a job is between two starts, seldom while it runs.
+ASK_WAITING_S, ASK_RUNNING_S = 1.0, 5.0
+#: States in which a job ended through no fault or wish of its user.
+_UNASKED_ENDS = frozenset(("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "TIMEOUT"))
+
+
+#: How long a requeued job waits before its hold is lifted. Slurmd keeps the second in which it revoked the job's old
+#: credential, and refuses a new one that is not younger: lifted within that second, the job was FAILED for good, "Job
+#: credential revoked" (seen on 22.05.8). The rest is for clocks that differ between nodes.
+SETTLE_S = 3.0
+
+
+class Hold:
+    """The hold that Slurm puts on one job after a requeue."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def lift_when_safe(self, job: JobInfo) -> bool:
+        """Lifts the hold if the job is in it, for long enough; whether it did."""
+        if job.state != "PENDING" or job.reason != "BeginTime" or not job.restarts:
+            self._since = None
+            return False
+        self._since = self._since or time.monotonic()
+        if time.monotonic() - self._since < SETTLE_S:
+            return False
+        slurm.lift_hold(job.job_id)
+        self._since = None
+        return True
+
+
+class Watcher:
+    """Watches one run."""
+
+    def __init__(self, run: RunDirectory, job: Job) -> None:
+        self._run, self._job = run, job
+        self._hold = Hold()
+        self._ask_at = 0.0
+        self._words = ""
+        #: None while the run is not over; else the exit code: 0 when it completed.
+        self.result: int | None = None
+
+    def look(self) -> None:
+        """One look: at the outcome, and from time to time at the job."""
+        outcome = self._run.outcome()
+        if outcome is not None:
+            self.result = 0 if outcome["state"] == "completed" else 1
+        elif time.monotonic() >= self._ask_at:
+            try:
+                waiting = self._help()
+            except SlurmError as error:
+                waiting = self._say(f"the controller cannot be asked, trying again: {error}")
+            self._ask_at = time.monotonic() + (ASK_WAITING_S if waiting else ASK_RUNNING_S)
+
+    def _help(self) -> bool:
+        """Whether the run waits for something."""
+        holder = read_json(self._run.holder_file)
+        if holder is None or holder["kind"] != "slurm":
+            self.result = 1
+            return self._say("no Slurm job holds the run")
+        job = slurm.show_job(holder["job"])
+        if job is not None and job.live:
+            return self._help_live(job)
+        if self._run.outcome() is not None:  # it ended between the two questions
+            return False
+        ended = f"job {holder['job']} ended ({job.state if job else 'gone'}) and left no outcome"
+        if self._should_go_on(job):
+            return self._resubmit(ended)
+        self.result = 1
+        return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run}")
+
+    def _help_live(self, job: JobInfo) -> bool:
+        if job.state != "PENDING":
+            self._say(f"job {job.job_id}: {job.state}{f' on {job.nodes}' if job.nodes else ''}")
+            return job.state != "RUNNING"
+        if self._job.lift_hold and self._hold.lift_when_safe(job):
+            return self._say(f"job {job.job_id}: lifted Slurm's hold after the requeue")
+        return self._say(f"job {job.job_id}: PENDING ({job.reason})")
+
+    def _should_go_on(self, job: JobInfo | None) -> bool:
+        """Never after a scancel. A request counts if it is this job's and preemption or the time limit ended it."""
+        if self._run.cancelled or job is None or job.state == "CANCELLED":
+            return False
+        request = read_json(self._run.request_file)
+        asked = request is not None and request.get("job") == job.job_id and job.preempt_time is not None
+        return job.state in _UNASKED_ENDS or asked or self._never_started(job)
+
+    def _never_started(self, job: JobInfo) -> bool:
+        """Whether the job failed before its batch script ran: no attempt knows this restart."""
+        started = [event for event in self._run.events() if event["event"] == "started"]
+        known = any(event.get("job") == job.job_id and event.get("restarts") == job.restarts for event in started)
+        return job.state == "FAILED" and bool(started) and not known
+
+    def _resubmit(self, ended: str) -> bool:
+        new = slurm.submit(self._run.batch_script)
+        record_submission(self._run, new)
+        self._run.request_file.unlink(missing_ok=True)
+        return self._say(f"{ended}: resubmitted as job {new}")
+
+    def _say(self, words: str) -> bool:
+        if words != self._words:
+            print(f"{self._run.path.name}: {words}", file=sys.stderr, flush=True)
+        self._words = words
+        return True
+
+
+def record_submission(run: RunDirectory, job_id: str) -> None:
+    """The job holds the run from now on, and the history says so."""
+    write_json(run.holder_file, {"kind": "slurm", "job": job_id}, mode=0o600)
+    newest = run.newest_attempt()
+    attempt = 0 if newest is None else newest + 1
+    append_line(run.events_file, {"time": time.time(), "attempt": attempt, "event": "submitted", "job": job_id})
+
+
+def watch(runs: list[RunDirectory], follow: bool = False) -> int:
+    """Watches until all runs are over; 0 when all completed. ``follow`` shows rank 0's output, too."""
+    jobs = [load_resolved(run.job_file) for run in runs]
+    watchers = [Watcher(run, job) for run, job in zip(runs, jobs, strict=True)]
+    with ExitStack() as stack:
+        shown = [
+            stack.enter_context(Progress(run, job.steps, bar=len(runs) == 1, output=follow))
+            for run, job in zip(runs, jobs, strict=True)
+        ]
+        while any(watcher.result is None for watcher in watchers):
+            for watcher, progress in zip(watchers, shown, strict=True):
+                if watcher.result is None:
+                    watcher.look()
+                progress.update()
+            time.sleep(LOOK_S)
+    return max(watcher.result or 0 for watcher in watchers)

@@ -1,0 +1,187 @@
+"""The benchmarks' own arithmetic, and that what they find wrong is found: nothing here needs a cluster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from benchmarks import agreement, handover, report, runs, soak
+from clusterddp.rundir import RunDirectory, append_line, write_json
+from clusterddp.training.agreement import Agreement
+
+
+def test_the_agreement_sends_nothing_while_nobody_wants_to_stop():
+    """A hundred boundaries, and no call on either of its store connections."""
+    tcp = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=30))
+    client = TCPStore("127.0.0.1", tcp.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    store, watched = agreement.CountingStore(tcp), agreement.CountingStore(client)
+    agreed = Agreement(store, watched, rank=0, world_size=1)
+    agreement.wait_for_watcher(watched)
+    assert not any(agreed.boundary() for _ in range(100))
+    assert (store.calls.total(), dict(watched.calls)) == (0, {"get": 1})
+    agreed.request("enough")
+    assert store.calls["compare_set"] == 1
+    agreed.close()
+
+
+# ---- the figures
+
+
+def test_the_interval_of_a_median_holds_it_and_repeats():
+    values = [1.0 + 0.001 * (number % 17) for number in range(100)]
+    low, high = report.bootstrap_interval(values, resamples=500)
+    assert low <= report.median(values) <= high < 1.02
+    assert (low, high) == report.bootstrap_interval(values, resamples=500)
+
+
+def test_a_table_is_markdown():
+    assert report.table(["a", "b"], [["x", 1.234]]) == "| a | b |\n| --- | --- |\n| x | 1.23 |"
+
+
+def test_a_handover_within_the_bar_is_met_and_one_beyond_it_is_not():
+    assert handover.compared("(a)", [0.9, 1.0, 1.1], [0.5], 0.5)[-1] == "met"
+    assert handover.compared("(a)", [0.9, 1.1, 1.1], [0.5], 0.5)[-1] == "**not met**"
+
+
+def test_the_moment_of_a_signal_is_read_from_slurmds_log():
+    """As 22.05 and 24.11 write it; the batch step's own signals and other jobs' are not meant."""
+    log = (
+        "[2026-11-20T07:23:11.133] [7.batch] Sent signal 15 to StepId=7.batch\n"
+        "[2026-11-20T07:23:12.250] [7.0] Sent signal 18 to StepId=7.0\n"
+        "[2026-11-20T07:23:12.500] [7.0] Sent signal 15 to StepId=7.0\n"
+        "[2026-11-20T07:23:13.000] [71.0] Sent signal 15 to StepId=71.0\n"
+    )
+    (seconds,) = runs.signal_times(log, "7")
+    assert seconds % 1 == 0.5
+
+
+def test_stamps_leave_out_a_line_that_is_being_written(tmp_path):
+    (tmp_path / "stamps").write_text("12.5\n13.25\n14")
+    assert runs.stamps(tmp_path / "stamps") == [12.5, 13.25]
+    assert runs.stamps(tmp_path / "none") == []
+
+
+# ---- the soak
+
+
+def test_the_cases_follow_from_the_seed():
+    cases = [soak.make_case(1, "cgroup", number, [0, 20]) for number in range(40)]
+    assert cases == [soak.make_case(1, "cgroup", number, [0, 20]) for number in range(40)]
+    assert cases[0].preemptions != soak.make_case(2, "cgroup", 0, [0, 20]).preemptions
+    made = [preemption for case in cases for preemption in case.preemptions]
+    assert len({(case.grace, case.ranks_per_node) for case in cases}) == 4
+    assert all(0 <= preemption.delay <= soak.LATEST_S for preemption in made)
+    assert any(len(preemption.nodes) == 2 for preemption in made)
+    assert any(preemption.second_term is not None for preemption in made)
+
+
+def test_an_interrupted_soak_goes_on_and_another_ones_state_is_refused(tmp_path):
+    settings = {"preemptions": 10, "graces": [0], "proctracks": ["cgroup"], "seed": 1}
+    soak.Soak(tmp_path, settings)
+    append_line(tmp_path / "progress.jsonl", {**RESULT, "preemptions": 12})
+    again = soak.Soak(tmp_path, settings)
+    assert [result.preemptions for result in again.results] == [12]
+    again.run()  # has nothing left to do, and so needs no cluster
+    with pytest.raises(SystemExit, match="another soak"):
+        soak.Soak(tmp_path, {**settings, "seed": 2})
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_samples_are_counted_over_whole_epochs_and_a_tail(ranks):
+    steps = list(range(soak.STEPS))
+    share = soak.BATCH * ranks
+    assert soak.samples_wrong(steps, soak.STEPS, ranks) == 0
+    assert soak.samples_wrong(steps, soak.STEPS - 1, ranks) >= share
+    assert soak.samples_wrong([*steps, 7], soak.STEPS, ranks) == share
+    assert soak.samples_wrong([step for step in steps if step != 7], soak.STEPS, ranks) == share
+
+
+RESULT: dict[str, Any] = {"case": "cgroup-000", "grace": 20, "proctrack": "cgroup", "ranks": 2, "slurm": "22.05.8"}
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> RunDirectory:
+    return made_run(tmp_path / "reference", [(0, 0, soak.STEPS)])
+
+
+def made_run(path: Path, attempts: list[tuple[int, int, int]], weight: float = 1.0) -> RunDirectory:
+    """A finished run's files: for each attempt its number, the step it resumed at, and the one it ended before."""
+    run = RunDirectory(path)
+    run.create()
+    for attempt, first, end in attempts:
+        run.attempt_logs(attempt).mkdir()
+        event(run, attempt, "started")
+        if attempt:
+            done = max(before_end for number, _, before_end in attempts if number < attempt)
+            event(run, attempt, "resumed", step=first, redone=done - first)
+        for step in range(first, end):
+            append_line(run.metrics_file, {"step": step, "time": float(step), "attempt": attempt, "loss": step / 7})
+    event(run, attempts[-1][0], "completed")
+    write_json(run.outcome_file, {"state": "completed"})
+    content = {"model": {"weight": torch.tensor([weight])}, "optimizer": {}}
+    torch.save(content, run.checkpoints / f"step-{soak.STEPS:012d}.attempt-{attempts[-1][0]}.pt")
+    return run
+
+
+def event(run: RunDirectory, attempt: int, name: str, **values: Any) -> None:
+    append_line(run.events_file, {"time": 0.0, "attempt": attempt, "event": name, **values})
+
+
+def judged(run: RunDirectory, reference: RunDirectory) -> soak.Result:
+    result = soak.Result(**RESULT)
+    soak.judge(result, run, reference)
+    return result
+
+
+def test_a_run_that_lost_nothing_has_no_problem(tmp_path, reference):
+    run = made_run(tmp_path / "run", [(0, 0, 0), (1, 0, 100), (2, 100, soak.STEPS)])
+    good = soak.Result(**RESULT, preemptions=2, before_first_step=1)
+    assert judged(run, reference) == good
+
+
+def test_a_redone_step_is_found_though_every_step_counts_once(tmp_path, reference):
+    result = judged(made_run(tmp_path / "run", [(0, 0, 100), (1, 98, soak.STEPS)]), reference)
+    assert (result.steps_redone, result.samples_wrong, result.doubled) == (2, 0, False)
+    assert len(result.problems) == 1
+
+
+def test_a_skipped_step_is_found_in_steps_samples_and_losses(tmp_path, reference):
+    result = judged(made_run(tmp_path / "run", [(0, 0, 100), (1, 101, soak.STEPS)]), reference)
+    assert result.samples_wrong == soak.BATCH * 2
+    assert len(result.problems) == 4
+
+
+def test_other_weights_are_found(tmp_path, reference):
+    result = judged(made_run(tmp_path / "run", [(0, 0, soak.STEPS)], weight=1.0000001), reference)
+    assert result.weights_differ and result.problems == ["not the uninterrupted run's: .model.weight"]
+
+
+def test_a_run_that_trains_again_after_its_end_is_found(tmp_path, reference):
+    run = made_run(tmp_path / "run", [(0, 0, soak.STEPS)])
+    event(run, 1, "started")
+    assert judged(run, reference).doubled
+
+
+def test_a_run_that_did_not_complete_is_lost(tmp_path, reference):
+    run = made_run(tmp_path / "run", [(0, 0, soak.STEPS)])
+    run.outcome_file.unlink()
+    result = judged(run, reference)
+    assert result.lost and result.problems == ["the outcome is None"]
+
+
+def test_faults_are_shown_in_the_report(tmp_path):
+    settings = {"preemptions": 10, "graces": [20], "proctracks": ["cgroup"], "seed": 1}
+    made = soak.Soak(tmp_path, settings)
+    good = soak.Result(**RESULT, preemptions=5, handovers=[0.2, 0.4], resumes=[3.0])
+    made.results = [good, replace(good, case="cgroup-001", lost=True, problems=["the outcome is None"])]
+    text, figures = soak.describe(made)
+    assert "| all | 10 | 0 | 2 | 1 | 0 | 0 | 0 | 0 | 1 | 0.30 / 0.40 | 3.00 / 3.00 |" in text
+    assert "- cgroup-001: the outcome is None" in text
+    assert not figures["met"] and json.dumps(figures)

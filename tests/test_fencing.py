@@ -1,0 +1,55 @@
+"""Two live attempts of one run: the older one ends, and what it still writes is harmless."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clusterddp.rundir import RunDirectory
+from tests.cluster import Cluster
+from tests.trainings import Training, check_same_run, events_of
+from tests.waiting import story, wait_for_step
+
+
+def ranks_on(cluster: Cluster, node: str) -> list[str]:
+    """The command lines of ranks on a node."""
+    return [process.command() for process in cluster.processes(node) if "clusterddp.rank" in process.command()]
+
+
+@pytest.mark.parametrize("node", ["n2", "n1"], ids=["a plain node", "the batch host"])
+def test_a_node_cut_off_for_long_loses_its_run_to_a_new_attempt_and_ends_its_ranks(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, node: str
+) -> None:
+    """Slurm gives the node up and starts the run elsewhere; the cut-off ranks, which it cannot end, end themselves."""
+    training = Training.submit(cluster, runs, "--pause", "0.3", options=["--set", "checkpoint.every=5 steps"])
+    wait_for_step(training.run, 7)
+    cluster.cut(node)
+    training.wait(lambda: 1 in training.run.attempts(), "attempt 1", 150)
+    training.wait(lambda: not ranks_on(cluster, node), f"the ranks on {node} to end", 90)
+    assert training.finish() == "completed", story(training.run)
+    history = training.run.events()
+    cluster.heal(node)
+    cluster.wait_job(training.job_id, {"COMPLETED"})
+    assert training.run.events() == history
+    assert training.run.attempts() == [0, 1]
+    assert events_of(training.run, "resumed")[0]["step"] >= 5
+    check_same_run(training.run, uninterrupted_training, redone=True)
+
+
+def test_a_second_start_of_a_held_run_is_refused_and_disturbs_nothing(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """sbatch of the same script by hand, while the run trains on other nodes of the cluster."""
+    training = Training.submit(cluster, runs, "--pause", "0.2")
+    wait_for_step(training.run, 3)
+    script = (training.run.batch_script).read_text().replace("--nodes=2", "--nodes=1")
+    by_hand = runs / "by-hand.sbatch"
+    by_hand.write_text(script)
+    second = cluster.run(["sbatch", "--parsable", by_hand]).stdout.strip()
+    cluster.wait_job(second, {"FAILED"})
+    log = (training.run.logs / f"job-{second}.log").read_text()
+    assert f"held by job {training.job_id} (RUNNING on n[1-2])" in log
+    assert training.finish() == "completed", story(training.run)
+    assert training.run.attempts() == [0]
+    check_same_run(training.run, uninterrupted_training)

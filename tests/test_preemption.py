@@ -1,0 +1,212 @@
+"""Every moment, every window: preemption, time limits and scancel on a real Slurm, whatever the ranks are doing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clusterddp.rundir import RunDirectory
+from tests.cluster import Cluster
+from tests.trainings import Training, check_same_run, events_of
+from tests.waiting import story, wait_for_step, wait_until
+
+MOMENTS = ["import", "rendezvous", "first step", "evaluation", "restore", "save", "last step", "after the end"]
+
+
+@pytest.mark.parametrize("grace", [20, 0])
+def test_a_run_preempted_at_every_moment_loses_and_redoes_nothing(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, grace: int
+) -> None:
+    """One run, eight attempts, a preemption at a different moment of each; the last one comes after the last step."""
+    cluster.set_grace(grace)
+    training = Training.submit(cluster, runs, "--moments", ",".join(MOMENTS))
+    for attempt, moment in enumerate(MOMENTS):
+        training.wait_at_moment(attempt)
+        training.preempt()
+        training.go(attempt)
+        if moment != MOMENTS[-1]:
+            following = attempt + 1
+            training.wait(lambda n=following: n in training.run.attempts(), f"the attempt after {moment!r}")  # type: ignore[misc]
+    assert training.finish() == "completed", story(training.run)
+    check_same_run(training.run, uninterrupted_training)
+    redone = [event["redone"] for event in training.run.events() if event["event"] == "resumed" and "redone" in event]
+    assert redone
+    assert set(redone) == {0}
+
+
+def test_a_run_is_preempted_with_data_workers_alive_and_none_is_left(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """They neither die of the signal nor outlive their rank."""
+    training = Training.submit(cluster, runs, "--workers", "2", "--moments", "first step")
+    training.wait_at_moment(0)
+    training.preempt()
+    training.go(0)
+    assert training.finish() == "completed", story(training.run)
+    check_same_run(training.run, uninterrupted_training)
+    left = [process for node in cluster.nodes for process in cluster.processes(node) if "train.py" in process.command()]
+    assert left == []
+
+
+def test_a_lowered_time_limit_is_noticed_and_the_run_goes_on_after_it(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """The supervisor times the limit itself, from EndTime as it stands now; no step is lost."""
+    training = Training.submit(cluster, runs, "--moments", "first step", options=["--time", "30"])
+    training.wait_at_moment(0)
+    cluster.root(["scontrol", "update", f"JobId={training.job_id}", "TimeLimit=1"])
+    training.wait(lambda: events_of(training.run, "time_limit_near"), "the notice", 90)
+    training.go(0)
+    assert training.finish() == "completed", story(training.run)
+    check_same_run(training.run, uninterrupted_training)
+    assert events_of(training.run, "requeued")[0]["cause"] == "stopped before the time limit"
+
+
+def test_a_run_whose_attempts_are_used_up_ends_as_failed_and_says_why(cluster: Cluster, runs: Path) -> None:
+    """limits.attempts bounds what a run may take."""
+    training = Training.submit(cluster, runs, "--moments", "first step", options=["--set", "limits.attempts=1"])
+    training.wait_at_moment(0)
+    training.preempt()
+    training.go(0)
+    assert training.finish() == "failed"
+    assert (training.run.outcome() or {})["reason"] == "preempted, and 1 attempts are made, and limits.attempts is 1"
+
+
+# ---- resubmission
+
+
+def test_a_resubmitted_run_goes_on_in_a_new_job_without_a_hold(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """policy: resubmit. The old job ends and stays ended."""
+    training = Training.submit(cluster, runs, "--moments", "first step", options=["--set", "policy=resubmit"])
+    training.wait_at_moment(0)
+    training.preempt()
+    training.go(0)
+    assert training.finish() == "completed", story(training.run)
+    check_same_run(training.run, uninterrupted_training)
+    new = str(events_of(training.run, "resubmitted")[0]["job"])
+    assert new != training.job_id
+    assert cluster.wait_job(new, {"COMPLETED"})["Restarts"] == "0"
+    assert cluster.job(training.job_id)["JobState"] in ("COMPLETED", "PREEMPTED")
+
+
+@pytest.mark.parametrize("grace", [20, 0])
+def test_where_preemption_cancels_the_run_is_resubmitted(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, grace: int
+) -> None:
+    """PreemptMode=CANCEL: the job never runs again, the run does."""
+    cluster.root(["scontrol", "update", "partitionname=cancel", f"gracetime={grace}"])
+    training = Training.submit(
+        cluster, runs, "--moments", "first step", options=["-p", "cancel", "--set", "policy=resubmit"]
+    )
+    training.wait_at_moment(0)
+    training.preempt()
+    training.go(0)
+    assert training.finish() == "completed", story(training.run)
+    check_same_run(training.run, uninterrupted_training)
+    assert len(training.run.attempts()) == 2
+
+
+def test_a_watcher_lifts_the_hold_after_a_requeue(cluster: Cluster, runs: Path) -> None:
+    """``submit --wait`` helps the run over it and ends with the run, exit code 0."""
+    training = Training.submit(cluster, runs, "--moments", "first step")
+    watcher = cluster.popen([cluster.python, "-m", "clusterddp", "watch", training.run.path], stderr=-1)
+    training.wait_at_moment(0)
+    training.preempt()
+    training.go(0)
+    _, words = watcher.communicate(timeout=90)
+    assert watcher.returncode == 0, words
+    assert f"job {training.job_id}: lifted Slurm's hold after the requeue" in words
+    assert (training.run.outcome() or {})["attempts"] == 2
+
+
+# ---- scancel
+
+
+def never_again(training: Training, outcome: str | None) -> None:
+    """The job is over for good, and no attempt more was made."""
+    attempts = training.run.attempts()
+    training.cluster.wait_job(training.job_id, {"CANCELLED"})
+    assert (training.run.outcome() or {}).get("state") == outcome, story(training.run)
+    assert training.run.attempts() == attempts
+    assert training.cluster.run(["squeue", "-h", "-u", training.cluster.user, "-p", "low"]).stdout == ""
+
+
+def test_scancel_in_the_hold_is_final(cluster: Cluster, runs: Path) -> None:
+    """Requeued, waiting for its turn, cancelled: it does not come back when the hold is over."""
+    training = Training.submit(cluster, runs, "--moments", "first step")
+    training.wait_at_moment(0)
+    high = training.preempt()
+    training.go(0)
+    cluster.wait_for(training.job_id, lambda job: job.get("Restarts") == "1", "to be requeued")
+    cluster.run(["scancel", training.job_id])
+    cluster.wait_job(high, {"COMPLETED"})
+    never_again(training, None)
+    shown = cluster.run([cluster.python, "-m", "clusterddp", "status", training.run.path]).stdout
+    assert f"(job {training.job_id} ended: CANCELLED)" in shown
+
+
+def test_scancel_within_the_grace_is_final(cluster: Cluster, runs: Path) -> None:
+    """The ranks still save when it comes: the supervisor requeues nothing."""
+    training = Training.submit(cluster, runs, "--moments", "first step")
+    training.wait_at_moment(0)
+    training.preempt()
+    cluster.run(["scancel", training.job_id])
+    cluster.wait_for(training.job_id, lambda job: job.get("JobState") != "RUNNING", "to be cancelled")
+    training.go(0)
+    never_again(training, None)
+    assert [event["step"] for event in events_of(training.run, "checkpoint")] == [1]
+
+
+def test_scancel_during_a_save_is_final_and_the_save_is_kept(cluster: Cluster, runs: Path) -> None:
+    """The periodic checkpoint is being written when it comes."""
+    training = Training.submit(cluster, runs, "--moments", "save")
+    training.wait_at_moment(0)
+    cluster.run(["scancel", training.job_id])
+    cluster.wait_for(training.job_id, lambda job: job.get("JobState") != "RUNNING", "to be cancelled")
+    training.go(0)
+    wait_until(lambda: training.run.outcome(), f"the outcome\n{story(training.run)}", 30)
+    never_again(training, "cancelled")
+    assert 20 in [event["step"] for event in events_of(training.run, "checkpoint")]
+
+
+def test_scancel_while_the_run_is_being_resubmitted_ends_the_new_job_too(cluster: Cluster, runs: Path) -> None:
+    """sbatch is slow, and the scancel comes while it runs."""
+    sbatch = runs / "sbatch"
+    sbatch.write_text(
+        f"""#!/bin/bash
+if [[ "$*" == *--dependency* ]]; then
+    touch {runs}/resubmitting
+    until [ -e {runs}/cancelled ]; do sleep 0.05; done
+fi
+exec "$(PATH=${{PATH#*:}} command -v sbatch)" "$@"
+"""
+    )
+    sbatch.chmod(0o755)
+    path = f"{runs}:{cluster.environment['PATH']}"
+    training = Training.submit(
+        cluster, runs, "--moments", "first step", options=["--set", "policy=resubmit"], env={"PATH": path}
+    )
+    training.wait_at_moment(0)
+    training.preempt()
+    training.go(0)
+    wait_until(lambda: (runs / "resubmitting").exists(), f"the resubmission\n{story(training.run)}")
+    cluster.run(["scancel", training.job_id])
+    cluster.wait_for(training.job_id, lambda job: job.get("JobState") != "RUNNING", "to be cancelled")
+    (runs / "cancelled").touch()
+    wait_until(lambda: training.run.outcome(), f"the outcome\n{story(training.run)}", 30)
+    never_again(training, "cancelled")
+
+
+def test_clusterddp_cancel_of_a_training_run_saves_and_ends_it(cluster: Cluster, runs: Path) -> None:
+    """The command returns when it is over, and says at which step."""
+    training = Training.submit(cluster, runs, "--pause", "0.05", "--steps", "100000")
+    wait_for_step(training.run, 10)
+    said = cluster.run([cluster.python, "-m", "clusterddp", "cancel", training.run.path]).stdout
+    outcome = json.loads(training.run.outcome_file.read_text())
+    assert outcome["state"] == "cancelled"
+    assert f"cancelled at step {outcome['step']}; it will not run again" in said
+    never_again(training, "cancelled")

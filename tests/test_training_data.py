@@ -1,0 +1,185 @@
+"""Which samples come when: positions, seeks, tails, randomness, workers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from clusterddp.errors import CheckpointError
+from clusterddp.training.data import EvalLoader, Loader, SampleOrder
+
+
+class Numbers(Dataset[Any]):
+    def __init__(self, length: int, pause: float = 0.0) -> None:
+        self.length, self.pause = length, pause
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, float, float]:
+        time.sleep(self.pause)
+        return index, float(torch.rand(())), random.random()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def loader(length: int = 10, batch_size: int = 3, rank: int = 0, ranks: int = 1, **options: Any) -> Loader:
+    options = {"shuffle": True, "seed": 1, **options}
+    return Loader(Numbers(length), batch_size, rank=rank, world_size=ranks, **options)
+
+
+def take(source: Loader, count: int, step: int = 0) -> list[Any]:
+    batches = source.batches(step)
+    try:
+        return [[column.tolist() for column in batch] for batch in itertools.islice(batches, count)]
+    finally:
+        batches.close()  # type: ignore[attr-defined]
+
+
+def test_every_epoch_has_each_sample_once_in_an_order_of_its_own():
+    order = SampleOrder(10, seed=1, shuffle=True)
+    epochs = [order.samples(10 * epoch, 10 * epoch + 10) for epoch in range(3)]
+    for number, epoch in enumerate(epochs):
+        assert {sample[0] for sample in epoch} == {number}
+        assert sorted(sample[1] for sample in epoch) == list(range(10))
+    assert epochs[0] != epochs[1] and SampleOrder(10, seed=2, shuffle=True).samples(0, 10) != epochs[0]
+
+
+def test_any_step_is_found_at_once_and_is_what_it_was():
+    whole = take(loader(), 12)
+    assert take(loader(), 5, step=7) == whole[7:]
+    start = time.monotonic()
+    take(loader(), 1, step=10**9)
+    assert time.monotonic() - start < 1
+
+
+def test_ranks_share_the_global_batch_whatever_their_number_and_nobody_is_short():
+    def indices(ranks: int, batch_size: int) -> list[list[int]]:
+        per_rank = [take(loader(batch_size=batch_size, rank=rank, ranks=ranks), 5) for rank in range(ranks)]
+        return [[i for rank in per_rank for i in rank[step][0]] for step in range(5)]
+
+    assert indices(1, 6) == indices(2, 3) == indices(3, 2)
+    assert [len(batch) for batch in indices(1, 6)] == [6] * 5
+
+
+def test_a_dataset_smaller_than_the_global_batch_is_repeated():
+    (batch,) = take(loader(length=4, batch_size=10), 1)
+    assert sorted(batch[0]) == sorted([*range(4), *range(4), *batch[0][8:]])
+
+
+def test_a_samples_randomness_is_the_same_in_any_worker_and_new_in_every_epoch():
+    none, two = take(loader(), 7), take(loader(num_workers=2), 7)
+    assert none == two
+    drawn = [dict(zip(batch[0], batch[1], strict=True)) for batch in none]
+    first = {index: value for batch in drawn[:3] for index, value in batch.items()}
+    assert all(first.get(index) != value for batch in drawn[4:] for index, value in batch.items())
+
+
+def test_loading_in_this_process_leaves_the_users_generators_alone():
+    torch.manual_seed(5)
+    random.seed(5)
+    expected = torch.rand(1), random.random()
+    torch.manual_seed(5)
+    random.seed(5)
+    batches = loader().batches(0)
+    before = torch.default_generator.initial_seed()
+    next(batches)
+    assert before == torch.default_generator.initial_seed()
+    batches.close()  # type: ignore[attr-defined]
+    assert random.random() == expected[1]
+
+
+def test_epochs_and_steps():
+    data = loader(length=10, batch_size=3)
+    assert data.steps_in(1) == 4 and data.steps_in(3) == 10
+    assert [data.epoch(step) for step in (0, 3, 4, 6)] == [0, 0, 1, 1]
+    assert [step for step in range(10) if data.ends_epoch(step)] == [3, 6, 9]
+
+
+def test_evaluation_sees_each_sample_once_and_every_rank_comes_to_as_many_stops():
+    for length, ranks, batch_size in itertools.product((1, 2, 7, 8, 9), (1, 2, 3), (1, 2, 4)):
+        seen, stops = [], []
+        for rank in range(ranks):
+            calls: list[int] = []
+            source = EvalLoader(
+                Numbers(length), batch_size, rank=rank, world_size=ranks, at_batch=lambda calls=calls: calls.append(1)
+            )
+            batches = [batch[0].tolist() for batch in source]
+            assert len(source) == len(batches)
+            seen += [index for batch in batches for index in batch]
+            stops.append(len(calls))
+        assert sorted(seen) == list(range(length)) and len(set(stops)) == 1
+
+
+def test_workers_ignore_the_stop_signals_and_end_with_their_loop():
+    source = Loader(Numbers(1000, pause=0.001), 4, shuffle=False, seed=1, rank=0, world_size=1, num_workers=2)
+    batches = source.batches(0)
+    next(batches)
+    workers = children()
+    for worker in workers:
+        os.kill(worker, signal.SIGTERM)
+        os.kill(worker, signal.SIGUSR2)
+    for _ in range(20):
+        next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    assert len(workers) == 2 and not children() & workers
+
+
+def test_a_worker_that_is_stuck_does_not_hold_up_the_end():
+    source = Loader(Numbers(1000, pause=600), 4, shuffle=False, seed=1, rank=0, world_size=1, num_workers=2, timeout=1)
+    batches = source.batches(0)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(batches)
+    assert time.monotonic() - started < 5 and not children()
+
+
+def children() -> set[int]:
+    """This process's children that are alive."""
+    found = set()
+    for path in os.listdir("/proc"):
+        if path.isdecimal():
+            try:
+                fields = open(f"/proc/{path}/stat").read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[1] == str(os.getpid()) and fields[0] != "Z":
+                name = open(f"/proc/{path}/cmdline").read()
+                if "rank_server" not in name and "resource_tracker" not in name:
+                    found.add(int(path))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (Stream(), {}, "Stream has no length and no index"),
+        (Numbers(0), {}, r"the dataset \(Numbers\) has no samples"),
+        (Numbers(5), {"drop_last": True}, "drop_last: clusterddp orders the samples"),
+        (Numbers(5), {"batch_size": 0}, "batch_size is 0"),
+    ],
+)
+def test_what_cannot_be_ordered_is_refused(dataset, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Loader(dataset, **{"batch_size": 2, "shuffle": True, "seed": 0, "rank": 0, "world_size": 1, **options})
+
+
+def test_a_resume_keeps_the_global_batch_or_says_why_not():
+    data = loader(batch_size=6, ranks=1)
+    data.freeze(global_batch=8, length=10)
+    assert data.global_batch == 8
+    with pytest.raises(CheckpointError, match="the run began with 11 samples, the dataset now has 10"):
+        data.freeze(global_batch=8, length=11)
+    with pytest.raises(CheckpointError, match="8 samples cannot be split evenly over 3 ranks"):
+        loader(ranks=3).freeze(global_batch=8, length=10)

@@ -1,0 +1,208 @@
+"""Devices and backends as pure decisions; stores, time-outs and wrapping with real gloo ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from clusterddp.errors import DeviceError
+from clusterddp.training.process_group import choose_backend, choose_device
+from tests import ddp
+
+
+@pytest.mark.parametrize(
+    ("asked", "local_rank", "ranks", "visible", "launcher", "device"),
+    [
+        (None, 0, 1, 0, "single", "cpu"),
+        (None, 0, 1, 1, "single", "cuda:0"),
+        ("cpu", 3, 8, 8, "slurm", "cpu"),
+        ("cuda", 3, 8, 8, "slurm", "cuda:3"),
+        ("cuda", 3, 8, 1, "slurm", "cuda:0"),  # A device of its own for each task.
+        ("cuda", 1, 2, 4, "torchrun", "cuda:1"),
+        ("cuda:0", 1, 2, 1, "local", "cuda:0"),
+    ],
+)
+def test_the_device_of_a_rank(asked, local_rank, ranks, visible, launcher, device):
+    assert str(choose_device(asked, local_rank, ranks, visible, "n1", launcher)) == device
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "visible", "launcher", "message"),
+    [
+        ("cuda", 8, 4, "slurm", "needs 8 GPUs on node n1, Slurm gave 4"),
+        ("cuda", 2, 1, "local", "needs 2 GPUs on node n1, there are 1"),
+        (None, 2, 1, "torchrun", "needs 2 GPUs on node n1, there are 1"),
+        ("cuda", 1, 0, "slurm", "device cuda was asked for, but no GPU is visible on node n1"),
+    ],
+)
+def test_too_few_gpus_are_an_error_and_never_a_cpu_run(asked, ranks, visible, launcher, message):
+    with pytest.raises(DeviceError, match=message):
+        choose_device(asked, 0, ranks, visible, "n1", launcher)
+
+
+def test_the_backend_of_a_device():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert choose_backend(None, cpu) == "gloo" and choose_backend(None, gpu) == "nccl"
+    assert choose_backend("gloo", gpu) == "gloo"
+    with pytest.raises(DeviceError, match="backend nccl needs a GPU"):
+        choose_backend("nccl", cpu)
+
+
+HEAD = "import os, sys, time, torch, clusterddp\nimport torch.distributed as dist\nctx = clusterddp.init()\n"
+
+
+def script(tmp_path, body, head=HEAD):
+    path = tmp_path / "script.py"
+    path.write_text(head + body)
+    return path
+
+
+def test_the_shorter_time_out_is_taken_by_the_group(tmp_path):
+    body = (
+        "dist.all_reduce(torch.ones(1))\n"
+        "ctx._group.shorten_timeout(1.0)\n"
+        "start = time.monotonic()\n"
+        "if ctx.rank == 1: time.sleep(4)\n"
+        "else:\n"
+        "    try: dist.all_reduce(torch.ones(1))\n"
+        "    except RuntimeError as error: print('failed after', round(time.monotonic() - start, 1), flush=True)\n"
+        "os._exit(0)\n"
+    )
+    ranks = ddp.run(script(tmp_path, body), ranks=2, folder=tmp_path / "out")
+    assert 0.5 < float(ranks.output(0).split("failed after ")[1]) < 3
+
+
+def test_a_strangers_store_is_recognised(tmp_path):
+    path = script(tmp_path, "print('joined', flush=True); time.sleep(3)\n")
+    port = str(ddp.free_port())
+    mine = ddp.start(path, ranks=2, folder=tmp_path / "out", MASTER_PORT=port, CLUSTERDDP_TOKEN="one")
+    mine.wait_for(1, "joined")
+    other = ddp.start(path, ranks=2, folder=tmp_path / "out", MASTER_PORT=port, CLUSTERDDP_TOKEN="two").wait()
+    assert other.codes == [1, 1]
+    assert f"found another run's store at 127.0.0.1:{port}" in other.output(1)
+    assert "could not open rank 0's store" in other.output(0)
+    mine.expect(0)
+
+
+def test_two_single_processes_need_no_port(tmp_path):
+    path = script(tmp_path, "print(ctx.rank, ctx.world_size, ctx.device, ctx.all_reduce_sum(2))\n")
+    outputs = [
+        subprocess.run([sys.executable, str(path)], capture_output=True, text=True, cwd=ddp.REPOSITORY, env=alone())
+        for _ in range(2)
+    ]
+    assert [done.stdout for done in outputs] == ["0 1 cpu 2.0\n"] * 2
+    assert [done.returncode for done in outputs] == [0, 0]  # Also after the interpreter's own clean-up.
+
+
+def alone() -> dict[str, str]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in ddp._environment(0, 1, "0").items() if name not in names}
+
+
+def test_collectives_and_order_on_uneven_ranks(tmp_path):
+    body = (
+        "mine = torch.full((ctx.rank, 2), ctx.rank)\n"
+        "gathered = ctx.gather(mine)\n"
+        "assert gathered[:, 0].tolist() == [1, 2, 2], gathered\n"
+        "assert ctx.all_reduce_mean(float(ctx.rank), weight=ctx.rank) == (1 + 4) / 3\n"
+        "assert ctx.all_reduce_sum(torch.tensor([1, ctx.rank])).tolist() == [3, 3]\n"
+        "for turn in range(3):\n"
+        "    with ctx.local_first():\n"
+        "        if ctx.local_rank == 0: time.sleep(0.1); open(sys.argv[1] + str(turn), 'w').close()\n"
+        "        else: assert os.path.exists(sys.argv[1] + str(turn))\n"
+        "ctx.print('only once')\n"
+    )
+    ranks = ddp.run(script(tmp_path, body), tmp_path / "first", ranks=3, folder=tmp_path / "out")
+    assert ranks.text().count("only once") == 1
+
+
+WRAP = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(8, 8)
+        self.b = torch.nn.Linear(8, 8).double()
+        self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+        self.spare = torch.nn.Linear(8, 8)
+        self.norm = torch.nn.BatchNorm1d(8) if buffers else torch.nn.Identity()
+    def forward(self, x, use_spare):
+        x = self.norm(self.frozen(self.a(x)))
+        x = self.b(x.double())
+        return self.spare(x.float()) if use_spare else x
+calls = []
+for buffers in (True, False):
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"broadcast_buffers": False}):
+        net = Net()
+        net.register_forward_pre_hook(lambda *a: calls.append(1))
+        before = {k: v.clone() for k, v in net.state_dict().items()}
+        state = torch.get_rng_state()
+        model = ctx.wrap(net, bucket_cap_mb=0.0002, **options)
+        assert torch.equal(state, torch.get_rng_state()) and not calls
+        assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
+        assert all(p.grad is None for p in net.parameters()) and model.module is net
+        assert model.broadcast_buffers == options.get("broadcast_buffers", True)
+        for step in range(3):
+            model.zero_grad()
+            use_spare = not options.get("find_unused_parameters")
+            model(torch.full((4, 8), float(ctx.rank)), use_spare).sum().backward()
+            total = ctx.gather(net.a.weight.grad[None])
+            assert torch.equal(total[0], total[1]), options
+        calls.clear()
+print("all as it was")
+"""
+
+
+def test_wrapping_touches_nothing_of_the_users_whatever_the_options(tmp_path):
+    ranks = ddp.run(script(tmp_path, WRAP), ranks=2, folder=tmp_path / "out")
+    assert ranks.text().count("all as it was") == 2
+
+
+def test_an_error_inside_the_context_ends_without_waiting_for_the_others(tmp_path):
+    body = (
+        "with ctx:\n"
+        "    if ctx.rank == 0: raise ValueError('the first failure')\n"
+        "    try: dist.all_reduce(torch.ones(1))\n"
+        "    except RuntimeError: sys.exit(3)\n"
+    )
+    started = time.monotonic()
+    ranks = ddp.start(script(tmp_path, body), ranks=2, folder=tmp_path / "out").wait()
+    assert ranks.codes == [1, 3] and time.monotonic() - started < 10
+
+
+def test_signals_have_their_old_meaning_after_the_context(tmp_path):
+    body = (
+        "import signal\n"
+        "with ctx: assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)\n"
+        "assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL\n"
+        "with clusterddp.init() as again: assert again.world_size == 1\n"
+    )
+    ddp.run(script(tmp_path, body), ranks=1, folder=tmp_path / "out")
+
+
+STATIC = """
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.unused = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    def forward(self, x):
+        return checkpoint(self.a, checkpoint(self.a, x, use_reentrant=True), use_reentrant=True)
+def gradient(wrap):
+    torch.manual_seed(0)
+    model = wrap(Net(), static_graph=True)
+    for step in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 4, requires_grad=True) * (ctx.rank + 1)).sum().backward()
+    return model.module.a.weight.grad
+assert torch.equal(gradient(ctx.wrap), gradient(DistributedDataParallel))
+"""
+
+
+def test_a_static_graph_has_plain_ddps_gradients(tmp_path):
+    # A throw-away pass would teach DDP that every parameter is used, and used once.
+    ddp.run(script(tmp_path, STATIC), ranks=2, folder=tmp_path / "out")

@@ -1,0 +1,111 @@
+"""Runs of tests/scripts/train.py on the test cluster, and what they are compared with."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.rundir import RunDirectory, read_lines
+from tests.cluster import Cluster
+from tests.waiting import differing, final_state, story, wait_for_outcome, wait_until
+
+STEPS = 40
+#: As in clusterddp.launch.watching, for a machine with one clock.
+SETTLE_S = 1.5
+
+
+@dataclass
+class Training:
+    """tests/scripts/train.py as a run on the cluster, two nodes with a rank each."""
+
+    cluster: Cluster
+    folder: Path
+    run: RunDirectory
+    job_id: str = ""
+    held_since: float | None = None
+
+    @classmethod
+    def submit(
+        cls,
+        cluster: Cluster,
+        folder: Path,
+        *script: str,
+        options: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+    ) -> Training:
+        """Submits it; ``script`` are its arguments."""
+        training = cls(cluster, folder, RunDirectory(folder / "run"))
+        training.marks.mkdir(exist_ok=True)
+        os.chown(training.marks, cluster.uid, -1)
+        shape = "--nodes 2 --gpus 1 --device cpu --partition low --set timeouts.notice_s=15".split()
+        command = [cluster.python, "-m", "clusterddp.submit", "tests/scripts/train.py", "--run-dir", training.run.path]
+        own = ["--steps", str(STEPS), "--marks", training.marks, *script]
+        checkpoint = ["--set", "checkpoint.every=20 steps"]
+        done = cluster.run([*command, *shape, *checkpoint, *options, "--", *own], cwd=cluster.source, env=env)
+        training.job_id = done.stdout.strip()
+        return training
+
+    @property
+    def marks(self) -> Path:
+        return self.folder / "marks"
+
+    def wait_at_moment(self, attempt: int) -> None:
+        """Until the attempt's rank 0 waits at its moment (rank 1 waits there, too, or for rank 0)."""
+        ready = (self.marks / f"{attempt}-0").exists
+        self.wait(ready, f"attempt {attempt} at its moment")
+
+    def go(self, attempt: int) -> None:
+        (self.marks / f"{attempt}-go").touch()
+
+    def lift_hold(self) -> None:
+        """What a watcher does: Slurm's hold after a requeue is of no interest here."""
+        job = self.cluster.job(self.job_id)
+        if job.get("JobState") != "PENDING" or job.get("Reason") != "BeginTime":
+            self.held_since = None
+            return
+        self.held_since = self.held_since or time.monotonic()
+        if time.monotonic() - self.held_since > SETTLE_S:
+            self.cluster.root(["scontrol", "update", f"JobId={self.job_id}", "StartTime=now"], check=False)
+
+    def preempt(self) -> str:
+        """A job in ``high`` takes the nodes; returns once Slurm has begun to preempt."""
+        high = self.cluster.preempt(seconds=0.1)
+        begun: Callable[[dict[str, str]], bool] = lambda job: (  # noqa: E731
+            job.get("PreemptTime") not in ("None", None) or job.get("JobState") != "RUNNING"
+        )
+        self.cluster.wait_for(self.job_id, begun, "to be preempted")
+        return high
+
+    def finish(self) -> str:
+        """Until the run is over, lifting holds."""
+        self.wait(lambda: self.run.outcome(), "the run to be over", 90)
+        return wait_for_outcome(self.run)
+
+    def wait(self, condition: Callable[[], object], what: str, timeout: float = 60) -> None:
+        """Until the condition is true, lifting holds; a failure tells all that is known of the run and its job."""
+        try:
+            wait_until(lambda: self.lift_hold() or condition(), what, timeout)
+        except AssertionError as error:
+            known = [self.cluster.root(command, check=False).stdout for command in (
+                ["scontrol", "show", "job", self.job_id], ["squeue", "--all"], ["sinfo", "-N", "-l"],
+            )]  # fmt: skip
+            raise AssertionError(
+                "\n".join([str(error), *known, self.cluster.log("slurmctld"), story(self.run)])
+            ) from None
+
+
+def check_same_run(run: RunDirectory, reference: RunDirectory, redone: bool = False) -> None:
+    """The same losses and the same bits; each step once, in the history that counts if steps were ``redone``."""
+    lines = run.metrics() if redone else read_lines(run.metrics_file)
+    assert [line["step"] for line in lines] == list(range(STEPS)), story(run)
+    assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in reference.metrics()]
+    assert differing(final_state(run), final_state(reference)) == []
+
+
+def events_of(run: RunDirectory, name: str) -> list[dict[str, Any]]:
+    """The run's events of one kind."""
+    return [event for event in run.events() if event["event"] == name]
