@@ -1,6 +1,7 @@
 # make demo   set everything up in .venv and watch a run get preempted and come back, on this machine
 # make test   set everything up, a real Slurm included (as root on Debian or Ubuntu), and run every test
 # make lint   ruff and mypy
+# make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every moment under every setting
 # make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, gone when the shell ends
 #
 # TORCH_INDEX=URL   another package index for torch, such as PyTorch's own CPU builds (PyPI's bring CUDA along)
@@ -14,7 +15,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test lint cluster slurm clean
+.PHONY: demo test test-24.11 test-product lint cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -31,6 +32,14 @@ demo: .venv/ready
 
 test: .venv/ready slurm
 	.venv/bin/python -m pytest
+
+test-24.11: .venv/ready slurm
+	.venv/bin/python -m tests.cluster install --release trixie
+	CLUSTERDDP_TEST_RELEASE=trixie .venv/bin/python -m pytest tests/test_main_job.py tests/test_preemption.py \
+		tests/test_fencing.py tests/test_cluster.py
+
+test-product: .venv/ready slurm
+	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/test_preemption_variants.py
 
 slurm: .venv/ready
 	.venv/bin/python -m tests.cluster install

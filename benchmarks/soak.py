@@ -2,11 +2,11 @@
 
 ``python -m benchmarks.soak`` (``make soak``). On the test cluster, tests/scripts/train.py is trained again and again on
 two nodes, and each run is preempted four to eight times by jobs in `high`, 0 to 6 s after an attempt's start, so that
-imports, rendezvous, restores, steps and saves are all hit; now and then by two jobs at once, or with a second TERM on
-top. A preemption counts when a new attempt followed. When a run is over its recorded history is compared with an
-uninterrupted run's: each step once, each sample once per epoch, none redone, the same losses, the same weights and
-optimizer to the last bit, one outcome, no process left. A run that fails any of it is kept in STATE/failed, with its
-run directory and Slurm's logs.
+imports, rendezvous, restores, steps and saves are all hit; now and then before there are ranks, by two jobs at once, or
+with a second TERM on top. A preemption counts when a new attempt followed. When a run is over its recorded history is
+compared with an uninterrupted run's: each step once, each sample once per epoch, none redone, the same losses, the same
+weights and optimizer to the last bit, one outcome, no process left. A run that fails any of it is kept in STATE/failed,
+with its run directory and Slurm's logs.
 
 All cases follow from --seed. STATE/progress.jsonl has a line per finished run: an interrupted soak goes on after it,
 and one that is finished writes its report again. 200 preemptions take about 25 minutes.
@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,8 @@ class Preemption:
     nodes: tuple[int, ...] = (3,)
     second_term: float | None = None
     """Seconds after which the ranks get another TERM."""
+    early: bool = False
+    """The delay begins when Slurm says that the job runs: there may be no supervisor and no rank yet."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class Result:
     weights_differ: bool = False
     problems: list[str] = field(default_factory=list)
     handovers: list[float] = field(default_factory=list)
+    takings: list[float] = field(default_factory=list)
+    """As handovers, but from the submission of the job that takes the nodes: also where there was nobody to signal."""
     resumes: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -121,6 +125,8 @@ def _make_preemption(draw: random.Random) -> Preemption:
         return Preemption(delay, draw.choice([(3, 3), (2, 2), (1, 3), (2, 1)]))
     if kind < 0.2:
         return Preemption(delay, second_term=round(draw.uniform(0, 0.5), 3))
+    if kind < 0.3:
+        return Preemption(round(draw.uniform(0, 0.5), 3), early=True)
     return Preemption(delay)
 
 
@@ -209,32 +215,35 @@ class Preempter:
 
     def __init__(self, up: Cluster, folder: Path, case: Case) -> None:
         self._up, self._folder, self._case = up, folder, case
+        self._attempt = -1
         self.handovers: list[float] = []
+        self.takings: list[float] = []
         self.made: list[dict[str, Any]] = []
         options = ("--steps", str(STEPS), "--pause", str(PAUSE_S))
         self.training = submit_training(up, folder, *options, ranks_per_node=case.ranks_per_node)
 
     def make_all(self) -> None:
         """Until all preemptions are made, or the run is over."""
-        run, attempt = self.training.run, self._next_attempt(-1)
         for number, preemption in enumerate(self._case.preemptions):
+            self._await(self._job_runs if preemption.early else self._attempt_made)
             time.sleep(preemption.delay)
-            if attempt is None or run.outcome() is not None:
+            if self.training.run.outcome() is not None:
                 return
             self._make(number, preemption)
-            attempt = self._next_attempt(attempt)
+            # The high job has the nodes: whatever is newer than this attempt comes after it.
+            self._attempt = max(self.training.run.attempts(), default=-1)
 
-    def _next_attempt(self, attempt: int) -> int | None:
-        """The number of an attempt after ``attempt``, once there is one; None when the run is over instead."""
-        run = self.training.run
+    def _await(self, begun: Callable[[], bool]) -> None:
+        """Until the run goes on, or is over."""
+        go = lifting(self.training, lambda: begun() or self.training.run.outcome() is not None)
+        until(go, f"what follows attempt {self._attempt}", WAIT_S)
 
-        def next_or_outcome() -> tuple[int | None] | None:
-            newest = run.newest_attempt()
-            if newest is not None and newest > attempt:
-                return (newest,)
-            return (None,) if run.outcome() is not None else None
+    def _attempt_made(self) -> bool:
+        newest = self.training.run.newest_attempt()
+        return newest is not None and newest > self._attempt
 
-        return until(lifting(self.training, next_or_outcome), f"an attempt after {attempt}", WAIT_S)[0]
+    def _job_runs(self) -> bool:
+        return self._up.job(self.training.job_id).get("JobState") == "RUNNING"
 
     def _make(self, number: int, preemption: Preemption) -> None:
         asked = time.time()
@@ -243,6 +252,7 @@ class Preempter:
         if preemption.second_term is not None:
             self._signal_again(preemption.second_term, asked)
         started = [until(high.started, f"job {high.job_id} in high to start", WAIT_S) for high in highs]
+        self.takings.append(max(started) - asked)
         sent = term_sent(self._up, self.training.job_id, asked - 0.001)
         # Of two jobs, the first may have had nodes that were idle: that would be no handover.
         if sent is not None and len(highs) == 1:
@@ -287,7 +297,7 @@ def make_run(up: Cluster, case: Case, reference: RunDirectory, state: Path) -> R
     except TooLong as error:
         result.problems.append(str(error))
     judge(result, training.run, reference)
-    result.handovers = preempter.handovers
+    result.handovers, result.takings = preempter.handovers, preempter.takings
     result.resumes = resume_times(
         stamps(folder / "starts"), training.run.events(), list(read_lines(training.run.metrics_file))
     )
@@ -376,6 +386,7 @@ class Soak:
 def summary(results: Sequence[Result]) -> list[Any]:
     """One line of the table."""
     handovers = [seconds for result in results for seconds in result.handovers]
+    takings = [seconds for result in results for seconds in result.takings]
     resumes = [seconds for result in results for seconds in result.resumes]
     return [
         sum(result.preemptions for result in results),
@@ -388,6 +399,7 @@ def summary(results: Sequence[Result]) -> list[Any]:
         sum(result.weights_differ for result in results),
         sum(bool(result.problems) for result in results),
         f"{report.median(handovers):.2f} / {report.worst(handovers):.2f}",
+        f"{report.median(takings):.2f} / {report.worst(takings):.2f}",
         f"{report.median(resumes):.2f} / {report.worst(resumes):.2f}",
     ]
 
@@ -402,7 +414,8 @@ def describe(soak: Soak) -> tuple[str, dict[str, Any]]:
     }
     head = [
         *("", "preemptions", "before the attempt's first step", "runs", "lost", "doubled", "steps redone"),
-        *("samples wrong", "weights differ", "any fault", "handover: median / worst", "resume: median / worst"),
+        *("samples wrong", "weights differ", "any fault", "handover: median / worst", "taking: median / worst"),
+        "resume: median / worst",
     ]
     rows = [[name, *summary(own)] for name, own in {**groups, "all": results}.items()]
     slurm = f"Slurm {', '.join(sorted({result.slurm for result in results}))}"
@@ -414,8 +427,9 @@ def describe(soak: Soak) -> tuple[str, dict[str, Any]]:
 
 {report.table(head, rows)}
 
-A preemption is counted when a new attempt followed. Handover: seconds from the TERM to the ranks until the job that
-takes the nodes runs. Resume: from the first line of the restarted batch script to the first new step.
+A preemption is counted when a new attempt followed. Seconds: handover, from the TERM to the ranks until the job that
+takes the nodes runs; taking, the same from that job's submission, with the scheduler's own time, also where there were
+no ranks to signal; resume, from the first line of the restarted batch script to the first new step.
 Faults: {"none." if not faults else ""}
 {chr(10).join(faults)}""".rstrip()
     return text, {**settings, "runs": [asdict(result) for result in results], "met": not faults}

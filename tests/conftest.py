@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,42 +17,78 @@ from tests.trainings import Training
 from tests.waiting import story
 
 
-@pytest.fixture(scope="session")
-def cluster_up() -> Iterator[Cluster]:
-    """A real Slurm of three nodes, for the whole session. In CI its absence is a failure, elsewhere a skip."""
-    reason = unavailable()
-    if reason is not None and "CI" in os.environ:
-        pytest.fail(reason)
-    if reason is not None:
-        pytest.skip(reason)
-    with Cluster.up(ClusterConfig(nodes=3, cpus=2)) as up:
-        yield up
+class Clusters:
+    """The real Slurm of this session: one at a time, the one asked for last; another configuration replaces it."""
 
+    #: What most tests need; fewer CPUs than the machine has, so that nothing waits for one.
+    standard = ClusterConfig(nodes=3, cpus=2, release=os.environ.get("CLUSTERDDP_TEST_RELEASE"))
 
-@pytest.fixture
-def cluster(cluster_up: Cluster) -> Iterator[Cluster]:
-    """The cluster, idle and with a grace of 20 s at the start of the test; its jobs are ended afterwards."""
-    cluster_up.set_grace(20)
-    yield cluster_up
-    cluster_up.drain_jobs()
+    def __init__(self) -> None:
+        self._up: Cluster | None = None
 
+    def get(self, config: ClusterConfig) -> Cluster:
+        """The cluster with this configuration. In CI its absence is a failure, elsewhere a skip."""
+        reason = unavailable()
+        if reason is not None:
+            (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
+        if self._up is None or self._up.config != config:
+            self.down()
+            self._up = Cluster.up(config)
+        return self._up
 
-@pytest.fixture
-def runs(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
-    """A folder for run directories, of the user who submits, the same on all nodes."""
-    prefix = re.sub(r"\W+", "-", request.node.name)[:40]
-    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=cluster.scratch))
-    folder.chmod(0o755)
-    os.chown(folder, cluster.uid, -1)
-    return folder
+    def down(self) -> None:
+        """Takes it down, if one is up."""
+        if self._up is not None:
+            self._up.down()
+            self._up = None
 
 
 @pytest.fixture(scope="session")
-def uninterrupted_training(cluster_up: Cluster) -> RunDirectory:
+def clusters() -> Iterator[Clusters]:
+    """The session's clusters; for tests that need a configuration of their own."""
+    clusters = Clusters()
+    yield clusters
+    clusters.down()
+
+
+@pytest.fixture
+def cluster(clusters: Clusters) -> Iterator[Cluster]:
+    """The standard cluster, idle and with a grace of 20 s at the start; the test's jobs are ended afterwards."""
+    up = clusters.get(Clusters.standard)
+    up.set_grace(20)
+    yield up
+    up.drain_jobs()
+
+
+@pytest.fixture
+def runs_on(request: pytest.FixtureRequest) -> Callable[[Cluster], Path]:
+    """Makes a folder for run directories on a cluster, of the user who submits, the same on all nodes."""
+
+    def make(cluster: Cluster) -> Path:
+        prefix = re.sub(r"\W+", "-", request.node.name)[:40]
+        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=cluster.scratch))
+        folder.chmod(0o755)
+        os.chown(folder, cluster.uid, -1)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def runs(cluster: Cluster, runs_on: Callable[[Cluster], Path]) -> Path:
+    """Such a folder on the standard cluster."""
+    return runs_on(cluster)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted_training(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """tests/scripts/train.py on the cluster without a preemption, for comparison to the last bit."""
-    folder = cluster_up.scratch / "uninterrupted-training"
+    cluster = clusters.get(Clusters.standard)
+    folder = cluster.scratch / "uninterrupted-training"
     folder.mkdir()
-    os.chown(folder, cluster_up.uid, -1)
-    training = Training.submit(cluster_up, folder)
+    os.chown(folder, cluster.uid, -1)
+    training = Training.submit(cluster, folder)
     assert training.finish() == "completed", story(training.run)
-    return training.run
+    kept = tmp_path_factory.mktemp("reference") / "run"  # the cluster's own folders go with it
+    shutil.copytree(training.run.path, kept)
+    return RunDirectory(kept)

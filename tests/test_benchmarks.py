@@ -79,6 +79,7 @@ def test_the_cases_follow_from_the_seed():
     assert len({(case.grace, case.ranks_per_node) for case in cases}) == 4
     assert all(0 <= preemption.delay <= soak.LATEST_S for preemption in made)
     assert any(len(preemption.nodes) == 2 for preemption in made)
+    assert any(preemption.early for preemption in made)
     assert any(preemption.second_term is not None for preemption in made)
 
 
@@ -179,9 +180,9 @@ def test_a_run_that_did_not_complete_is_lost(tmp_path, reference):
 def test_faults_are_shown_in_the_report(tmp_path):
     settings = {"preemptions": 10, "graces": [20], "proctracks": ["cgroup"], "seed": 1}
     made = soak.Soak(tmp_path, settings)
-    good = soak.Result(**RESULT, preemptions=5, handovers=[0.2, 0.4], resumes=[3.0])
+    good = soak.Result(**RESULT, preemptions=5, handovers=[0.2, 0.4], takings=[1.0, 2.0], resumes=[3.0])
     made.results = [good, replace(good, case="cgroup-001", lost=True, problems=["the outcome is None"])]
     text, figures = soak.describe(made)
-    assert "| all | 10 | 0 | 2 | 1 | 0 | 0 | 0 | 0 | 1 | 0.30 / 0.40 | 3.00 / 3.00 |" in text
+    assert "| all | 10 | 0 | 2 | 1 | 0 | 0 | 0 | 0 | 1 | 0.30 / 0.40 | 1.50 / 2.00 | 3.00 / 3.00 |" in text
     assert "- cgroup-001: the outcome is None" in text
     assert not figures["met"] and json.dumps(figures)

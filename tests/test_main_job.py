@@ -25,10 +25,11 @@ def digits(steps: int = STEPS) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(cluster_up: Cluster) -> RunDirectory:
+def uninterrupted(clusters: Any) -> RunDirectory:
     """The digits run without any preemption, on the same cluster."""
-    run = RunDirectory(cluster_up.scratch / "uninterrupted")
-    submit(cluster_up, run, *digits())
+    cluster = clusters.get(clusters.standard)
+    run = RunDirectory(cluster.scratch / "uninterrupted")
+    submit(cluster, run, *digits())
     assert wait_for_outcome(run) == "completed", story(run)
     return run
 
@@ -62,8 +63,17 @@ def test_a_preempted_run_comes_back_and_is_the_same_run(
     outcome = run.outcome()
     assert outcome is not None
     assert (outcome["step"], outcome["attempts"]) == (STEPS, 2), story(run)
-    assert cluster.wait_job(job_id, {"COMPLETED"})["Restarts"] == "1"
+    ended_once(cluster, job_id, run)
     check_same_run(run, uninterrupted)
+
+
+def ended_once(cluster: Cluster, job_id: str, run: RunDirectory) -> None:
+    """The job is over after its second start; 24.11 starts it a third time, which finds the outcome and does nothing.
+
+    From 24.05 on, a requeue within the grace leaves a mark on the job, and its next end counts as preempted, too.
+    """
+    cluster.wait_job(job_id, {"COMPLETED"})
+    assert run.attempts() == [0, 1]
 
 
 def test_a_scancelled_run_ends_and_never_runs_again(cluster: Cluster, runs: Path) -> None:
@@ -126,7 +136,7 @@ def test_the_template_survives_a_preemption(cluster: Cluster, runs: Path, uninte
     job_id = sbatch_template(cluster, run, "jobs/digits.py", "--steps", str(STEPS))
     preempt_in_training(cluster, run, 100)
     assert wait_for_outcome(run) == "completed", story(run)
-    assert cluster.wait_job(job_id, {"COMPLETED"})["Restarts"] == "1"
+    ended_once(cluster, job_id, run)
     check_same_run(run, uninterrupted)
 
 

@@ -9,10 +9,8 @@ import pytest
 
 from clusterddp.rundir import RunDirectory
 from tests.cluster import Cluster
-from tests.trainings import Training, check_same_run, events_of
+from tests.trainings import MOMENTS, Training, check_same_run, events_of, preempt_at_each
 from tests.waiting import story, wait_for_step, wait_until
-
-MOMENTS = ["import", "rendezvous", "first step", "evaluation", "restore", "save", "last step", "after the end"]
 
 
 @pytest.mark.parametrize("grace", [20, 0])
@@ -22,13 +20,7 @@ def test_a_run_preempted_at_every_moment_loses_and_redoes_nothing(
     """One run, eight attempts, a preemption at a different moment of each; the last one comes after the last step."""
     cluster.set_grace(grace)
     training = Training.submit(cluster, runs, "--moments", ",".join(MOMENTS))
-    for attempt, moment in enumerate(MOMENTS):
-        training.wait_at_moment(attempt)
-        training.preempt()
-        training.go(attempt)
-        if moment != MOMENTS[-1]:
-            following = attempt + 1
-            training.wait(lambda n=following: n in training.run.attempts(), f"the attempt after {moment!r}")  # type: ignore[misc]
+    preempt_at_each(training, MOMENTS)
     assert training.finish() == "completed", story(training.run)
     check_same_run(training.run, uninterrupted_training)
     redone = [event["redone"] for event in training.run.events() if event["event"] == "resumed" and "redone" in event]

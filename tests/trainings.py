@@ -14,6 +14,8 @@ from tests.cluster import Cluster
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_until
 
 STEPS = 40
+#: What the ranks can be doing; see tests/scripts/train.py.
+MOMENTS = ["import", "rendezvous", "first step", "evaluation", "restore", "save", "last step", "after the end"]
 #: As in clusterddp.launch.watching, for a machine with one clock.
 SETTLE_S = 1.5
 
@@ -85,6 +87,10 @@ class Training:
         self.wait(lambda: self.run.outcome(), "the run to be over", 90)
         return wait_for_outcome(self.run)
 
+    def wait_for_attempt(self, number: int) -> None:
+        """Until the attempt has started."""
+        self.wait(lambda: number in self.run.attempts(), f"attempt {number}")
+
     def wait(self, condition: Callable[[], object], what: str, timeout: float = 60) -> None:
         """Until the condition is true, lifting holds; a failure tells all that is known of the run and its job."""
         try:
@@ -96,6 +102,16 @@ class Training:
             raise AssertionError(
                 "\n".join([str(error), *known, self.cluster.log("slurmctld"), story(self.run)])
             ) from None
+
+
+def preempt_at_each(training: Training, moments: Sequence[str]) -> None:
+    """Preempts attempt 0 at the first moment, attempt 1 at the second, and so on."""
+    for attempt, moment in enumerate(moments):
+        training.wait_at_moment(attempt)
+        training.preempt()
+        training.go(attempt)
+        if moment != "after the end":
+            training.wait_for_attempt(attempt + 1)
 
 
 def check_same_run(run: RunDirectory, reference: RunDirectory, redone: bool = False) -> None:

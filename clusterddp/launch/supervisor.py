@@ -264,15 +264,18 @@ def conclude(run: RunDirectory, history: History, action: Action, reason: str) -
     write_json(run.outcome_file, outcome)
 
 
-def finished(run: RunDirectory) -> int | None:
-    """The exit code for a start that finds the run completed or cancelled; None when it may go on.
+def finished(run: RunDirectory, controller: Controller) -> int | None:
+    """The exit code for a start that finds the run over; None when it may go on, as a failure may by someone's wish.
 
-    Slurm 24.11 starts a job once more that had been requeued within the grace and then ended well.
+    Slurm 24.11 starts a job once more that had been requeued within a grace, however it ended then: nobody wished that.
     """
     outcome = run.outcome() or {}
     if outcome.get("state") == Action.COMPLETE.value:
         print(f"{run}: completed at step {outcome['step']} already; nothing to do", flush=True)
         return 0
+    if outcome.get("state") == Action.FAIL.value and read_json(run.holder_file) == controller.holder():
+        print(f"{run}: failed at step {outcome['step']} in this very job: not started again by a requeue", flush=True)
+        return 1
     if run.cancelled or outcome.get("state") == Action.CANCEL.value:
         print(f"{run} was cancelled; it never runs again", flush=True)
         return 1
@@ -313,7 +316,7 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
 
 
 def _supervise(run: RunDirectory, job: Job, launcher: Launcher, controller: Controller) -> int:
-    code = finished(run)
+    code = finished(run, controller)
     if code is not None:
         return code
     held = holder.held_by_other(run, controller.holder())

@@ -291,11 +291,14 @@ class Cluster:
     def preempt(self, seconds: float = 30, nodes: int | None = None) -> str:
         """Submits a job to `high` that takes whole nodes (all by default) and sleeps; returns its id."""
         size = [f"--nodes={nodes or len(self.nodes)}", "--exclusive", "--output=/dev/null"]
+        size += ["--qos=high"] if self.config.qos else []
         command = ["sbatch", "--parsable", "--partition=high", *size, f"--wrap=sleep {seconds:g}"]
         return self.run(command).stdout.strip()
 
     def set_grace(self, seconds: int) -> None:
         self.root(["scontrol", "update", "partitionname=low", f"gracetime={seconds}"])
+        if self.config.qos:
+            self.root(["sacctmgr", "--immediate", "--quiet", "modify", "qos", "low", "set", f"gracetime={seconds}"])
 
     def drain_jobs(self, timeout: float = 60) -> None:
         """Between two tests: undoes cuts and stops, ends every job, and waits until all nodes are idle."""

@@ -30,6 +30,8 @@ class ClusterConfig:
     """`cgroup` or `linuxproc`; None is cgroup where cgroup v1 is mounted, else linuxproc."""
     user_signal: bool = False
     """A preempted job gets the signal of its `--signal` instead of TERM when the grace begins."""
+    qos: bool = False
+    """Preemption goes by QOS, `high` over `low`, instead of by partition; jobs in `low` then name it with -q."""
     slurmdbd: bool = True
     """Accounting, so that sacct answers."""
     slurmd_timeout: int = 10
@@ -48,6 +50,8 @@ class ClusterConfig:
             raise ValueError(f"gpus is {self.gpus}; expected 0 to 16 per node")
         if self.proctrack not in (None, "cgroup", "linuxproc"):
             raise ValueError(f"proctrack is {self.proctrack!r}; expected cgroup or linuxproc")
+        if self.qos and not self.slurmdbd:
+            raise ValueError("qos needs slurmdbd, which knows what a QOS is")
         if self.release not in (None, *RELEASES):
             raise ValueError(f"release is {self.release!r}; expected {' or '.join(RELEASES)}")
 
@@ -119,7 +123,7 @@ def slurm_conf(config: ClusterConfig, site: Site) -> str:
         "PriorityType=priority/basic",
         "SchedulerType=sched/backfill",
         "SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1",
-        "PreemptType=preempt/partition_prio",
+        f"PreemptType=preempt/{'qos' if config.qos else 'partition_prio'}",
         "PreemptMode=REQUEUE",
         *_user_signal(config, site),
         "JobRequeue=1",

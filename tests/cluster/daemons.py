@@ -117,7 +117,15 @@ class Daemons:
     def register(self) -> None:
         """The cluster must be known to slurmdbd before slurmctld starts, or its first records are lost."""
         for what in (["cluster", CLUSTER], ["account", ACCOUNT], ["user", USER, f"account={ACCOUNT}"]):
-            command(["sacctmgr", "--immediate", "--quiet", "add", *what], env=self.environment)
+            self._account("add", *what)
+        if self.state.config.qos:
+            grace = f"gracetime={self.state.config.grace}"
+            self._account("add", "qos", "low", "preemptmode=requeue", grace)
+            self._account("add", "qos", "high", "preempt=low", "priority=10")
+            self._account("modify", "user", USER, "set", "qos+=low,high")
+
+    def _account(self, *words: str) -> None:
+        command(["sacctmgr", "--immediate", "--quiet", *words], env=self.environment)
 
     def start_slurmctld(self, *, fresh: bool = False) -> None:
         self.spawn("slurmctld", ["slurmctld", "-D", "-i", *(["-c"] if fresh else [])])

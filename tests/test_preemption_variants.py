@@ -1,0 +1,55 @@
+"""The same promise however a cluster is set up: how it tracks processes, signals, and decides whom to preempt."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from typing import Any
+
+import pytest
+
+from clusterddp.rundir import RunDirectory
+from tests.trainings import MOMENTS, Training, check_same_run, preempt_at_each
+from tests.waiting import story
+
+#: proctrack, user signal, preemption by QOS, grace, loader workers: every pair of values occurs (with the standard
+#: cluster of the other tests as the first row of the array).
+PAIRWISE = [
+    ("cgroup", True, True, 0, 2),
+    ("linuxproc", False, True, 20, 2),
+    ("linuxproc", True, False, 0, 0),
+    ("cgroup", True, False, 20, 2),
+    ("linuxproc", True, True, 20, 0),
+    ("linuxproc", False, False, 0, 2),
+    ("cgroup", False, True, 0, 0),
+]
+PRODUCT = list(itertools.product(("cgroup", "linuxproc"), (False, True), (False, True), (20, 0), (0, 2)))
+FULL = "CLUSTERDDP_TEST_PRODUCT" in os.environ
+
+
+@pytest.mark.parametrize(("proctrack", "user_signal", "qos", "grace", "workers"), PRODUCT if FULL else PAIRWISE)
+def test_a_preempted_run_is_the_same_run_on_a_cluster_set_up_differently(
+    clusters: Any,
+    runs_on: Any,
+    uninterrupted_training: RunDirectory,
+    proctrack: str,
+    user_signal: bool,
+    qos: bool,
+    grace: int,
+    workers: int,
+) -> None:
+    """Preempted in rendezvous and in its first step, or, for the full product, at every moment."""
+    config = dataclasses.replace(clusters.standard, proctrack=proctrack, user_signal=user_signal, qos=qos)
+    cluster = clusters.get(config)
+    cluster.set_grace(grace)
+    options = ["-q", "low"] if qos else []
+    moments = MOMENTS if FULL else ["rendezvous", "first step"]
+    script = ["--moments", ",".join(moments), "--workers", str(workers)]
+    training = Training.submit(cluster, runs_on(cluster), *script, options=options)
+    preempt_at_each(training, moments)
+    assert training.finish() == "completed", story(training.run)
+    check_same_run(training.run, uninterrupted_training)
+    left = [process for node in cluster.nodes for process in cluster.processes(node) if "train.py" in process.command()]
+    assert left == []
+    cluster.drain_jobs()
