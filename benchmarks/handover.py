@@ -68,7 +68,9 @@ def our_cycle(up: Cluster, folder: Path) -> Cycle:
     """A clusterddp run, preempted in the middle of its steps."""
     with training_run(up, folder) as training:
         high, sent = preempt(up, training.job_id, folder)
-        resumed = until(lifting(training, lambda: first_step_of(training, 1)), "the resumed run's step", WAIT_S)
+        resumed = until(
+            lifting(up, training.job_id, lambda: first_step_of(training, 1)), "the resumed run's step", WAIT_S
+        )
         step, save = step_and_save(training)
         return Cycle(high - sent, resumed - stamps(folder / "starts")[-1], step, save)
 
@@ -78,8 +80,8 @@ def control_cycle(up: Cluster, folder: Path) -> Cycle:
     job_id = submit_control(up, folder)
     until(lambda: len(list(folder.glob("ready-*"))) == 2, "the control's ranks", WAIT_S)
     high, sent = preempt(up, job_id, folder)
-    job = Training(up, folder, run=None, job_id=job_id)  # type: ignore[arg-type]
-    stepped = until(lifting(job, lambda: next(iter(stamps(folder / "stepped")), None)), "the control's step", WAIT_S)
+    step = lifting(up, job_id, lambda: next(iter(stamps(folder / "stepped")), None))
+    stepped = until(step, "the control's step", WAIT_S)
     return Cycle(high - sent, stepped - stamps(folder / "starts")[-1])
 
 

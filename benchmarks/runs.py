@@ -145,18 +145,33 @@ def signal_times(log: str, job_id: str, number: int = 15) -> list[float]:
     ]
 
 
-def lifting(training: Training, condition: Callable[[], T | None]) -> Callable[[], T | None]:
+def lifting(up: Cluster, job_id: str, condition: Callable[[], T | None]) -> Callable[[], T | None]:
     """The condition, with a look at the job five times a second: Slurm's hold after a requeue is lifted."""
     due = 0.0
 
     def look() -> T | None:
         nonlocal due
         if time.monotonic() >= due:
-            training.lift_hold()
+            lift_hold(up, job_id)
             due = time.monotonic() + 0.2
         return condition()
 
     return look
+
+
+def lift_hold(up: Cluster, job_id: str) -> None:
+    """Lets a requeued job start in the next second, and in no earlier one.
+
+    A node refuses a job's credential that is not of a later second than the end of the job's last start there: Slurm
+    22.05.8 then logs `Killing non-startable batch JobId=2: Job credential revoked`, and the job is FAILED.
+    """
+    job = up.job(job_id)
+    if job.get("JobState") != "PENDING" or job.get("Reason") != "BeginTime":
+        return
+    # Set once: moved on again and again, the start would never come. It is Unknown when it has come.
+    start = job.get("StartTime", "Unknown")
+    if start != "Unknown" and time.mktime(time.strptime(start, "%Y-%m-%dT%H:%M:%S")) > time.time() + 2:
+        up.root(["scontrol", "update", f"JobId={job_id}", "StartTime=now+1"], check=False)
 
 
 def event_times(events: Sequence[dict[str, Any]], name: str, attempt: int) -> list[float]:

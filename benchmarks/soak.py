@@ -18,6 +18,7 @@ import argparse
 import json
 import random
 import shutil
+import subprocess
 import sys
 import time
 import traceback
@@ -25,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks import report
 from benchmarks.runs import (
@@ -47,6 +48,8 @@ from tests.cluster import Cluster, ClusterConfig
 from tests.cluster.system import Process
 from tests.trainings import Training
 from tests.waiting import differing, final_state
+
+T = TypeVar("T")
 
 STEPS, PAUSE_S = 300, 0.03
 SAMPLES, BATCH, SEED = 200, 4, 0
@@ -76,6 +79,8 @@ class Case:
     grace: int
     ranks_per_node: int
     preemptions: tuple[Preemption, ...]
+    watched: bool = False
+    """Whether ``clusterddp watch`` lifts Slurm's hold after each requeue, as for a user; else the soak does."""
 
     @property
     def name(self) -> str:
@@ -91,6 +96,7 @@ class Result:
     proctrack: str
     ranks: int
     slurm: str
+    watched: bool
     preemptions: int = 0
     """Those that took effect: attempts after the first."""
     before_first_step: int = 0
@@ -112,11 +118,12 @@ class Result:
 
 
 def make_case(seed: int, proctrack: str, number: int, graces: Sequence[int]) -> Case:
-    """The run ``number`` of one proctrack. One in four has two ranks per node; the graces alternate."""
+    """The run ``number`` of one proctrack. One in four has two ranks per node, one in four a watcher."""
     draw = random.Random(f"{seed}/{proctrack}/{number}")
     preemptions = tuple(_make_preemption(draw) for _ in range(draw.randint(4, 8)))
     ranks_per_node = 2 if draw.random() < 0.25 else 1
-    return Case(number, proctrack, graces[number % len(graces)], ranks_per_node, preemptions)
+    watched = draw.random() < 0.25
+    return Case(number, proctrack, graces[number % len(graces)], ranks_per_node, preemptions, watched)
 
 
 def _make_preemption(draw: random.Random) -> Preemption:
@@ -221,6 +228,12 @@ class Preempter:
         self.made: list[dict[str, Any]] = []
         options = ("--steps", str(STEPS), "--pause", str(PAUSE_S))
         self.training = submit_training(up, folder, *options, ranks_per_node=case.ranks_per_node)
+        self._watcher = self._watch() if case.watched else None
+
+    def _watch(self) -> subprocess.Popen[str]:
+        with open(self._folder / "watch.log", "w") as log:
+            command = [str(self._up.python), "-m", "clusterddp", "watch", str(self.training.run.path)]
+            return self._up.popen(command, stdout=log, stderr=log)
 
     def make_all(self) -> None:
         """Until all preemptions are made, or the run is over."""
@@ -235,8 +248,24 @@ class Preempter:
 
     def _await(self, begun: Callable[[], bool]) -> None:
         """Until the run goes on, or is over."""
-        go = lifting(self.training, lambda: begun() or self.training.run.outcome() is not None)
-        until(go, f"what follows attempt {self._attempt}", WAIT_S)
+        self.until(lambda: begun() or self.training.run.outcome() is not None, f"what follows attempt {self._attempt}")
+
+    def until(self, condition: Callable[[], T | None], what: str) -> T:
+        """Waits; the hold after a requeue is lifted, here or by the watcher."""
+        helped = condition if self._watcher else lifting(self._up, self.training.job_id, condition)
+        return until(helped, what, WAIT_S)
+
+    def close(self) -> str | None:
+        """Ends the watcher; what is wrong with how it ended, if it had a finished run to watch."""
+        if self._watcher is None:
+            return None
+        try:
+            code = self._watcher.wait(timeout=15)
+            return f"the watcher ended with {code}" if code else None
+        except subprocess.TimeoutExpired:
+            self._watcher.kill()
+            self._watcher.wait()
+            return "the watcher did not end"
 
     def _attempt_made(self) -> bool:
         newest = self.training.run.newest_attempt()
@@ -261,7 +290,8 @@ class Preempter:
 
     def _signal_again(self, delay: float, asked: float) -> None:
         """Another TERM to the ranks that have got the first, and to no later attempt's."""
-        ranks = rank_processes(self._up)
+        # Not srun, which has their command line behind its own: a TERM, ignored or not, makes it kill them.
+        ranks = [p for p in job_processes(self._up) if "-m clusterddp.rank" in p.command() and not srun(p)]
         try:
             until(lambda: term_sent(self._up, self.training.job_id, asked - 0.001), "the first TERM", 5)
         except TooLong:
@@ -271,14 +301,18 @@ class Preempter:
             rank.kill(15)
 
 
-def rank_processes(up: Cluster) -> list[Process]:
+def job_processes(up: Cluster) -> list[Process]:
     """Ranks, batch steps and their helpers on all nodes."""
     return [p for node in up.nodes for p in up.processes(node) if "clusterddp." in p.command()]
 
 
+def srun(process: Process) -> bool:
+    return Path(process.command().partition(" ")[0]).name == "srun"
+
+
 def none_left(up: Cluster) -> bool | None:
     """Whether nothing of the run lives on any node; None, for ``until``, if something does."""
-    return True if not rank_processes(up) else None
+    return True if not job_processes(up) else None
 
 
 def make_run(up: Cluster, case: Case, reference: RunDirectory, state: Path) -> Result:
@@ -286,16 +320,19 @@ def make_run(up: Cluster, case: Case, reference: RunDirectory, state: Path) -> R
     began = time.monotonic()
     up.set_grace(case.grace)
     folder = folder_for(up, f"{case.name}-{time.monotonic_ns()}")
-    result = Result(case.name, case.grace, case.proctrack, 2 * case.ranks_per_node, up.version)
+    result = Result(case.name, case.grace, case.proctrack, 2 * case.ranks_per_node, up.version, case.watched)
     preempter = Preempter(up, folder, case)
     training = preempter.training
     try:
         preempter.make_all()
-        until(lifting(training, training.run.outcome), f"{training.run} to be over", WAIT_S)
+        preempter.until(training.run.outcome, f"{training.run} to be over")
         until(lambda: none_left(up), "no process to be left", 60)
         _check_job_is_over(up, training, result)
     except TooLong as error:
         result.problems.append(str(error))
+    finally:
+        watching = preempter.close()
+    result.problems += [watching] if watching else []
     judge(result, training.run, reference)
     result.handovers, result.takings = preempter.handovers, preempter.takings
     result.resumes = resume_times(
@@ -322,7 +359,7 @@ def keep(up: Cluster, training: Training, made: Sequence[dict[str, Any]], folder
     shutil.copytree(training.folder, folder, symlinks=True)
     (folder / "preemptions.json").write_text(json.dumps(made, indent=1))
     (folder / "job.txt").write_text("\n".join(f"{k}={v}" for k, v in up.job(training.job_id).items()))
-    (folder / "processes.txt").write_text("\n".join(f"{p.pid} {p.command()}" for p in rank_processes(up)))
+    (folder / "processes.txt").write_text("\n".join(f"{p.pid} {p.command()}" for p in job_processes(up)))
     shutil.copytree(up.conf.parents[1] / "log", folder / "slurm-log", dirs_exist_ok=True)
 
 

@@ -158,9 +158,12 @@ def _notified() -> bool:
 
 
 def _let_signals_through() -> None:
+    """TERM does what it does anywhere. USR2 has no effect on a script that knows nothing of it, and is not lost on one
+    that does: Linux keeps a blocked signal pending even where it is ignored, and ``clusterddp.init()`` unblocks it.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGUSR2})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def reserve_port(asked: str | None) -> socket.socket:

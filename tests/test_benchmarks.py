@@ -104,7 +104,14 @@ def test_samples_are_counted_over_whole_epochs_and_a_tail(ranks):
     assert soak.samples_wrong([step for step in steps if step != 7], soak.STEPS, ranks) == share
 
 
-RESULT: dict[str, Any] = {"case": "cgroup-000", "grace": 20, "proctrack": "cgroup", "ranks": 2, "slurm": "22.05.8"}
+RESULT: dict[str, Any] = {
+    "case": "cgroup-000",
+    "grace": 20,
+    "proctrack": "cgroup",
+    "ranks": 2,
+    "slurm": "22.05.8",
+    "watched": False,
+}
 
 
 @pytest.fixture

@@ -42,6 +42,8 @@ class SignalPipe:
         os.set_blocking(self._write, False)
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._handlers_before = {number: signal.signal(number, _do_nothing) for number in STOP_SIGNALS}
+        # The rank shim keeps USR2 blocked until here: a notice that came before is heard now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self._thread: threading.Thread | None = None
 
     def listen(self, on_signal: Callable[[signal.Signals], None]) -> None:
