@@ -2,6 +2,7 @@
 # make test   set everything up, a real Slurm included (as root on Debian or Ubuntu), and run every test
 # make lint   ruff and mypy
 # make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every moment under every setting
+# make soak     200 preemptions at random moments; make bench-handover, make bench-agreement: what stopping costs
 # make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, gone when the shell ends
 #
 # TORCH_INDEX=URL   another package index for torch, such as PyTorch's own CPU builds (PyPI's bring CUDA along)
@@ -15,7 +16,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-24.11 test-product lint cluster slurm clean
+.PHONY: demo test test-24.11 test-product soak bench-handover bench-agreement lint cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -40,6 +41,15 @@ test-24.11: .venv/ready slurm
 
 test-product: .venv/ready slurm
 	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/test_preemption_variants.py
+
+soak: .venv/ready slurm
+	.venv/bin/python -m benchmarks.soak $(SOAK)
+
+bench-handover: .venv/ready slurm
+	.venv/bin/python -m benchmarks.handover
+
+bench-agreement: .venv/ready
+	.venv/bin/python -m benchmarks.agreement
 
 slurm: .venv/ready
 	.venv/bin/python -m tests.cluster install

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +90,10 @@ class LinkServer:
         self._selector.close()
 
     def _accept(self) -> None:
-        connection, address = self._listener.accept()
+        try:
+            connection, address = self._listener.accept()
+        except OSError:  # reset by the peer, or no file descriptor left: it will try again, or is named as lost
+            return
         _keep_alive(connection)
         connection.setblocking(False)
         self._peers[connection] = _Peer(connection, address[0])
@@ -126,10 +130,11 @@ class LinkServer:
         if rank == 0:
             self._store = {"host": peer.address, "port": int(hello["port"])}
         if self._store is not None:
-            waiting = self._peers.values() if peer.rank == 0 else [peer]
+            waiting = self._peers.values() if rank == 0 else [peer]
             for known in waiting:
                 if known.rank is not None:
-                    _send_line(known.connection, self._store)
+                    with suppress(OSError):  # gone meanwhile: its connection reads as ended next
+                        _send_line(known.connection, self._store)
         self._on_event(rank, "joined", {"host": hello["host"], "pid": hello["pid"], "address": peer.address})
         return True
 
@@ -151,23 +156,34 @@ class Link:
         self.store_host, self.store_port = store_host, store_port
 
     @classmethod
-    def join(cls, address: str, token: str, rank: int, port: int | None, timeout: float) -> Link:
+    def join(
+        cls,
+        address: str,
+        token: str,
+        rank: int,
+        port: int | None,
+        timeout: float,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> Link | None:
         """Says hello to the supervisor at ``host:port`` and waits, at most ``timeout`` seconds, for rank 0's address.
 
-        ``port`` is rank 0's own choice for its store, None on every other rank.
+        ``port`` is rank 0's own choice for its store, None on every other rank. None when ``give_up`` says so, which is
+        asked twice a second.
         """
         host, _, supervisor_port = address.rpartition(":")
         hello = {"token": token, "rank": rank, "port": port, "host": socket.gethostname(), "pid": os.getpid()}
         connection = _connect(host, int(supervisor_port), timeout)
-        connection.settimeout(timeout)
         try:
             _send_line(connection, hello)
-            line = connection.makefile("rb").readline(_LONGEST_LINE)
+            line = _receive_line(connection, timeout, give_up)
         except OSError as error:
             raise LauncherEnvironmentError(
                 f"rank {rank} reached the supervisor at {address}, but rank 0 did not say where its store is "
                 f"within {timeout:.0f} s ({error})"
             ) from error
+        if line is None:
+            connection.close()
+            return None
         if not line:
             raise LauncherEnvironmentError(f"the supervisor at {address} is not this attempt's: it refused the token")
         connection.settimeout(None)
@@ -231,6 +247,26 @@ def _connect(host: str, port: int, timeout: float) -> socket.socket:
                     "the nodes of a job must be able to reach its first node"
                 ) from error
             time.sleep(0.2)
+
+
+def _receive_line(connection: socket.socket, timeout: float, give_up: Callable[[], bool]) -> bytes | None:
+    """The first line that comes (empty: the peer left without one); None when given up. Raises OSError in the end."""
+    deadline = time.monotonic() + timeout
+    connection.settimeout(0.5)
+    data = b""
+    while b"\n" not in data:
+        try:
+            chunk = connection.recv(4096)
+        except TimeoutError:
+            if give_up():
+                return None
+            if time.monotonic() > deadline:
+                raise
+            continue
+        if not chunk:
+            return b""
+        data += chunk
+    return data
 
 
 def _keep_alive(connection: socket.socket) -> None:

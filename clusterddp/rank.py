@@ -51,8 +51,9 @@ def main() -> None:
         held_port = join(ranks)
     except ClusterddpError as error:
         print(f"clusterddp: {error}", file=sys.stderr)
-        _leave(record, {**end, "end": "lost", "reason": str(error)}, 1)
-    assert link.current is not None
+        _leave(record, {**end, "end": "lost", "error": str(error)}, 1)
+    if link.current is None:
+        _leave(record, {**end, "end": "stopped", "reason": "a stop signal came before all ranks were there"}, 0)
     link.current.on_lost(lambda: leave_if_superseded(run, record, end))
     _let_signals_through()
     values, code = run_script(sys.argv[1:])
@@ -61,13 +62,19 @@ def main() -> None:
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
-    """Joins the supervisor and completes torchrun's environment; returns rank 0's reserved port, to be kept alive."""
+    """Joins the supervisor and completes torchrun's environment; returns rank 0's reserved port, to be kept alive.
+
+    Without effect when a stop signal comes while the others are awaited.
+    """
     host, _, supervisor_port = os.environ[link.ADDRESS_VARIABLE].rpartition(":")
     # srun tells its tasks the address of the node it was started on, which is the supervisor's.
     address = f"{host or os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{supervisor_port}"
     held = reserve_port(os.environ.get("MASTER_PORT")) if ranks.rank == 0 else None
     port = held.getsockname()[1] if held else None
-    link.current = link.Link.join(address, os.environ[link.TOKEN_VARIABLE], ranks.rank, port, JOIN_TIMEOUT_S)
+    token = os.environ[link.TOKEN_VARIABLE]
+    link.current = link.Link.join(address, token, ranks.rank, port, JOIN_TIMEOUT_S, give_up=_notified)
+    if link.current is None:
+        return None
     # The address that rank 0 was seen under, so that no name is looked up; a user's own MASTER_ADDR wins.
     master = {"MASTER_ADDR": os.environ.get("MASTER_ADDR", link.current.store_host)}
     os.environ.update({**ranks.exports(), **master, "MASTER_PORT": str(link.current.store_port)})
@@ -88,13 +95,18 @@ def leave_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) ->
     """
     own = int(os.environ["CLUSTERDDP_ATTEMPT"])
     print("clusterddp: the supervisor is out of reach; training goes on unless a newer attempt starts", file=sys.stderr)
-    while True:
-        newest = run.newest_attempt()
-        if newest is not None and newest > own:
-            words = f"attempt {own} superseded by attempt {newest}"
-            print(f"clusterddp: {words}; not writing, rank {end['rank']} ends", file=sys.stderr)
-            _leave(record, {**end, "end": "superseded", "reason": words}, 1)
+    while not _superseded(run, own):
         time.sleep(FENCE_S)
+    words = f"attempt {own} superseded by attempt {run.newest_attempt()}"
+    print(f"clusterddp: {words}; not writing, rank {end['rank']} ends", file=sys.stderr)
+    _leave(record, {**end, "end": "superseded", "reason": words}, 1)
+
+
+def _superseded(run: RunDirectory, own: int) -> bool:
+    try:
+        return run.superseded(own)
+    except OSError:  # the disk is away for a moment
+        return False
 
 
 def run_script(command: list[str]) -> tuple[dict[str, Any], int]:

@@ -7,6 +7,7 @@ process; a torn last line (the writer was killed in the middle of it) is dropped
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -33,7 +34,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.private = self.path / "private"
-        self.holder_file = self.private / "holder.json"
+        self.submitted_file = self.private / "submitted.json"
         self.request_file = self.private / "resubmit.json"
         self._cancel_mark = self.path / "cancelled"
 
@@ -64,6 +65,11 @@ class RunDirectory:
         """The number of the newest attempt, None before the first."""
         return max(self.attempts(), default=None)
 
+    def superseded(self, attempt: int) -> bool:
+        """Whether a newer attempt exists. A folder that cannot be seen for a moment says nothing."""
+        newest = self.newest_attempt()
+        return newest is not None and newest > attempt
+
     def create_attempt(self) -> int:
         """Claims the next attempt number; the exclusive mkdir decides between two that try at once."""
         while True:
@@ -84,6 +90,10 @@ class RunDirectory:
     def attempt_private(self, attempt: int) -> Path:
         """The folder of an attempt's records: how each rank ended, what was resumed."""
         return self.private / f"attempt-{attempt}"
+
+    def holder_file(self, attempt: int) -> Path:
+        """Where an attempt's supervisor says which job or process it is."""
+        return self.attempt_private(attempt) / "holder.json"
 
     def rank_record(self, attempt: int, rank: int) -> Path:
         """Where a rank records its own end."""
@@ -175,14 +185,41 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     whole, _, _torn = text.rpartition("\n")
-    for line in whole.splitlines():
-        yield json.loads(line)
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise RunDirectoryError(f"{path}:{number} is not JSON ({error}): something else wrote there") from error
+
+
+def last_line(path: Path) -> dict[str, Any] | None:
+    """The last whole line's object, read from the file's end; None when there is none."""
+    try:
+        file = open(path, "rb")
+    except FileNotFoundError:
+        return None
+    with file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+        whole = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
+    value: dict[str, Any] | None = json.loads(whole) if whole else None
+    return value
 
 
 def append_line(path: Path, value: Mapping[str, Any]) -> None:
-    """Appends one JSON object as a line, in a single write. The caller is the file's only writer."""
-    with open(path, "ab") as file:
-        file.write((json.dumps(value) + "\n").encode())
+    """Appends one JSON object as a line. The caller is the file's only writer. On an OSError nothing is appended."""
+    with open(path, "ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        data = (json.dumps(value) + "\n").encode()
+        try:
+            written = file.write(data)
+        except OSError:
+            written = 0
+            raise
+        finally:
+            if written != len(data):
+                file.truncate(size)
+        if written != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def drop_torn_line(path: Path) -> None:

@@ -9,15 +9,17 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from clusterddp import job as jobs
+from clusterddp import job_file as jobs
 from clusterddp.environment import scrub
-from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
 from clusterddp.job import Job
 from clusterddp.rundir import RunDirectory, write_atomically
 
@@ -212,56 +214,52 @@ def check_over(run: RunDirectory, changing: bool) -> int | None:
 
 
 @contextmanager
-def recorded(run: RunDirectory, job: Job) -> Iterator[None]:
-    """Records the job in the run directory, new or not; undone when the body fails, so that nothing is half-written.
+def recorded(run: RunDirectory, job: Job, created: bool) -> Iterator[None]:
+    """Records the job in the run directory; undone when Slurm refuses it in the body, so that nothing is half-written.
 
-    An outcome that the run goes on after (a failure, or an extended completion) is history from here on.
+    ``created``: whether this process made the folder, which is then its to remove. An outcome that the run goes on
+    after (a failure, or an extended completion) is history from here on. Whatever else goes wrong in the body, the job
+    may be there, and nothing is undone.
     """
-    new = not run.exists()
-    if new:
-        check_writable(run)
-    before = {} if new else {path: path.read_bytes() for path in (run.job_file, run.outcome_file) if path.exists()}
+    files = (run.job_file, run.batch_script, run.outcome_file)
+    before = {path: path.read_bytes() for path in files if path.exists()}
     run.create()
+    run.path.chmod(0o750 if job.share == "group" else 0o700)
     write_atomically(run.job_file, job.to_yaml())
     run.outcome_file.unlink(missing_ok=True)
     try:
         yield
-    except BaseException:
-        if new:
+    except SlurmError:
+        if created:
             shutil.rmtree(run.path)
+            raise
+        for path in files:
+            path.unlink(missing_ok=True)
         for path, content in before.items():
             write_atomically(path, content)
         raise
 
 
-def check_writable(run: RunDirectory) -> None:
-    """Whether the run directory can be made, or an error that says so in a sentence."""
-    parent = next(parent for parent in (run.path, *run.path.parents) if parent.exists())
-    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-        raise UsageError(f"cannot make {run}: {parent} is not a folder that you may write to; name another --run-dir")
-
-
-def choose_run_directory(arguments: argparse.Namespace, job: Job, create: bool = True) -> RunDirectory:
+def choose_run_directory(arguments: argparse.Namespace, job: Job) -> RunDirectory:
     """``--run-dir``, else NAME-N under $CLUSTERDDP_RUNS or ./runs, with the first N that is free."""
     if arguments.run_dir:
         return RunDirectory(arguments.run_dir)
     parent = Path(os.environ.get("CLUSTERDDP_RUNS", "runs"))
-    number = 0
+    return RunDirectory(next(path for n in count() if not (path := parent / f"{job.name}-{n}").exists()))
+
+
+def claim(arguments: argparse.Namespace, job: Job) -> tuple[RunDirectory, bool]:
+    """The run directory, and whether this process made its folder just now; nobody else can have."""
     while True:
-        path = parent / f"{job.name}-{number}"
-        if not path.exists():
-            if not create:
-                return RunDirectory(path)
-            try:
-                path.mkdir(parents=True)  # claims the name
-                return RunDirectory(path)
-            except FileExistsError:
-                pass
-            except OSError as error:
-                raise UsageError(
-                    f"cannot make {path} ({error.strerror}): name another folder with --run-dir"
-                ) from error
-        number += 1
+        run = choose_run_directory(arguments, job)
+        try:
+            run.path.mkdir(parents=True)
+            return run, True
+        except FileExistsError:
+            if arguments.run_dir:
+                return run, False
+        except OSError as error:
+            raise UsageError(f"cannot make {run} ({error.strerror}): name another folder with --run-dir") from error
 
 
 def check_not_held(run: RunDirectory) -> None:
@@ -279,9 +277,9 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     from clusterddp.launch.progress import Progress
 
     moments = [Moment.parse(text) for text in arguments.preempt_after]
-    run = choose_run_directory(arguments, job)
+    run, created = claim(arguments, job)
     check_not_held(run)
-    with recorded(run, job):
+    with recorded(run, job, created):
         say(f"run directory: {run}")
     with Progress(run, job.steps, bar=arguments.debug is None) as progress:
         code = LocalRun(run, job, moments, arguments.debug).loop(progress)
@@ -292,12 +290,15 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
 
 def submit_here(arguments: argparse.Namespace, job: Job) -> int:
     """Runs the supervisor in this process, which is a job's batch step; the same run directory continues the run."""
+    from clusterddp.launch import plan
+    from clusterddp.launch.batch import RunExecutor
     from clusterddp.launch.supervisor import supervise_slurm
 
-    run = choose_run_directory(arguments, job)
+    run, created = claim(arguments, job)
     if not run.exists() or arguments.change:
-        with recorded(run, job):
-            pass
+        with recorded(run, job, created):
+            script = RunExecutor(plan.as_allocated(job, os.environ), run, Path.cwd()).script()
+            write_atomically(run.batch_script, script)
     return supervise_slurm(str(run))
 
 
@@ -305,26 +306,36 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
     """Checks the request against the cluster, submits, and waits when asked to."""
     from clusterddp.launch import plan
     from clusterddp.launch.batch import RunExecutor
-    from clusterddp.launch.watching import record_submission, watch
+    from clusterddp.launch.holder import submitted
+    from clusterddp.launch.watching import watch
 
     fitted, remarks = plan.fit_to_cluster(job, required=not arguments.dry_run)
     for remark in remarks:
         say(remark)
-    run = choose_run_directory(arguments, job, create=not arguments.dry_run)
-    executor = RunExecutor(fitted, run, Path.cwd())
     if arguments.dry_run:
-        print(executor.script())
+        print(RunExecutor(fitted, choose_run_directory(arguments, job), Path.cwd()).script())
         return 0
+    run, created = claim(arguments, job)
     check_not_held(run)
-    with recorded(run, job):
-        job_id = executor.submit_run()
-    record_submission(run, job_id)
+    with uninterrupted(), recorded(run, job, created):
+        job_id = RunExecutor(fitted, run, Path.cwd()).submit_run()
+        submitted(run, job_id)
     if not sys.stdout.isatty():
         print(job_id, flush=True)
     say(f"submitted as job {job_id}; run directory: {run}\nlook with: clusterddp status {run}")
     if arguments.wait or arguments.follow:
         return watch([run], follow=arguments.follow)
     return 0
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the body is done: between sbatch's answer and our record of it, nobody would know the job."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def say(text: str) -> None:

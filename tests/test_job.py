@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import JobDefinitionError
-from clusterddp.job import Checkpointing, Job, Limits, Timeouts, from_values, load, load_resolved, user_defaults
+from clusterddp.job import Checkpointing, Job, Limits, Timeouts
+from clusterddp.job_file import from_values, load, load_resolved, user_defaults
 
 EVERYTHING = """\
 job_name: digits
@@ -458,5 +459,5 @@ def test_reading_a_definition_leaves_torch_alone() -> None:
     import subprocess
     import sys
 
-    code = "import sys, clusterddp.job, clusterddp.environment; sys.exit('torch' in sys.modules)"
+    code = "import sys, clusterddp.job_file, clusterddp.environment; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

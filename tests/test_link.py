@@ -34,7 +34,9 @@ def heard() -> Iterator[Heard]:
 
 
 def join(heard: Heard, rank: int, port: int | None = None, token: str = TOKEN) -> Link:
-    return Link.join(heard.address, token, rank, port, timeout=10)
+    link = Link.join(heard.address, token, rank, port, timeout=10)
+    assert link is not None
+    return link
 
 
 def test_every_rank_learns_rank_0s_store_whoever_comes_first(heard: Heard) -> None:
@@ -96,6 +98,14 @@ def test_sending_to_a_supervisor_that_is_gone_does_not_stop_training() -> None:
     heard.server.close()
     for _ in range(100):
         link.send("checkpoint", step=1)
+
+
+def test_a_rank_that_waits_for_the_others_gives_up_when_told_to(heard: Heard) -> None:
+    """A stop signal that comes before all ranks are there must not wait for the last one."""
+    told = threading.Event()
+    timer = threading.Timer(0.1, told.set)
+    timer.start()
+    assert Link.join(heard.address, TOKEN, 1, None, timeout=60, give_up=told.is_set) is None
 
 
 def test_no_supervisor_is_an_error_that_names_the_address() -> None:

@@ -45,11 +45,11 @@ def test_a_run_is_preempted_with_data_workers_alive_and_none_is_left(
 def test_a_lowered_time_limit_is_noticed_and_the_run_goes_on_after_it(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
-    """The supervisor times the limit itself, from EndTime as it stands now; no step is lost."""
+    """By the supervisor's timer or Slurm's own warning, whichever comes first; no step is lost."""
     training = Training.submit(cluster, runs, "--moments", "first step", options=["--time", "30"])
     training.wait_at_moment(0)
     cluster.root(["scontrol", "update", f"JobId={training.job_id}", "TimeLimit=1"])
-    training.wait(lambda: events_of(training.run, "time_limit_near"), "the notice", 90)
+    training.wait(lambda: events_of(training.run, "signal"), "the notice", 90)
     training.go(0)
     assert training.finish() == "completed", story(training.run)
     check_same_run(training.run, uninterrupted_training)

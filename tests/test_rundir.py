@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -62,6 +63,42 @@ def test_a_torn_last_line_is_dropped_and_cut_off_before_the_next(tmp_path: Path)
     assert list(read_lines(path)) == [{"a": 1}, {"a": 3}]
 
 
+def test_a_line_that_the_disk_did_not_take_whole_is_not_there_at_all(tmp_path: Path) -> None:
+    """Half a line in the middle of a history would make it unreadable for ever."""
+    code = f"""
+import resource, signal, pathlib
+from clusterddp.rundir import append_line
+path = pathlib.Path({str(tmp_path / "events.jsonl")!r})
+append_line(path, {{"a": 1}})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
+try:
+    append_line(path, {{"long": "x" * 100}})
+except OSError as error:
+    print(error.strerror)
+append_line(path, {{"b": 2}})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() in ("File too large", "No space left on device")
+    assert list(read_lines(tmp_path / "events.jsonl")) == [{"a": 1}, {"b": 2}]
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+    """Something else wrote there; the error says where."""
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"a": 1}\nnonsense\n')
+    with pytest.raises(RunDirectoryError, match="events.jsonl:2 is not JSON"):
+        list(read_lines(path))
+
+
+def test_an_unseen_logs_folder_supersedes_nobody(run: RunDirectory) -> None:
+    """A disk that is away for a moment is no newer attempt."""
+    assert run.create_attempt() == 0
+    assert not run.superseded(0)
+    run.logs.rename(run.path / "away")
+    assert not run.superseded(0)
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk at the worst moment: the file is the old one, and nothing else stands beside it."""
     path = tmp_path / "job.yaml"
@@ -83,4 +120,3 @@ def test_a_changed_json_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(RunDirectoryError, match="outcome.json is not JSON"):
         read_json(path)
-    assert json.loads("{}") == {}

@@ -11,8 +11,10 @@ from clusterddp.launch.verdict import Action, RankEnd, judge
 NOW = 1_000_000.0
 
 
-def job(state: str, preempt_time: float | None = None, end_time: float | None = NOW + 9000) -> JobInfo:
-    return JobInfo("41", state, "None", "n[1-2]", 0, True, preempt_time, end_time)
+def job(
+    state: str, preempt_time: float | None = None, end_time: float | None = NOW + 9000, reason: str = "None"
+) -> JobInfo:
+    return JobInfo("41", state, reason, "n[1-2]", 0, True, preempt_time, end_time)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,10 @@ def job(state: str, preempt_time: float | None = None, end_time: float | None = 
         (job("PENDING"), Cause.PREEMPTED_WITHOUT_GRACE),
         (job("COMPLETING"), Cause.CANCELLED),
         (job("CANCELLED"), Cause.CANCELLED),
-        (None, Cause.CANCELLED),
+        (None, Cause.UNKNOWN),
+        (job("NODE_FAIL"), Cause.ENDED_OTHERWISE),
+        (job("COMPLETING", reason="NodeDown"), Cause.ENDED_OTHERWISE),
+        (job("CANCELLED"), Cause.CANCELLED),
         (job("RUNNING", end_time=NOW + 130), Cause.TIME_LIMIT),
         (job("RUNNING", end_time=NOW + 9000), Cause.NONE),
         (job("RUNNING", end_time=None), Cause.NONE),

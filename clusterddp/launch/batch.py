@@ -10,7 +10,7 @@ from typing import Any
 from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from clusterddp.errors import SlurmError
+from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.job import Job
 from clusterddp.launch.supervisor import supervise_slurm
 from clusterddp.rundir import RunDirectory, write_atomically
@@ -50,8 +50,10 @@ class RunExecutor(SlurmExecutor):
         write_atomically(self._run.batch_script, self.script())
         try:
             return str(self.submit(supervise_slurm, str(self._run)).job_id)
-        except (FailedJobError, FailedSubmissionError) as error:
+        except FailedJobError as error:  # sbatch's own exit code
             raise SlurmError(f"sbatch refused the job: {str(error).strip()}") from error
+        except FailedSubmissionError as error:
+            raise RunDirectoryError(f"sbatch took the job, but its answer cannot be read: {error}") from error
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         del submission_file_path  # submitit's copy of the same text

@@ -32,9 +32,10 @@ class Cause(enum.Enum):
     TIMED_OUT = "time limit reached"
     CANCELLED = "cancelled"
     ENDED_IN_GRACE = "ended within the grace of a preemption, as scancel does"
+    ENDED_OTHERWISE = "the job was ended, and not by preemption, time limit or scancel"
     INTERRUPTED = "interrupted"
     SUPERSEDED = "superseded"
-    UNKNOWN = "stopped, and scontrol, which could tell why, is missing on this node"
+    UNKNOWN = "stopped, and the controller cannot tell why"
     NONE = "stopped by a signal that neither preemption, time limit nor cancellation explains"
 
 
@@ -44,11 +45,11 @@ def read_cause(
     """The cause that the controller's record of the own job shows.
 
     ``restarts``: of the attempt that asks; a record with more is about a later start of the job. ``notice_s``: how many
-    seconds before EndTime the time-limit warning is due. ``grace_s`` is asked only when it matters.
+    seconds before EndTime the ranks are told. ``grace_s`` is asked only when it matters.
     """
     now = time.time() if now is None else now
-    if job is None or job.state == "CANCELLED":
-        return Cause.CANCELLED
+    if job is None:
+        return Cause.UNKNOWN
     if job.restarts != restarts or job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
         return Cause.PREEMPTED_WITHOUT_GRACE
     if job.state == "RUNNING":
@@ -56,7 +57,10 @@ def read_cause(
             return Cause.PREEMPTED
         time_left = float("inf") if job.end_time is None else job.end_time - now
         return Cause.TIME_LIMIT if time_left <= notice_s + EARLY_S else Cause.NONE
-    if job.preempt_time is not None:
+    if job.preempt_time is not None and job.state == "COMPLETING":
         # Slurm ends a grace late, never early; a second for its whole-second times.
         return Cause.ENDED_IN_GRACE if now < job.preempt_time + grace_s() - 1 else Cause.PREEMPTED_WITHOUT_GRACE
-    return Cause.TIMED_OUT if job.state == "TIMEOUT" or job.ran_out else Cause.CANCELLED
+    if job.state == "TIMEOUT" or job.ran_out:
+        return Cause.TIMED_OUT
+    by_hand = job.state == "CANCELLED" or (job.state == "COMPLETING" and job.reason in ("None", ""))
+    return Cause.CANCELLED if by_hand else Cause.ENDED_OTHERWISE

@@ -5,18 +5,27 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.errors import LauncherEnvironmentError, SlurmError
 from clusterddp.job import Job
-from clusterddp.launch import site, slurm
+from clusterddp.launch import holder, site, slurm
 from clusterddp.launch.cause import Cause, read_cause
-from clusterddp.process import process_start
 from clusterddp.rundir import RunDirectory, read_json, write_json
 
 #: The exit code that asks the local loop for another attempt (EX_TEMPFAIL, sysexits.h).
 AGAIN = 75
+
+
+@dataclass(frozen=True)
+class Notice:
+    """How long a job has left: ``end_time`` in unix seconds (None: no limit), and whether it is being preempted."""
+
+    end_time: float | None
+    preempted: bool
 
 
 class Controller(Protocol):
@@ -26,6 +35,8 @@ class Controller(Protocol):
     leave_code: int
     #: The exit code of an attempt that did ask.
     again_code: int
+    #: Whether a run can go on in another job.
+    resubmits: bool
 
     def holder(self) -> dict[str, Any]:
         """What names this attempt's process in the run directory."""
@@ -33,11 +44,11 @@ class Controller(Protocol):
     def describe(self) -> dict[str, Any]:
         """What the history says of this attempt's start."""
 
-    def end_time(self) -> float | None:
-        """When the job's time is over, in unix seconds; None for never."""
+    def notice(self) -> Notice:
+        """What is ahead of the job, as it stands now."""
 
-    def why(self) -> Cause:
-        """Why the ranks were told to stop, if they were."""
+    def why(self, notice_s: float) -> Cause:
+        """Why the ranks were told to stop, if they were; ``notice_s`` before the time limit they are."""
 
     def ends_what_it_preempts(self) -> bool:
         """Whether a preempted job, left alone, never runs again."""
@@ -53,6 +64,7 @@ class SlurmController:
     """slurmctld, asked through scontrol about the job that this process is the batch step of."""
 
     leave_code = again_code = 0
+    resubmits = True
 
     def __init__(self, environ: Mapping[str, str], run: RunDirectory, job: Job) -> None:
         job_id = slurm.own_job_id(environ)
@@ -61,40 +73,54 @@ class SlurmController:
                 "SLURM_JOB_ID is not set: this is the supervisor of a Slurm job. "
                 "Submit with `clusterddp submit`, or `sbatch job.sbatch`"
             )
-        self._run, self._job, self._job_id = run, job, job_id
+        self._run, self._job_id = run, job_id
         self._restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
         self._nodes = environ.get("SLURM_JOB_NODELIST", "")
+        # What the job got, which SBATCH_PARTITION or an administrator may have made another than was asked for.
+        self._partition = environ.get("SLURM_JOB_PARTITION") or job.partition
+        self._qos = environ.get("SLURM_JOB_QOS") or job.qos
 
     def holder(self) -> dict[str, Any]:
         """The job, whose state the controller knows."""
-        return {"kind": "slurm", "job": self._job_id}
+        return holder.of_job(self._job_id)
 
     def describe(self) -> dict[str, Any]:
         """Job, restart count and nodes."""
         return {"job": self._job_id, "restarts": self._restarts, "nodes": self._nodes}
 
-    def end_time(self) -> float | None:
-        """EndTime as it stands now; an administrator may have moved it."""
+    def notice(self) -> Notice:
+        """EndTime and PreemptTime; an administrator may have moved the first."""
         job = slurm.show_job(self._job_id)
-        return job.end_time if job else None
+        if job is None or job.restarts != self._restarts:
+            return Notice(None, False)
+        return Notice(job.end_time, job.preempt_time is not None)
 
-    def why(self) -> Cause:
+    def why(self, notice_s: float) -> Cause:
         """Reads the job's state and PreemptTime."""
-        job = slurm.show_job(self._job_id)
-        return read_cause(job, self._restarts, self._job.timeouts.notice_s, lambda: site.preemption(self._job).grace_s)
+        return read_cause(slurm.show_job(self._job_id), self._restarts, notice_s, lambda: self._preemption().grace_s)
 
     def ends_what_it_preempts(self) -> bool:
         """PreemptMode=CANCEL."""
-        return site.preemption(self._job).must_resubmit
+        return self._preemption().must_resubmit
+
+    def _preemption(self) -> site.Preemption:
+        return site.preemption(self._partition, self._qos)
 
     def requeue(self) -> None:
         """Slurm ends this process then, if it has not left before."""
         slurm.requeue(self._job_id)
 
     def resubmit(self) -> str:
-        """The new job waits for the end of this one, and holds the run from now on."""
+        """The new job waits for the end of this one, and holds the run from now on.
+
+        This one must not come back: Slurm 24.11 requeues by itself what leaves within a grace.
+        """
+        if not self._run.batch_script.exists():
+            raise SlurmError(f"{self._run.batch_script} is missing, which a resubmission needs")
+        with suppress(SlurmError):  # refused where the job is ending already, and comes back no more
+            slurm.forbid_requeue(self._job_id)
         new = slurm.submit(self._run.batch_script, f"--dependency=afterany:{self._job_id}")
-        write_json(self._run.holder_file, {"kind": "slurm", "job": new}, mode=0o600)
+        holder.submitted(self._run, new)
         return new
 
 
@@ -103,27 +129,27 @@ class LocalController:
 
     leave_code = 130
     again_code = AGAIN
+    resubmits = False
 
     def __init__(self, run: RunDirectory) -> None:
         self._notice = notice_file(run)
 
     def holder(self) -> dict[str, Any]:
         """This process."""
-        pid = os.getpid()
-        return {"kind": "local", "host": socket.gethostname(), "pid": pid, "process_start": process_start(pid)}
+        return holder.of_this_process()
 
     def describe(self) -> dict[str, Any]:
         """The process and its host."""
         return {"pid": os.getpid(), "nodes": socket.gethostname()}
 
-    def end_time(self) -> float | None:
-        """A local run has no time limit."""
-        return None
+    def notice(self) -> Notice:
+        """A local run has no time limit, and its ranks are signalled by the loop itself."""
+        return Notice(None, False)
 
-    def why(self) -> Cause:
-        """What the loop wrote, once."""
+    def why(self, notice_s: float) -> Cause:
+        """What the loop wrote before it sent the signal."""
+        del notice_s
         notice = read_json(self._notice)
-        self._notice.unlink(missing_ok=True)
         return Cause(notice["cause"]) if notice else Cause.NONE
 
     def ends_what_it_preempts(self) -> bool:

@@ -30,7 +30,7 @@ COMMANDS = ("srun", "scontrol", "sbatch", "scancel")
 def drill(partition: str | None, qos: str | None, nodes: int, run: RunDirectory | None) -> int:
     """Submits the job, waits for it, prints what it found; 0 when a run would survive a preemption here."""
     slurm.require("sbatch", "scontrol", "sinfo")
-    preemption = site.preemption(Job(name="drill", partition=partition, qos=qos, device="cpu"))
+    preemption = site.preemption(partition, qos)
     folder = Path(tempfile.mkdtemp(prefix="clusterddp-drill-", dir=Path.cwd()))
     try:
         script = folder / "drill.sbatch"

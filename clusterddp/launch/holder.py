@@ -1,27 +1,71 @@
-"""Who holds a run: at most one live job or process trains it, named in ``private/holder.json``."""
+"""Who holds a run: at most one live job or process trains it, or waits to.
+
+Two files say who: the submission that has not started an attempt yet (``private/submitted.json``), and the newest
+attempt's supervisor (``private/attempt-N/holder.json``). A holder that is dead holds nothing.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from clusterddp.launch import slurm
 from clusterddp.process import process_start
-from clusterddp.rundir import RunDirectory, read_json
+from clusterddp.rundir import RunDirectory, read_json, write_json
+
+
+def of_job(job_id: str) -> dict[str, Any]:
+    """The entry of a Slurm job."""
+    return {"kind": "slurm", "job": job_id}
+
+
+def of_this_process() -> dict[str, Any]:
+    """The entry of a local supervisor."""
+    pid = os.getpid()
+    return {"kind": "local", "host": socket.gethostname(), "pid": pid, "process_start": process_start(pid)}
+
+
+def submitted(run: RunDirectory, job_id: str) -> None:
+    """A job that was just submitted holds the run until it starts an attempt."""
+    write_json(run.submitted_file, {**of_job(job_id), "time": time.time()}, mode=0o600)
+
+
+def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An attempt's supervisor holds the run from now on; returns the entry of the submission that led to it."""
+    write_json(run.holder_file(attempt), me, mode=0o600)
+    pending = read_json(run.submitted_file)
+    if pending is None or _identity(pending) != _identity(me):
+        return None
+    run.submitted_file.unlink(missing_ok=True)
+    return pending
+
+
+def holders(run: RunDirectory) -> list[dict[str, Any]]:
+    """Who may hold the run, the newest claim first."""
+    newest = run.newest_attempt()
+    files = [run.submitted_file] + ([] if newest is None else [run.holder_file(newest)])
+    return [entry for entry in map(read_json, files) if entry is not None]
 
 
 def held_by_other(run: RunDirectory, me: Mapping[str, Any] | None = None) -> str | None:
     """Who else holds the run, as ``held by job 41 (RUNNING on n1,n2)``; None when nobody does.
 
-    ``me``: the own entry; a requeued job finds its own. A holder that is dead holds nothing.
+    ``me``: the own entry; a requeued job finds its own.
     """
-    holder = read_json(run.holder_file)
-    if holder is None or holder == me:
-        return None
-    if holder["kind"] == "slurm":
-        return _held_by_job(holder["job"])
-    return _held_by_process(holder)
+    for entry in holders(run):
+        if me is not None and _identity(entry) == _identity(me):
+            continue
+        held = _held_by_job(entry["job"]) if entry["kind"] == "slurm" else _held_by_process(entry)
+        if held:
+            return held
+    return None
+
+
+def _identity(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key != "time"}
 
 
 def _held_by_job(job_id: str) -> str | None:

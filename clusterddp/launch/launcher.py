@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -147,8 +148,9 @@ class LocalLauncher:
         return first
 
     def _signal_all(self, signum: int) -> None:
-        for process in list(self._ranks.values()):
-            process.send_signal(signum)
+        for pid in list(self._ranks):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)  # Popen.send_signal would reap the rank, whose end only wait() may see
 
 
 def local_variables(job: Job, rank: int) -> dict[str, str]:

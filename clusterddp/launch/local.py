@@ -73,7 +73,9 @@ class LocalRun:
 
     @contextmanager
     def _supervisor(self) -> Iterator[subprocess.Popen[bytes]]:
-        command = [sys.executable, "-m", "clusterddp.launch.supervisor", str(self.run), "--local"]
+        # As the batch script does: TERM is ignored before Python starts.
+        shell = ["/bin/sh", "-c", "trap '' TERM; exec \"$@\"", "sh"]
+        command = [*shell, sys.executable, "-m", "clusterddp.launch.supervisor", str(self.run), "--local"]
         debugging = self.debug_rank is not None
         if debugging:
             command += ["--debug", str(self.debug_rank)]

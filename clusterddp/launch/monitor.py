@@ -1,21 +1,23 @@
-"""While the ranks train: has a newer attempt started, and how long has the job left?
+"""While the ranks train: has a newer attempt started, and what is ahead of the job?
 
-Two questions that nobody else asks. The time limit is timed here, from the job's EndTime as it stands now, because an
-administrator may change it, and because Slurm's own warning (``--signal``) comes up to 60 s early and once.
+Questions that nobody else asks. The time limit is timed here, from the job's EndTime as it stands now, because an
+administrator may change it, and because Slurm's own warning (``--signal``) comes up to 60 s early and once. A
+preemption that begins before the ranks' step exists signals nobody; it is noticed here.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from typing import Protocol
 
-from clusterddp.errors import SlurmError
+from clusterddp.errors import SlurmError, SlurmMissing
 from clusterddp.job import Job
-from clusterddp.launch.controller import Controller
+from clusterddp.launch.controller import Controller, Notice
 
 LOOK_S = 2.0
-ASK_S = 20.0
+#: How often the controller is asked: while the ranks come up, and later.
+ASK_STARTING_S, ASK_S = 5.0, 20.0
 
 
 def lead_s(job: Job, last_save_s: float) -> float:
@@ -27,21 +29,35 @@ def lead_s(job: Job, last_save_s: float) -> float:
     return wanted if job.time_s is None else min(wanted, job.time_s / 4)
 
 
-class Monitor:
-    """A thread that calls ``on_time_limit`` once when it is time to stop, ``on_superseded`` once a newer attempt is."""
+class Watched(Protocol):
+    """The attempt that is monitored."""
 
-    def __init__(
-        self,
-        controller: Controller,
-        lead: Callable[[], float],
-        superseded: Callable[[], bool],
-        on_time_limit: Callable[[], None],
-        on_superseded: Callable[[], None],
-    ) -> None:
-        self._controller, self._lead, self._superseded = controller, lead, superseded
-        self._on_time_limit, self._on_superseded = on_time_limit, on_superseded
+    def superseded(self) -> bool:
+        """Whether a newer attempt exists."""
+
+    def lead_s(self) -> float:
+        """How many seconds before the time limit to stop."""
+
+    def training(self) -> bool:
+        """Whether the ranks have been heard of."""
+
+    def heard(self) -> bool:
+        """Whether a rank has said that it was told to stop."""
+
+    def on_notice(self, why: str) -> None:
+        """It is time to stop. Called again, every look, until a rank has heard it."""
+
+    def on_superseded(self) -> None:
+        """A newer attempt trains the run. Called once."""
+
+
+class Monitor:
+    """A thread that watches over one attempt until it is closed."""
+
+    def __init__(self, controller: Controller, watched: Watched) -> None:
+        self._controller, self._watched = controller, watched
         self._end = threading.Event()
-        self._unreachable = False
+        self._silent = False
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
         self._thread.start()
 
@@ -51,28 +67,42 @@ class Monitor:
         self._thread.join(timeout=0.1)
 
     def _watch(self) -> None:
-        end_time = asked = None
-        warned = False
-        while not self._end.wait(LOOK_S if asked else 0):
-            if self._superseded():
-                self._on_superseded()
+        ahead, ask_at = Notice(None, False), 0.0
+        while True:
+            try:
+                if self._watched.superseded():
+                    self._watched.on_superseded()
+                    return
+            except OSError as error:
+                print(f"clusterddp: the run directory cannot be looked at ({error}); training goes on", flush=True)
+            if time.monotonic() >= ask_at:
+                ahead = self._ask(ahead)
+                ask_at = time.monotonic() + (ASK_S if self._watched.training() else ASK_STARTING_S)
+            why = self._due(ahead)
+            if why is not None and not self._watched.heard():
+                self._watched.on_notice(why)
+            if self._end.wait(LOOK_S):
                 return
-            if asked is None or time.monotonic() - asked > ASK_S:
-                end_time, asked = self._ask(end_time), time.monotonic()
-            if not warned and end_time is not None and time.time() >= end_time - self._lead():
-                warned = True
-                self._on_time_limit()
 
-    def _ask(self, known: float | None) -> float | None:
-        """The job's EndTime; the known one when the controller does not answer, which is said once each time."""
+    def _due(self, ahead: Notice) -> str | None:
+        if ahead.preempted:
+            return "the job is being preempted"
+        if ahead.end_time is not None and time.time() >= ahead.end_time - self._watched.lead_s():
+            return f"the time limit is {max(0, round(ahead.end_time - time.time()))} s away"
+        return None
+
+    def _ask(self, known: Notice) -> Notice:
+        """What is ahead; as far as known when the controller does not answer, which is said once each time."""
         try:
-            end_time = self._controller.end_time()
-        except SlurmError as error:
-            if not self._unreachable:
-                print(f"clusterddp: the controller cannot be asked, training goes on: {error}", flush=True)
-            self._unreachable = True
+            ahead = self._controller.notice()
+        except SlurmMissing:
             return known
-        if self._unreachable:
+        except SlurmError as error:
+            if not self._silent:
+                print(f"clusterddp: the controller cannot be asked, training goes on: {error}", flush=True)
+            self._silent = True
+            return known
+        if self._silent:
             print("clusterddp: the controller answers again", flush=True)
-        self._unreachable = False
-        return end_time
+        self._silent = False
+        return ahead

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from clusterddp.launch.cause import Cause
 from clusterddp.launch.verdict import RankEnd
 from clusterddp.rundir import RunDirectory
 
@@ -39,16 +38,18 @@ def _resumed(event: Event) -> str:
 
 
 def _ended(event: Event, then: str) -> str:
-    """Why an attempt ended, what is safe, and how the run goes on."""
-    if event.get("checkpoint") is None:
+    """Why an attempt ended, what is safe, what is not, and how the run goes on."""
+    step, checkpoint = event.get("step"), event.get("checkpoint")
+    if not step:
         return f"{event['reason']}, nothing new to save, {then}"
-    return f"{event['reason']} at step {event['step']}, checkpoint {event['checkpoint']} committed, {then}"
+    if checkpoint is None:
+        return f"{event['reason']} at step {step}, no checkpoint committed, {then}"
+    lost = f" ({step - checkpoint} steps are to be redone)" if step > checkpoint else ""
+    return f"{event['reason']} at step {step}, checkpoint {checkpoint} committed{lost}, {then}"
 
 
 def _stopped(event: Event) -> str:
-    return _ended(
-        event, "requeued by Slurm" if event.get("cause") == Cause.PREEMPTED_WITHOUT_GRACE.value else "stopped"
-    )
+    return _ended(event, event.get("then", "stopped"))
 
 
 def _failed(event: Event) -> str:
@@ -63,7 +64,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "stopping": lambda e: f"told to stop ({e['reason']}): all ranks stop after step {e['step']}",
     "checkpoint_failed": lambda e: f"checkpoint {e['step']} failed: {e.get('error', '')}; training goes on",
     "checkpoint_damaged": lambda e: f"checkpoint {e.get('file', e.get('step'))} is damaged and passed over",
-    "time_limit_near": lambda e: f"the time limit is {e['notice_s']} s away: telling the ranks to stop",
+    "notice": lambda e: f"{e['why']}: telling the ranks to stop",
     "stopped": _stopped,
     "requeued": lambda e: _ended(e, "requeued"),
     "requeue_refused": lambda e: f"the requeue was refused ({e['error']}), resubmitting",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 
 from clusterddp.errors import SlurmUnavailable, UsageError
 from clusterddp.job import Job
@@ -34,7 +35,7 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
         check_gpus(job, nodes)
         job, share = share_of_node(job, nodes)
         remarks += share
-    return job, [*remarks, preemption(job).sentence(job)]
+    return job, [*remarks, preemption(job.partition, job.qos).sentence(job)]
 
 
 def check_nodes(job: Job, nodes: list[NodeShape]) -> None:
@@ -80,3 +81,17 @@ def share_of_node(job: Job, nodes: list[NodeShape]) -> tuple[Job, list[str]]:
 def _exported() -> list[str]:
     names = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(_TELLING)]
     return [f"from the environment: {' '.join(sorted(names))}"] if names else []
+
+
+def as_allocated(job: Job, environ: Mapping[str, str]) -> Job:
+    """The job as the surrounding allocation has it, so that a resubmission asks for the same."""
+    info = slurm.show_job(slurm.own_job_id(environ) or "")
+    cpus = environ.get("SLURM_CPUS_PER_TASK")
+    return dataclasses.replace(
+        job,
+        partition=environ.get("SLURM_JOB_PARTITION"),
+        account=environ.get("SLURM_JOB_ACCOUNT"),
+        qos=environ.get("SLURM_JOB_QOS"),
+        cpus_per_task=int(cpus) if cpus else None,
+        time_s=int(info.time_limit_s) or None if info else None,
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from clusterddp.errors import SlurmError
 from clusterddp.job import Job
 from clusterddp.launch import slurm
 
@@ -59,17 +58,18 @@ class Preemption:
         return f"the run is requeued, and Slurm holds it for {self.hold_s} s then: {lifted}"
 
 
-def preemption(job: Job) -> Preemption:
-    """Asks the controller. With preempt/qos the QOS decides, and partition values that it leaves open."""
+def preemption(partition: str | None, qos: str | None) -> Preemption:
+    """Asks the controller about a partition (None: the default one). With preempt/qos the QOS decides."""
     config = fields(slurm.run("scontrol", "show", "config"))
-    partition = job.partition or slurm.default_partition()
+    partition = partition or slurm.default_partition()
     values = fields(slurm.run("scontrol", "show", "partition", "-o", partition).replace(" ", "\n"))
-    mode, grace_s = values.get("PreemptMode", "OFF"), int(values.get("GraceTime", 0))
+    name, mode, grace_s = partition, values.get("PreemptMode", "OFF"), int(values.get("GraceTime", 0))
     if config.get("PreemptType") == "preempt/qos":
-        mode, grace_s = _of_qos(job.qos or "normal", config.get("PreemptMode", "OFF").split(",")[-1])
+        name = qos or "normal"
+        mode, grace_s = _of_qos(name, config.get("PreemptMode", "OFF").split(",")[-1])
     expires = re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
     return Preemption(
-        partition=job.qos if config.get("PreemptType") == "preempt/qos" and job.qos else partition,
+        partition=name,
         mode=mode,
         grace_s=grace_s,
         kill_wait_s=int(config.get("KillWait", "30").split()[0]),
@@ -79,15 +79,10 @@ def preemption(job: Job) -> Preemption:
 
 def _of_qos(name: str, default_mode: str) -> tuple[str, int]:
     """Mode and grace of a QOS, ``cluster`` standing for the configuration's mode."""
-    try:
-        line = slurm.run("sacctmgr", "-nP", "show", "qos", f"name={name}", "format=PreemptMode,GraceTime").strip()
-    except SlurmError:
-        return default_mode, 0
+    line = slurm.run("sacctmgr", "-nP", "show", "qos", f"name={name}", "format=PreemptMode,GraceTime").strip()
     mode, _, grace = line.partition("|")
-    seconds = sum(
-        int(part) * unit for part, unit in zip(reversed(grace.split(":")), (1, 60, 3600), strict=False) if part
-    )
-    return (default_mode if mode in ("", "cluster") else mode.upper()), seconds
+    units = zip(reversed(grace.split(":")), (1, 60, 3600), strict=False)
+    return (default_mode if mode in ("", "cluster") else mode.upper()), sum(int(n) * unit for n, unit in units if n)
 
 
 def fields(text: str) -> dict[str, str]:

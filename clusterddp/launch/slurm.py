@@ -55,13 +55,19 @@ class JobInfo:
     requeue: bool
     preempt_time: float | None
     end_time: float | None
-    ran_out: bool = False
-    """Whether it ran for as long as its time limit allows."""
+    run_time_s: float = 0.0
+    time_limit_s: float = 0.0
+    """0 for no limit."""
 
     @property
     def live(self) -> bool:
         """Whether the job runs or may yet run."""
         return self.state in LIVE_STATES
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether it ran for as long as its time limit allows."""
+        return self.run_time_s >= self.time_limit_s > 0
 
 
 @dataclass(frozen=True)
@@ -200,7 +206,8 @@ def parse_job(text: str) -> JobInfo | None:
         requeue=fields.get("Requeue") == "1",
         preempt_time=_time(fields.get("PreemptTime")),
         end_time=_time(fields.get("EndTime")),
-        ran_out=_seconds(fields.get("RunTime")) >= _seconds(fields.get("TimeLimit")) > 0,
+        run_time_s=_seconds(fields.get("RunTime")),
+        time_limit_s=_seconds(fields.get("TimeLimit")),
     )
 
 

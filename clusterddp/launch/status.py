@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -11,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError, SlurmError
-from clusterddp.job import load_resolved
+from clusterddp.job_file import load_resolved
 from clusterddp.launch import slurm
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import give_notice
-from clusterddp.launch.holder import held_by_other
+from clusterddp.launch.history import History
+from clusterddp.launch.holder import held_by_other, holders
 from clusterddp.launch.narration import sentence
 from clusterddp.launch.progress import Tail
-from clusterddp.rundir import RunDirectory, append_line, read_json, write_json
+from clusterddp.process import process_start
+from clusterddp.rundir import RunDirectory
 
 CANCEL_TIMEOUT_S = 60.0
 
@@ -76,8 +79,8 @@ def state_words(run: RunDirectory) -> str:
 
 def _ended_job(run: RunDirectory) -> str | None:
     """How the job that held the run ended, if the controller still knows it."""
-    holder = read_json(run.holder_file)
-    job = slurm.show_job(holder["job"]) if holder and holder["kind"] == "slurm" else None
+    claims = [entry for entry in holders(run) if entry["kind"] == "slurm"]
+    job = slurm.show_job(claims[0]["job"]) if claims else None
     return f" (job {job.job_id} ended: {job.state})" if job else None
 
 
@@ -121,33 +124,32 @@ def cancel(path: str) -> int:
         print(f"{run}: {outcome['state']} at step {outcome['step']} already")
         return 0
     run.mark_cancelled()
-    holder = read_json(run.holder_file)
-    if holder is not None and held_by_other(run):
-        _end_holder(run, holder)
-    _conclude_if_nobody_did(run)
+    for entry in holders(run):
+        _end_holder(entry, run)
+    held = _await_end(run)
+    if held:
+        raise RunDirectoryError(f"{run} is cancelled and will not run again, but is still {held}: it is being ended")
+    if run.outcome() is None:  # no supervisor was there to write it: the run was waiting, or was killed
+        History(run, max(run.attempts(), default=0)).conclude("cancelled", "cancelled")
     final = run.outcome() or {}
     print(f"{run}: {final['state']} at step {final['step']}; it will not run again")
     return 0
 
 
-def _end_holder(run: RunDirectory, holder: Mapping[str, Any]) -> None:
-    if holder["kind"] == "slurm":
-        slurm.cancel(holder["job"])
-    else:
+def _end_holder(entry: Mapping[str, Any], run: RunDirectory) -> None:
+    """Ends a job, or signals a local run; one that is over already is left alone."""
+    if entry["kind"] == "slurm":
+        job = slurm.show_job(entry["job"])
+        if job is not None and job.live:
+            slurm.cancel(entry["job"])
+    elif entry["host"] == socket.gethostname() and process_start(entry["pid"]) == entry["process_start"]:
         give_notice(run, Cause.CANCELLED)
-        os.killpg(holder["pid"], signal.SIGTERM)
+        os.killpg(entry["pid"], signal.SIGTERM)
+
+
+def _await_end(run: RunDirectory) -> str | None:
+    """Waits for the holders to end; who still holds the run after a minute."""
     deadline = time.monotonic() + CANCEL_TIMEOUT_S
-    while held_by_other(run) and time.monotonic() < deadline:
+    while (held := held_by_other(run)) and time.monotonic() < deadline:
         time.sleep(0.1)
-
-
-def _conclude_if_nobody_did(run: RunDirectory) -> None:
-    """The outcome of a run that no supervisor was there to write: a pending job's, or one that was killed."""
-    if run.outcome() is not None:
-        return
-    step = max((event.get("step") or 0 for event in run.events()), default=0)
-    attempts = run.attempts()
-    values = {"step": step, "attempts": len(attempts), "reason": "cancelled"}
-    event = {"time": time.time(), "attempt": max(attempts, default=0), "event": "cancelled", **values}
-    append_line(run.events_file, event)
-    write_json(run.outcome_file, {"state": "cancelled", **values})
+    return held

@@ -95,6 +95,7 @@ _FOLLOWS = {
     Cause.INTERRUPTED: Action.LEAVE,
     Cause.SUPERSEDED: Action.LEAVE,
     Cause.UNKNOWN: Action.LEAVE,
+    Cause.ENDED_OTHERWISE: Action.LEAVE,
 }
 
 
@@ -107,16 +108,18 @@ def judge(ends: list[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cau
     all_done = exit_code == 0 and all(end.end == "done" for end in ends)
     if all_done and all(end.used_clusterddp for end in ends):
         return Verdict(Action.COMPLETE, "all ranks finished")
+    failures = sorted((end for end in ends if end.failed), key=lambda end: (end.lost_at, end.rank))
+    raised = failures[0] if failures and failures[0].end == "exception" else None
+    if raised is not None and raised.used_clusterddp and not told:
+        return Verdict(Action.FAIL, raised.sentence(), Cause.NONE, raised)
     cause = ask()
     if cause is Cause.TIME_LIMIT and not told:
         cause = Cause.NONE
     # A script that knows nothing of clusterddp ends with exit code 0 after a notice, too: stopped, not done.
-    failed = any(end.failed for end in ends)
-    if cause in _FOLLOWS and not (all_done and cause is Cause.INTERRUPTED) and not (failed and cause is Cause.UNKNOWN):
-        return Verdict(_FOLLOWS[cause], cause.value, cause)
+    if cause in _FOLLOWS and not (all_done and cause is Cause.INTERRUPTED) and not (raised and cause is Cause.UNKNOWN):
+        return Verdict(_FOLLOWS[cause], cause.value, cause, raised)
     if all_done:
         return Verdict(Action.COMPLETE, "all ranks finished")
-    failures = sorted((end for end in ends if end.failed), key=lambda end: (end.lost_at, end.rank))
     if failures:
         return Verdict(Action.FAIL, failures[0].sentence(), cause, failures[0])
     if any(end.end == "stopped" for end in ends):

@@ -12,11 +12,13 @@ import time
 from contextlib import ExitStack
 
 from clusterddp.errors import SlurmError
-from clusterddp.job import Job, load_resolved
+from clusterddp.job import Job
+from clusterddp.job_file import load_resolved
 from clusterddp.launch import slurm
+from clusterddp.launch.holder import holders, submitted
 from clusterddp.launch.progress import Progress
 from clusterddp.launch.slurm import JobInfo
-from clusterddp.rundir import RunDirectory, append_line, read_json, write_json
+from clusterddp.rundir import RunDirectory, read_json
 
 LOOK_S = 0.2
 #: How often the controller is asked: often while a job is between two starts, seldom while it runs.
@@ -75,16 +77,17 @@ class Watcher:
 
     def _help(self) -> bool:
         """Whether the run waits for something."""
-        holder = read_json(self._run.holder_file)
-        if holder is None or holder["kind"] != "slurm":
+        claims = [entry for entry in holders(self._run) if entry["kind"] == "slurm"]
+        if not claims:
             self.result = 1
             return self._say("no Slurm job holds the run")
-        job = slurm.show_job(holder["job"])
+        newest = claims[0]["job"]
+        job = slurm.show_job(newest)
         if job is not None and job.live:
             return self._help_live(job)
         if self._run.outcome() is not None:  # it ended between the two questions
             return False
-        ended = f"job {holder['job']} ended ({job.state if job else 'gone'}) and left no outcome"
+        ended = f"job {newest} ended ({job.state if job else 'gone'}) and left no outcome"
         if self._should_go_on(job):
             return self._resubmit(ended)
         self.result = 1
@@ -103,8 +106,9 @@ class Watcher:
         if self._run.cancelled or job is None or job.state == "CANCELLED":
             return False
         request = read_json(self._run.request_file)
-        asked = request is not None and request.get("job") == job.job_id and job.preempt_time is not None
-        return job.state in _UNASKED_ENDS or asked or self._never_started(job)
+        asked = request is not None and request.get("job") == job.job_id
+        preempted = asked and job.preempt_time is not None
+        return job.state in _UNASKED_ENDS or preempted or self._never_started(job)
 
     def _never_started(self, job: JobInfo) -> bool:
         """Whether the job failed before its batch script ran: no attempt knows this restart."""
@@ -114,7 +118,7 @@ class Watcher:
 
     def _resubmit(self, ended: str) -> bool:
         new = slurm.submit(self._run.batch_script)
-        record_submission(self._run, new)
+        submitted(self._run, new)
         self._run.request_file.unlink(missing_ok=True)
         return self._say(f"{ended}: resubmitted as job {new}")
 
@@ -123,14 +127,6 @@ class Watcher:
             print(f"{self._run.path.name}: {words}", file=sys.stderr, flush=True)
         self._words = words
         return True
-
-
-def record_submission(run: RunDirectory, job_id: str) -> None:
-    """The job holds the run from now on, and the history says so."""
-    write_json(run.holder_file, {"kind": "slurm", "job": job_id}, mode=0o600)
-    newest = run.newest_attempt()
-    attempt = 0 if newest is None else newest + 1
-    append_line(run.events_file, {"time": time.time(), "attempt": attempt, "event": "submitted", "job": job_id})
 
 
 def watch(runs: list[RunDirectory], follow: bool = False) -> int:

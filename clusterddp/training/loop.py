@@ -109,6 +109,10 @@ class Run:
 
         Outside a step they go into the history as a ``result``.
         """
+        if taken := {"step", "time", "attempt", "event", "rank"} & values.keys():
+            raise TypeError(
+                f"run.log({', '.join(sorted(taken))}=...): the history uses the name itself; give it another"
+            )
         if self._in_step:
             self._values.update(values)
         elif self._group.rank == 0:

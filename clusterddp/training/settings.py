@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clusterddp import environment, link
-from clusterddp.job import Checkpointing, Timeouts, load_resolved
+from clusterddp.job import Checkpointing, Timeouts
+from clusterddp.job_file import load_resolved
 from clusterddp.rundir import RunDirectory
 from clusterddp.training.process_group import StoreAddress
 

@@ -1,0 +1,210 @@
+"""Reads a job definition from YAML and the command line into a ``Job``.
+
+A value comes from, last wins: the user's defaults, the file, the command line's own options, ``--set key.path=value``.
+A null takes a field back to its built-in default. Every mistake in all of them is reported in one error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from clusterddp import yaml12
+from clusterddp.errors import JobDefinitionError
+from clusterddp.job import Job
+from clusterddp.job_fields import READERS, Fields, check_keys, quoted, read_fields
+from clusterddp.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
+
+#: What makes a job this job has no default for all of a user's jobs.
+_OF_ONE_JOB = {"job_name", "script", "module", "args", "args_on_resume", "steps"}
+
+
+def load(
+    path: str | os.PathLike[str],
+    overrides: Mapping[str, str] | None = None,
+    *,
+    values: Mapping[str, Any] | None = None,
+    defaults: Fields | None = None,
+) -> Job:
+    """Reads the job definition in the file ``path``; raises one JobDefinitionError for all mistakes.
+
+    ``defaults`` (``user_defaults``) lie below the file; ``values``, the command line's own options by YAML key, above
+    it; ``overrides`` of ``--set``, by dotted key, on top, each read as a YAML scalar.
+    """
+    mistakes: list[Mistake] = []
+    fields = _file_fields(Path(path), mistakes)
+    layers = [defaults or {}, fields, _fields(node_of(values or {}, "command line"), mistakes)]
+    return _job(layers, overrides or {}, Path(path).parent, Place(str(path)), mistakes)
+
+
+def from_values(
+    mapping: Mapping[str, Any],
+    source: str = "command line",
+    folder: str | os.PathLike[str] = ".",
+    *,
+    overrides: Mapping[str, str] | None = None,
+    defaults: Fields | None = None,
+) -> Job:
+    """Makes a job from Python values by YAML key; ``source`` names them in messages, ``folder`` is the script's.
+
+    Text means what it would mean in YAML: ``{"gpus_per_node": "a100:4", "nodes": "2"}``. For the rest see ``load``.
+    """
+    mistakes: list[Mistake] = []
+    layers = [defaults or {}, _fields(node_of(mapping, source), mistakes)]
+    return _job(layers, overrides or {}, Path(folder), Place(source), mistakes)
+
+
+def load_resolved(path: str | os.PathLike[str]) -> Job:
+    """Reads what ``Job.to_yaml`` wrote; the script need not be there any more, so that an old run can be looked at."""
+    mistakes: list[Mistake] = []
+    fields = _file_fields(Path(path), mistakes)
+    return _job([fields], {}, Path(path).parent, Place(str(path)), mistakes, script_must_exist=False)
+
+
+def user_defaults(cluster: str | None, path: str | os.PathLike[str] | None = None) -> Fields:
+    """The user's own defaults for a cluster, for ``load``; empty when there is no such file.
+
+    The file is ``$XDG_CONFIG_HOME/clusterddp/config.yaml`` (by default in ``~/.config``), of the form
+    ``{defaults: {partition: gpu}, clusters: {NAME: {account: x}}}``; a cluster's own values win. Mistakes are reported
+    for the whole file, whichever cluster is asked for.
+    """
+    config = Path(path) if path is not None else _user_file()
+    if path is None and not config.exists():
+        return {}
+    mistakes: list[Mistake] = []
+    top = _file_fields(config, mistakes)
+    check_keys(top, ("defaults", "clusters"), mistakes)
+    sections = [_fields(_get(top, "defaults"), mistakes)]
+    clusters = _fields(_get(top, "clusters"), mistakes)
+    by_cluster = {str(name): _fields(node, mistakes) for name, node in clusters.items()}
+    for section in [*sections, *by_cluster.values()]:
+        check_keys(section, [key for key in READERS if key not in _OF_ONE_JOB], mistakes)
+        read_fields(section, READERS, mistakes)
+    raise_mistakes(mistakes)
+    return _merged([*sections, by_cluster.get(cluster or "", {})])
+
+
+# --- from text to fields
+
+
+def _user_file() -> Path:
+    home = os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
+    return Path(home) / "clusterddp" / "config.yaml"
+
+
+def _file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise JobDefinitionError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise JobDefinitionError(f"{path}: byte {error.start} is not UTF-8 text") from error
+    root = yaml12.load(text, str(path), mistakes)
+    fields = _fields(root, mistakes)
+    if not isinstance(root.value, (dict, type(None))):
+        raise_mistakes(mistakes)  # nothing was read: what else there is to say would only follow from that
+    return fields
+
+
+def _fields(node: Node | None, mistakes: list[Mistake]) -> Fields:
+    """A mapping's fields; none for a null, such as an empty file."""
+    if node is None or node.value is None:
+        return {}
+    if isinstance(node.value, dict):
+        return node.value
+    mistakes.append(Mistake(node.place, f"expected 'key: value' lines, got {quoted(node)}"))
+    return {}
+
+
+def _get(fields: Fields, name: str) -> Node | None:
+    return next((node for key, node in fields.items() if key == name), None)
+
+
+def _merged(layers: Iterable[Fields]) -> Fields:
+    """The layers in one, later ones on top; mappings such as ``checkpoint`` or ``env`` are merged key by key."""
+    merged: Fields = {}
+    for layer in layers:
+        for key, node in layer.items():
+            below = merged.pop(key, None)
+            if below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
+                node = dataclasses.replace(node, value=_merged([below.value, node.value]))
+            merged[key] = node  # under the upper layer's key, which has that layer's place
+    return merged
+
+
+def _override(name: str, text: str) -> Fields:
+    place = Place(f"--set {name}={text}")
+    outer, dot, inner = name.partition(".")
+    node = Node(yaml12.scalar(text), text, place)
+    if dot:
+        node = Node({Key(inner, place): node}, "", place)
+    return {Key(outer, place): node}
+
+
+# --- from fields to a job
+
+
+def _job(
+    layers: list[Fields],
+    overrides: Mapping[str, str],
+    folder: Path,
+    place: Place,
+    mistakes: list[Mistake],
+    script_must_exist: bool = True,
+) -> Job:
+    given = [*layers, *(_override(name, text) for name, text in overrides.items())]
+    for layer in given:
+        # Each by itself, so that a mistake is reported even where an upper layer hides it.
+        check_keys(layer, READERS, mistakes)
+        read_fields(layer, READERS, mistakes)
+    fields = _merged(given)
+    values = read_fields(fields, READERS, mistakes)
+    _resolve_program(values, fields, folder, place, mistakes, script_must_exist)
+    _check_device(values, fields, mistakes)
+    raise_mistakes(mistakes)
+    return Job(**values)
+
+
+def _resolve_program(
+    values: dict[str, Any], fields: Fields, folder: Path, place: Place, mistakes: list[Mistake], must_exist: bool
+) -> None:
+    """Makes the script's path absolute and names the job after what it runs."""
+    script, module = (_given_node(fields, name) for name in ("script", "module"))
+    if script and module:
+        mistakes.append(Mistake(module.place, "module: a job runs a script or a module, not both"))
+    if not script and not module:
+        mistakes.append(Mistake(place, "names neither a script nor a module: one of them is needed"))
+    if script and "script" in values:
+        given = values["script"]
+        values["script"] = os.path.normpath((folder / given).absolute())
+        if must_exist and not Path(values["script"]).is_file():
+            where = "" if Path(given).is_absolute() else f" in {folder.absolute()}"
+            mistakes.append(Mistake(script.place, f"script {given!r} not found{where}{_nearest_file(given, folder)}"))
+    program = Path(values.get("script", "")).stem or values.get("module", "").rpartition(".")[2]
+    values.setdefault("name", re.sub(r"[^\w.+=@-]+", "-", program).lstrip(".-") or "job")
+
+
+def _given_node(fields: Fields, name: str) -> Node | None:
+    node = _get(fields, name)
+    return node if node is not None and node.value is not None else None
+
+
+def _nearest_file(script: str, folder: Path) -> str:
+    path = folder / script
+    names = [entry.name for entry in path.parent.iterdir() if entry.is_file()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, 1)
+    return f"; did you mean {str(Path(script).with_name(near[0]))!r}?" if near else ""
+
+
+def _check_device(values: dict[str, Any], fields: Fields, mistakes: list[Mistake]) -> None:
+    if values.get("device") != "cpu":
+        return
+    for name, wrong in (("backend", values.get("backend") == "nccl"), ("gpus_per_node", values.get("gpu_type"))):
+        node = _get(fields, name)
+        if wrong and node is not None:
+            mistakes.append(Mistake(node.place, f"{name}: {node.text!r} needs a GPU, but device is cpu"))

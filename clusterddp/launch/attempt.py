@@ -1,0 +1,269 @@
+"""One attempt of one run: start all ranks, hear them, and when they are gone decide how the run goes on."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.job import Job
+from clusterddp.launch import holder, slurm
+from clusterddp.launch.cause import Cause
+from clusterddp.launch.code_state import changed, code_state
+from clusterddp.launch.controller import Controller
+from clusterddp.launch.history import History
+from clusterddp.launch.launcher import Launcher, rank_command
+from clusterddp.launch.limits import exceeded
+from clusterddp.launch.monitor import Monitor, lead_s
+from clusterddp.launch.narration import failure_box
+from clusterddp.launch.verdict import Action, RankEnd, Verdict, judge
+from clusterddp.link import ADDRESS_VARIABLE, TOKEN_VARIABLE, LinkServer
+from clusterddp.rundir import RunDirectory, last_line, read_json, write_json
+
+#: Pauses between two questions to a controller that does not answer: from the first to the longest, in seconds.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+
+
+class Attempt:
+    """The supervisor's work; the number was claimed before."""
+
+    def __init__(self, run: RunDirectory, job: Job, number: int, launcher: Launcher, controller: Controller) -> None:
+        self._run, self._job, self._number = run, job, number
+        self._launcher, self._controller = launcher, controller
+        self._history = History(run, number)
+        self._steps_before = (last_line(run.metrics_file) or {"step": -1})["step"] + 1
+        self._hosts: dict[int, str] = {}
+        self._lost_at: dict[int, float] = {}
+        self._recorded = threading.Event()
+        self._told = self._heard = False
+
+    def supervise(self) -> int:
+        """Runs the attempt to its end; returns this process's exit code."""
+        exit_code = self._train()
+        return self._act(judge(self._ends(), exit_code, self._told, self._why))
+
+    # --- while the ranks train
+
+    def _train(self) -> int:
+        token = secrets.token_hex(16)
+        self._server = LinkServer(token, self._on_event, self._on_lost, host=self._launcher.supervisor_host)
+        environment = {
+            **os.environ,
+            **self._job.env,
+            "CLUSTERDDP_RUN_DIR": str(self._run),
+            "CLUSTERDDP_ATTEMPT": str(self._number),
+            "CLUSTERDDP_DEVICE": self._job.device,
+            "CLUSTERDDP_LAUNCHER": self._launcher.name,
+            ADDRESS_VARIABLE: f"{self._launcher.supervisor_host}:{self._server.port}",
+            TOKEN_VARIABLE: token,
+        }
+        logs = self._run.attempt_logs(self._number)
+        self._launcher.start(rank_command(self._job, self._number), environment, logs)
+        monitor = Monitor(self._controller, self)
+        try:
+            self._record_start()  # while the ranks import torch: it asks git, on a disk that may be slow
+            return self._launcher.wait()
+        finally:
+            monitor.close()
+            self._server.close()
+
+    def _record_start(self) -> None:
+        submitted = holder.take(self._run, self._number, self._controller.holder())
+        if submitted is not None:
+            self._history.add("submitted", job=submitted["job"], submitted=submitted["time"])
+        state = code_state(self._job)
+        before = [event["code"] for event in self._run.events() if event["event"] == "started"]
+        differences = changed(before[-1], state) if before else []
+        self._history.add("started", **self._controller.describe(), code=state, changed=differences)
+        self._recorded.set()
+
+    def _on_event(self, rank: int, event: str, values: Mapping[str, Any]) -> None:
+        if event == "joined":
+            self._hosts[rank] = values["host"]
+            return
+        if event == "signal":
+            self._told = self._heard = True
+        self._recorded.wait()  # the attempt's start comes first in the history
+        values = {"rank": rank, **values}
+        if event == "resumed" and self._steps_before:
+            values["redone"] = max(0, self._steps_before - values["step"])
+        self._history.add(event, **values)
+
+    def _on_lost(self, rank: int) -> None:
+        self._lost_at[rank] = time.time()
+
+    # --- what the monitor asks and tells
+
+    def superseded(self) -> bool:
+        """Whether a newer attempt exists."""
+        return self._run.superseded(self._number)
+
+    def lead_s(self) -> float:
+        """How many seconds before the time limit to stop."""
+        return lead_s(self._job, self._history.last_save_s)
+
+    def training(self) -> bool:
+        """Whether the ranks have been heard of."""
+        return bool(self._hosts)
+
+    def heard(self) -> bool:
+        """Whether a rank has said that it was told to stop."""
+        return self._heard
+
+    def on_notice(self, why: str) -> None:
+        """Tells the ranks first."""
+        self._launcher.notify()
+        if not self._told:
+            self._history.add("notice", why=why)
+        self._told = True
+
+    def on_superseded(self) -> None:
+        """A newer attempt trains the run: the ranks notice it when their line breaks, and leave by themselves.
+
+        srun may wait for ever for a node that it cannot reach any more.
+        """
+        self._history.close()
+        self._server.close()
+        self._launcher.abandon()
+
+    # --- when the ranks are gone
+
+    def _ends(self) -> list[RankEnd]:
+        """How every rank ended, from its own record where it could write one."""
+        return [
+            RankEnd.from_record(
+                rank,
+                self._hosts.get(rank, "host unknown"),
+                self._lost_at.get(rank, float("inf")),
+                read_json(self._run.rank_record(self._number, rank)),
+            )
+            for rank in range(self._job.world_size)
+        ]
+
+    def _why(self) -> Cause:
+        """The newer attempt and the mark that ``clusterddp cancel`` leaves come before the controller's word.
+
+        A controller that is away is asked until it answers: nothing is ever requeued blind, and at the end of the grace
+        we are killed.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            if self.superseded():
+                return Cause.SUPERSEDED
+            if self._run.cancelled:
+                return Cause.CANCELLED
+            try:
+                return self._controller.why(self.lead_s())
+            except SlurmMissing:
+                return Cause.UNKNOWN
+            except SlurmUnavailable as error:
+                print(f"clusterddp: asking again in {pause_s:.0f} s: {error}", flush=True)
+                time.sleep(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            except SlurmError as error:
+                print(f"clusterddp: {error}", flush=True)
+                return Cause.UNKNOWN
+
+    def _act(self, verdict: Verdict) -> int:
+        if verdict.cause is Cause.SUPERSEDED or self.superseded():
+            newest = self._run.newest_attempt()
+            print(f"clusterddp: attempt {self._number} superseded by attempt {newest}; not writing", flush=True)
+            return 1
+        if verdict.first_failure is not None:
+            failure = verdict.first_failure
+            self._history.add("rank_failed", rank=failure.rank, host=failure.host, error=failure.error)
+            print(failure_box(self._run, self._number, failure), file=sys.stderr, flush=True)
+        if verdict.action is Action.AGAIN or (verdict.action is Action.LEAVE_TO_SLURM and self._ends_for_good()):
+            return self._again(verdict)
+        if verdict.action in (Action.LEAVE, Action.LEAVE_TO_SLURM):
+            if verdict.cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE):
+                self._ask_watcher()
+            then = "requeued by Slurm" if verdict.action is Action.LEAVE_TO_SLURM else "stopped"
+            self._add_end("stopped", verdict, then=then)
+            return self._controller.leave_code
+        self._history.conclude(verdict.action.value, verdict.reason)
+        return verdict.exit_code
+
+    def _ends_for_good(self) -> bool:
+        """Whether Slurm, which has ended the job for a preemption, will not run it again."""
+        try:
+            return self._controller.ends_what_it_preempts()
+        except SlurmError as error:
+            print(f"clusterddp: cannot ask whether this partition requeues what it preempts: {error}", flush=True)
+            return False
+
+    def _again(self, verdict: Verdict) -> int:
+        """The run goes on: by a requeue where that is possible and wanted, else in a new job."""
+        end = {"event": "stopped", "attempt": self._number, "time": time.time(), "cause": verdict.cause.value}
+        reason = exceeded(self._job, [*self._run.events(), end], time.time())
+        if reason is not None:
+            self._history.conclude(Action.FAIL.value, f"{verdict.reason}, and {reason}")
+            return 1
+        wanted = self._job.policy != "resubmit" or not self._controller.resubmits
+        if not (wanted and verdict.cause in (Cause.PREEMPTED, Cause.TIME_LIMIT)):
+            return self._resubmit(verdict)
+        try:
+            self._persist(self._controller.requeue, verdict)
+        except _Changed as changed_to:
+            return self._act(changed_to.verdict)
+        except SlurmError as error:
+            self._history.add("requeue_refused", error=str(error))
+            return self._resubmit(verdict)
+        self._add_end("requeued", verdict)
+        return self._controller.again_code
+
+    def _persist(self, ask: Any, verdict: Verdict) -> None:
+        """Asks until the controller answers; before asking again it finds out whether the request is still right.
+
+        One that got no answer may have been carried out all the same.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                ask()
+                return
+            except SlurmMissing:
+                raise
+            except SlurmUnavailable as error:
+                print(f"clusterddp: trying again in {pause_s:.0f} s: {error}", flush=True)
+                time.sleep(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            cause = self._why()
+            if cause is not verdict.cause:
+                raise _Changed(judge(self._ends(), 0, self._told, lambda cause=cause: cause))  # type: ignore[misc]
+
+    def _resubmit(self, verdict: Verdict) -> int:
+        """Continues the run in a new job. scancel of this job at any moment up to here ends the new one, too."""
+        try:
+            new = self._controller.resubmit()
+        except SlurmError as error:
+            self._ask_watcher()
+            self._add_end("stopped", verdict, f"{verdict.reason}; not resubmitted: {error}")
+            return self._controller.leave_code
+        if self._why() in (Cause.CANCELLED, Cause.ENDED_IN_GRACE):
+            slurm.cancel(new)
+            self._history.conclude(Action.CANCEL.value, "cancelled while it was being resubmitted")
+            return 1
+        self._add_end("resubmitted", verdict, job=new)
+        return self._controller.again_code
+
+    def _ask_watcher(self) -> None:
+        """Leaves a request for ``clusterddp watch``, which finds out whether the run should go on and resubmits it."""
+        write_json(self._run.request_file, {"attempt": self._number, **self._controller.describe()}, mode=0o600)
+
+    def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
+        ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
+        self._history.add(event, **ended, **values)
+
+
+class _Changed(Exception):
+    """What the controller says has changed while it was asked for something."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.reason)
+        self.verdict = verdict

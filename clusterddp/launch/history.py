@@ -1,0 +1,66 @@
+"""The run's history as its one writer sees it: events, told as sentences too, and the outcome at the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from clusterddp.launch.narration import sentence
+from clusterddp.rundir import RunDirectory, append_line, drop_torn_line, last_line, write_json
+
+
+class History:
+    """Appends an attempt's events. A disk that does not take them stops nothing: they are kept and written later."""
+
+    def __init__(self, run: RunDirectory, attempt: int) -> None:
+        self._run, self._attempt = run, attempt
+        self._lock = threading.Lock()
+        self._pending: list[dict[str, Any]] = []
+        self._closed = False
+        self.newest_step = 0
+        self.newest_checkpoint: int | None = None
+        self.last_save_s = 0.0
+        drop_torn_line(run.events_file)
+
+    def add(self, event: str, **values: Any) -> None:
+        """Appends one event, unless the history was closed."""
+        line = {"time": time.time(), "attempt": self._attempt, "event": event, **values}
+        with self._lock:
+            if self._closed:
+                return
+            self.newest_step = max(self.newest_step, values.get("step") or 0)
+            if event == "checkpoint":
+                self.newest_checkpoint, self.last_save_s = values["step"], values["durable_s"]
+            self._pending.append(line)
+            self._write_pending()
+        words = sentence(line)
+        if words:
+            print(words, flush=True)
+
+    def _write_pending(self) -> None:
+        try:
+            while self._pending:
+                append_line(self._run.events_file, self._pending[0])
+                del self._pending[0]
+        except OSError as error:
+            if len(self._pending) == 1:
+                print(f"clusterddp: the history cannot be written ({error.strerror}); trying again later", flush=True)
+
+    def close(self) -> None:
+        """Nothing is written any more: a newer attempt's supervisor is the file's writer now."""
+        with self._lock:
+            self._closed = True
+
+    def saved(self) -> dict[str, Any]:
+        """Where this attempt came to (None: it made no step), and its newest checkpoint (None: it made none)."""
+        line = last_line(self._run.metrics_file)
+        done = line["step"] + 1 if line and line["attempt"] == self._attempt else None
+        return {"step": self.newest_checkpoint if done is None else done, "checkpoint": self.newest_checkpoint}
+
+    def conclude(self, state: str, reason: str) -> None:
+        """Writes the outcome, once: the run is over."""
+        step = max([self.newest_step, *(event.get("step") or 0 for event in self._run.events())])
+        values = {"step": step, "attempts": len(self._run.attempts()), "reason": reason}
+        self.add(state, **values)
+        write_json(self._run.outcome_file, {"state": state, **values})

@@ -1,0 +1,265 @@
+"""The supervisor's decisions with a controller and ranks of the test's own: what no cluster fails at on demand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.errors import SlurmError, SlurmUnavailable
+from clusterddp.job import Job, Limits, Timeouts
+from clusterddp.launch import attempt as attempts
+from clusterddp.launch.attempt import Attempt
+from clusterddp.launch.cause import Cause
+from clusterddp.launch.controller import Notice
+from clusterddp.launch.limits import exceeded
+from clusterddp.launch.supervisor import supervise
+from clusterddp.rundir import RunDirectory, write_json
+
+
+class FakeController:
+    """Answers what it was given, in order, the last answer for ever; exceptions are raised."""
+
+    leave_code, again_code, resubmits = 3, 4, True
+
+    def __init__(self, *causes: Cause | Exception, requeue: list[Exception | None] | None = None) -> None:
+        self._causes, self._requeue = list(causes), requeue or [None]
+        self.asked: list[str] = []
+
+    def holder(self) -> dict[str, Any]:
+        return {"kind": "slurm", "job": "41"}
+
+    def describe(self) -> dict[str, Any]:
+        return {"job": "41", "restarts": 0, "nodes": "n1"}
+
+    def notice(self) -> Notice:
+        return Notice(None, False)
+
+    def why(self, notice_s: float) -> Cause:
+        return _next(self._causes)
+
+    def ends_what_it_preempts(self) -> bool:
+        return False
+
+    def requeue(self) -> None:
+        self.asked.append("requeue")
+        _next(self._requeue)
+
+    def resubmit(self) -> str:
+        self.asked.append("resubmit")
+        return "42"
+
+
+def _next(answers: list[Any]) -> Any:
+    answer = answers.pop(0) if len(answers) > 1 else answers[0]
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+class FakeRanks:
+    """Two ranks that leave records instead of running."""
+
+    name, supervisor_host = "slurm", "127.0.0.1"
+
+    def __init__(self, run: RunDirectory, end: Mapping[str, Any]) -> None:
+        self._run, self._end = run, end
+
+    def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+        number = int(environment["CLUSTERDDP_ATTEMPT"])
+        for rank in range(2):
+            end = {"host": "n1", "used_clusterddp": True, **self._end}
+            write_json(self._run.rank_record(number, rank), end)
+
+    def notify(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def wait(self) -> int:
+        return 0 if self._end["end"] in ("done", "stopped") else 1
+
+
+JOB = Job(name="x", module="x", gpus_per_node=2, device="cpu")
+STOPPED = {"end": "stopped", "step": 7}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    return run
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 0.0)
+    yield
+
+
+def supervised(
+    run: RunDirectory, controller: FakeController, end: Mapping[str, Any] = STOPPED, job: Job = JOB
+) -> tuple[int, list[str]]:
+    """The exit code, and the names of the events."""
+    code = Attempt(run, job, run.create_attempt(), FakeRanks(run, end), controller).supervise()
+    return code, [event["event"] for event in run.events()]
+
+
+def test_a_preempted_attempt_is_requeued_and_says_so_once_it_is(run: RunDirectory) -> None:
+    """The history claims a requeue only after the controller took it."""
+    controller = FakeController(Cause.PREEMPTED)
+    assert supervised(run, controller) == (4, ["started", "requeued"])
+    assert controller.asked == ["requeue"]
+
+
+def test_a_controller_that_is_away_at_the_requeue_is_asked_again(run: RunDirectory) -> None:
+    """Twice no answer, then one: requeued once, not resubmitted on top."""
+    away = SlurmUnavailable("Unable to contact slurm controller")
+    controller = FakeController(Cause.PREEMPTED, requeue=[away, away, None])
+    assert supervised(run, controller) == (4, ["started", "requeued"])
+    assert controller.asked == ["requeue"] * 3
+
+
+def test_a_requeue_without_an_answer_that_was_carried_out_is_not_repeated(run: RunDirectory) -> None:
+    """The controller's next word is that the job is being requeued: nothing more is asked for."""
+    controller = FakeController(
+        Cause.PREEMPTED, Cause.PREEMPTED_WITHOUT_GRACE, requeue=[SlurmUnavailable("timed out"), None]
+    )
+    assert supervised(run, controller) == (3, ["started", "stopped"])
+    assert controller.asked == ["requeue"]
+
+
+def test_a_refused_requeue_becomes_a_resubmission(run: RunDirectory) -> None:
+    """Slurm's reason is in the history."""
+    controller = FakeController(Cause.PREEMPTED, requeue=[SlurmError("Requeue is disabled")])
+    assert supervised(run, controller) == (4, ["started", "requeue_refused", "resubmitted"])
+
+
+def test_a_controller_that_is_away_is_asked_until_it_answers(run: RunDirectory) -> None:
+    """Nothing is requeued blind, and nothing is given up."""
+    away = SlurmUnavailable("Unable to contact slurm controller")
+    controller = FakeController(away, away, Cause.PREEMPTED)
+    assert supervised(run, controller)[1] == ["started", "requeued"]
+
+
+def test_a_full_disk_does_not_prevent_the_requeue(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bookkeeping is bookkeeping."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("clusterddp.launch.history.append_line", full)
+    controller = FakeController(Cause.PREEMPTED)
+    assert supervised(run, controller)[0] == 4
+    assert controller.asked == ["requeue"]
+
+
+def test_scancel_during_a_resubmission_ends_the_new_job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window that can be closed is."""
+    cancelled: list[str] = []
+    monkeypatch.setattr("clusterddp.launch.slurm.cancel", cancelled.append)
+    job = dataclasses.replace(JOB, policy="resubmit")
+    controller = FakeController(Cause.PREEMPTED, Cause.ENDED_IN_GRACE)
+    assert supervised(run, controller, job=job) == (1, ["started", "cancelled"])
+    assert cancelled == ["42"]
+
+
+def test_an_exception_is_shown_even_when_the_job_is_preempted_meanwhile(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A save that raises at every preemption must not pass for a run that had nothing to save."""
+    raised = {"end": "exception", "error": "ValueError: no", "traceback": "Traceback: no", "used_clusterddp": False}
+    assert supervised(run, FakeController(Cause.PREEMPTED), raised)[1] == ["started", "rank_failed", "requeued"]
+    assert "raised ValueError: no" in capsys.readouterr().err
+
+
+def test_a_plain_crash_does_not_wait_for_a_controller_that_is_away(run: RunDirectory) -> None:
+    """Nobody was told to stop, so there is nothing to ask; the nodes are free at once."""
+    raised = {"end": "exception", "error": "ValueError: no"}
+    code, events = supervised(run, FakeController(AssertionError("asked")), raised)
+    assert (code, events) == (1, ["started", "rank_failed", "failed"])
+
+
+def test_an_unexplained_end_leaves_a_request_for_a_watcher(run: RunDirectory) -> None:
+    """A node failure is no scancel: the run is not over."""
+    assert supervised(run, FakeController(Cause.ENDED_OTHERWISE))[1] == ["started", "stopped"]
+    assert run.request_file.exists()
+    assert run.outcome() is None
+
+
+def test_a_superseded_attempt_writes_nothing_and_requeues_nothing(run: RunDirectory) -> None:
+    """A newer attempt started while it was cut off."""
+    controller = FakeController(Cause.PREEMPTED)
+    number = run.create_attempt()
+    attempt = Attempt(run, JOB, number, FakeRanks(run, STOPPED), controller)
+    run.create_attempt()
+    assert attempt.supervise() == 1
+    assert controller.asked == []
+    assert "requeued" not in [event["event"] for event in run.events()]
+
+
+def test_a_failed_run_is_not_trained_again_by_a_requeue_of_its_own_job(run: RunDirectory) -> None:
+    """24.11 requeues a job once more after a requeue within a grace; another job may continue it."""
+    raised = {"end": "exception", "error": "ValueError: no"}
+    ranks, controller = FakeRanks(run, raised), FakeController(Cause.NONE)
+    assert supervise(run, JOB, ranks, controller) == 1
+    assert supervise(run, JOB, ranks, controller) == 1
+    assert run.attempts() == [0]
+
+
+# ---- limits
+
+
+def history(*attempts_: tuple[str, bool]) -> list[dict[str, Any]]:
+    """Attempts of an hour each: the cause of its end, and whether it committed a checkpoint."""
+    events: list[dict[str, Any]] = []
+    for number, (cause, saved) in enumerate(attempts_):
+        start = 3600.0 * number
+        events.append({"event": "started", "attempt": number, "time": start})
+        if saved:
+            events.append({"event": "checkpoint", "attempt": number, "time": start + 1800})
+        events.append({"event": "requeued", "attempt": number, "time": start + 3600, "cause": cause})
+    return events
+
+
+LIMIT = Cause.TIME_LIMIT.value
+
+
+@pytest.mark.parametrize(
+    ("limits", "events", "reason"),
+    [
+        (Limits(), history((LIMIT, True)) * 1, None),
+        (Limits(attempts=2), history((LIMIT, True)), None),
+        (Limits(attempts=2), history((LIMIT, True), (LIMIT, True)), "2 attempts are made"),
+        (Limits(gpu_hours=4.5), history((LIMIT, True), (LIMIT, True)), None),
+        (Limits(gpu_hours=4), history((LIMIT, True), (LIMIT, True)), "4.00 GPU hours are used"),
+        (Limits(), history((LIMIT, False), (LIMIT, False)), None),
+        (Limits(), history((LIMIT, True), *[(LIMIT, False)] * 3), "3 attempts in a row"),
+        (Limits(), history(*[(Cause.PREEMPTED.value, False)] * 9), None),
+    ],
+)
+def test_a_run_ends_at_its_limits_and_no_earlier(
+    limits: Limits, events: list[dict[str, Any]], reason: str | None
+) -> None:
+    """Two ranks, attempts of an hour. Being preempted early, however often, is no fault of the run."""
+    job = dataclasses.replace(JOB, limits=limits)
+    found = exceeded(job, events, now=events[-1]["time"])
+    assert (found or "").startswith(reason) if reason else found is None
+
+
+def test_slow_saves_are_told_apart_from_no_reason_to_stop(run: RunDirectory) -> None:
+    """The cause is read with the very lead that the ranks were told with."""
+    seen: list[float] = []
+
+    class Noting(FakeController):
+        def why(self, notice_s: float) -> Cause:
+            seen.append(notice_s)
+            return Cause.TIME_LIMIT
+
+    attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, STOPPED), Noting(Cause.TIME_LIMIT))
+    attempt._history.last_save_s = 100.0
+    attempt.supervise()
+    assert seen == [310.0]
+    assert Timeouts().notice_s < 310
