@@ -125,10 +125,17 @@ def test_a_controller_that_is_away_at_the_requeue_is_asked_again(run: RunDirecto
 def test_a_requeue_without_an_answer_that_was_carried_out_is_not_repeated(run: RunDirectory) -> None:
     """The controller's next word is that the job is being requeued: nothing more is asked for."""
     controller = FakeController(
-        Cause.PREEMPTED, Cause.PREEMPTED_WITHOUT_GRACE, requeue=[SlurmUnavailable("timed out"), None]
+        *[Cause.PREEMPTED] * 2, Cause.PREEMPTED_WITHOUT_GRACE, requeue=[SlurmUnavailable("timed out"), None]
     )
     assert supervised(run, controller) == (3, ["started", "stopped"])
     assert controller.asked == ["requeue"]
+
+
+def test_a_scancel_just_before_the_requeue_is_heard(run: RunDirectory) -> None:
+    """The controller is asked right before the request, not only when the ranks have gone."""
+    controller = FakeController(Cause.PREEMPTED, Cause.CANCELLED)
+    assert supervised(run, controller) == (1, ["started", "cancelled"])
+    assert controller.asked == []
 
 
 def test_a_refused_requeue_becomes_a_resubmission(run: RunDirectory) -> None:

@@ -208,34 +208,39 @@ class Attempt:
         if not (wanted and verdict.cause in (Cause.PREEMPTED, Cause.TIME_LIMIT)):
             return self._resubmit(verdict)
         try:
-            self._persist(self._controller.requeue, verdict)
+            window_s = self._requeue(verdict.cause)
         except _Changed as changed_to:
             return self._act(changed_to.verdict)
         except SlurmError as error:
             self._history.add("requeue_refused", error=str(error))
             return self._resubmit(verdict)
-        self._add_end("requeued", verdict)
+        self._add_end("requeued", verdict, window_s=window_s)
         return self._controller.again_code
 
-    def _persist(self, ask: Any, verdict: Verdict) -> None:
-        """Asks until the controller answers; before asking again it finds out whether the request is still right.
+    def _requeue(self, cause: Cause) -> float:
+        """Requeues until the controller answers; each time it is asked just before whether that is still right.
 
-        One that got no answer may have been carried out all the same.
+        A request that got no answer may have been carried out all the same. Returns the seconds between the question
+        and the requeue's answer: a scancel in there is undone, because Slurm requeues what is being cancelled, too.
         """
         pause_s = FIRST_PAUSE_S
         while True:
+            now = self._why()
+            if now is not cause:
+                raise _Changed(self._judge_anew(now))
+            asked = time.monotonic()
             try:
-                ask()
-                return
+                self._controller.requeue()
+                return round(time.monotonic() - asked, 4)
             except SlurmMissing:
                 raise
             except SlurmUnavailable as error:
                 print(f"clusterddp: trying again in {pause_s:.0f} s: {error}", flush=True)
                 time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
-            cause = self._why()
-            if cause is not verdict.cause:
-                raise _Changed(judge(self._ends(), 0, self._told, lambda cause=cause: cause))  # type: ignore[misc]
+
+    def _judge_anew(self, cause: Cause) -> Verdict:
+        return judge(self._ends(), 0, self._told, lambda: cause)
 
     def _resubmit(self, verdict: Verdict) -> int:
         """Continues the run in a new job. scancel of this job at any moment up to here ends the new one, too."""

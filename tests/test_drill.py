@@ -1,0 +1,50 @@
+"""``clusterddp drill``: what it finds out on a real cluster, and what it makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.launch.drill import report, verdict
+from clusterddp.launch.site import Preemption
+from tests.cluster import Cluster
+
+LOW = Preemption(partition="low", mode="REQUEUE", grace_s=20, kill_wait_s=30, hold_s=121)
+FIRST = {"ranks": 2, "signalled": 2, "seconds": 0.02, "missing": []}
+SECOND = {"time": 105.0}
+
+
+def test_a_drill_on_the_cluster_finds_signals_and_requeue_working(cluster: Cluster, runs: Path) -> None:
+    """It leaves nothing behind: no job, no folder."""
+    done = cluster.run([cluster.python, "-m", "clusterddp", "drill", "-p", "low", "-N", "2"], cwd=runs, timeout=90)
+    assert "low gives 20 s of notice" in done.stdout
+    assert "TERM reached 2 of 2 ranks" in done.stdout
+    assert "requeue   works; it ran" in done.stdout
+    assert done.stdout.endswith("verdict   safe\n")
+    assert list(runs.iterdir()) == []
+
+
+def test_the_notice_is_compared_with_the_last_save() -> None:
+    """In the words of the promise."""
+    assert (
+        report(LOW, FIRST, SECOND, 100.0, save_s=1.2)[-1] == "verdict   low gives 20 s; your last save took 1.2 s: safe"
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "save_s", "words"),
+    [
+        ({}, {}, None, "the job did not start"),
+        ({**FIRST, "signalled": 1}, SECOND, None, "does not reach every rank"),
+        ({**FIRST, "missing": ["scontrol"]}, SECOND, None, "clusterddp watch"),
+        ({**FIRST, "requeue_error": "Requeue disabled"}, {}, None, "Requeue disabled"),
+        (FIRST, SECOND, 30.0, "a save takes 30.0 s and the notice is 20 s"),
+    ],
+)
+def test_what_would_lose_a_run_is_named_with_its_remedy(
+    first: dict[str, Any], second: dict[str, Any], save_s: float | None, words: str
+) -> None:
+    """One sentence each."""
+    assert words in (verdict(LOW, first, second, save_s) or "")
