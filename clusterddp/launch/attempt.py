@@ -66,7 +66,11 @@ class Attempt:
         self._launcher.start(rank_command(self._job, self._number), environment, logs)
         monitor = Monitor(self._controller, self)
         try:
-            self._record_start()  # while the ranks import torch: it asks git, on a disk that may be slow
+            try:
+                self._record_start()  # while the ranks import torch: it asks git, on a disk that may be slow
+            except OSError as error:
+                print(f"clusterddp: the attempt's start cannot be recorded ({error}); training goes on", flush=True)
+            self._recorded.set()
             return self._launcher.wait()
         finally:
             monitor.close()
@@ -80,7 +84,6 @@ class Attempt:
         before = [event["code"] for event in self._run.events() if event["event"] == "started"]
         differences = changed(before[-1], state) if before else []
         self._history.add("started", **self._controller.describe(), code=state, changed=differences)
-        self._recorded.set()
 
     def _on_event(self, rank: int, event: str, values: Mapping[str, Any]) -> None:
         if event == "joined":

@@ -114,9 +114,9 @@ def run(*command: str) -> str:
     except subprocess.TimeoutExpired as error:
         raise SlurmUnavailable(f"`{' '.join(command)}` did not answer in {TIMEOUT_S:.0f} s") from error
     if done.returncode != 0:
-        words = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        kind = SlurmUnavailable if any(sign in words for sign in _NO_ANSWER) else SlurmError
-        raise kind(f"`{' '.join(command)}` failed: {words}")
+        lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+        kind = SlurmUnavailable if any(sign in line for sign in _NO_ANSWER for line in lines) else SlurmError
+        raise kind(f"`{' '.join(command)}` failed: {lines[-1]}")
     return done.stdout
 
 
