@@ -106,5 +106,6 @@ def test_a_hold_is_lifted_only_after_slurmds_memory_of_the_old_start_has_passed(
     clock[0] += 0.2
     assert hold.lift_when_safe(held)
     assert lifted == ["41"]
+    assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2)), "the next requeue, unseen in between"
     assert not hold.lift_when_safe(info("PENDING", "Resources", restarts=1))
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=0)), "the user's own --begin"

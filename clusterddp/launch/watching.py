@@ -34,21 +34,21 @@ SETTLE_S = 3.0
 
 
 class Hold:
-    """The hold that Slurm puts on one job after a requeue."""
+    """The hold that Slurm puts on one job after each requeue."""
 
     def __init__(self) -> None:
-        self._since: float | None = None
+        self._restarts = 0
+        self._since = 0.0
 
     def lift_when_safe(self, job: JobInfo) -> bool:
-        """Lifts the hold if the job is in it, for long enough; whether it did."""
+        """Lifts the hold if the job has been seen in it for long enough; whether it did."""
         if job.state != "PENDING" or job.reason != "BeginTime" or not job.restarts:
-            self._since = None
             return False
-        self._since = self._since or time.monotonic()
+        if job.restarts != self._restarts:  # every requeue has a hold of its own
+            self._restarts, self._since = job.restarts, time.monotonic()
         if time.monotonic() - self._since < SETTLE_S:
             return False
         slurm.lift_hold(job.job_id)
-        self._since = None
         return True
 
 
