@@ -21,6 +21,7 @@ def job(
     ("info", "cause"),
     [
         (job("RUNNING", preempt_time=NOW), Cause.PREEMPTED),
+        (job("CONFIGURING", preempt_time=NOW), Cause.PREEMPTED),
         (job("COMPLETING", preempt_time=NOW), Cause.PREEMPTED_WITHOUT_GRACE),
         (job("PENDING"), Cause.PREEMPTED_WITHOUT_GRACE),
         (job("COMPLETING"), Cause.CANCELLED),

@@ -19,6 +19,8 @@ from collections.abc import Callable
 
 from clusterddp.launch.slurm import JobInfo
 
+#: A job has its nodes. CONFIGURING is shown for seconds after the start, while ranks run already (seen on 22.05.8).
+ACTIVE = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 #: Slurm's --signal comes up to 60 s early, and its times are whole seconds.
 EARLY_S = 62
 
@@ -52,7 +54,7 @@ def read_cause(
         return Cause.UNKNOWN
     if job.restarts != restarts or job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
         return Cause.PREEMPTED_WITHOUT_GRACE
-    if job.state == "RUNNING":
+    if job.state in ACTIVE:
         if job.preempt_time is not None:
             return Cause.PREEMPTED
         time_left = float("inf") if job.end_time is None else job.end_time - now

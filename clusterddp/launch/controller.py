@@ -97,7 +97,11 @@ class SlurmController:
 
     def why(self, notice_s: float) -> Cause:
         """Reads the job's state and PreemptTime."""
-        return read_cause(slurm.show_job(self._job_id), self._restarts, notice_s, lambda: self._preemption().grace_s)
+        job = slurm.show_job(self._job_id)
+        cause = read_cause(job, self._restarts, notice_s, lambda: self._preemption().grace_s)
+        if cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE, Cause.NONE):
+            print(f"clusterddp: the controller says: {job}", flush=True)
+        return cause
 
     def ends_what_it_preempts(self) -> bool:
         """PreemptMode=CANCEL."""
