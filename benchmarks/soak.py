@@ -347,10 +347,13 @@ def make_run(up: Cluster, case: Case, reference: RunDirectory, state: Path) -> R
 
 
 def _check_job_is_over(up: Cluster, training: Training, result: Result) -> None:
-    """It is COMPLETED, and will not run again."""
-    job = up.wait_job(training.job_id, {"COMPLETED", "PENDING", "FAILED", "CANCELLED"}, timeout=30)
+    """It is COMPLETED. A job preempted in the moment of its end is started once more, and finds the run over."""
+    attempts = training.run.attempts()
+    job = up.wait_job(training.job_id, {"COMPLETED", "FAILED", "CANCELLED"}, timeout=30)
     if job["JobState"] != "COMPLETED":
         result.problems.append(f"the run is over and its job is {job['JobState']} ({job.get('Reason')})")
+    if training.run.attempts() != attempts:
+        result.problems.append("a run that was over was trained again")
 
 
 def keep(up: Cluster, training: Training, made: Sequence[dict[str, Any]], folder: Path) -> None:
