@@ -82,6 +82,12 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_somebody_wanted_its_end(
         assert holder.holders(run)[0]["job"] == "42"
 
 
+def test_an_attempt_that_is_just_being_claimed_leaves_no_gap_in_who_holds_the_run(run: RunDirectory) -> None:
+    """Its folder is there, its entry not yet: the one before still holds the run."""
+    run.create_attempt()
+    assert holder.holders(run) == [holder.of_job("41")]
+
+
 def test_a_cancelled_run_is_never_resubmitted(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.job import Job
-from clusterddp.launch import holder, slurm
+from clusterddp.launch import slurm
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.code_state import changed, code_state
 from clusterddp.launch.controller import Controller
@@ -30,10 +30,18 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 
 class Attempt:
-    """The supervisor's work; the number was claimed before."""
+    """The supervisor's work; the number was claimed before. ``submission``: the entry of the one that led to it."""
 
-    def __init__(self, run: RunDirectory, job: Job, number: int, launcher: Launcher, controller: Controller) -> None:
-        self._run, self._job, self._number = run, job, number
+    def __init__(
+        self,
+        run: RunDirectory,
+        job: Job,
+        number: int,
+        launcher: Launcher,
+        controller: Controller,
+        submission: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._run, self._job, self._number, self._submission = run, job, number, submission
         self._launcher, self._controller = launcher, controller
         self._history = History(run, number)
         self._steps_before = (last_line(run.metrics_file) or {"step": -1})["step"] + 1
@@ -77,9 +85,8 @@ class Attempt:
             self._server.close()
 
     def _record_start(self) -> None:
-        submitted = holder.take(self._run, self._number, self._controller.holder())
-        if submitted is not None:
-            self._history.add("submitted", job=submitted["job"], submitted=submitted["time"])
+        if self._submission is not None:
+            self._history.add("submitted", job=self._submission["job"], submitted=self._submission["time"])
         state = code_state(self._job)
         before = [event["code"] for event in self._run.events() if event["event"] == "started"]
         differences = changed(before[-1], state) if before else []

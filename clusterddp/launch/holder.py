@@ -45,9 +45,10 @@ def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, An
 
 def holders(run: RunDirectory) -> list[dict[str, Any]]:
     """Who may hold the run, the newest claim first."""
-    newest = run.newest_attempt()
-    files = [run.submitted_file] + ([] if newest is None else [run.holder_file(newest)])
-    return [entry for entry in map(read_json, files) if entry is not None]
+    pending = read_json(run.submitted_file)
+    # An attempt that is just being claimed has no entry yet: the one before still counts.
+    taken = (read_json(run.holder_file(number)) for number in reversed(run.attempts()))
+    return [entry for entry in (pending, next(filter(None, taken), None)) if entry is not None]
 
 
 def held_by_other(run: RunDirectory, me: Mapping[str, Any] | None = None) -> str | None:

@@ -80,7 +80,8 @@ def supervise(run: RunDirectory, job: Job, launcher: Launcher, controller: Contr
     elif reason is not None:
         History(run, number).conclude(Action.FAIL.value, reason)
         return 1
-    return Attempt(run, job, number, launcher, controller).supervise()
+    submission = holder.take(run, number, controller.holder())
+    return Attempt(run, job, number, launcher, controller, submission).supervise()
 
 
 def finished(run: RunDirectory, controller: Controller) -> int | None:
