@@ -12,15 +12,36 @@ import yaml
 
 
 @dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: those that any of the fields asks for."""
+
+    last: int = 3
+    """The newest ones, so many."""
+    every: int | None = None
+    """Those whose step is a multiple of this."""
+    best: str | None = None
+    """The one with the best value of this metric. A step that logs a better value than all before is saved at once."""
+    best_is: Literal["max", "min"] = "max"
+    """Which value is best. In YAML the two are one text: ``best: f1 max``."""
+
+    def order(self, value: float) -> float:
+        """A number that is the smaller, the better the value of the metric is; infinity for nan."""
+        if value != value:
+            return float("inf")
+        return -value if self.best_is == "max" else value
+
+
+@dataclass(frozen=True)
 class Checkpointing:
-    """When checkpoints are taken, apart from the one at every stop, and how many stay."""
+    """When checkpoints are taken, apart from the one at every stop, and which stay."""
 
     every_steps: int | None = None
     """Steps from one checkpoint to the next; None: the number of steps triggers none."""
     every_s: float | None = 300.0
     """Seconds from one checkpoint to the next; None: time triggers none."""
-    keep: int = 3
-    """How many of the newest checkpoints are kept."""
+    auto: bool = False
+    """Whether the time from one to the next follows from what a save costs and how often the run is interrupted."""
+    keep: Keep = field(default_factory=Keep)
 
 
 @dataclass(frozen=True)
@@ -93,7 +114,8 @@ class Job:
     """The number of steps, for the script to read from its context."""
     seed: int = 0
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
-    """YAML: ``{every: 500 steps | 5 minutes | 30 seconds | never, keep: 3}``, or ``every: [500 steps, 5 minutes]``."""
+    """YAML: ``{every: 500 steps | 5 minutes | 30 seconds | auto | never, keep: 3}``, or ``every: [500 steps, 5
+    minutes]``, and ``keep: {last: 3, every: 5000, best: f1 max}``."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
     policy: Literal["requeue", "resubmit"] | None = None
@@ -154,7 +176,7 @@ def _written(job: Job) -> dict[str, Any]:
     renamed = {"name": "job_name", "time_s": "time"}
     values["time_s"] = job.time_text
     values["gpus_per_node"] = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else job.gpus_per_node
-    values["checkpoint"] = {"every": _every_text(job.checkpoint), "keep": job.checkpoint.keep}
+    values["checkpoint"] = {"every": _every_text(job.checkpoint), "keep": _keep_values(job.checkpoint.keep)}
     values["timeouts"] = dataclasses.asdict(job.timeouts)
     values["limits"] = {name: value for name, value in dataclasses.asdict(job.limits).items() if value is not None}
     return {renamed.get(name, name): value for name, value in values.items() if name != "gpu_type"}
@@ -172,7 +194,14 @@ _Dumper.add_representer(
 )
 
 
+def _keep_values(keep: Keep) -> int | dict[str, Any]:
+    values = {"last": keep.last, "every": keep.every, "best": keep.best and f"{keep.best} {keep.best_is}"}
+    return keep.last if keep == Keep(keep.last) else {key: value for key, value in values.items() if value is not None}
+
+
 def _every_text(checkpoint: Checkpointing) -> str | tuple[str, ...]:
+    if checkpoint.auto:
+        return "auto"
     texts = []
     if checkpoint.every_steps is not None:
         texts.append(_counted(checkpoint.every_steps, "step"))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from clusterddp import yaml12
-from clusterddp.job import Checkpointing, Limits, Timeouts
+from clusterddp.job import Checkpointing, Keep, Limits, Timeouts
 from clusterddp.yaml12 import Key, Mistake, Node
 
 #: Fields as they were written, by their YAML key.
@@ -237,8 +237,10 @@ def _gpus_per_node(node: Node, _: list[Mistake]) -> dict[str, Any]:
 
 
 def _every(node: Node, _: list[Mistake]) -> dict[str, Any]:
-    """``500 steps``, ``5 minutes``, a list of one of each, or ``never``: what is not named triggers nothing."""
+    """``500 steps``, ``5 minutes``, a list of one of each, ``auto``, ``never``; what is not named triggers nothing."""
     values: dict[str, Any] = {"every_steps": None, "every_s": None}
+    if node.text == "auto":
+        return {**values, "auto": True}
     for item in node.value if isinstance(node.value, list) and node.value else [node]:
         if item is node and node.text == "never":
             return values
@@ -247,10 +249,35 @@ def _every(node: Node, _: list[Mistake]) -> dict[str, Any]:
         name = "every_steps" if match and match[2].startswith("step") else "every_s"
         wanted = int if name == "every_steps" else (int, float)
         if not match or not isinstance(number, wanted) or not 0 < number < float("inf") or values[name] is not None:
-            raise _Wrong(f"expected 500 steps, 5 minutes, a list of one of each, or never, got {quoted(item)}")
+            raise _Wrong(f"expected 500 steps, 5 minutes, a list of one of each, auto or never, got {quoted(item)}")
         values[name] = number if name == "every_steps" else float(number) * _UNIT_SECONDS[match[2].rstrip("s")]
     return values
 
+
+def _keep(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
+    """The number of the newest ones, or a mapping."""
+    if isinstance(node.value, dict):
+        check_keys(node.value, _KEEP, mistakes, "checkpoint.keep.")
+        return {"keep": Keep(**read_fields(node.value, _KEEP, mistakes, "checkpoint.keep."))}
+    if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < 1:
+        raise _Wrong(
+            f"expected a whole number, at least 1, or {{last: 3, every: 5000, best: f1 max}}, got {quoted(node)}"
+        )
+    return {"keep": Keep(node.value)}
+
+
+def _best(node: Node, _: list[Mistake]) -> dict[str, Any]:
+    match = re.fullmatch(r"(\S+) (max|min)", node.text)
+    if not match:
+        raise _Wrong(f"expected a metric's name and max or min, such as f1 max, got {quoted(node)}")
+    return {"best": match[1], "best_is": match[2]}
+
+
+_KEEP: dict[str, Reader] = {
+    "last": _field("last", _whole(1)),
+    "every": _field("every", _whole(1)),
+    "best": _best,
+}
 
 _UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 
@@ -347,7 +374,7 @@ READERS: dict[str, Reader] = {
     "sbatch": _table("sbatch", _check_option, _option),
     "steps": _field("steps", _whole(1)),
     "seed": _field("seed", _whole(0)),
-    "checkpoint": _section("checkpoint", Checkpointing, {"every": _every, "keep": _field("keep", _whole(1))}),
+    "checkpoint": _section("checkpoint", Checkpointing, {"every": _every, "keep": _keep}),
     "timeouts": _section(
         "timeouts", Timeouts, {name: _field(name, _positive("seconds")) for name in ("start_s", "step_s", "notice_s")}
     ),

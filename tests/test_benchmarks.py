@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from benchmarks import agreement, handover, report, runs, soak
 from clusterddp.rundir import RunDirectory, append_line, write_json
 from clusterddp.training.agreement import Agreement
+from tests.checkpoint_files import file_bytes
 
 
 def test_the_agreement_sends_nothing_while_nobody_wants_to_stop():
@@ -134,7 +135,8 @@ def made_run(path: Path, attempts: list[tuple[int, int, int]], weight: float = 1
     event(run, attempts[-1][0], "completed")
     write_json(run.outcome_file, {"state": "completed"})
     content = {"model": {"weight": torch.tensor([weight])}, "optimizer": {}}
-    torch.save(content, run.checkpoints / f"step-{soak.STEPS:012d}.attempt-{attempts[-1][0]}.pt")
+    path = run.checkpoints / f"step-{soak.STEPS:012d}.attempt-{attempts[-1][0]}.safetensors"
+    path.write_bytes(file_bytes(content))
     return run
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import JobDefinitionError
-from clusterddp.job import Checkpointing, Job, Limits, Timeouts
+from clusterddp.job import Checkpointing, Job, Keep, Limits, Timeouts
 from clusterddp.job_file import from_values, load, load_resolved, user_defaults
 
 EVERYTHING = """\
@@ -89,7 +89,7 @@ def test_every_field_is_read(folder: Path) -> None:
         sbatch={"exclusive": True, "comment": "hello there", "mail-type": "END", "licenses": "true"},
         steps=20000,
         seed=17,
-        checkpoint=Checkpointing(every_steps=500, every_s=None, keep=5),
+        checkpoint=Checkpointing(every_steps=500, every_s=None, keep=Keep(5)),
         limits=Limits(attempts=20, gpu_hours=1.5),
         policy="resubmit",
         lift_hold=False,
@@ -128,7 +128,8 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         "job.yaml:3:8: nodes: expected a whole number, at least 1, got 'two'",
         "job.yaml:4:1: key 'nodes' is given twice; first in line 3",
         "job.yaml:5:14: unknown key 'checkpoint.evry'; did you mean 'every'?",
-        "job.yaml:5:37: checkpoint.keep: expected a whole number, at least 1, got '0'",
+        "job.yaml:5:37: checkpoint.keep: expected a whole number, at least 1, or {last: 3, every: 5000, best: f1 max}, "
+        "got '0'",
         "job.yaml:6:10: sbatch.output: this option has no place here: outputs are in the run directory's logs",
         "job.yaml:7:9: tag !cpu is not allowed here",
     ]
@@ -259,7 +260,22 @@ def test_time_limits_have_slurms_forms(folder: Path, text: str, seconds: int, sh
 def test_checkpoints_come_by_steps_or_time(folder: Path, every: str, steps: int | None, seconds: float | None) -> None:
     """What is given replaces the default; the other trigger is off."""
     job = read(folder, f"script: train.py\ncheckpoint: {{every: {every}}}\n")
-    assert job.checkpoint == Checkpointing(steps, seconds, keep=3)
+    assert job.checkpoint == Checkpointing(steps, seconds)
+
+
+def test_which_checkpoints_stay_is_a_number_or_three_wishes(folder: Path) -> None:
+    """And both come back from the recorded definition."""
+    whole = read(folder, "script: train.py\ncheckpoint: {every: auto, keep: {last: 2, every: 50, best: f1 max}}\n")
+    assert whole.checkpoint == Checkpointing(None, None, auto=True, keep=Keep(2, 50, "f1", "max"))
+    part = read(folder, "script: train.py\ncheckpoint: {keep: {best: val/loss min}}\n")
+    assert part.checkpoint.keep == Keep(best="val/loss", best_is="min")
+    for job in (whole, part):
+        (folder / "again.yaml").write_text(job.to_yaml())
+        assert load_resolved(folder / "again.yaml") == job
+    with pytest.raises(
+        JobDefinitionError, match=r"2:27: checkpoint.keep.best: expected a metric's name and max or min"
+    ):
+        read(folder, "script: train.py\ncheckpoint: {keep: {best: f1}}\n")
 
 
 @pytest.mark.parametrize(
@@ -295,7 +311,7 @@ def test_overrides_win_and_reach_one_level_down(folder: Path) -> None:
         },
     )
     assert (job.nodes, job.account, job.qos, job.time_s) == (4, "no", None, 60)
-    assert job.checkpoint == Checkpointing(500, None, 9)
+    assert job.checkpoint == Checkpointing(500, None, keep=Keep(9))
     assert job.env == {"NCCL_DEBUG": "WARN", "ON": "off", "EMPTY": "", "NEW": "a: b # c"}
     assert job.sbatch["exclusive"] is False
 
@@ -397,7 +413,7 @@ def test_differences_are_listed_one_a_line() -> None:
     """In the words of the file, the recorded value first."""
     recorded = Job(name="x", module="m", nodes=2, args=("--lr", "1 2"), env={"A": "1", "B": "2"}, time_s=600)
     given = dataclasses.replace(
-        recorded, nodes=4, args=(), env={"A": "9"}, time_s=None, gpu_type="a100", checkpoint=Checkpointing(keep=5)
+        recorded, nodes=4, args=(), env={"A": "9"}, time_s=None, gpu_type="a100", checkpoint=Checkpointing(keep=Keep(5))
     )
     assert recorded.differences(given) == [
         "args: --lr '1 2' recorded, none given",

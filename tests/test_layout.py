@@ -8,7 +8,20 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "clusterddp"
-GROUND = {"errors", "environment", "hostlist", "yaml12", "job", "job_fields", "job_file", "rundir", "link", "process"}
+GROUND = {
+    "errors",
+    "environment",
+    "hostlist",
+    "yaml12",
+    "job",
+    "job_fields",
+    "job_file",
+    "rundir",
+    "link",
+    "process",
+    "archive",
+    "checkpoints",
+}
 
 
 def imported(path: Path) -> set[str]:

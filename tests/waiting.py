@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from clusterddp.rundir import RunDirectory, read_lines
+from tests.checkpoint_files import content_of
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ def story(run: RunDirectory) -> str:
 def final_state(run: RunDirectory) -> Mapping[str, Any]:
     """The last checkpoint's model and optimizer, flat."""
     newest = max(run.checkpoints.glob("step-*"))
-    content = torch.load(newest, weights_only=True)
+    content = content_of(newest)
     flat: dict[str, Any] = {}
     flatten("", {"model": content["model"], "optimizer": content["optimizer"]}, flat)
     return flat

@@ -62,8 +62,12 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "started": _started,
     "resumed": _resumed,
     "stopping": lambda e: f"told to stop ({e['reason']}): all ranks stop after step {e['step']}",
-    "checkpoint_failed": lambda e: f"checkpoint {e['step']} failed: {e.get('error', '')}; training goes on",
-    "checkpoint_damaged": lambda e: f"checkpoint {e.get('file', e.get('step'))} is damaged and passed over",
+    "checkpoint_failed": lambda e: f"checkpoint {e['step']} was not saved: {e['reason']}; training goes on",
+    "checkpoint_damaged": lambda e: f"{e['reason']}; passed over",
+    "interval": lambda e: (
+        f"saving every {e['seconds']:.0f} s: a save blocks training for {1000 * e['stall_s']:.0f} ms, and it is "
+        f"interrupted every {e['between_s'] / 3600:.1f} hours as far as the history tells"
+    ),
     "notice": lambda e: f"{e['why']}: telling the ranks to stop",
     "stopped": _stopped,
     "requeued": lambda e: _ended(e, "requeued"),

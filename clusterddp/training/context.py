@@ -163,23 +163,15 @@ class Context:
         if self._run is not None:
             raise RuntimeError("ctx.run() was called before in this process; give it all parts at once")
         parts = {"model": model, "optimizer": optimizer, **({"scheduler": scheduler} if scheduler else {}), **others}
-        every = self._settings.checkpoint
-        self._saver = Saver(
-            self._settings.run_dir,
-            self._attempt,
-            self._group,
-            self._report,
-            every_steps=every.every_steps,
-            every_s=every.every_s,
-            keep=every.keep,
-        )
+        read = self._settings
+        self._saver = Saver(read.run_dir, self._attempt, self._group, self._report, read.checkpoint)
         self._run = Run(
             parts,
             loader,
             rng=rng,
             seed=self.seed,
-            default_steps=self._settings.steps,
-            step_timeout_s=self._settings.timeouts.step_s,
+            default_steps=read.steps,
+            step_timeout_s=read.timeouts.step_s,
             group=self._group,
             agreement=self._agreement,
             saver=self._saver,

@@ -15,15 +15,14 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.errors import CheckpointError, Stopped
+from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.training import data, randomness
 from clusterddp.training.agreement import Agreement
-from clusterddp.training.checkpoint import check_loadable
 from clusterddp.training.data import Loader
 from clusterddp.training.metrics import plain
 from clusterddp.training.process_group import ProcessGroup
 from clusterddp.training.saving import Saver
-from clusterddp.training.state import Stateful, load_state, state_of
+from clusterddp.training.state import Stateful, load_state, pack, state_of
 
 _RESERVED = {"format", "attempt", "parent", "progress"}
 Randomness = Literal["step", "user"]
@@ -62,7 +61,7 @@ class Run:
         self._begun = self._in_step = self._optimizer_stepped = self._past_first = False
         self._watch_optimizer()
         if group.rank == 0:
-            check_loadable({name: state_of(part) for name, part in parts.items()})
+            pack({name: state_of(part) for name, part in parts.items()})  # refuses what cannot be saved
         self._restore()
 
     @property
@@ -95,7 +94,7 @@ class Run:
                 self._finish_step()
                 self._boundary()
                 if self.step < total:
-                    self._saver.save_if_due(self.step, self._content)
+                    self._save_if_due()
         finally:
             batches.close()  # type: ignore[attr-defined]
         self._complete(total)
@@ -170,10 +169,17 @@ class Run:
         if not self._past_first:
             self._past_first = True
             self._group.shorten_timeout(self._step_timeout_s)
+            self._saver.prepare(self._content)
 
     def _boundary(self) -> None:
         if self._agreement.boundary():
             self.stop(self._agreement.reason or "")
+
+    def _save_if_due(self) -> None:
+        try:
+            self._saver.save_if_due(self.step, self._content)
+        except Superseded as error:  # Rank 0 alone knows. When all have stopped, the commit tells all.
+            self._agreement.request(str(error))
 
     def _complete(self, total: int) -> None:
         committed, problem = self._saver.commit(total, self._content)

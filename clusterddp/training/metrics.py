@@ -14,7 +14,7 @@ from clusterddp.rundir import drop_torn_line
 
 
 class Metrics:
-    """The end of ``metrics.jsonl``. Each line is handed to the system at once; ``sync`` makes all of them durable.
+    """The end of ``metrics.jsonl``. Each line is handed to the system at once; the writer makes them durable.
 
     A full disk does not stop the training: the lines are kept, and written as soon as there is space again.
     """
@@ -26,31 +26,28 @@ class Metrics:
         self._pending = b""
         self._failing = False
 
-    def write(self, step: int, values: dict[str, Any]) -> None:
-        """Appends the line of a finished step. Tensors of one element and numbers become floats or ints."""
-        line = {"step": step, "time": time.time(), "attempt": self._attempt}
+    def write(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
+        """Appends the line of a finished step and returns it. Tensors of one element become floats or ints."""
+        line: dict[str, Any] = {"step": step, "time": time.time(), "attempt": self._attempt}
         line.update({name: plain(value) for name, value in values.items()})
         self._pending += (json.dumps(line) + "\n").encode()
         try:
-            self._flush()
+            self.flush()
             self._failing = False
         except OSError as error:
             if not self._failing:
                 print(f"clusterddp: metrics of step {step} are held back: {error.strerror}", file=sys.stderr)
             self._failing = True
+        return line
 
-    def sync(self) -> None:
-        """Makes all lines durable; raises OSError when the disk does not take them."""
-        self._flush()
-        os.fsync(self._file)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Hands the lines that were held back to the system; raises OSError when it does not take them."""
         while self._pending:
             written = os.write(self._file, self._pending)
             self._pending = self._pending[written:]
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 def plain(value: Any) -> Any:

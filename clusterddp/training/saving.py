@@ -1,4 +1,4 @@
-"""When and how a run's state is saved: rank 0 writes, all ranks know what is committed when it matters to them."""
+"""When and how a run's state is saved: rank 0 saves, all ranks know what is committed when it matters to them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from clusterddp.archive import Content
+from clusterddp.checkpoints import Checkpoints, best_of
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
+from clusterddp.job import Checkpointing
 from clusterddp.rundir import RunDirectory
-from clusterddp.training.checkpoint import Checkpoint, Checkpoints, NotSaved
+from clusterddp.training import interval
 from clusterddp.training.metrics import Metrics
+from clusterddp.training.persisting import NotSaved, Persisting
 from clusterddp.training.process_group import ProcessGroup
-from clusterddp.training.state import broadcast
+from clusterddp.training.restoring import broadcast
 
-Content = Callable[[], Mapping[str, Any]]
+State = Callable[[], Mapping[str, Any]]
 
 
 class Saver:
@@ -29,22 +33,25 @@ class Saver:
         attempt: int,
         group: ProcessGroup,
         report: Callable[..., None],
-        *,
-        every_steps: int | None,
-        every_s: float | None,
-        keep: int,
+        settings: Checkpointing,
     ) -> None:
-        self._group, self._report = group, report
-        self._every_steps, self._every_s = every_steps, every_s
+        self._group, self._report, self._settings = group, report, settings
         self._checkpoints: Checkpoints | None = None
-        self._metrics: Metrics | None = None
         if directory is not None and group.rank == 0:
-            self._checkpoints = Checkpoints(directory, attempt, keep=keep, on_damaged=self._say_damaged)
+            self._directory = directory
+            self._checkpoints = Checkpoints(directory, attempt, settings.keep)
             self._metrics = Metrics(directory.metrics_file, attempt)
+            self._persisting = Persisting(directory, attempt, settings.keep, group.device)
         #: Whether there is a place to save in.
         self.saves = directory is not None
         self._committed: int | None = None
         self._saved_at = time.monotonic()
+        self._every_s = interval.FIRST_S if settings.auto else settings.every_s
+        self._said_s = 0.0
+        self._stall_s = 0.0
+        #: The metric that `keep` goes by: its best value so far (as its order), and that of the step just done.
+        self._best = float("inf")
+        self._value: float | None = None
         self._commits = 0
 
     def restore(self) -> tuple[dict[str, Any], int, int] | None:
@@ -54,37 +61,53 @@ class Saver:
         """
         if not self.saves:
             return None
-        found, error = self._read()
-        content = broadcast(found, error, self._group.rank, self._group.collective_device)
-        if content is None:
+        found, failure = None, None
+        try:
+            found = self._read()
+        except CheckpointError as error:
+            failure = error
+        restored = broadcast(found, failure, self._group.rank, self._group.collective_device)
+        if restored is None:
             return None
-        self._committed = content["step"]
-        return content["content"], content["attempt"], content["step"]
+        state, (attempt, self._committed) = restored
+        return state, attempt, self._committed
 
     def record_resume(self, parent: tuple[int, int] | None) -> None:
         """Rank 0 records what this attempt goes on from (attempt, step), before the first step."""
         if self._checkpoints is not None:
             self._checkpoints.record_resume(parent)
+            if (best := best_of(self._checkpoints.candidates(), self._settings.keep)) is not None:
+                self._best = self._settings.keep.order(best[1])
         self._saved_at = time.monotonic()
 
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        """Rank 0 appends the metrics line of a finished step."""
-        if self._metrics is not None:
-            self._metrics.write(step, values)
+    def prepare(self, state: State) -> None:
+        """Rank 0 gets ready for the first save, once the state is as large as it will be."""
+        if self._checkpoints is not None:
+            self._persisting.prepare(state())
 
-    def save_if_due(self, step: int, content: Content) -> None:
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        """Rank 0 appends the metrics line of a finished step, and notes whether it is the best so far."""
+        if self._checkpoints is None:
+            return
+        line = self._metrics.write(step, values)
+        value = line.get(self._settings.keep.best or "")
+        self._value = value if isinstance(value, (int, float)) else None
+
+    def save_if_due(self, step: int, state: State) -> None:
         """Rank 0 saves if the job says that it is time to; the other ranks go on and need not know.
 
-        A disk that does not take it stops nothing: the older checkpoint stays, and that is said.
+        By time, that waits while the writer is busy with the save before; a step that was asked for does not come
+        again, so that training waits. A disk that does not take it stops nothing: the older checkpoint stays, and that
+        is said.
         """
-        if self._checkpoints is None or not self._due(step):
+        if self._checkpoints is None:
             return
-        try:
-            self._save(step, content)
-        except NotSaved as error:
-            self._say_failed(step, error)
+        this_step = self._wants_this(step)
+        self._hear(wait=this_step)
+        if not self._persisting.busy and (this_step or self._is_time()):
+            self._save(step, state, urgent=False)
 
-    def commit(self, step: int, content: Content) -> tuple[int | None, str | None]:
+    def commit(self, step: int, state: State) -> tuple[int | None, str | None]:
         """Saves now, unless step is saved already. Collective: all ranks return when it is durable, or has failed.
 
         Returns the step of the newest checkpoint (None: there is none) and why it is not ``step``, if it is not.
@@ -97,64 +120,112 @@ class Saver:
         if self._group.rank != 0:
             self._group.store.wait([key], timedelta(days=30))
             return _unpack(json.loads(self._group.store.get(key)))
-        verdict = self._try_commit(step, content)
+        verdict = self._try_commit(step, state)
         self._group.store.set(key, json.dumps(verdict))
         return _unpack(verdict)
 
     def close(self) -> None:
-        if self._metrics is not None:
+        """Leaves the writer to finish what it is at."""
+        if self._checkpoints is not None:
+            self._persisting.close()
             self._metrics.close()
 
-    def _read(self) -> tuple[dict[str, Any] | None, CheckpointError | None]:
+    # --- restoring
+
+    def _read(self) -> tuple[Content, tuple[int, int]] | None:
+        """The newest whole checkpoint; damaged ones are reported and passed over."""
         if self._checkpoints is None:
-            return None, None
+            return None
+        reasons = []
+        for checkpoint in self._checkpoints.candidates():
+            try:
+                return checkpoint.read(), (checkpoint.attempt, checkpoint.step)
+            except CheckpointError as error:
+                print(f"clusterddp: {error}; trying the one before", file=sys.stderr, flush=True)
+                self._report("checkpoint_damaged", step=checkpoint.step, file=checkpoint.path.name, reason=str(error))
+                reasons.append(str(error))
+        if not reasons:
+            return None
+        raise CheckpointError(
+            "no checkpoint of the run can be read, and it does not start from step 0 by itself:\n  "
+            + "\n  ".join(reasons)
+            + f"\nput a good copy into {self._directory.checkpoints}, or begin a new run in another run directory"
+        )
+
+    # --- saving
+
+    def _wants_this(self, step: int) -> bool:
+        """Whether the state after this very step is asked for: by its number, or as the best so far."""
+        if self._value is not None and self._settings.keep.order(self._value) < self._best:
+            return True
+        return self._settings.every_steps is not None and step % self._settings.every_steps == 0
+
+    def _is_time(self) -> bool:
+        return self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
+
+    def _save(self, step: int, state: State, urgent: bool) -> str | None:
+        """Takes the snapshot and hands it to the writer, of which ``_hear`` tells; why it cannot, if so."""
+        self._saved_at = started = time.monotonic()
         try:
-            found = self._checkpoints.restore()
-        except CheckpointError as error:
-            return None, error
-        if found is None:
-            return None, None
-        content, checkpoint = found
-        return {"content": content, "attempt": checkpoint.attempt, "step": checkpoint.step}, None
+            self._metrics.flush()
+        except OSError as error:
+            return self._say_failed(step, f"the metrics before it cannot be written ({error.strerror})")
+        facts = {}
+        if self._value is not None:
+            self._best = min(self._best, self._settings.keep.order(self._value))
+            facts["metrics"] = json.dumps({self._settings.keep.best: self._value})
+        self._persisting.save(step, state(), facts, urgent)
+        self._stall_s = time.monotonic() - started
+        return None
 
-    def _due(self, step: int) -> bool:
-        if step == self._committed:
-            return False
-        by_step = self._every_steps is not None and step % self._every_steps == 0
-        by_time = self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
-        return by_step or by_time
+    def _hear(self, wait: bool = False) -> str | None:
+        """What the writer says of the save under way, if it is done with it; why it was not saved, if it was not."""
+        if not self._persisting.busy:
+            return None
+        heard_at = time.monotonic()
+        if wait:
+            self._persisting.hurry()
+        try:
+            saved = self._persisting.result(wait)
+        except NotSaved as error:
+            return self._say_failed(error.step, str(error))
+        if saved is None:
+            return None
+        self._committed = saved.step
+        durable_s = saved.at - self._saved_at
+        self._report(
+            "checkpoint",
+            step=saved.step,
+            blocked_s=round(self._stall_s + (time.monotonic() - heard_at if wait else 0.0), 4),
+            durable_s=round(durable_s, 4),
+            bytes=saved.bytes,
+        )
+        if self._settings.auto:
+            self._choose_interval(saved.step, durable_s)
+        return None
 
-    def _try_commit(self, step: int, content: Content) -> dict[str, Any]:
+    def _try_commit(self, step: int, state: State) -> dict[str, Any]:
         problem = None
         try:
+            self._hear(wait=True)
             if step != self._committed:
-                self._save(step, content)
-        except NotSaved as error:
-            self._say_failed(step, error)
-            problem = str(error)
+                problem = self._save(step, state, urgent=True) or self._hear(wait=True)
         except ClusterddpError as error:
             return {"error": type(error).__name__, "message": str(error)}
         return {"step": self._committed, "problem": problem}
 
-    def _save(self, step: int, content: Content) -> None:
-        assert self._checkpoints is not None and self._metrics is not None
-        self._saved_at = started = time.monotonic()
-        try:
-            self._metrics.sync()
-        except OSError as error:
-            raise NotSaved(f"the metrics before step {step} cannot be made durable ({error.strerror})") from error
-        saved = self._checkpoints.save(step, content())
-        self._committed = step
-        seconds = round(time.monotonic() - started, 4)
-        self._report("checkpoint", step=step, blocked_s=seconds, durable_s=seconds, bytes=saved.bytes)
+    def _choose_interval(self, step: int, durable_s: float) -> None:
+        between_s = interval.between_interruptions_s(self._directory.events(), time.time())
+        self._every_s = interval.interval_s(self._stall_s, durable_s, between_s)
+        if not 0.8 < self._every_s / (self._said_s or 1e-9) < 1.25:
+            self._said_s = self._every_s
+            values = {"seconds": round(self._every_s, 1), "stall_s": round(self._stall_s, 4), "between_s": between_s}
+            self._report("interval", step=step, **values)
 
-    def _say_failed(self, step: int, error: NotSaved) -> None:
-        print(f"clusterddp: step {step} is not saved: {error}", file=sys.stderr, flush=True)
-        self._report("checkpoint_failed", step=step, reason=str(error))
-
-    def _say_damaged(self, checkpoint: Checkpoint, reason: str) -> None:
-        print(f"clusterddp: {reason}; trying the one before", file=sys.stderr, flush=True)
-        self._report("checkpoint_damaged", step=checkpoint.step, parent=checkpoint.attempt, reason=reason)
+    def _say_failed(self, step: int, reason: str) -> str:
+        print(f"clusterddp: step {step} is not saved: {reason}", file=sys.stderr, flush=True)
+        self._report("checkpoint_failed", step=step, reason=reason)
+        return reason
 
 
 def _unpack(verdict: dict[str, Any]) -> tuple[int | None, str | None]:

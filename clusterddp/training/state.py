@@ -1,18 +1,39 @@
-"""The state of a run's parts: under the bare model's names, and handed from rank 0 to all others."""
+"""The state of a run's parts: under the bare model's names, and as plain values and tensors by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from clusterddp.archive import Tensor
 from clusterddp.errors import CheckpointError
 
-#: Bytes that one broadcast carries at least: 2000 tensors of 20 KB one by one take 3.6 times as long.
-_BUCKET = 1 << 25
+#: The dtypes that a checkpoint holds, and their names in safetensors.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Stateful(Protocol):
@@ -55,79 +76,119 @@ def _bare_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def broadcast(content: Any, error: CheckpointError | None, rank: int, device: torch.device) -> Any:
-    """Rank 0's ``content``, a nested state or None, on all ranks; or its ``error``, raised on all ranks.
+def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> list[Tensor]:
+    """What a checkpoint's header says of tensors."""
+    return [
+        Tensor(name, DTYPES[tensor.dtype], tuple(tensor.shape), tensor.element_size())
+        for name, tensor in tensors.items()
+    ]
 
-    Collective. Tensors travel through ``device`` and arrive on the CPU.
+
+def pack(content: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A nested state as JSON has it, and its tensors by name: their place in the state, such as ``model.fc.weight``.
+
+    In a tensor's place stands ``{"$tensor": NAME}``. A tensor that occurs twice, as tied weights do, is there once.
+    What JSON lacks is written as ``{"$KIND": ...}``; ``unpack`` is the inverse. The result shares no list and no dict
+    with the state. Raises CheckpointError for what has no such form: nothing in a checkpoint is ever executed.
     """
-    structure, tensors = split(content)
-    shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
-    verdict = [(str(error) if error else None, structure, shapes)]
-    dist.broadcast_object_list(verdict, src=0, device=device)
-    reason, structure, shapes = verdict[0]
-    if reason is not None:
-        raise error or CheckpointError(reason)
-    if rank != 0:
-        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
-    for bucket in _buckets(tensors):
-        _broadcast_bucket(bucket, rank, device)
-    return join(structure, tensors)
+    packing = _Packing()
+    return packing.walk(content, ()), packing.tensors
 
 
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    bucket: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        bucket.append(tensor)
-        size += tensor.nbytes
-        if size >= _BUCKET:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
+def unpack(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse of ``pack``."""
+    if isinstance(state, list):
+        return [unpack(entry, tensors) for entry in state]
+    if not isinstance(state, dict):
+        return state
+    if len(state) != 1 or not (name := next(iter(state))).startswith("$"):
+        return {key: unpack(entry, tensors) for key, entry in state.items()}
+    value = unpack(state[name], tensors)
+    return tensors[value] if name == "$tensor" else _KINDS[name[1:]].from_plain(value)
 
 
-def _broadcast_bucket(bucket: list[torch.Tensor], rank: int, device: torch.device) -> None:
-    """One broadcast for all tensors of a bucket; the other ranks' are filled in place."""
-    parts = [_bytes(tensor) for tensor in bucket]
-    packed = torch.cat(parts).to(device)
-    dist.broadcast(packed, src=0)
-    if rank != 0:
-        received = torch.split(packed.cpu(), [len(part) for part in parts])
-        for part, data in zip(parts, received, strict=True):
-            part.copy_(data)
+class _Kind:
+    """Values that JSON lacks: their types, and the way to plain values and back."""
+
+    def __init__(
+        self, *types: type, to_plain: Callable[[Any], Any] = list, from_plain: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.types, self.to_plain, self.from_plain = types, to_plain, from_plain or types[0]
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+def _pairs(mapping: Mapping[Any, Any]) -> list[list[Any]]:
+    return [[key, value] for key, value in mapping.items()]
 
 
-def split(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """A nested state as its structure, with an empty tensor in each tensor's place, and the tensors in order."""
-    tensors: list[torch.Tensor] = []
+_KINDS = {
+    "float": _Kind(float, to_plain=str),
+    "tuple": _Kind(tuple, torch.Size),
+    "dict": _Kind(dict, to_plain=_pairs),
+    "ordered": _Kind(OrderedDict, to_plain=_pairs),
+    "counter": _Kind(Counter, to_plain=_pairs, from_plain=lambda pairs: Counter(dict(pairs))),
+    "set": _Kind(set),
+    "bytes": _Kind(bytes, to_plain=lambda data: base64.b64encode(data).decode(), from_plain=base64.b64decode),
+    "dtype": _Kind(
+        torch.dtype, to_plain=lambda dtype: str(dtype).removeprefix("torch."), from_plain=lambda n: getattr(torch, n)
+    ),
+}
 
-    def walk(item: Any) -> Any:
+
+class _Packing:
+    """One walk through a state."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def walk(self, item: Any, path: tuple[Any, ...]) -> Any:
+        """The JSON form of what stands at ``path``."""
+        if item is None or isinstance(item, (bool, str)):
+            return item
         if isinstance(item, torch.Tensor):
-            tensors.append(item)
-            return torch.empty(0, dtype=item.dtype)
-        if isinstance(item, dict):
-            return {key: walk(entry) for key, entry in item.items()}
-        if type(item) in (list, tuple):
-            return type(item)(walk(entry) for entry in item)
-        return item
+            return {"$tensor": self._name(item, path)}
+        if isinstance(item, int):
+            return int(item)
+        if isinstance(item, float) and math.isfinite(item):
+            return float(item)
+        if type(item) is list:
+            return [self.walk(entry, (*path, number)) for number, entry in enumerate(item)]
+        if type(item) is dict and all(type(key) is str and not key.startswith("$") for key in item):
+            return {key: self.walk(entry, (*path, key)) for key, entry in item.items()}
+        for name, kind in _KINDS.items():
+            if type(item) in kind.types or (kind.types == (float,) and isinstance(item, float)):
+                return {f"${name}": self._members(kind.to_plain(item), path, by_key=kind.to_plain is _pairs)}
+        raise CheckpointError(
+            f"the state of {_place(path)} is a {type(item).__module__}.{type(item).__qualname__}, which a checkpoint "
+            "does not hold: expected tensors, numbers, text, bytes, None, and lists, tuples, sets and dicts of them"
+        )
 
-    return walk(value), tensors
+    def _members(self, plain: Any, path: tuple[Any, ...], by_key: bool) -> Any:
+        if not by_key:
+            return self.walk(plain, path)
+        return [[self.walk(key, path), self.walk(value, (*path, key))] for key, value in plain]
+
+    def _name(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
+        if tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+            raise CheckpointError(
+                f"the state of {_place(path)} is a tensor that a checkpoint does not hold ({what}): expected a dense "
+                f"one of {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in DTYPES))}"
+            )
+        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and identity in self._names:
+            return self._names[identity]
+        name = plain = ".".join(map(str, path))
+        number = 2
+        while name in self.tensors or name in _TAKEN:
+            name, number = f"{plain}#{number}", number + 1
+        self.tensors[name], self._names[identity] = tensor.detach(), name
+        return name
 
 
-def join(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The inverse of ``split``."""
-    left = iter(tensors)
+#: Names that a file's header uses itself.
+_TAKEN = {"checksums", "__metadata__"}
 
-    def walk(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            return next(left)
-        if isinstance(item, dict):
-            return {key: walk(entry) for key, entry in item.items()}
-        return type(item)(walk(entry) for entry in item) if type(item) in (list, tuple) else item
 
-    return walk(structure)
+def _place(path: tuple[Any, ...]) -> str:
+    return repr(".".join(map(str, path)))

@@ -68,7 +68,7 @@ def evaluate(ctx, model):
     return ctx.all_reduce_sum(right) / options.samples
 
 
-often = Checkpointing(every_steps=options.every, every_s=None, keep=3)
+often = Checkpointing(every_steps=options.every, every_s=None)
 ctx = clusterddp.init(seed=3, run_dir=options.run_dir, checkpoint=often)
 model = ctx.wrap(Net(), bucket_cap_mb=0.2)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

@@ -1,0 +1,200 @@
+"""A checkpoint file byte by byte, without torch: what the writer process writes and every restore reads.
+
+The layout is that of safetensors, whose own reader opens the file: eight bytes with the length of the header (little
+endian), the header (JSON), and the bytes of all tensors, one after the other. An entry of the header gives a tensor's
+``dtype``, ``shape`` and ``data_offsets``. Here, ``__metadata__`` has ``format`` (``clusterddp 2``), ``step``,
+``attempt``, ``metrics`` and ``state``: the nested state as JSON, with ``{"$tensor": NAME}`` in each tensor's place. The
+last tensor, ``checksums``, holds a CRC-32 of all bytes before the data, and one of each 4 MiB of the data before
+itself. Nothing in the file is code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = "clusterddp 2"
+#: Bytes of data that one check sum covers, and that are read or written at a time.
+CHUNK = 1 << 22
+_CHECKSUMS = "checksums"
+_LONGEST_HEADER = 100_000_000  # safetensors reads no longer one
+_LENGTH = struct.Struct("<Q")
+
+
+class Damaged(Exception):
+    """A file is not what a writer has left: cut off, altered, or something else altogether."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor's name, its dtype in safetensors' terms (``F32``), its shape, and the bytes of one of its elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        size = self.item_bytes
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(frozen=True)
+class Content:
+    """A file as it was read: its header's entries by tensor name, its facts, its state, and the data."""
+
+    entries: dict[str, dict[str, Any]]
+    facts: dict[str, str]
+    state: Any
+    data: bytearray
+
+
+def offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Where each tensor's data begins, and the size of all of it, in bytes.
+
+    Tensors of wide elements come first: so each begins at a multiple of its element's size, without gaps.
+    """
+    places, end = [0] * len(tensors), 0
+    for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].item_bytes):
+        places[index] = end
+        end += tensors[index].nbytes
+    return places, end
+
+
+def head(tensors: Sequence[Tensor], state: Any, facts: Mapping[str, str]) -> bytes:
+    """All bytes of a file before the data: the header and its length."""
+    places, size = offsets(tensors)
+    entries: dict[str, Any] = {"__metadata__": {"format": FORMAT, **facts, "state": json.dumps(state)}}
+    for tensor, start in zip(tensors, places, strict=True):
+        entries[tensor.name] = _entry(tensor.dtype, tensor.shape, start, start + tensor.nbytes)
+    number = _checksum_count(size)
+    entries[_CHECKSUMS] = _entry("U32", (number,), size, size + 4 * number)
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # the data then begins at a multiple of 8 bytes
+    return _LENGTH.pack(len(text)) + text
+
+
+def write(file: int, beginning: bytes, data: memoryview) -> Iterator[None]:
+    """Writes a whole file to a descriptor, chunk by chunk: a thread may go on where another has left off."""
+    _write_all(file, memoryview(beginning))
+    sums = [zlib.crc32(beginning)]
+    yield
+    for start in range(0, len(data), CHUNK):
+        chunk = data[start : start + CHUNK]
+        sums.append(zlib.crc32(chunk))
+        _write_all(file, chunk)
+        yield
+    _write_all(file, memoryview(struct.pack(f"<{len(sums)}I", *sums)))
+
+
+def read(path: Path) -> Content:
+    """A file's content; every byte of it is read once, and verified. Raises Damaged, or OSError."""
+    with open(path, "rb", buffering=0) as file:
+        beginning, entries = _read_head(file.fileno())
+        start, _ = _places(entries)
+        data = bytearray(start)
+        _check(file.fileno(), beginning, entries, memoryview(data))
+    metadata = entries.pop("__metadata__")
+    del entries[_CHECKSUMS]
+    return Content(entries, metadata, json.loads(metadata.pop("state")), data)
+
+
+def verify(path: Path) -> None:
+    """Reads every byte and compares the check sums. Raises Damaged, or OSError."""
+    with open(path, "rb", buffering=0) as file:
+        beginning, entries = _read_head(file.fileno())
+        _check(file.fileno(), beginning, entries, None)
+
+
+def read_facts(path: Path) -> dict[str, str]:
+    """The metadata of a file, from its header alone, which is not verified. Raises Damaged, or OSError."""
+    with open(path, "rb", buffering=0) as file:
+        metadata: dict[str, str] = _read_head(file.fileno())[1]["__metadata__"]
+    return metadata
+
+
+def _entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+
+
+def _checksum_count(size: int) -> int:
+    return 1 + -(-size // CHUNK)
+
+
+def _write_all(file: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _read_head(file: int) -> tuple[bytes, dict[str, Any]]:
+    """The bytes before the data, and the header in them, whose entries fit the file's size."""
+    size = os.fstat(file).st_size
+    length = os.read(file, _LENGTH.size)
+    if len(length) < _LENGTH.size:
+        raise Damaged(f"cut off: {size} bytes")
+    (number,) = _LENGTH.unpack(length)
+    if number > min(size - _LENGTH.size, _LONGEST_HEADER):
+        raise Damaged(f"cut off, or not a checkpoint: a header of {number} bytes in a file of {size}")
+    text = b"".join(_read_exactly(file, number))
+    try:
+        header = json.loads(text)
+        found, end = header["__metadata__"]["format"], _places(header)[1]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged("its header cannot be read") from error
+    if found != FORMAT:
+        raise Damaged(f"its format is {found!r}, and this version reads {FORMAT!r}")
+    if _LENGTH.size + number + end != size:
+        raise Damaged(f"cut off: {size} bytes instead of {_LENGTH.size + number + end}")
+    return length + text, header
+
+
+def _places(header: Mapping[str, Any]) -> tuple[int, int]:
+    """Where the check sums begin and end in the data."""
+    start, stop = header[_CHECKSUMS]["data_offsets"]
+    if not 0 <= start <= stop or stop - start != 4 * _checksum_count(start):
+        raise ValueError("no place for the check sums")
+    return start, stop
+
+
+def _check(file: int, beginning: bytes, header: Mapping[str, Any], into: memoryview | None) -> None:
+    """Reads the data, into ``into`` if given, and compares all check sums."""
+    start, stop = _places(header)
+    sums = [zlib.crc32(beginning)]
+    buffer = memoryview(bytearray(min(CHUNK, start))) if into is None else into
+    for begin in range(0, start, CHUNK):
+        size = min(CHUNK, start - begin)
+        chunk = buffer[:size] if into is None else buffer[begin : begin + size]
+        _read_into(file, chunk)
+        sums.append(zlib.crc32(chunk))
+    recorded = struct.unpack(f"<{len(sums)}I", b"".join(_read_exactly(file, stop - start)))
+    for number, (one, other) in enumerate(zip(sums, recorded, strict=True)):
+        if one != other:
+            where = "its header" if number == 0 else f"the data from byte {(number - 1) * CHUNK} on"
+            raise Damaged(f"the check sum of {where} does not match")
+
+
+def _read_exactly(file: int, size: int) -> Iterator[bytes]:
+    while size:
+        part = os.read(file, min(size, CHUNK))
+        if not part:
+            raise Damaged("cut off while it was read")
+        size -= len(part)
+        yield part
+
+
+def _read_into(file: int, chunk: memoryview) -> None:
+    while chunk:
+        count = os.readv(file, [chunk])
+        if not count:
+            raise Damaged("cut off while it was read")
+        chunk = chunk[count:]

@@ -1,0 +1,181 @@
+"""The checkpoint files of a run: which count, which is committed, which are deleted. No torch, and no look inside.
+
+A checkpoint is ``checkpoints/step-<12 digits>.attempt-<n>.safetensors`` (``archive`` has its layout). It is written to
+a temporary sibling, synced, read back and renamed; the folder is synced; only then are older ones deleted.
+Attempts that were superseded may still write: their number is in the name, and the *lineage* of a later attempt (what
+it resumed from, what that one resumed from ...) leaves out what they wrote after they were left behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterddp import archive
+from clusterddp.errors import CheckpointError, Superseded
+from clusterddp.job import Keep
+from clusterddp.rundir import RunDirectory, fsync_directory, read_json, write_json
+
+_NAME = re.compile(r"step-(\d{12})\.attempt-(\d+)\.(safetensors|pt)")
+_TEMPORARY = re.compile(r"\.step-\d{12}\.attempt-(\d+)\.safetensors\.[0-9a-f]+\.tmp")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint file: the state after ``step`` steps, written by ``attempt``."""
+
+    path: Path
+    step: int
+    attempt: int
+
+    def read(self) -> archive.Content:
+        """Its content, every byte verified. Raises CheckpointError when it is not whole."""
+        if self.path.suffix == ".pt":
+            raise CheckpointError(f"{self.path.name} was written by clusterddp 0.1, whose format this version leaves")
+        try:
+            return archive.read(self.path)
+        except archive.Damaged as error:
+            raise CheckpointError(f"{self.path.name} is damaged: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{self.path.name} cannot be read: {error.strerror or error}") from error
+
+    def metric(self, name: str) -> float | None:
+        """The value of a metric that was logged in the step before; None when there is none, or no telling."""
+        try:
+            value = json.loads(archive.read_facts(self.path)["metrics"])[name]
+        except (archive.Damaged, OSError, KeyError, ValueError):
+            return None
+        return float(value)
+
+
+class Checkpoints:
+    """The checkpoints that attempt ``attempt`` of a run may restore, commit and delete. One process uses it."""
+
+    def __init__(self, directory: RunDirectory, attempt: int, keep: Keep) -> None:
+        self._directory, self._attempt, self._keep = directory, attempt, keep
+
+    def candidates(self) -> list[Checkpoint]:
+        """The checkpoints of the lineage, newest first, whole or not."""
+        found = sorted(visible(self._directory), key=lambda checkpoint: -checkpoint.step)
+        return [
+            checkpoint
+            for attempt, highest in lineage(self._directory, self._attempt)
+            for checkpoint in found
+            if checkpoint.attempt == attempt and checkpoint.step <= highest
+        ]
+
+    def record_resume(self, parent: tuple[int, int] | None) -> None:
+        """Records, before the first step, which checkpoint (attempt, step) this attempt goes on from.
+
+        That puts it into the lineage of later attempts.
+        """
+        self.check_newest()
+        link = None if parent is None else {"attempt": parent[0], "step": parent[1]}
+        record = {"attempt": self._attempt, "step": parent[1] if parent else 0, "parent": link}
+        write_json(self._directory.resume_record(self._attempt), record, mode=0o600)
+
+    def temporary(self, step: int) -> Path:
+        """Where to write a checkpoint before it is committed; what killed attempts left half written is removed."""
+        self._remove_leftovers()
+        return self._path(step).with_name(f".{self._path(step).name}.{secrets.token_hex(4)}.tmp")
+
+    def commit(self, temporary: Path, step: int) -> Checkpoint:
+        """Gives a file that is whole and durable its name, durably, and deletes what ``keep`` does not ask for.
+
+        Raises Superseded when a newer attempt of the run exists. The file is gone then.
+        """
+        checkpoint = Checkpoint(self._path(step), step, self._attempt)
+        try:
+            self.check_newest()
+            temporary.rename(checkpoint.path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync_directory(checkpoint.path.parent)
+        self._delete_old()
+        return checkpoint
+
+    def check_newest(self) -> None:
+        """Raises Superseded when a newer attempt exists: it may be training by now, from an older checkpoint."""
+        newest = self._directory.newest_attempt()
+        if newest is not None and newest > self._attempt:
+            raise Superseded(f"attempt {self._attempt} superseded by attempt {newest}; not writing")
+
+    def why_not(self, error: OSError, needed: int) -> str:
+        """Why a checkpoint of ``needed`` bytes was not written, with sizes, and what the run has instead."""
+        free = shutil.disk_usage(self._directory.checkpoints).free
+        kept = next((f"keeping step {checkpoint.step}" for checkpoint in self.candidates()), "no older one to keep")
+        full = f", {_size(free)} free" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
+        return f"checkpoint needs {_size(needed)}{full} ({error.strerror}); {kept}"
+
+    def _path(self, step: int) -> Path:
+        return self._directory.checkpoints / f"step-{step:012d}.attempt-{self._attempt}.safetensors"
+
+    def _delete_old(self) -> None:
+        candidates = self.candidates()
+        for checkpoint in candidates:
+            if checkpoint not in kept(candidates, self._keep):
+                self.check_newest()
+                checkpoint.path.unlink(missing_ok=True)
+
+    def _remove_leftovers(self) -> None:
+        """Removes what killed attempts of the lineage left half written: it would fill the disk in the end."""
+        own = {attempt for attempt, _ in lineage(self._directory, self._attempt)}
+        for path in self._directory.checkpoints.iterdir():
+            match = _TEMPORARY.fullmatch(path.name)
+            if match and int(match[1]) in own:
+                self.check_newest()
+                path.unlink(missing_ok=True)
+
+
+def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
+    """All checkpoints in the folder, of whatever lineage, in no order."""
+    for path in directory.checkpoints.iterdir() if directory.checkpoints.exists() else ():
+        if match := _NAME.fullmatch(path.name):
+            yield Checkpoint(path, int(match[1]), int(match[2]))
+
+
+def lineage(directory: RunDirectory, attempt: int) -> Iterator[tuple[int, float]]:
+    """The attempts whose checkpoints count for ``attempt``, newest first, each with its highest step that counts.
+
+    It follows the resume records. Attempts without one never took a step: the walk to the first record passes them by.
+    """
+    highest = float("inf")
+    while attempt >= 0:
+        record = read_json(directory.resume_record(attempt))
+        if record is None and highest == float("inf"):
+            attempt -= 1
+            continue
+        yield attempt, highest
+        parent = record["parent"] if record else None
+        if parent is None:
+            return
+        attempt, highest = parent["attempt"], min(highest, parent["step"])
+
+
+def kept(candidates: list[Checkpoint], keep: Keep) -> set[Checkpoint]:
+    """Which of the lineage's checkpoints (newest first) stay."""
+    stay = set(candidates[: keep.last])
+    if keep.every is not None:
+        stay |= {checkpoint for checkpoint in candidates if checkpoint.step % keep.every == 0}
+    if (best := best_of(candidates, keep)) is not None:
+        stay.add(best[0])
+    return stay
+
+
+def best_of(candidates: Iterable[Checkpoint], keep: Keep) -> tuple[Checkpoint, float] | None:
+    """The checkpoint with the best value of the metric that ``keep`` names, and the value; the newest of equal ones."""
+    if keep.best is None:
+        return None
+    valued = [(checkpoint, value) for checkpoint in candidates if (value := checkpoint.metric(keep.best)) is not None]
+    return min(valued, key=lambda pair: keep.order(pair[1]), default=None)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,172 @@
+"""Rank 0's side of a save: the state is copied, and a process of its own makes the copy durable."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import clusterddp
+from clusterddp import archive
+from clusterddp.archive import Tensor
+from clusterddp.errors import Superseded
+from clusterddp.job import Keep
+from clusterddp.rundir import RunDirectory
+from clusterddp.training import interrupts
+from clusterddp.training.snapshot import Snapshot
+from clusterddp.training.state import pack, tensor_facts
+
+#: Seconds that a clean end waits for the writer to leave.
+LEAVE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is committed: of which step, how large the file is, and since when (CLOCK_MONOTONIC)."""
+
+    step: int
+    bytes: int
+    at: float
+
+
+class NotSaved(Exception):
+    """A save failed for want of space, by an I/O error or with its writer; what was there before is untouched."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(reason)
+        self.step = step
+
+
+class Persisting:
+    """The snapshot and its writer. One save at a time: not before ``result`` has told of one is the next begun."""
+
+    def __init__(self, directory: RunDirectory, attempt: int, keep: Keep, device: torch.device) -> None:
+        self._first = {"run": str(directory), "attempt": attempt, "keep": dataclasses.asdict(keep)}
+        self._snapshot = Snapshot(device)
+        self._writer: subprocess.Popen[bytes] | None = None
+        self._sender: threading.Thread | None = None
+        self._step: int | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way whose result was not taken yet."""
+        return self._step is not None
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Gets memory for a state like this one, and the writer, so that the first save is as quick as any.
+
+        Raises CheckpointError when there is not enough memory, or when the state is none that can be saved.
+        """
+        self._snapshot.prepare(tensor_facts(pack(state)[1]))
+        self._start()
+
+    def save(self, step: int, state: Mapping[str, Any], facts: Mapping[str, str], urgent: bool) -> None:
+        """Copies the state; when this returns, training may go on. ``urgent``: someone will wait for the result."""
+        plain, tensors = pack(state)
+        self._snapshot.take(tensors)
+        self._start()
+        self._step = step
+        facts = {"step": str(step), "attempt": str(self._first["attempt"]), **facts}
+        arguments = (step, plain, tensor_facts(tensors), facts, urgent)
+        self._sender = threading.Thread(target=self._send, args=arguments, name="snapshot", daemon=True)
+        self._sender.start()
+
+    def hurry(self) -> None:
+        """From now on someone waits for the save that is under way."""
+        self._join_sender()
+        self._say({"hurry": True})
+
+    def result(self, wait: bool) -> Saved | None:
+        """What came of the save; None while it is under way, or when there is none.
+
+        Raises NotSaved when it failed, Superseded when a newer attempt exists.
+        """
+        if self._step is None:
+            return None
+        if wait:
+            self._join_sender()
+        try:
+            line = self._replies.readline() if wait else self._peek()
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            line = b""
+        step, self._step = self._step, None
+        if not line.endswith(b"\n"):
+            raise NotSaved(step, f"the process that writes it has ended (exit code {self._end_writer()})")
+        answer = json.loads(line)
+        if "superseded" in answer:
+            raise Superseded(answer["superseded"])
+        if "failed" in answer:
+            raise NotSaved(step, answer["failed"])
+        return Saved(answer["step"], answer["bytes"], answer["at"])
+
+    def close(self) -> None:
+        """Lets the writer finish what it is at, and go."""
+        if self._writer is not None:
+            self._join_sender()
+            self._socket.shutdown(socket.SHUT_WR)
+            try:
+                self._writer.wait(LEAVE_S)
+            except subprocess.TimeoutExpired:
+                pass  # A slow disk: it ends by itself when it is done.
+
+    def _start(self) -> None:
+        if self._writer is not None:
+            return
+        self._socket, other = socket.socketpair()
+        self._replies = self._socket.makefile("rb")
+        memory = self._snapshot.file
+        command = [sys.executable, "-m", "clusterddp.training.writer", str(other.fileno()), str(memory)]
+        # The script may have changed sys.path and the folder, by which "-m" would look for the package.
+        package = str(Path(clusterddp.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        with other, interrupts.blocked():
+            self._writer = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+                pass_fds=(other.fileno(), memory),
+            )
+        self._say(self._first)
+
+    def _end_writer(self) -> int:
+        """Gives up a writer that is gone; the next save starts another. Its exit code."""
+        assert self._writer is not None
+        self._socket.close()
+        code, self._writer = self._writer.wait(), None
+        return code
+
+    def _send(self, step: int, plain: Any, tensors: list[Tensor], facts: Mapping[str, str], urgent: bool) -> None:
+        """Describes the save to the writer once the snapshot is there; in a thread, as JSON takes its time."""
+        beginning = archive.head(tensors, plain, facts)
+        self._snapshot.wait()
+        size = self._snapshot.nbytes
+        self._say({"step": step, "beginning": len(beginning), "size": size, "urgent": urgent}, beginning)
+
+    def _say(self, message: Mapping[str, Any], rest: bytes = b"") -> None:
+        try:
+            self._socket.sendall((json.dumps(message) + "\n").encode() + rest)
+        except OSError:
+            pass  # The writer is gone, which `result` tells.
+
+    def _join_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.join()
+            self._sender = None
+
+    def _peek(self) -> bytes:
+        """The answer, if it is there: without a look at the clock, a lock or a thread, as this is asked every step."""
+        if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            return b""
+        return self._replies.readline()

@@ -1,0 +1,152 @@
+"""A copy of the run's state in memory that the writer process sees too: training goes on while it is written."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clusterddp.archive import Tensor, offsets
+from clusterddp.errors import CheckpointError
+from clusterddp.training.state import TORCH_DTYPES, tensor_facts
+
+
+class Snapshot:
+    """Memory of an anonymous file (memfd), as large as the state: /dev/shm and its limit have no part in it.
+
+    On GPUs it is pinned, and the copies run behind the step's kernels without blocking the CPU; the kernels of the next
+    step wait for them, as nobody can know which of these will write where.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.file = os.memfd_create("clusterddp-snapshot")
+        self._device = device
+        self._map: mmap.mmap | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._layout: list[Tensor] = []
+        self._views: list[torch.Tensor] = []
+        self._copied: torch.cuda.Event | None = None
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, layout: list[Tensor]) -> None:
+        """Gets the memory for a state of this layout, in the background: the first save is then as quick as any.
+
+        Raises CheckpointError, at once, when the machine does not have that much.
+        """
+        check_memory(offsets(layout)[1] - len(self._memory))
+        self._preparing = threading.Thread(target=self._try_resize, args=(layout,), name="snapshot", daemon=True)
+        self._preparing.start()
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copies the tensors; on GPUs they are there after ``wait``."""
+        layout = tensor_facts(tensors)
+        self._finish_preparing()
+        if layout != self._layout:
+            check_memory(offsets(layout)[1] - len(self._memory))
+            self._resize(layout)
+        sources = list(tensors.values())
+        if not sources:
+            return
+        torch._foreach_copy_(self._views, sources, non_blocking=self._device.type == "cuda")
+        if self._device.type == "cuda":
+            self._copied = torch.cuda.current_stream(self._device).record_event()
+
+    def wait(self) -> None:
+        """Returns when what was taken is there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the data that was taken."""
+        return offsets(self._layout)[1]
+
+    def _finish_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def _try_resize(self, layout: list[Tensor]) -> None:
+        with suppress(CheckpointError):  # `take` tries again, and says it
+            self._resize(layout)
+
+    def _resize(self, layout: list[Tensor]) -> None:
+        places, size = offsets(layout)
+        if size > len(self._memory):
+            self._grow(size)
+        self._views = [
+            self._memory[start : start + tensor.nbytes].view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+            for start, tensor in zip(places, layout, strict=True)
+        ]
+        self._layout = layout
+
+    def _grow(self, size: int) -> None:
+        self._release()
+        try:
+            os.posix_fallocate(self.file, 0, size)
+        except OSError as error:
+            need = f"the snapshot of the state needs {size / 2**30:.1f} GiB of memory"
+            raise CheckpointError(f"{need}: {error.strerror} (a memfd, to which `ulimit -f` applies)") from error
+        self._map = mmap.mmap(self.file, size)
+        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._memory.zero_()  # touches every page now, outside the interpreter's lock
+        if self._device.type == "cuda":
+            code = int(_cuda_runtime().cudaHostRegister(self._memory.data_ptr(), size, 0))
+            if code != 0:
+                raise CheckpointError(f"{size / 2**30:.1f} GiB for the snapshot cannot be pinned: CUDA error {code}")
+
+    def _release(self) -> None:
+        if self._map is not None and self._device.type == "cuda":
+            _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
+        self._views, self._memory, self._map = [], torch.empty(0, dtype=torch.uint8), None
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def check_memory(size: int) -> None:
+    """Raises CheckpointError when ``size`` bytes more would not fit into this machine's, or this job's, memory."""
+    free = free_memory()
+    if size > free:
+        raise CheckpointError(
+            f"the snapshot of the state needs {size / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free on "
+            "this node: ask for more (--set mem=...), or have fewer ranks or loader workers on it"
+        )
+
+
+def free_memory() -> int:
+    """Bytes that this process could still get: the machine's available memory, or what its cgroups leave of it."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, name = line.split(":", 2)
+        if number == "0":
+            free = min(free, _left_in_cgroups(Path("/sys/fs/cgroup"), name, "memory.max", "memory.current"))
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            free = min(free, _left_in_cgroups(Path("/sys/fs/cgroup/memory"), name, *names))
+    return free
+
+
+def _left_in_cgroups(root: Path, name: str, limit: str, used: str) -> int:
+    """What a control group and those around it leave, the page cache counted as free."""
+    left = 1 << 62
+    folder = root / name.lstrip("/")
+    while folder != root.parent:
+        try:
+            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except OSError:
+            pass  # the root has no limits; a container may show other names than the host's
+        else:
+            if most != "max":
+                left = min(left, int(most) - now + int(stat.get("inactive_file", 0)))
+        folder = folder.parent
+    return max(0, left)

@@ -1,0 +1,162 @@
+"""The writer: a process without torch that makes the snapshots in a rank's memory durable, and outlives that rank.
+
+``python -m clusterddp.training.writer SOCKET MEMORY``, both descriptors. The first line on the socket names the run and
+the attempt; each line after it is a request, followed by the bytes that come before the data in the file. Each save is
+answered by a line. While training goes on, a save runs at low priority; once someone waits for it, at full priority.
+When the rank is gone, the save under way is finished, and the process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+from clusterddp import archive
+from clusterddp.checkpoints import Checkpoints
+from clusterddp.errors import Superseded
+from clusterddp.job import Keep
+from clusterddp.rundir import RunDirectory
+
+NICENESS = 10
+LOOK_S = 1.0
+
+
+def main() -> None:
+    """Serves one rank."""
+    connection, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    writer = Writer(connection, memory)
+    messages = Messages(connection)
+    first = messages.next()
+    if first is not None:
+        writer.begin(first)
+        while (request := messages.next()) is not None:
+            writer.handle(request, messages)
+    writer.hurry()
+
+
+class Messages:
+    """The rank's side of the socket, line by line; None once the rank is gone, even if a child of it has the socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._parent, self._data = connection, os.getppid(), bytearray()
+
+    def next(self) -> dict[str, Any] | None:
+        """The next message."""
+        while b"\n" not in self._data:
+            if not self._receive():
+                return None
+        line, _, self._data = self._data.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def take(self, size: int) -> bytes | None:
+        """The next ``size`` bytes."""
+        while len(self._data) < size:
+            if not self._receive():
+                return None
+        taken, self._data = bytes(self._data[:size]), self._data[size:]
+        return taken
+
+    def _receive(self) -> bool:
+        while not select.select([self._connection], [], [], LOOK_S)[0]:
+            if os.getppid() != self._parent:
+                return False
+        data = self._connection.recv(1 << 20)
+        self._data += data
+        return bool(data)
+
+
+class Writer:
+    """One save at a time: begun by a thread of low priority, finished by this one when it is urgent."""
+
+    def __init__(self, connection: socket.socket, memory: int) -> None:
+        self._connection, self._memory = connection, memory
+        self._urgent = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._work: Iterator[None] = iter(())
+
+    def begin(self, first: dict[str, Any]) -> None:
+        """Takes over the run's part of the first message."""
+        directory = RunDirectory(first["run"])
+        self._checkpoints = Checkpoints(directory, first["attempt"], Keep(**first["keep"]))
+        self._metrics = directory.metrics_file
+
+    def handle(self, request: dict[str, Any], messages: Messages) -> None:
+        """Begins a save, or hurries the one under way."""
+        if "step" not in request:
+            self.hurry()
+            return
+        beginning = messages.take(request["beginning"])
+        if beginning is None:
+            return
+        self._urgent.clear()
+        self._work = self._save(request, beginning)
+        self._thread = threading.Thread(target=self._work_slowly)
+        self._thread.start()
+        if request["urgent"]:
+            self.hurry()
+
+    def hurry(self) -> None:
+        """Finishes the save under way here and now."""
+        self._urgent.set()
+        if self._thread is not None:
+            self._thread.join()
+        for _ in self._work:
+            pass
+
+    def _work_slowly(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # in Linux a thread's own
+        while not self._urgent.is_set():
+            if next(self._work, self._work) is self._work:
+                return
+
+    def _save(self, request: dict[str, Any], beginning: bytes) -> Iterator[None]:
+        size = request["size"]
+        try:
+            written = yield from self._commit(request["step"], beginning, size)
+            answer = {"step": request["step"], "bytes": written, "at": time.monotonic()}
+        except Superseded as error:
+            answer = {"superseded": str(error)}
+        except archive.Damaged as error:
+            answer = {"failed": f"what was written reads back otherwise ({error})"}
+        except OSError as error:
+            answer = {"failed": self._checkpoints.why_not(error, len(beginning) + size)}
+        try:
+            self._connection.sendall((json.dumps(answer) + "\n").encode())
+        except OSError:
+            pass  # The rank is gone; the file is there.
+
+    def _commit(self, step: int, beginning: bytes, size: int) -> Generator[None, None, int]:
+        """Writes, verifies and commits the snapshot, chunk by chunk; returns the file's size."""
+        temporary = self._checkpoints.temporary(step)
+        try:
+            with open(temporary, "xb", buffering=0) as file:
+                with memoryview(mmap.mmap(self._memory, size, prot=mmap.PROT_READ) if size else b"") as data:
+                    yield from archive.write(file.fileno(), beginning, data)
+                os.fsync(file.fileno())  # one that fails is never repeated on the same file: its pages count as clean
+            yield
+            archive.verify(temporary)
+            sync(self._metrics)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return self._checkpoints.commit(temporary, step).path.stat().st_size
+
+
+def sync(path: Path) -> None:
+    """Makes a file durable, whoever wrote it."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+if __name__ == "__main__":
+    main()

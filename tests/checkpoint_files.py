@@ -1,0 +1,57 @@
+"""Checkpoint files for tests: written in this process as the writer does it, and read as a restore does."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clusterddp import archive
+from clusterddp.checkpoints import Checkpoint, Checkpoints
+from clusterddp.job import Keep
+from clusterddp.rundir import RunDirectory
+from clusterddp.training.restoring import unpacked
+from clusterddp.training.state import pack, tensor_facts
+
+
+def content_of(path: Path) -> Any:
+    """The nested state in a file, verified."""
+    return unpacked(archive.read(path))
+
+
+def save(
+    directory: RunDirectory,
+    attempt: int,
+    step: int,
+    content: Mapping[str, Any],
+    *,
+    keep: Keep = Keep(),  # noqa: B008 (frozen)
+    facts: Mapping[str, str] | None = None,
+    fenced: bool = True,
+) -> Checkpoint:
+    """Commits a checkpoint; ``fenced=False`` is a writer that looked at the fence just before it moved."""
+    checkpoints = Checkpoints(directory, attempt, keep)
+    if not fenced:
+        checkpoints.check_newest = lambda: None  # type: ignore[method-assign]
+    temporary = checkpoints.temporary(step)
+    temporary.write_bytes(file_bytes(content, {"step": str(step), "attempt": str(attempt), **(facts or {})}))
+    return checkpoints.commit(temporary, step)
+
+
+def file_bytes(content: Mapping[str, Any], facts: Mapping[str, str] | None = None) -> bytes:
+    """A whole file."""
+    state, tensors = pack(content)
+    described = tensor_facts(tensors)
+    places, size = archive.offsets(described)
+    data = bytearray(size)
+    for start, tensor in zip(places, tensors.values(), strict=True):
+        raw = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+        data[start : start + len(raw)] = raw
+    with tempfile.TemporaryFile(buffering=0) as file:
+        for _ in archive.write(file.fileno(), archive.head(described, state, facts or {}), memoryview(data)):
+            pass
+        file.seek(0)
+        return file.read()

@@ -1,0 +1,143 @@
+"""The bytes of a checkpoint file: what others can read, and that no damage goes unnoticed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clusterddp import archive
+from clusterddp.errors import CheckpointError
+from clusterddp.training.state import DTYPES, pack, unpack
+from tests.checkpoint_files import content_of, file_bytes
+
+STATE: dict[str, Any] = {
+    "model": {"fc.weight": torch.randn(300, 7), "fc.bias": torch.zeros(0), "count": torch.tensor(5)},
+    "optimizer": {
+        "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(7, 300).t()}},
+        "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.999), "fused": None, "params": [0]}],
+    },
+    "other": {
+        "numbers": [1, -(2**70), 0.1, float("inf"), float("-inf"), True, None],
+        "milestones": Counter({30: 1, 80: 2}),
+        "ordered": OrderedDict([("b", 1), ("a", 2)]),
+        "keys": {("a", 1): "tuple", 2: "int", "$odd": b"\x00\xff"},
+        "set": {1, 2},
+        "dtype": torch.bfloat16,
+        "text": "π\n\ud800",
+    },
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return type(one) is type(other) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def written(path: Path, content: dict[str, Any]) -> Path:
+    path.write_bytes(file_bytes(content))
+    return path
+
+
+def test_a_state_comes_back_as_it_was(tmp_path):
+    assert same(content_of(written(tmp_path / "file", STATE)), STATE)
+    read = content_of(written(tmp_path / "nan", {"best": float("nan")}))
+    assert read["best"] != read["best"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back(tmp_path, dtype):
+    tensor = torch.randint(0, 2, (3, 5)).to(dtype)
+    read = content_of(written(tmp_path / "file", {"odd": torch.ones(3, dtype=torch.uint8), "model": tensor}))["model"]
+    assert read.dtype == dtype and torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_the_file_is_one_that_safetensors_reads(tmp_path):
+    """By its published layout: header, entries without gaps, names, dtypes and shapes; no reader of ours."""
+    data = written(tmp_path / "file", STATE).read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    assert all(isinstance(value, str) for value in header.pop("__metadata__").values())
+    spans = sorted(entry["data_offsets"] for entry in header.values())
+    assert spans[0][0] == 0 and spans[-1][1] == len(data) - 8 - length
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
+    entry = header["model.fc.weight"]
+    start, stop = entry["data_offsets"]
+    weight = torch.frombuffer(bytearray(data[8 + length + start : 8 + length + stop]), dtype=torch.float32)
+    assert entry["dtype"] == "F32" and torch.equal(weight.reshape(entry["shape"]), STATE["model"]["fc.weight"])
+
+
+def test_tied_weights_are_there_once_and_stay_one(tmp_path):
+    weight = torch.randn(1000)
+    path = written(tmp_path / "file", {"model": {"embed": weight, "head": weight}})
+    assert path.stat().st_size < 2 * weight.nbytes
+    read = content_of(path)["model"]
+    assert torch.equal(read["head"], weight) and read["head"].data_ptr() == read["embed"].data_ptr()
+
+
+def test_names_that_meet_in_the_header_are_kept_apart(tmp_path):
+    state = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}, "checksums": torch.tensor(3)}
+    assert same(content_of(written(tmp_path / "file", state)), state)
+
+
+def test_the_plain_state_shares_nothing_with_the_live_one():
+    live = {"groups": [{"lr": 1.0}]}
+    plain, _ = pack(live)
+    live["groups"][0]["lr"] = 2.0
+    assert unpack(plain, {}) == {"groups": [{"lr": 1.0}]}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Path("x"), r"'ema.decay' is a pathlib\.\w+, which a checkpoint does not hold: expected tensors, numbers"),
+        (torch.ones(2, dtype=torch.complex128), r"'ema.decay' is a tensor .*complex128.*expected a dense one of"),
+        (torch.ones(2).to_sparse(), "sparse_coo"),
+        (torch.ones(2, device="meta"), "on meta"),
+    ],
+)
+def test_a_state_that_cannot_be_held_is_named_with_its_place(value, words):
+    with pytest.raises(CheckpointError, match=words):
+        pack({"ema": {"decay": value}})
+
+
+def test_a_file_cut_off_anywhere_is_detected(tmp_path):
+    data = file_bytes({"model": torch.randn(5000), "step": 3})
+    path = tmp_path / "file"
+    for length in [*range(0, len(data), 4096), *range(40), len(data) - 1]:
+        path.write_bytes(data[:length])
+        with pytest.raises(archive.Damaged):
+            archive.read(path)
+        with pytest.raises(archive.Damaged):
+            archive.verify(path)
+
+
+def test_a_flipped_bit_anywhere_is_detected(tmp_path):
+    """Every byte of the header's length, the header and the check sums, and some of the data."""
+    data = file_bytes({"model": torch.randn(5000), "step": 3})
+    (length,) = struct.unpack("<Q", data[:8])
+    path = tmp_path / "file"
+    for place in [*range(8 + length), *range(8 + length, len(data) - 64, 997), *range(len(data) - 64, len(data))]:
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with pytest.raises(archive.Damaged):
+            archive.verify(path)
+
+
+def test_what_is_no_checkpoint_is_called_one_that_cannot_be_read(tmp_path):
+    for data in (b"", b"text that is no checkpoint", b"\xff" * 100, struct.pack("<Q", 2) + b"{}"):
+        (tmp_path / "file").write_bytes(data)
+        with pytest.raises(archive.Damaged):
+            archive.read(tmp_path / "file")

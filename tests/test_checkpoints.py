@@ -1,0 +1,115 @@
+"""The folder of checkpoints: which count, which are committed, which are deleted; no processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from clusterddp.checkpoints import Checkpoints, lineage
+from clusterddp.errors import CheckpointError, Superseded
+from clusterddp.job import Keep
+from clusterddp.rundir import RunDirectory
+from tests.checkpoint_files import save
+
+CONTENT = {"model": {"weight": torch.ones(10)}}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    return directory
+
+
+def attempt(directory: RunDirectory, parent: tuple[int, int] | None = None) -> int:
+    """A new attempt that has recorded what it goes on from."""
+    number = directory.create_attempt()
+    Checkpoints(directory, number, Keep()).record_resume(parent)
+    return number
+
+
+def steps(directory: RunDirectory) -> list[int]:
+    return sorted(int(path.name[5:17]) for path in directory.checkpoints.glob("step-*"))
+
+
+def metric(value: float) -> dict[str, str]:
+    return {"metrics": json.dumps({"f1": value})}
+
+
+def test_the_newest_are_kept(directory):
+    number = attempt(directory)
+    for step in (1, 2, 3):
+        save(directory, number, step, CONTENT, keep=Keep(2))
+    assert steps(directory) == [2, 3]
+
+
+def test_multiples_and_the_best_are_kept_beside_the_newest(directory):
+    number = attempt(directory)
+    keep = Keep(last=1, every=10, best="f1", best_is="max")
+    values = {4: 0.5, 8: 0.9, 10: 0.2, 12: 0.9, 16: 0.4, 19: float("nan")}
+    for step, value in values.items():
+        save(directory, number, step, CONTENT, keep=keep, facts=metric(value))
+    save(directory, number, 22, CONTENT, keep=keep)
+    assert steps(directory) == [10, 12, 22]
+    lowest = attempt(directory, (number, 22))
+    save(directory, lowest, 23, CONTENT, keep=Keep(last=1, best="f1", best_is="min"), facts=metric(0.7))
+    assert steps(directory) == [10, 23]
+
+
+def test_a_half_written_file_of_a_killed_attempt_is_removed_and_never_a_candidate(directory):
+    save(directory, attempt(directory), 1, CONTENT)
+    leftover = directory.checkpoints / ".step-000000000002.attempt-0.safetensors.00ff00ff.tmp"
+    leftover.write_bytes(b"half")
+    second = attempt(directory, (0, 1))
+    assert [one.step for one in Checkpoints(directory, second, Keep()).candidates()] == [1]
+    save(directory, second, 3, CONTENT)
+    assert not leftover.exists()
+
+
+def test_a_superseded_attempt_neither_commits_nor_deletes(directory):
+    old = attempt(directory)
+    save(directory, old, 1, CONTENT, keep=Keep(1))
+    attempt(directory, (0, 1))
+    with pytest.raises(Superseded, match="attempt 0 superseded by attempt 1; not writing"):
+        save(directory, old, 2, CONTENT, keep=Keep(1))
+    with pytest.raises(Superseded):
+        Checkpoints(directory, old, Keep()).record_resume(None)
+    assert steps(directory) == [1]
+    assert not list(directory.checkpoints.glob(".*"))
+
+
+def test_the_lineage_leaves_out_what_was_written_after_a_run_went_on_elsewhere(directory):
+    first = attempt(directory)
+    save(directory, first, 10, CONTENT)
+    second = attempt(directory, (0, 10))
+    save(directory, second, 20, CONTENT)
+    directory.create_attempt()  # Attempt 2 ends before its first step.
+    attempt(directory, (1, 20))
+    save(directory, first, 99, CONTENT, fenced=False)
+    save(directory, second, 98, CONTENT, fenced=False)
+
+    fourth = Checkpoints(directory, directory.create_attempt(), Keep())
+    assert list(lineage(directory, 4)) == [(3, float("inf")), (1, 20), (0, 10)]
+    assert [(one.attempt, one.step) for one in fourth.candidates()] == [(1, 20), (0, 10)]
+
+
+def test_deleting_stays_within_the_lineage(directory):
+    first = attempt(directory)
+    save(directory, first, 10, CONTENT)
+    second = attempt(directory, (0, 10))
+    save(directory, first, 15, CONTENT, fenced=False)
+    save(directory, second, 20, CONTENT, keep=Keep(1))
+    assert steps(directory) == [15, 20]
+
+
+@pytest.mark.parametrize("name", ["step-000000000007.attempt-0.pt", "step-000000000007.attempt-0.safetensors"])
+def test_a_file_of_another_format_is_an_error_that_says_so(directory, name):
+    """A run of an older version must not begin anew because its checkpoints have another name."""
+    attempt(directory)
+    (directory.checkpoints / name).write_bytes(b"PK\x03\x04 something else")
+    (found,) = Checkpoints(directory, 0, Keep()).candidates()
+    with pytest.raises(CheckpointError, match="written by clusterddp 0.1|is damaged: cut off, or not a checkpoint"):
+        found.read()

@@ -1,0 +1,153 @@
+"""Saves by the writer process: real processes, real files, and disks that do not take them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clusterddp.checkpoints import Checkpoints
+from clusterddp.errors import CheckpointError, Superseded
+from clusterddp.job import Keep
+from clusterddp.rundir import RunDirectory
+from clusterddp.training import snapshot
+from clusterddp.training.persisting import NotSaved, Persisting, Saved
+from clusterddp.training.state import load_state, state_of
+from tests.checkpoint_files import content_of
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    directory.metrics_file.touch()
+    Checkpoints(directory, directory.create_attempt(), Keep()).record_resume(None)
+    return directory
+
+
+@pytest.fixture
+def persisting(directory):
+    persisting = Persisting(directory, 0, Keep(2), torch.device("cpu"))
+    yield persisting
+    persisting.close()
+
+
+def state(value: float = 1.0, size: int = 1000) -> dict[str, Any]:
+    return {"model": {"weight": torch.full((size,), value)}, "progress": {"step": 3}}
+
+
+def save(persisting: Persisting, step: int, content: dict[str, Any]) -> Saved:
+    persisting.save(step, content, {}, urgent=True)
+    saved = persisting.result(wait=True)
+    assert saved is not None
+    return saved
+
+
+def names(directory: RunDirectory) -> list[str]:
+    return sorted(path.name for path in directory.checkpoints.iterdir())
+
+
+def test_what_was_taken_is_saved_whatever_training_does_next(directory, persisting):
+    live = state(2.0, size=1 << 20)
+    persisting.save(5, live, {}, urgent=False)
+    live["model"]["weight"].zero_()
+    live["progress"]["step"] = 4
+    assert persisting.busy
+    persisting.hurry()
+    saved = persisting.result(wait=True)
+    (path,) = directory.checkpoints.iterdir()
+    assert path.name == "step-000000000005.attempt-0.safetensors" and saved.bytes == path.stat().st_size
+    assert torch.equal(content_of(path)["model"]["weight"], torch.full((1 << 20,), 2.0))
+    assert content_of(path)["progress"] == {"step": 3}
+
+
+def test_a_state_that_grows_or_changes_its_shape_is_saved_all_the_same(directory, persisting):
+    persisting.prepare(state(1.0, size=10))
+    for step, size in enumerate((10, 10, 500_000, 7, 0)):
+        save(persisting, step, state(float(step), size))
+        newest = max(directory.checkpoints.glob("step-*"))
+        assert torch.equal(content_of(newest)["model"]["weight"], torch.full((size,), float(step)))
+
+
+def test_a_rank_that_is_killed_right_after_the_snapshot_loses_nothing(tmp_path, directory):
+    script = (
+        "import os, signal, sys, torch\n"
+        "from clusterddp.job import Keep\n"
+        "from clusterddp.rundir import RunDirectory\n"
+        "from clusterddp.training.persisting import Persisting\n"
+        "persisting = Persisting(RunDirectory(sys.argv[1]), 0, Keep(), torch.device('cpu'))\n"
+        "persisting.save(9, {'model': torch.arange(10_000_000)}, {}, urgent=False)\n"
+        "persisting._join_sender()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(directory)]).returncode == -signal.SIGKILL
+    wait_until(lambda: any(directory.checkpoints.glob("step-*")), "the checkpoint")
+    (path,) = directory.checkpoints.glob("step-*")
+    assert torch.equal(content_of(path)["model"], torch.arange(10_000_000))
+
+
+def test_a_writer_that_is_killed_is_said_and_the_next_save_has_another(directory, persisting):
+    save(persisting, 1, state())
+    os.kill(persisting._writer.pid, signal.SIGKILL)
+    with pytest.raises(NotSaved, match=r"the process that writes it has ended \(exit code -9\)"):
+        save(persisting, 2, state())
+    save(persisting, 3, state())
+    assert [name[5:17] for name in names(directory)] == ["000000000001", "000000000003"]
+
+
+def test_a_disk_that_does_not_take_a_file_leaves_nothing_behind_and_the_older_one_alone(directory, persisting):
+    save(persisting, 1, state())
+    resource.prlimit(persisting._writer.pid, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+    with pytest.raises(NotSaved, match=r"checkpoint needs 0\.\d GiB, .* free \(File too large\); keeping step 1"):
+        save(persisting, 2, state(size=100_000_000))
+    assert names(directory) == ["step-000000000001.attempt-0.safetensors"]
+    save(persisting, 3, state())
+
+
+def test_a_superseded_attempt_writes_nothing(directory, persisting):
+    save(persisting, 1, state())
+    directory.create_attempt()
+    with pytest.raises(Superseded, match="attempt 0 superseded by attempt 1; not writing"):
+        save(persisting, 2, state())
+    assert names(directory) == ["step-000000000001.attempt-0.safetensors"]
+
+
+def test_too_little_memory_is_an_error_with_sizes_before_any_is_taken(persisting, monkeypatch):
+    monkeypatch.setattr(snapshot, "free_memory", lambda: 1 << 20)
+    with pytest.raises(CheckpointError, match=r"needs 0\.4 GiB of memory, and 0\.0 GiB are free on this node"):
+        persisting.prepare(state(size=100_000_000))
+
+
+def test_the_tightest_control_group_counts(tmp_path):
+    for path, most, used in (("a", "1000000", 400000), ("a/b", "max", 300000)):
+        (tmp_path / path).mkdir()
+        (tmp_path / path / "memory.max").write_text(f"{most}\n")
+        (tmp_path / path / "memory.current").write_text(f"{used}\n")
+        (tmp_path / path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
+    assert snapshot._left_in_cgroups(tmp_path, "/a/b", "memory.max", "memory.current") == 650000
+    assert 1 << 20 < snapshot.free_memory() < 1 << 50
+
+
+def test_the_writer_is_gone_when_its_rank_is(directory):
+    persisting = Persisting(directory, 0, Keep(2), torch.device("cpu"))
+    save(persisting, 1, state())
+    persisting.close()
+    assert persisting._writer.returncode == 0
+
+
+def test_keys_carry_neither_ddp_nor_compile_and_load_back_into_both():
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    compiled = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.compile(torch.nn.Linear(2, 2)))
+    state = state_of(torch.compile(compiled))
+    assert state.keys() == plain.state_dict().keys()
+    plain.load_state_dict(state)
+    load_state(compiled, {name: torch.zeros_like(value) for name, value in state.items()})
+    assert all(not parameter.any() for parameter in compiled.parameters())
