@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from clusterddp import __version__
 from clusterddp.errors import ClusterddpError
@@ -38,6 +39,13 @@ def parser() -> argparse.ArgumentParser:
     drill.add_argument("-q", "--qos")
     drill.add_argument("-N", "--nodes", type=int, default=1)
     drill.add_argument("--run", help="compare the notice with this run's last save")
+    export = commands.add_parser("export", help="a checkpoint's model in a file of its own")
+    export.add_argument("run")
+    export.add_argument("step", nargs="?", type=int, help="the newest checkpoint's by default")
+    export.add_argument("file", type=Path, help="a new .pt, .pth or .safetensors file")
+    what = export.add_mutually_exclusive_group()
+    what.add_argument("--part", default="model", help="the name it has in ctx.run(): model by default")
+    what.add_argument("--all", action="store_true", help="all parts, with the optimizer's and the run's progress")
     cancel = commands.add_parser("cancel", help="end a run for good")
     cancel.add_argument("run")
     return top
@@ -72,6 +80,12 @@ def run_command(arguments: argparse.Namespace, script_arguments: Sequence[str] |
         from clusterddp.launch.watching import watch
 
         return watch([status.open_run(path) for path in arguments.run])
+    if arguments.command == "export":
+        from clusterddp.training.export import export
+
+        run = status.open_run(arguments.run)
+        print(export(run, arguments.step, arguments.file, arguments.part, arguments.all))
+        return 0
     if arguments.command == "drill":
         from clusterddp.launch.drill import check, drill
 

@@ -13,15 +13,17 @@ import json
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from clusterddp import archive
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.job import Keep
 from clusterddp.rundir import RunDirectory, fsync_directory, read_json, write_json
 
+_T = TypeVar("_T")
 _NAME = re.compile(r"step-(\d{12})\.attempt-(\d+)\.(safetensors|pt)")
 _TEMPORARY = re.compile(r"\.step-\d{12}\.attempt-(\d+)\.safetensors\.[0-9a-f]+\.tmp")
 
@@ -36,10 +38,17 @@ class Checkpoint:
 
     def read(self) -> archive.Content:
         """Its content, every byte verified. Raises CheckpointError when it is not whole."""
+        return self._checked(archive.read)
+
+    def verify(self) -> None:
+        """Raises CheckpointError when it is not whole."""
+        self._checked(archive.verify)
+
+    def _checked(self, read: Callable[[Path], _T]) -> _T:
         if self.path.suffix == ".pt":
             raise CheckpointError(f"{self.path.name} was written by clusterddp 0.1, whose format this version leaves")
         try:
-            return archive.read(self.path)
+            return read(self.path)
         except archive.Damaged as error:
             raise CheckpointError(f"{self.path.name} is damaged: {error}") from error
         except OSError as error:
@@ -139,6 +148,25 @@ def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
     for path in directory.checkpoints.iterdir() if directory.checkpoints.exists() else ():
         if match := _NAME.fullmatch(path.name):
             yield Checkpoint(path, int(match[1]), int(match[2]))
+
+
+def choose(directory: RunDirectory, step: int | None) -> Checkpoint:
+    """The checkpoint that the run would go on from, or that of ``step`` in its lineage; every byte of it verified.
+
+    Raises CheckpointError with the steps that there are.
+    """
+    found = Checkpoints(directory, directory.newest_attempt() or 0, Keep()).candidates()
+    wanted = [checkpoint for checkpoint in found if step in (None, checkpoint.step)]
+    for checkpoint in wanted:
+        try:
+            checkpoint.verify()
+            return checkpoint
+        except CheckpointError:
+            if step is not None or checkpoint is wanted[-1]:
+                raise
+    what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found))
+    raise CheckpointError(f"{directory} has {what}; it has {f'those of the steps {steps}' if steps else 'none at all'}")
 
 
 def lineage(directory: RunDirectory, attempt: int) -> Iterator[tuple[int, float]]:

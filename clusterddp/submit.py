@@ -19,8 +19,9 @@ from typing import Any
 
 from clusterddp import job_file as jobs
 from clusterddp.environment import scrub
-from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
+from clusterddp.errors import CheckpointError, RunDirectoryError, SlurmError, UsageError
 from clusterddp.job import Job
+from clusterddp.launch.fork import Fork
 from clusterddp.rundir import RunDirectory, write_atomically
 
 PACKAGED_JOB = Path(__file__).parent / "digits" / "digits.yaml"
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="any job definition key")
     parser.add_argument("--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option")
     parser.add_argument("--run-dir", metavar="DIR", help="the run's folder; the same one again continues the run")
+    parser.add_argument("--fork", metavar="RUN[@STEP]", help="begin a new run with another's checkpoint")
     parser.add_argument("--change", action="store_true", help="continue a run with other arguments than recorded")
     parser.add_argument("--dry-run", action="store_true", help="print the batch script, submit and write nothing")
     parser.add_argument("--wait", action="store_true", help="wait until the run is over, whatever its jobs do")
@@ -98,6 +100,12 @@ def check_combinations(arguments: argparse.Namespace) -> None:
         raise UsageError("--preempt-after and --debug need --local: on a cluster, Slurm preempts")
     if arguments.here and (arguments.local or arguments.dry_run or arguments.wait or arguments.follow):
         raise UsageError("--here runs in this allocation and waits: expected without --local, --dry-run, --wait and -f")
+    if arguments.fork and (arguments.here or arguments.change):
+        raise UsageError(
+            "--fork begins a new run, with whatever arguments are given: expected without --here, --change"
+        )
+    if arguments.fork and arguments.run_dir and RunDirectory(arguments.run_dir).exists():
+        raise UsageError(f"{arguments.run_dir} holds a run already: --fork needs another --run-dir, or none")
     if arguments.local and (arguments.sbatch or arguments.dry_run):
         raise UsageError("--sbatch and --dry-run are about a batch job: expected without --local")
 
@@ -106,6 +114,9 @@ def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] |
     """The job definition that the command line describes; None when it only names a run directory that exists."""
     values = option_values(arguments, script_arguments)
     target = arguments.target
+    if target is None and arguments.module is None and arguments.fork:
+        job_file = Fork.parse(arguments.fork).run.job_file
+        return jobs.load(job_file, set_values(arguments), values=values)
     if target is None and arguments.module is None:
         if arguments.run_dir and RunDirectory(arguments.run_dir).exists():
             return None
@@ -214,7 +225,7 @@ def check_over(run: RunDirectory, changing: bool) -> int | None:
 
 
 @contextmanager
-def recorded(run: RunDirectory, job: Job, created: bool) -> Iterator[None]:
+def recorded(run: RunDirectory, job: Job, created: bool, fork: str | None = None) -> Iterator[None]:
     """Records the job in the run directory; undone when Slurm refuses it in the body, so that nothing is half-written.
 
     ``created``: whether this process made the folder, which is then its to remove. An outcome that the run goes on
@@ -228,8 +239,10 @@ def recorded(run: RunDirectory, job: Job, created: bool) -> Iterator[None]:
     write_atomically(run.job_file, job.to_yaml())
     run.outcome_file.unlink(missing_ok=True)
     try:
+        if fork is not None:
+            say(Fork.parse(fork).plant(run))
         yield
-    except SlurmError:
+    except (SlurmError, CheckpointError):
         if created:
             shutil.rmtree(run.path)
             raise
@@ -279,7 +292,7 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     moments = [Moment.parse(text) for text in arguments.preempt_after]
     run, created = claim(arguments, job)
     check_not_held(run)
-    with recorded(run, job, created):
+    with recorded(run, job, created, arguments.fork):
         say(f"run directory: {run}")
     with Progress(run, job.steps, bar=arguments.debug is None) as progress:
         code = LocalRun(run, job, moments, arguments.debug).loop(progress)
@@ -317,7 +330,7 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
         return 0
     run, created = claim(arguments, job)
     check_not_held(run)
-    with uninterrupted(), recorded(run, job, created):
+    with uninterrupted(), recorded(run, job, created, arguments.fork):
         job_id = RunExecutor(fitted, run, Path.cwd()).submit_run()
         submitted(run, job_id)
     if not sys.stdout.isatty():

@@ -60,7 +60,9 @@ class History:
 
     def conclude(self, state: str, reason: str) -> None:
         """Writes the outcome, once: the run is over."""
-        step = max([self.newest_step, *(event.get("step") or 0 for event in self._run.events())])
-        values = {"step": step, "attempts": len(self._run.attempts()), "reason": reason}
+        events = self._run.events()
+        step = max([self.newest_step, *(event.get("step") or 0 for event in events)])
+        starts = sum(event["event"] == "started" for event in events)
+        values = {"step": step, "attempts": starts, "reason": reason}
         self.add(state, **values)
         write_json(self._run.outcome_file, {"state": state, **values})

@@ -60,6 +60,7 @@ def _failed(event: Event) -> str:
 _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "submitted": lambda e: f"submitted as job {e['job']}",
     "started": _started,
+    "forked": lambda e: f"begins with checkpoint {e['step']} of {e['source']}",
     "resumed": _resumed,
     "stopping": lambda e: f"told to stop ({e['reason']}): all ranks stop after step {e['step']}",
     "checkpoint_failed": lambda e: f"checkpoint {e['step']} was not saved: {e['reason']}; training goes on",

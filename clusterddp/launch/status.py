@@ -44,7 +44,7 @@ def show(path: str) -> int:
     print(f"run       {run}")
     print(f"job       {job.name}: {job.shape}")
     print(f"state     {state_words(run)}")
-    print(f"attempts  {len(run.attempts())}")
+    print(f"attempts  {sum(event['event'] == 'started' for event in run.events())}")
     if metrics:
         last = metrics[-1]
         values = {key: value for key, value in last.items() if key not in ("step", "time", "attempt")}

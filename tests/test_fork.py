@@ -1,0 +1,123 @@
+"""What else a checkpoint is good for: more steps, a run of its own, a file for others. Real local runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from clusterddp.rundir import RunDirectory
+from tests.checkpoint_files import content_of
+from tests.waiting import differing, final_state
+
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+
+
+def clusterddp(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "clusterddp", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def submit(*arguments: object, steps: int, code: int = 0) -> subprocess.CompletedProcess[str]:
+    options = ("--local", "--device", "cpu", "--gpus", 2, "--set", "checkpoint.every=10 steps")
+    return clusterddp("submit", *arguments, *options, "--", "--steps", steps, code=code)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run of 40 steps with checkpoints 20, 30 and 40."""
+    run = RunDirectory(tmp_path_factory.mktemp("fork") / "source")
+    submit(SCRIPT, "--run-dir", run, steps=40)
+    return run
+
+
+def losses(run: RunDirectory) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in run.metrics()}
+
+
+def test_more_steps_continue_a_completed_run_as_if_it_had_never_stopped(tmp_path, source):
+    short = RunDirectory(tmp_path / "run")
+    submit(SCRIPT, "--run-dir", short, steps=25)
+    submit(SCRIPT, "--run-dir", short, "--change", steps=40)
+    assert losses(short) == losses(source)
+    assert differing(final_state(short), final_state(source)) == []
+    assert short.outcome()["step"] == 40  # type: ignore[index]
+
+
+def test_a_fork_goes_on_from_another_runs_step_and_leaves_that_run_alone(tmp_path, source):
+    before = {path: path.stat().st_mtime_ns for path in source.path.rglob("*")}
+    fork = RunDirectory(tmp_path / "fork")
+    done = submit("--fork", f"{source}@20", "--run-dir", fork, steps=40)
+    assert f"begins with checkpoint 20 of {source}" in done.stderr
+    assert losses(fork) == {step: loss for step, loss in losses(source).items() if step >= 20}
+    assert differing(final_state(fork), final_state(source)) == []
+    assert fork.outcome() == {"state": "completed", "step": 40, "attempts": 1, "reason": "all ranks finished"}
+    assert {path: path.stat().st_mtime_ns for path in source.path.rglob("*")} == before
+
+
+def test_without_a_step_a_fork_begins_with_the_newest_whole_checkpoint(tmp_path, source):
+    fork = RunDirectory(tmp_path / "fork")
+    submit("--fork", source, "--run-dir", fork, steps=45)
+    assert sorted(losses(fork)) == list(range(40, 45))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--fork", "{source}@7"), "has no checkpoint of step 7; it has those of the steps 20, 30, 40"),
+        (("--fork", "{source}/nowhere"), "holds no run; expected RUN or RUN@STEP"),
+        (("--fork", "{source}", "--run-dir", "{source}"), "holds a run already: --fork needs another --run-dir"),
+        (("--fork", "{source}", "--change"), "expected without --here, --change"),
+    ],
+)
+def test_a_fork_that_cannot_be_is_refused_and_nothing_is_left(tmp_path, source, arguments, words):
+    given = [argument.format(source=source) for argument in arguments]
+    folder = [] if "--run-dir" in given else ["--run-dir", tmp_path / "fork"]
+    command = [sys.executable, "-m", "clusterddp", "submit", *given, *folder, "--local", "--device", "cpu"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2) and words in done.stderr, done.stderr
+    assert not (tmp_path / "fork").exists()
+
+
+def test_an_exported_model_loads_into_the_bare_one(tmp_path, source):
+    weights = content_of(max(source.checkpoints.glob("step-*")))["model"]
+    clusterddp("export", source, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert loaded.keys() == weights.keys() and all(torch.equal(loaded[name], weights[name]) for name in weights)
+    clusterddp("export", source, 30, tmp_path / "all.pt", "--all")
+    everything = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert everything["progress"]["step"] == 30 and "param_groups" in everything["optimizer"]
+
+
+def test_safetensors_reads_the_export_and_the_checkpoint_itself(tmp_path, source):
+    safetensors = pytest.importorskip("safetensors.torch")
+    newest = max(source.checkpoints.glob("step-*"))
+    weights = content_of(newest)["model"]
+    clusterddp("export", source, tmp_path / "model.safetensors")
+    exported = safetensors.load_file(tmp_path / "model.safetensors")
+    whole = safetensors.load_file(newest)
+    for name, weight in weights.items():
+        assert torch.equal(exported[name], weight) and torch.equal(whole[f"model.{name}"], weight)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("model.bin",), "expected a name that ends in .pt, .pth or .safetensors"),
+        (("there.pt",), "exists already"),
+        (("model.pt", "--part", "ema"), "has no part 'ema'; it has model, optimizer"),
+        (("model.safetensors", "--part", "optimizer"), "only a part that is tensors by name"),
+    ],
+)
+def test_an_export_that_cannot_be_says_what_can(tmp_path, source, arguments, words):
+    (tmp_path / "there.pt").touch()
+    file, *rest = arguments
+    command = [sys.executable, "-m", "clusterddp", "export", str(source), str(tmp_path / file), *rest]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2) and words in done.stderr, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["there.pt"]
