@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from clusterddp.errors import Stopped as Stopped
     from clusterddp.training.context import Context as Context
     from clusterddp.training.context import init as init
+    from clusterddp.training.standalone import CheckpointFolder as CheckpointFolder
 
 __version__ = "0.1.0"
-__all__ = ["Context", "Stopped", "__version__", "init"]
+__all__ = ["CheckpointFolder", "Context", "Stopped", "__version__", "init"]
 
 _TRAINING = {
+    "CheckpointFolder": "clusterddp.training.standalone",
     "Context": "clusterddp.training.context",
     "init": "clusterddp.training.context",
     "Stopped": "clusterddp.errors",

@@ -68,6 +68,7 @@ class Checkpoints:
 
     def __init__(self, directory: RunDirectory, attempt: int, keep: Keep) -> None:
         self._directory, self._attempt, self._keep = directory, attempt, keep
+        self.folder = directory.checkpoints
 
     def candidates(self) -> list[Checkpoint]:
         """The checkpoints of the lineage, newest first, whole or not."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from clusterddp.archive import Content
+from clusterddp.checkpoints import Checkpoint, Checkpoints
 from clusterddp.errors import CheckpointError
 from clusterddp.training.state import TORCH_DTYPES, unpack
 
@@ -15,17 +17,55 @@ from clusterddp.training.state import TORCH_DTYPES, unpack
 _PORTION = 1 << 25
 
 
+#: Which checkpoint: the attempt that wrote it, and its step.
 Place = tuple[int, int]
 
 
-def broadcast(
-    found: tuple[Content, Place] | None, error: CheckpointError | None, rank: int, device: torch.device
+def restore(
+    checkpoints: Checkpoints | None, device: torch.device, on_damaged: Callable[[Checkpoint, str], None]
 ) -> tuple[Any, Place] | None:
-    """What rank 0 has found, on all ranks: a nested state, tensors on the CPU, and its place (attempt, step).
+    """The newest whole checkpoint's state, with tensors on the CPU, and its place; None when there is none.
 
-    Collective. None for None; rank 0's ``error`` is raised on all ranks. The data travels through ``device``, a portion
-    at a time.
+    Collective where there is a process group: rank 0 alone has ``checkpoints``, reads the file and hands it on through
+    ``device``. Raises CheckpointError, on all ranks, when there are checkpoints and none is whole.
     """
+    found, failure = None, None
+    try:
+        found = _newest_whole(checkpoints, on_damaged) if checkpoints is not None else None
+    except CheckpointError as error:
+        failure = error
+    if dist.is_initialized():
+        return _broadcast(found, failure, device)
+    if failure is not None:
+        raise failure
+    return found and (unpacked(found[0]), found[1])
+
+
+def _newest_whole(
+    checkpoints: Checkpoints, on_damaged: Callable[[Checkpoint, str], None]
+) -> tuple[Content, Place] | None:
+    """The first of the candidates that is whole; those before it are reported."""
+    reasons = []
+    for checkpoint in checkpoints.candidates():
+        try:
+            return checkpoint.read(), (checkpoint.attempt, checkpoint.step)
+        except CheckpointError as error:
+            on_damaged(checkpoint, str(error))
+            reasons.append(str(error))
+    if not reasons:
+        return None
+    raise CheckpointError(
+        "no checkpoint of the run can be read, and it does not start from step 0 by itself:\n  "
+        + "\n  ".join(reasons)
+        + f"\nput a good copy into {checkpoints.folder}, or begin a new run in another run directory"
+    )
+
+
+def _broadcast(
+    found: tuple[Content, Place] | None, error: CheckpointError | None, device: torch.device
+) -> tuple[Any, Place] | None:
+    """What rank 0 has found, on all ranks, a portion at a time; its error is raised on all ranks."""
+    rank = dist.get_rank()
     told = [(str(error), None, None) if error else (None, found and found[1], found and _without_data(found[0]))]
     dist.broadcast_object_list(told, src=0, device=device)
     reason, place, described = told[0]

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from clusterddp.archive import Content
-from clusterddp.checkpoints import Checkpoints, best_of
+from clusterddp.checkpoints import Checkpoint, Checkpoints, best_of
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
 from clusterddp.job import Checkpointing
 from clusterddp.rundir import RunDirectory
@@ -18,7 +17,7 @@ from clusterddp.training import interval
 from clusterddp.training.metrics import Metrics
 from clusterddp.training.persisting import NotSaved, Persisting
 from clusterddp.training.process_group import ProcessGroup
-from clusterddp.training.restoring import broadcast
+from clusterddp.training.restoring import restore
 
 State = Callable[[], Mapping[str, Any]]
 
@@ -61,12 +60,7 @@ class Saver:
         """
         if not self.saves:
             return None
-        found, failure = None, None
-        try:
-            found = self._read()
-        except CheckpointError as error:
-            failure = error
-        restored = broadcast(found, failure, self._group.rank, self._group.collective_device)
+        restored = restore(self._checkpoints, self._group.collective_device, self._say_damaged)
         if restored is None:
             return None
         state, (attempt, self._committed) = restored
@@ -129,28 +123,6 @@ class Saver:
         if self._checkpoints is not None:
             self._persisting.close()
             self._metrics.close()
-
-    # --- restoring
-
-    def _read(self) -> tuple[Content, tuple[int, int]] | None:
-        """The newest whole checkpoint; damaged ones are reported and passed over."""
-        if self._checkpoints is None:
-            return None
-        reasons = []
-        for checkpoint in self._checkpoints.candidates():
-            try:
-                return checkpoint.read(), (checkpoint.attempt, checkpoint.step)
-            except CheckpointError as error:
-                print(f"clusterddp: {error}; trying the one before", file=sys.stderr, flush=True)
-                self._report("checkpoint_damaged", step=checkpoint.step, file=checkpoint.path.name, reason=str(error))
-                reasons.append(str(error))
-        if not reasons:
-            return None
-        raise CheckpointError(
-            "no checkpoint of the run can be read, and it does not start from step 0 by itself:\n  "
-            + "\n  ".join(reasons)
-            + f"\nput a good copy into {self._directory.checkpoints}, or begin a new run in another run directory"
-        )
 
     # --- saving
 
@@ -221,6 +193,10 @@ class Saver:
             self._said_s = self._every_s
             values = {"seconds": round(self._every_s, 1), "stall_s": round(self._stall_s, 4), "between_s": between_s}
             self._report("interval", step=step, **values)
+
+    def _say_damaged(self, checkpoint: Checkpoint, reason: str) -> None:
+        print(f"clusterddp: {reason}; trying the one before", file=sys.stderr, flush=True)
+        self._report("checkpoint_damaged", step=checkpoint.step, reason=reason)
 
     def _say_failed(self, step: int, reason: str) -> str:
         print(f"clusterddp: step {step} is not saved: {reason}", file=sys.stderr, flush=True)

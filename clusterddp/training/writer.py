@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,8 @@ class Writer:
 
 
 def sync(path: Path) -> None:
-    """Makes a file durable, whoever wrote it."""
-    with open(path, "rb") as file:
+    """Makes a file durable, whoever wrote it; without effect when there is none."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
         os.fsync(file.fileno())
 
 

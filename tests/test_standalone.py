@@ -1,0 +1,84 @@
+"""The checkpoints alone: in one process without a process group, and under torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import clusterddp
+from clusterddp.errors import CheckpointError, Superseded
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist, clusterddp
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.Adam(model.parameters())
+with clusterddp.CheckpointFolder(sys.argv[1], keep=2) as folder:
+    step = folder.restore(model=model, optimizer=optimizer)
+    print("begin", step, flush=True)
+    while step < int(sys.argv[2]):
+        optimizer.zero_grad()
+        model(torch.full((1, 4), float(step))).sum().backward()
+        optimizer.step()
+        step += 1
+        folder.save(step, model=model, optimizer=optimizer)
+print("sum", float(sum(p.double().sum() for p in model.parameters())).hex(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]])
+def test_a_loop_of_ones_own_goes_on_where_it_was(tmp_path, launcher):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run(folder: str, steps: int) -> list[str]:
+        command = [sys.executable, *launcher, str(script), str(tmp_path / folder), str(steps)]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout.splitlines()
+
+    whole = run("whole", 7)
+    assert set(run("parts", 4)) >= {"begin 0"}
+    second = run("parts", 7)
+    assert second.count("begin 4") == (2 if launcher else 1)
+    assert second[-1] == whole[-1] and second[-1].startswith("sum")
+    names = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
+    assert names == [f"step-{step:012d}.attempt-1.safetensors" for step in (6, 7)]
+
+
+def test_a_part_that_was_not_saved_and_a_newer_process_are_said(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    with clusterddp.CheckpointFolder(tmp_path / "folder") as first:
+        assert first.restore(model=model) == 0
+        first.save(3, model=model)
+        assert first.wait().step == 3
+        second = clusterddp.CheckpointFolder(tmp_path / "folder")
+        with pytest.raises(CheckpointError, match="checkpoint 3 has no optimizer; it has model"):
+            second.restore(model=model, optimizer=torch.optim.SGD(model.parameters()))
+        first.save(4, model=model)
+        with pytest.raises(Superseded, match="attempt 0 superseded by attempt 1"):
+            first.wait()
+        second.close()
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_only_damaged_ones_are_an_error(tmp_path, capsys):
+    model = torch.nn.Linear(2, 2)
+    with clusterddp.CheckpointFolder(tmp_path) as folder:
+        folder.restore(model=model)
+        folder.save(1, model=model)
+        folder.save(2, model=model)
+    older, newer = sorted(Path(tmp_path / "checkpoints").iterdir())
+    newer.write_bytes(newer.read_bytes()[:-1])
+    with clusterddp.CheckpointFolder(tmp_path) as folder:
+        assert folder.restore(model=model) == 1
+    assert f"{newer.name} is damaged" in capsys.readouterr().err
+    older.write_bytes(b"")
+    with (
+        clusterddp.CheckpointFolder(tmp_path) as folder,
+        pytest.raises(CheckpointError, match="does not start from step 0 by itself"),
+    ):
+        folder.restore(model=model)
