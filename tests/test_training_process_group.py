@@ -10,6 +10,7 @@ import torch
 
 from clusterddp.errors import DeviceError
 from clusterddp.training.process_group import choose_backend, choose_device
+from clusterddp.training.wrapping import wrap
 from tests import ddp
 
 
@@ -134,7 +135,8 @@ class Net(torch.nn.Module):
         return self.spare(x.float()) if use_spare else x
 calls = []
 for buffers in (True, False):
-    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"broadcast_buffers": False}):
+    static, promised = {"static_graph": True}, {"static_graph": True, "all_used_once": True}
+    for options in ({}, {"find_unused_parameters": True}, static, promised, {"broadcast_buffers": False}):
         net = Net()
         net.register_forward_pre_hook(lambda *a: calls.append(1))
         before = {k: v.clone() for k, v in net.state_dict().items()}
@@ -204,3 +206,41 @@ assert torch.equal(gradient(ctx.wrap), gradient(DistributedDataParallel))
 def test_a_static_graph_has_plain_ddps_gradients(tmp_path):
     # A throw-away pass would teach DDP that every parameter is used, and used once.
     ddp.run(script(tmp_path, STATIC), ranks=2, folder=tmp_path / "out")
+
+
+PROMISE = """
+from torch.utils.checkpoint import checkpoint
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.tied = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.tied.weight = self.a.weight
+    def forward(self, x, kind):
+        if kind == "unused": return self.a(x)
+        x = self.b(self.tied(x))
+        if kind == "tied": return checkpoint(self.a, x, use_reentrant=False)
+        return checkpoint(self.a, checkpoint(self.a, x, use_reentrant=True), use_reentrant=True)
+for kind, message in (
+    ("tied", None),
+    ("unused", "Expected to have finished reduction"),
+    ("in pieces", "wrap() was told all_used_once=True, but a.bias got its gradient in several pieces"),
+):
+    model = ctx.wrap(Net(), static_graph=True, all_used_once=True)
+    try:
+        for step in range(3): model(torch.ones(2, 4, requires_grad=True), kind).sum().backward()
+        assert message is None, kind
+    except RuntimeError as error:
+        assert message is not None and message in str(error), (kind, error)
+print("kept to it", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_broken_promise_about_a_static_graph_is_an_error_and_a_kept_one_is_not(tmp_path):
+    ranks = ddp.run(script(tmp_path, PROMISE), ranks=2, folder=tmp_path / "out")
+    assert ranks.text().count("kept to it") == 2
+
+
+def test_the_promise_means_nothing_without_a_static_graph():
+    with pytest.raises(TypeError, match="all_used_once=True is for static_graph=True"):
+        wrap(torch.nn.Linear(1, 1), torch.device("cpu"), all_used_once=True)

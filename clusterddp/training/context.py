@@ -112,9 +112,14 @@ class Context:
 
     # --- training
 
-    def wrap(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
-        """The model on this rank's device, in DDP with ``options``; a resume of it is exact (see ``wrapping``)."""
-        return wrapping.wrap(model, self.device, **options)
+    def wrap(self, model: torch.nn.Module, *, all_used_once: bool = False, **options: Any) -> DistributedDataParallel:
+        """The model on this rank's device, in DDP with ``options``; a resume of it is exact (see ``wrapping``).
+
+        With ``static_graph=True`` only if ``all_used_once=True`` promises that every parameter takes part in every
+        backward and gets its gradient in one piece: no unused parameters, no reentrant checkpointing. A broken promise
+        is an error in one of the first two steps.
+        """
+        return wrapping.wrap(model, self.device, all_used_once=all_used_once, **options)
 
     def loader(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = True, **options: Any) -> data.Loader:
         """The training samples: ``batch_size`` per rank and step, in an order that a resume finds again.

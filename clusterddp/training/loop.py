@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.errors import CheckpointError, Stopped, Superseded
-from clusterddp.training import data, randomness
+from clusterddp.training import data, randomness, wrapping
 from clusterddp.training.agreement import Agreement
 from clusterddp.training.data import Loader
 from clusterddp.training.metrics import plain
@@ -244,8 +244,8 @@ class Run:
                 continue
             if not part.broadcast_buffers and next(part.buffers(), None) is not None:
                 reasons.append(f"{name} has buffers of its own on each rank (broadcast_buffers=False)")
-            if part.static_graph and self._group.world_size > 2:
-                reasons.append(f"{name} is in DDP with static_graph=True")
+            if self._group.world_size > 2 and (doubt := wrapping.doubt(part)):
+                reasons.append(f"{name} {doubt}")
         return reasons
 
 

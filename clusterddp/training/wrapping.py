@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+#: The modules made here whose buckets have their final order.
+_settled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 class _SumOfParameters(torch.nn.Module):
@@ -19,7 +23,9 @@ class _SumOfParameters(torch.nn.Module):
         return torch.stack(self._sums()).sum() * 0  # type: ignore[no-untyped-call]
 
 
-def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
+def wrap(
+    model: torch.nn.Module, device: torch.device, *, all_used_once: bool = False, **options: Any
+) -> DistributedDataParallel:
     """The model on its device, in DDP, with its gradient buckets in their final order.
 
     DDP rebuilds its buckets after the first iteration, by the order in which gradients came. A resumed run would make
@@ -28,25 +34,71 @@ def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> Distri
 
     Not so with ``static_graph``: DDP takes how often each parameter is used from the first pass it sees. With a made-up
     one it then refuses a model with unused parameters, and sums reentrant checkpointing's gradients too early (seen in
-    2.13: wrong gradients, no error). Such a resume is not exact at 3 and more ranks.
+    2.13: wrong gradients, no error). Such a resume is not exact at 3 and more ranks, unless the caller promises by
+    ``all_used_once`` that the made-up passes tell the truth: every parameter gets its gradient in every backward, and
+    gets it in one piece. DDP then counts in the first pass, and notes the order in the second.
+
+    Of a broken promise, DDP itself refuses the unused parameter, in the second step; a gradient in several pieces
+    raises RuntimeError in the first backward. TypeError: ``all_used_once`` without ``static_graph`` means nothing.
     """
+    static_graph = options.get("static_graph", False)
+    if all_used_once and not static_graph:
+        raise TypeError("all_used_once=True is for static_graph=True; without it a resume is exact as it is")
     model = model.to(device)
     if device.type == "cuda":
         options = {"device_ids": [device.index], **options}
     wrapped = DistributedDataParallel(model, **options)
-    if not wrapped.static_graph:
-        _settle_buckets(wrapped)
+    if all_used_once or not static_graph:
+        _settle_buckets(wrapped, passes=2 if static_graph else 1)
+        _settled.add(wrapped)
+    if all_used_once:
+        _check_first_backward(wrapped)
     return wrapped
 
 
-def _settle_buckets(wrapped: DistributedDataParallel) -> None:
-    """One pass through all parameters: DDP rebuilds its buckets by it, before the next. Nothing else is touched."""
+def doubt(wrapped: DistributedDataParallel) -> str | None:
+    """Why a resume may sum gradients in another order, at 3 and more ranks; None if it cannot."""
+    rebuilds = wrapped.static_graph or not wrapped.find_unused_parameters
+    if wrapped in _settled or not rebuilds:
+        return None
+    if wrapped.static_graph:
+        return "is in DDP with static_graph=True, without all_used_once=True"
+    return "is in DDP that ctx.wrap() did not make"
+
+
+def _settle_buckets(wrapped: DistributedDataParallel, passes: int) -> None:
+    """Passes through all parameters: DDP rebuilds its buckets by them, before the next. Nothing else is touched."""
     model, broadcast_buffers = wrapped.module, wrapped.broadcast_buffers
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     wrapped._modules["module"], wrapped.broadcast_buffers = _SumOfParameters(parameters), False
     try:
-        wrapped().backward()
+        for _ in range(passes):
+            wrapped().backward()
     finally:
         wrapped._modules["module"], wrapped.broadcast_buffers = model, broadcast_buffers
     for parameter in parameters:
         parameter.grad = None
+
+
+def _check_first_backward(wrapped: DistributedDataParallel) -> None:
+    """Raises in the first backward if a parameter gets its gradient in pieces: DDP would send off the first alone."""
+    names = {id(parameter): name for name, parameter in wrapped.module.named_parameters() if parameter.requires_grad}
+    seen: set[str] = set()
+
+    def note(parameter: torch.Tensor) -> None:
+        name = names[id(parameter)]
+        if name in seen:
+            raise RuntimeError(
+                f"wrap() was told all_used_once=True, but {name} got its gradient in several pieces in one backward "
+                "(reentrant checkpointing does that): checkpoint with use_reentrant=False, or leave all_used_once out"
+            )
+        seen.add(name)
+
+    def end(*_: Any) -> None:
+        if seen:
+            for handle in handles:
+                handle.remove()
+
+    parameters = [parameter for parameter in wrapped.module.parameters() if parameter.requires_grad]
+    handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in parameters]
+    handles.append(wrapped.register_forward_pre_hook(end))
