@@ -139,4 +139,6 @@ def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
         "MASTER_PORT": port,
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # torch's store looks up the name of every client, and one lost answer of a DNS server would cost 5 s.
+        "RES_OPTIONS": "timeout:1 attempts:1",
     }

@@ -189,7 +189,10 @@ class Run:
             self._report("progress", step=total, steps=total)
 
     def _watch_optimizer(self) -> None:
-        """Notes when the optimizer steps: from then on, the state is that after the step being made."""
+        """Notes when the optimizer steps: from then on, the state is that after the step being made.
+
+        So it is when a GradScaler has skipped the optimizer's step for an overflow, and has updated its scale.
+        """
 
         def note(*_: Any) -> None:
             self._optimizer_stepped = self._in_step
@@ -197,6 +200,8 @@ class Run:
         for part in self._parts.values():
             if isinstance(part, torch.optim.Optimizer):
                 part.register_step_post_hook(note)
+            elif isinstance(part, torch.amp.GradScaler):
+                part.update = _then(part.update, note)  # type: ignore[method-assign]
 
     # --- the state
 
@@ -247,6 +252,16 @@ class Run:
             if self._group.world_size > 2 and (doubt := wrapping.doubt(part)):
                 reasons.append(f"{name} {doubt}")
         return reasons
+
+
+def _then(first: Callable[..., None], second: Callable[[], None]) -> Callable[..., None]:
+    """Both, one after the other; the arguments are the first one's."""
+
+    def both(*values: Any, **options: Any) -> None:
+        first(*values, **options)
+        second()
+
+    return both
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,15 +1,21 @@
 """A small training with everything that makes an exact resume hard: the run that the resume tests stop and continue.
 
-usage: exact.py RUN_DIR STEPS [OPTIONS]; writes RUN_DIR/weights.pt when all steps are done.
+usage: exact.py RUN_DIR STEPS [OPTIONS]; each rank writes RUN_DIR/final-RANK.pt when all steps are done.
 """
 
 import argparse
+import contextlib
+import json
+import os
 import random
+import signal
 import time
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import clusterddp
 from clusterddp.job import Checkpointing
@@ -17,12 +23,20 @@ from clusterddp.job import Checkpointing
 parser = argparse.ArgumentParser()
 parser.add_argument("run_dir", type=Path)
 parser.add_argument("steps", type=int)
+parser.add_argument("--batch", type=int, default=6, help="samples per rank and step")
 parser.add_argument("--workers", type=int, default=0)
-parser.add_argument("--sleep", type=float, default=0.0)
+parser.add_argument("--sleep", type=float, default=0.0, help="seconds after each step")
 parser.add_argument("--every", type=int)
 parser.add_argument("--samples", type=int, default=100)
 parser.add_argument("--evaluate", action="store_true")
 parser.add_argument("--evaluate-in-step", type=int)
+parser.add_argument("--stop-in", type=int, nargs="*", default=[], help="steps in which a rank sends itself a TERM")
+parser.add_argument("--micro", type=int, default=1, help="pieces of a batch whose gradients are accumulated")
+parser.add_argument("--amp", action="store_true", help="float16 with a GradScaler")
+parser.add_argument("--unused", action="store_true", help="some ranks, in some steps all, use no `branch`")
+parser.add_argument("--rng", default="step")
+parser.add_argument("--ddp", type=json.loads, default={}, help="options of DDP, as JSON")
+parser.add_argument("--plain-ddp", action="store_true", help="not by ctx.wrap()")
 options = parser.parse_args()
 
 
@@ -40,23 +54,29 @@ class Noisy(torch.utils.data.Dataset):
 
 
 class Net(nn.Module):
+    """3.3 MB of parameters, in two of DDP's buckets: the first takes 1 MiB."""
+
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(
+        self.body = nn.Sequential(
             nn.Linear(64, 512),
             nn.BatchNorm1d(512),
             nn.ReLU(),
             nn.Dropout(0.3),
             nn.Linear(512, 512),
             nn.ReLU(),
-            nn.Linear(512, 10),
+            nn.Linear(512, 512),
+            nn.ReLU(),
         )
+        self.branch = nn.Linear(512, 512)
+        self.head = nn.Linear(512, 10)
 
-    def forward(self, x):
-        return self.layers(x)
+    def forward(self, x, with_branch=True):
+        x = self.body(x)
+        return self.head(x + self.branch(x).relu() if with_branch else x)
 
 
-def evaluate(ctx, model):
+def evaluate():
     model.eval()
     right = 0
     with torch.no_grad():
@@ -68,31 +88,59 @@ def evaluate(ctx, model):
     return ctx.all_reduce_sum(right) / options.samples
 
 
+def stop_here():
+    """A real TERM to this rank, and no step is finished before it is heard."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    while ctx._agreement.reason is None:
+        time.sleep(0.001)
+
+
+def gradients(x, y):
+    """Accumulates those of the batch, piece by piece; the sum of the pieces' losses."""
+    with_branch = not options.unused or (run.step // 2 + ctx.rank) % 5 == 0
+    pieces = list(zip(x.chunk(options.micro), y.chunk(options.micro), strict=True))
+    total = 0.0
+    for number, (inputs, labels) in enumerate(pieces, start=1):
+        with contextlib.nullcontext() if number == len(pieces) else model.no_sync():
+            with torch.autocast("cpu", torch.float16, enabled=options.amp):
+                loss = nn.functional.cross_entropy(model(inputs, with_branch), labels) / len(pieces)
+            scaler.scale(loss).backward()
+        total += loss.item()
+    return total
+
+
 often = Checkpointing(every_steps=options.every, every_s=None)
 ctx = clusterddp.init(seed=3, run_dir=options.run_dir, checkpoint=often)
-model = ctx.wrap(Net(), bucket_cap_mb=0.2)
+net = Net()
+model = DistributedDataParallel(net, **options.ddp) if options.plain_ddp else ctx.wrap(net, **options.ddp)
+ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=1000)
-loader = ctx.loader(Noisy(), batch_size=6, num_workers=options.workers)
-run = ctx.run(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3, enabled=options.amp)
+loader = ctx.loader(Noisy(), batch_size=options.batch, num_workers=options.workers)
+parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ema": ema, "scaler": scaler}
+run = ctx.run(**parts, loader=loader, rng=options.rng)
 print(f"begin {run.step}", flush=True)
 try:
     for x, y in run.steps(options.steps):
-        loss = nn.functional.cross_entropy(model(x), y)
+        if run.step in options.stop_in and run.step % ctx.world_size == ctx.rank:
+            stop_here()
         optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = gradients(x, y)
+        scaler.step(optimizer)
+        scaler.update()
         scheduler.step()
-        run.log(loss=loss)
+        ema.update_parameters(net)
+        run.log(loss=loss, scale=scaler.get_scale())
         run.log(lr=scheduler.get_last_lr()[0], epoch=run.epoch)
         if run.step == options.evaluate_in_step:
-            ctx.print(f"evaluating {evaluate(ctx, model)}")
-        print(f"step {run.step} sum {int(x.sum() * 1000)}", flush=True)
+            ctx.print(f"evaluating {evaluate()}")
+        print(f"step {run.step} loss {loss.hex()} batch {x.double().sum().item().hex()}", flush=True)
         time.sleep(options.sleep)
 finally:
     print("finally ran", flush=True)
 if options.evaluate:
-    ctx.print(f"evaluating {evaluate(ctx, model)}")
+    ctx.print(f"evaluating {evaluate()}")
 print("all done", flush=True)
-if ctx.is_main:
-    torch.save(model.module.state_dict(), options.run_dir / "weights.pt")
+state = {name: part.state_dict() for name, part in parts.items()}
+torch.save(state, options.run_dir / f"final-{ctx.rank}.pt")
