@@ -6,7 +6,10 @@ compared. The model has 3.3 MB, so that DDP really rebuilds its buckets.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,21 +32,31 @@ GRAPHS: dict[str, tuple[str, ...]] = {
     "unused": ("--unused", "--ddp", '{"find_unused_parameters": true}'),
 }
 TWICE_IN_AN_EPOCH, AT_THE_END_OF_AN_EPOCH, FIRST_STEP_AND_SECOND_EPOCH = (1, 4), (7,), (0, 10)
-#: Every pair of values of any two columns but the last two (those 12 pairs are met, too), for each number of ranks.
-CASES = [
-    (1, "dynamic", 1, True, 2, TWICE_IN_AN_EPOCH),
-    (1, "static", 2, False, 0, AT_THE_END_OF_AN_EPOCH),
-    (1, "unused", 2, True, 0, FIRST_STEP_AND_SECOND_EPOCH),
-    (2, "dynamic", 2, False, 0, FIRST_STEP_AND_SECOND_EPOCH),
-    (2, "static", 1, True, 2, AT_THE_END_OF_AN_EPOCH),
-    (2, "unused", 1, False, 2, TWICE_IN_AN_EPOCH),
-    (3, "dynamic", 1, False, 2, AT_THE_END_OF_AN_EPOCH),
-    (3, "static", 2, True, 2, FIRST_STEP_AND_SECOND_EPOCH),
-    (3, "unused", 1, False, 0, TWICE_IN_AN_EPOCH),
-    (4, "dynamic", 2, True, 0, TWICE_IN_AN_EPOCH),
-    (4, "static", 1, False, 0, TWICE_IN_AN_EPOCH),
-    (4, "unused", 2, True, 2, AT_THE_END_OF_AN_EPOCH),
+#: The number of ranks, the graph, the pieces of a batch, AMP, the loader's workers, the steps in which a TERM comes.
+FACTORS = (
+    (1, 2, 3, 4),
+    tuple(GRAPHS),
+    (1, 2),
+    (True, False),
+    (0, 2),
+    (TWICE_IN_AN_EPOCH, AT_THE_END_OF_AN_EPOCH, FIRST_STEP_AND_SECOND_EPOCH),
+)
+#: Each value of a factor meets each of every other.
+PAIRWISE = [
+    (1, "dynamic", 2, False, 0, FIRST_STEP_AND_SECOND_EPOCH),
+    (1, "static", 2, False, 2, TWICE_IN_AN_EPOCH),
+    (1, "unused", 1, True, 0, AT_THE_END_OF_AN_EPOCH),
+    (2, "dynamic", 1, True, 2, FIRST_STEP_AND_SECOND_EPOCH),
+    (2, "static", 2, True, 0, AT_THE_END_OF_AN_EPOCH),
+    (2, "unused", 2, False, 0, TWICE_IN_AN_EPOCH),
+    (3, "dynamic", 2, True, 0, AT_THE_END_OF_AN_EPOCH),
+    (3, "static", 1, True, 0, FIRST_STEP_AND_SECOND_EPOCH),
+    (3, "unused", 1, False, 2, TWICE_IN_AN_EPOCH),
+    (4, "dynamic", 1, True, 0, TWICE_IN_AN_EPOCH),
+    (4, "static", 2, False, 2, AT_THE_END_OF_AN_EPOCH),
+    (4, "unused", 2, True, 0, FIRST_STEP_AND_SECOND_EPOCH),
 ]
+CASES = list(itertools.product(*FACTORS)) if "CLUSTERDDP_TEST_PRODUCT" in os.environ else PAIRWISE
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,17 @@ def train(run_dir: Path, *options: object, ranks: int, stops: tuple[int, ...] = 
     return Left(attempts, RunDirectory(run_dir))
 
 
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Left]:
+    """Trains without a stop, once for all tests that compare with the same."""
+
+    @functools.cache
+    def whole(*options: object, ranks: int) -> Left:
+        return train(tmp_path_factory.mktemp("whole") / "run", *options, ranks=ranks)
+
+    return whole
+
+
 def differing_values(one: dict[str, Any], other: dict[str, Any]) -> dict[str, int]:
     """How many values of each entry are not the same to the last bit."""
     assert one.keys() == other.keys()
@@ -118,9 +142,11 @@ def assert_exact(resumed: Left, whole: Left, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "graph", "micro", "amp", "workers", "stops"), CASES)
-def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(tmp_path, ranks, graph, micro, amp, workers, stops):
+def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(
+    tmp_path, left_alone, ranks, graph, micro, amp, workers, stops
+):
     options = (*GRAPHS[graph], "--micro", micro, *(["--amp"] if amp else []))
-    whole = train(tmp_path / "whole", *options, ranks=ranks)
+    whole = left_alone(*options, ranks=ranks)
     resumed = train(tmp_path / "stopped", *options, "--workers", workers, ranks=ranks, stops=stops)
 
     assert_exact(resumed, whole, ranks)
@@ -145,8 +171,10 @@ def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(tmp_path, ran
         (("--plain-ddp",), "model is in DDP that ctx.wrap() did not make"),
     ],
 )
-def test_without_the_throw_away_passes_the_bits_differ_and_the_run_says_so(tmp_path, ranks, options, reason):
-    whole = train(tmp_path / "whole", *options, ranks=ranks)
+def test_without_the_throw_away_passes_the_bits_differ_and_the_run_says_so(
+    tmp_path, left_alone, ranks, options, reason
+):
+    whole = left_alone(*options, ranks=ranks)
     resumed = train(tmp_path / "stopped", *options, ranks=ranks, stops=(4,))
     assert resumed.inexact() == [[reason]]
     assert sum(differing_values(resumed.state(0), whole.state(0)).values()) > 1000
@@ -163,8 +191,8 @@ def test_without_the_throw_away_passes_the_bits_differ_and_the_run_says_so(tmp_p
         ),
     ],
 )
-def test_what_else_is_not_exact_differs_and_is_said(tmp_path, options, reason, where):
-    whole = train(tmp_path / "whole", *options, ranks=2)
+def test_what_else_is_not_exact_differs_and_is_said(tmp_path, left_alone, options, reason, where):
+    whole = left_alone(*options, ranks=2)
     resumed = train(tmp_path / "stopped", *options, ranks=2, stops=(4,))
     assert resumed.inexact() == [[reason]]
     different = differing_values(resumed.state(1), whole.state(1))
@@ -177,9 +205,9 @@ def test_another_number_of_ranks_keeps_the_samples_and_is_said_to_be_inexact(tmp
     assert [line["step"] for line in resumed.raw()] == list(range(STEPS))
 
 
-def test_a_stop_in_an_evaluation_keeps_a_step_that_the_scaler_skipped(tmp_path):
+def test_a_stop_in_an_evaluation_keeps_a_step_that_the_scaler_skipped(tmp_path, left_alone):
     options = ("--amp", "--evaluate-in-step", 0)
-    whole = train(tmp_path / "whole", *options, ranks=2)
+    whole = left_alone(*options, ranks=2)
     assert whole.raw()[0]["scale"] < 2.0**22
     stopped = ddp.start(
         *(EXACT, tmp_path / "stopped", STEPS, "--samples", SAMPLES, "--batch", GLOBAL_BATCH // 2, *options),
