@@ -17,7 +17,7 @@ from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import Notice
 from clusterddp.launch.limits import exceeded
 from clusterddp.launch.supervisor import supervise
-from clusterddp.rundir import RunDirectory, write_json
+from clusterddp.rundir import RunDirectory, append_line, write_json
 
 
 class FakeController:
@@ -211,9 +211,31 @@ def test_a_failed_run_is_not_trained_again_by_a_requeue_of_its_own_job(run: RunD
     """24.11 requeues a job once more after a requeue within a grace; another job may continue it."""
     raised = {"end": "exception", "error": "ValueError: no"}
     ranks, controller = FakeRanks(run, raised), FakeController(Cause.NONE)
-    assert supervise(run, JOB, ranks, controller) == 1
-    assert supervise(run, JOB, ranks, controller) == 1
+    assert supervise(run, JOB, lambda: ranks, controller) == 1
+    assert supervise(run, JOB, lambda: ranks, controller) == 1
     assert run.attempts() == [0]
+
+
+def test_ranks_that_are_killed_again_and_again_are_started_three_times_without_a_checkpoint(run: RunDirectory) -> None:
+    """Each start is an attempt of its own in the same job; then the run has failed, and says why."""
+    killed = FakeRanks(run, {"end": "died", "error": "killed"})
+    assert supervise(run, JOB, lambda: killed, FakeController(Cause.NONE)) == 1
+    names = [event["event"] for event in run.events()]
+    assert names == ["started", "rank_failed", "restarted"] * 2 + ["started", "rank_failed", "failed"]
+    assert "3 attempts in a row came to a failure without a checkpoint" in (run.outcome() or {})["reason"]
+
+
+def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirectory) -> None:
+    """Progress is what counts."""
+    ends = iter([{"end": "died", "error": "killed"}] * 5 + [{"end": "done"}])
+
+    def ranks() -> FakeRanks:
+        time_now = {"time": 1.0, "attempt": len(run.attempts()), "event": "checkpoint", "step": 1}
+        append_line(run.events_file, time_now)
+        return FakeRanks(run, next(ends))
+
+    assert supervise(run, JOB, ranks, FakeController(Cause.NONE)) == 0
+    assert run.outcome() == {"state": "completed", "step": 1, "attempts": 6, "reason": "all ranks finished"}
 
 
 # ---- limits

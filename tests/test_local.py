@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.launch.cause import Cause
+from clusterddp.launch.controller import give_notice
 from clusterddp.rundir import RunDirectory, read_lines
 from tests.waiting import differing, final_state, story, wait_for_step, wait_until
 
@@ -77,6 +79,34 @@ def test_ctrl_c_saves_and_stops_and_the_same_command_goes_on(run: RunDirectory, 
     check_same(run, uninterrupted)
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_killed_rank_is_named_and_all_ranks_start_anew_in_place(
+    run: RunDirectory, uninterrupted: RunDirectory, rank: int
+) -> None:
+    """From the newest checkpoint, in the same supervisor; no bit differs in the end."""
+    process = start(run, *DIGITS, "--set", "checkpoint.every=20 steps")
+    wait_until(lambda: any(run.checkpoints.glob("step-*")), "a checkpoint", timeout=60)
+    (victim,) = [pid for pid in ranks_of(run) if variable(pid, "RANK") == str(rank)]
+    os.kill(victim, signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert re.search(rf"attempt 0: rank {rank} \(\S+\) failed first: killed without a traceback", err), err
+    assert "starting all ranks anew on the same nodes" in err
+    assert re.search(r"attempt 1: resumed from step \d+", err)
+    assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in uninterrupted.metrics()]
+    assert differing(final_state(run), final_state(uninterrupted)) == []
+
+
+def ranks_of(run: RunDirectory) -> list[int]:
+    return [pid for pid in processes_of(run) if b"clusterddp.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def variable(pid: int, name: str) -> str:
+    """The environment that a process was started with."""
+    pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next(pair.partition("=")[2] for pair in pairs if pair.startswith(f"{name}="))
+
+
 def test_a_killed_loop_leaves_no_process_and_the_run_goes_on(run: RunDirectory) -> None:
     """Supervisor and ranks die with it; the next start recognises the dead holder."""
     process = start(run, *DIGITS)
@@ -119,7 +149,12 @@ PLAIN = ["tests/scripts/plain_ddp.py", "--device", "cpu", "--nodes", "2", "--gpu
 def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run: RunDirectory, tmp_path: Path) -> None:
     """TERM has its default action in it; LOCAL_RANK is what it would be on two nodes."""
     own = tmp_path / "own.pt"
-    process = start(run, *PLAIN, "--preempt-after", "6s", "--", str(own), "60", "0.1")
+    process = start(run, *PLAIN, "--", str(own), "60", "0.1")
+    logs = [run.attempt_logs(0) / f"rank-{rank}.out" for rank in range(4)]
+    wait_until(lambda: all(log.exists() and "starts" in log.read_text() for log in logs), "all ranks", timeout=60)
+    wait_until(own.exists, "its first own checkpoint", timeout=60)
+    give_notice(run, Cause.PREEMPTED)
+    os.killpg(os.getsid(ranks_of(run)[0]), signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     first, second = ((run.attempt_logs(attempt) / "rank-3.out").read_text() for attempt in (0, 1))

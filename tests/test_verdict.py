@@ -118,6 +118,41 @@ def test_the_first_failure_is_the_one_whose_connection_broke_first() -> None:
     assert verdict.first_failure.rank == 1
 
 
+def test_the_users_own_exception_comes_before_a_lost_connection_at_the_same_moment() -> None:
+    """Its own connection to the supervisor and its peers' to it break at once, and arrive in any order."""
+    peer = end("exception", 0, lost_at=4.0, error="RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed")
+    own = end("exception", 1, lost_at=4.01, error="ValueError: bad label")
+    verdict = judge([peer, own], 1, False, lambda: Cause.NONE)
+    assert verdict.action is Action.FAIL
+    assert verdict.first_failure == own
+
+
+@pytest.mark.parametrize(
+    ("failure", "action"),
+    [
+        (RankEnd(1, "n1", "died", 1.0, used_clusterddp=True), Action.RESTART),
+        (RankEnd(1, "n1", "lost", 1.0), Action.RESTART),
+        *[
+            (RankEnd(1, "n1", "exception", 1.0, error=error, used_clusterddp=True), action)
+            for error, action in [
+                ("torch.distributed.DistBackendError: NCCL error in: ...", Action.RESTART),
+                ("AcceleratorError: CUDA error: an illegal memory access was encountered", Action.RESTART),
+                ("RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer", Action.RESTART),
+                ("ConnectionResetError: [Errno 104] Connection reset by peer", Action.RESTART),
+                ("ValueError: the connection closed by peer is mentioned", Action.FAIL),
+                ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", Action.FAIL),
+                ("CheckpointError: no checkpoint of the run can be read", Action.FAIL),
+            ]
+        ],
+        (RankEnd(1, "n1", "exit", 1.0, exit_code=3), Action.FAIL),
+    ],
+)
+def test_what_may_pass_is_tried_again_in_place_and_the_users_own_errors_never(failure: RankEnd, action: Action) -> None:
+    """And what the controller ends is not started anew in the job that is being ended."""
+    assert judge([failure], 1, False, lambda: Cause.NONE).action is action
+    assert judge([failure], 1, True, lambda: Cause.CANCELLED).action is not Action.RESTART
+
+
 def test_a_rank_without_a_record_is_named_as_killed() -> None:
     """SIGKILL leaves no traceback; the rank and its host are named all the same."""
     lost = RankEnd.from_record(3, "n2", 1.0, None)

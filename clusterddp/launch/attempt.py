@@ -25,6 +25,8 @@ from clusterddp.launch.verdict import Action, RankEnd, Verdict, judge
 from clusterddp.link import ADDRESS_VARIABLE, TOKEN_VARIABLE, LinkServer
 from clusterddp.rundir import RunDirectory, last_line, read_json, write_json
 
+#: What ``supervise`` returns when the ranks are to be started anew in this very job.
+RESTART = -1
 #: Pauses between two questions to a controller that does not answer: from the first to the longest, in seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
@@ -51,7 +53,7 @@ class Attempt:
         self._told = self._heard = False
 
     def supervise(self) -> int:
-        """Runs the attempt to its end; returns this process's exit code."""
+        """Runs the attempt to its end; returns this process's exit code, or RESTART."""
         exit_code = self._train()
         return self._act(judge(self._ends(), exit_code, self._told, self._why))
 
@@ -188,6 +190,8 @@ class Attempt:
             failure = verdict.first_failure
             self._history.add("rank_failed", rank=failure.rank, host=failure.host, error=failure.error)
             print(failure_box(self._run, self._number, failure), file=sys.stderr, flush=True)
+        if verdict.action is Action.RESTART:
+            return self._restart(verdict)
         if verdict.action is Action.AGAIN or (verdict.action is Action.LEAVE_TO_SLURM and self._ends_for_good()):
             return self._again(verdict)
         if verdict.action in (Action.LEAVE, Action.LEAVE_TO_SLURM):
@@ -207,12 +211,24 @@ class Attempt:
             print(f"clusterddp: cannot ask whether this partition requeues what it preempts: {error}", flush=True)
             return False
 
-    def _again(self, verdict: Verdict) -> int:
-        """The run goes on: by a requeue where that is possible and wanted, else in a new job."""
-        end = {"event": "stopped", "attempt": self._number, "time": time.time(), "cause": verdict.cause.value}
+    def _restart(self, verdict: Verdict) -> int:
+        """The run goes on here and now, from the newest checkpoint, as a new attempt of the same job."""
+        if self._bounded("restarted", verdict):
+            return verdict.exit_code
+        self._add_end("restarted", verdict)
+        return RESTART
+
+    def _bounded(self, event: str, verdict: Verdict) -> bool:
+        """Ends the run as failed when it may not have another attempt; whether it did."""
+        end = {"event": event, "attempt": self._number, "time": time.time(), "cause": verdict.cause.value}
         reason = exceeded(self._job, [*self._run.events(), end], time.time())
         if reason is not None:
             self._history.conclude(Action.FAIL.value, f"{verdict.reason}, and {reason}")
+        return reason is not None
+
+    def _again(self, verdict: Verdict) -> int:
+        """The run goes on: by a requeue where that is possible and wanted, else in a new job."""
+        if self._bounded("stopped", verdict):
             return 1
         wanted = self._job.policy != "resubmit" or not self._controller.resubmits
         if not (wanted and verdict.cause in (Cause.PREEMPTED, Cause.TIME_LIMIT)):

@@ -8,7 +8,8 @@ from typing import Any
 from clusterddp.job import Job
 from clusterddp.launch.cause import Cause
 
-#: Attempts in a row that may end at their time limit without a checkpoint of their own: the next would do no better.
+#: Attempts in a row that may end at their time limit, or by a failure that may pass, without a checkpoint of their own:
+#: the next would do no better.
 FRUITLESS = 3
 
 
@@ -22,7 +23,7 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
     if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
         return f"{hours:.2f} GPU hours are used, and limits.gpu_hours is {job.limits.gpu_hours:g}"
     if _fruitless(events) >= FRUITLESS:
-        return f"{FRUITLESS} attempts in a row came to their time limit without a checkpoint; ask for more time"
+        return f"{FRUITLESS} attempts in a row came to {_ends(events)} without a checkpoint"
     return None
 
 
@@ -40,12 +41,19 @@ def used_hours(events: Iterable[Mapping[str, Any]], now: float) -> float:
 
 
 def _fruitless(events: list[Mapping[str, Any]]) -> int:
-    """How many attempts in a row, up to the newest, ended at their time limit and committed nothing."""
+    """How many attempts in a row, up to the newest, ended at their time limit or failed, and committed nothing."""
     count = 0
     for attempt in sorted({event["attempt"] for event in events if event["event"] == "started"}, reverse=True):
         own = [event for event in events if event["attempt"] == attempt]
-        timed = any(event.get("cause") in (Cause.TIME_LIMIT.value, Cause.TIMED_OUT.value) for event in own)
-        if not timed or any(event["event"] == "checkpoint" for event in own):
+        if not any(map(_failed_or_timed, own)) or any(event["event"] == "checkpoint" for event in own):
             break
         count += 1
     return count
+
+
+def _failed_or_timed(event: Mapping[str, Any]) -> bool:
+    return event["event"] == "restarted" or event.get("cause") in (Cause.TIME_LIMIT.value, Cause.TIMED_OUT.value)
+
+
+def _ends(events: list[Mapping[str, Any]]) -> str:
+    return "a failure" if events[-1]["event"] == "restarted" else "their time limit (ask for more time)"

@@ -71,6 +71,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     ),
     "notice": lambda e: f"{e['why']}: telling the ranks to stop",
     "stopped": _stopped,
+    "restarted": lambda e: _ended(e, "starting all ranks anew on the same nodes"),
     "requeued": lambda e: _ended(e, "requeued"),
     "requeue_refused": lambda e: f"the requeue was refused ({e['error']}), resubmitting",
     "resubmitted": lambda e: _ended(e, f"resubmitted as job {e['job']}"),

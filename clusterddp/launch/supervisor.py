@@ -14,13 +14,14 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 from clusterddp.environment import scrub
 from clusterddp.errors import ClusterddpError, RunDirectoryError
 from clusterddp.job import Job
 from clusterddp.job_file import load_resolved
 from clusterddp.launch import holder
-from clusterddp.launch.attempt import Attempt
+from clusterddp.launch.attempt import RESTART, Attempt
 from clusterddp.launch.controller import Controller, LocalController, SlurmController, notice_file
 from clusterddp.launch.history import History
 from clusterddp.launch.launcher import Launcher, LocalLauncher, SlurmLauncher
@@ -35,7 +36,7 @@ def supervise_slurm(run_directory: str) -> int:
     prepare_process()
     run = RunDirectory(run_directory)
     job = load_resolved(run.job_file)
-    return supervise(run, job, SlurmLauncher(job), SlurmController(os.environ, run, job))
+    return supervise(run, job, lambda: SlurmLauncher(job), SlurmController(os.environ, run, job))
 
 
 def supervise_local(run_directory: str, debug_rank: int | None) -> int:
@@ -49,7 +50,7 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
     for name in set(os.environ) - set(scrub(os.environ)):
         del os.environ[name]
     notice_file(run).unlink(missing_ok=True)  # of an attempt before
-    return supervise(run, job, LocalLauncher(job, debug_rank), LocalController(run))
+    return supervise(run, job, lambda: LocalLauncher(job, debug_rank), LocalController(run))
 
 
 def prepare_process() -> None:
@@ -65,7 +66,14 @@ def prepare_process() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def supervise(run: RunDirectory, job: Job, launcher: Launcher, controller: Controller) -> int:
+def supervise(run: RunDirectory, job: Job, launcher: Callable[[], Launcher], controller: Controller) -> int:
+    """Supervises one attempt after another, as long as the ranks can be started anew here."""
+    while (code := supervise_one(run, job, launcher(), controller)) == RESTART:
+        pass
+    return code
+
+
+def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: Controller) -> int:
     """Claims the next attempt of a run that may go on, and supervises it."""
     code = finished(run, controller)
     if code is not None:

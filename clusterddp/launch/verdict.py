@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.launch.cause import Cause
+
+#: Exceptions that tell of a device, a network or a peer rather than of the user's code: another try may go well.
+_MAY_PASS = re.compile(
+    r"(Dist(Backend|Network|Store)Error|AcceleratorError|ConnectionError|ConnectionResetError|BrokenPipeError): "
+    r"|CUDA error|NCCL error|gloo/transport/|rank 0's store is gone"
+)
+
+
+#: Seconds within which the order of two connections' ends tells nothing.
+JITTER_S = 0.5
 
 
 class Action(enum.Enum):
@@ -16,6 +27,7 @@ class Action(enum.Enum):
     COMPLETE = "completed"
     FAIL = "failed"
     CANCEL = "cancelled"
+    RESTART = "restart"  # all ranks are started anew in the same job, on the same nodes
     AGAIN = "again"  # the job ends unless it is requeued, or the run is resubmitted
     LEAVE_TO_SLURM = "leave to Slurm"  # which requeues the job by itself, unless it cancels what it preempts
     LEAVE = "leave"  # the job ends as it is, the run is not over, and someone may continue it
@@ -61,6 +73,13 @@ class RankEnd:
     def failed(self) -> bool:
         """Whether the rank ended by neither finishing nor stopping."""
         return self.end not in ("done", "stopped")
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether a failure may have come from outside the user's code. A Python exception of its own never does."""
+        if self.end == "exception":
+            return _MAY_PASS.search(self.error) is not None
+        return self.end in ("died", "lost")
 
     def sentence(self) -> str:
         """One line that names the rank, its host and what happened to it."""
@@ -108,9 +127,9 @@ def judge(ends: list[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cau
     all_done = exit_code == 0 and all(end.end == "done" for end in ends)
     if all_done and all(end.used_clusterddp for end in ends):
         return Verdict(Action.COMPLETE, "all ranks finished")
-    failures = sorted((end for end in ends if end.failed), key=lambda end: (end.lost_at, end.rank))
+    failures = _in_order([end for end in ends if end.failed])
     raised = failures[0] if failures and failures[0].end == "exception" else None
-    if raised is not None and raised.used_clusterddp and not told:
+    if raised is not None and raised.used_clusterddp and not raised.may_pass and not told:
         return Verdict(Action.FAIL, raised.sentence(), Cause.NONE, raised)
     cause = ask()
     if cause is Cause.TIME_LIMIT and not told:
@@ -121,7 +140,21 @@ def judge(ends: list[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cau
     if all_done:
         return Verdict(Action.COMPLETE, "all ranks finished")
     if failures:
-        return Verdict(Action.FAIL, failures[0].sentence(), cause, failures[0])
+        again = failures[0].may_pass and cause is Cause.NONE
+        return Verdict(Action.RESTART if again else Action.FAIL, failures[0].sentence(), cause, failures[0])
     if any(end.end == "stopped" for end in ends):
         return Verdict(Action.LEAVE, cause.value, cause)
     return Verdict(Action.FAIL, f"all ranks finished, but the launcher returned {exit_code}")
+
+
+def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
+    """The failures, the true first one in front: whose connection broke first.
+
+    Where the order is within the network's jitter, an exception of the user's own comes before one that tells of a lost
+    peer, which is likely its consequence.
+    """
+    failures = sorted(failures, key=lambda end: (end.lost_at, end.rank))
+    near = [end for end in failures if end.lost_at <= failures[0].lost_at + JITTER_S]
+    own = [end for end in near if end.end == "exception" and not end.may_pass]
+    first = (own or near)[:1]
+    return first + [end for end in failures if end not in first]
