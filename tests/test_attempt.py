@@ -41,6 +41,9 @@ class FakeController:
     def why(self, notice_s: float) -> Cause:
         return _next(self._causes)
 
+    def term_notice_s(self) -> float | None:
+        return None
+
     def ends_what_it_preempts(self) -> bool:
         return False
 

@@ -103,17 +103,17 @@ def test_where_preemption_cancels_the_run_is_resubmitted(
     assert len(training.run.attempts()) == 2
 
 
-def test_a_watcher_lifts_the_hold_after_a_requeue(cluster: Cluster, runs: Path) -> None:
-    """``submit --wait`` helps the run over it and ends with the run, exit code 0."""
-    training = Training.submit(cluster, runs, "--moments", "first step")
-    watcher = cluster.popen([cluster.python, "-m", "clusterddp", "watch", training.run.path], stderr=-1)
+def test_a_step_that_outlasts_the_grace_costs_the_steps_since_the_last_checkpoint_and_no_more(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """The ranks leave before they would be killed, with where they hang in the log, and the job is requeued."""
+    training = Training.submit(cluster, runs, "--moments", "last step")
     training.wait_at_moment(0)
     training.preempt()
-    training.go(0)
-    _, words = watcher.communicate(timeout=90)
-    assert watcher.returncode == 0, words
-    assert f"job {training.job_id}: lifted Slurm's hold after the requeue" in words
-    assert (training.run.outcome() or {})["attempts"] == 2
+    assert training.finish() == "completed", story(training.run)
+    assert "leaving with checkpoint 20" in (training.run.attempt_logs(0) / "rank-0.err").read_text()
+    assert [event["redone"] for event in events_of(training.run, "resumed")] == [19]
+    assert training.run.metrics()[-1]["loss"] == uninterrupted_training.metrics()[-1]["loss"]
 
 
 # ---- scancel

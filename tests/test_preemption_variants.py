@@ -53,3 +53,18 @@ def test_a_preempted_run_is_the_same_run_on_a_cluster_set_up_differently(
     left = [process for node in cluster.nodes for process in cluster.processes(node) if "train.py" in process.command()]
     assert left == []
     cluster.drain_jobs()
+
+
+def test_a_watcher_lifts_the_hold_after_a_requeue(clusters: Any, runs_on: Any) -> None:
+    """``submit --wait`` helps the run over it, though the hold is longer than the test waits, and ends with the run."""
+    cluster = clusters.get(dataclasses.replace(clusters.standard, cred_expire=120))
+    training = Training.submit(cluster, runs_on(cluster), "--moments", "first step")
+    watcher = cluster.popen([cluster.python, "-m", "clusterddp", "watch", training.run.path], stderr=-1)
+    training.wait_at_moment(0)
+    training.preempt()
+    training.go(0)
+    _, words = watcher.communicate(timeout=90)
+    assert watcher.returncode == 0, words
+    assert f"job {training.job_id}: lifted Slurm's hold after the requeue" in words
+    assert (training.run.outcome() or {})["attempts"] == 2
+    cluster.drain_jobs()

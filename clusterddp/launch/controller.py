@@ -50,6 +50,9 @@ class Controller(Protocol):
     def why(self, notice_s: float) -> Cause:
         """Why the ranks were told to stop, if they were; ``notice_s`` before the time limit they are."""
 
+    def term_notice_s(self) -> float | None:
+        """How long ranks have from a TERM to a KILL; None: nobody says."""
+
     def ends_what_it_preempts(self) -> bool:
         """Whether a preempted job, left alone, never runs again."""
 
@@ -103,6 +106,10 @@ class SlurmController:
             print(f"clusterddp: the controller says: {job}", flush=True)
         return cause
 
+    def term_notice_s(self) -> float | None:
+        """The partition's or QOS's grace; KillWait where there is none."""
+        return self._preemption().notice_s
+
     def ends_what_it_preempts(self) -> bool:
         """PreemptMode=CANCEL."""
         return self._preemption().must_resubmit
@@ -155,6 +162,10 @@ class LocalController:
         del notice_s
         notice = read_json(self._notice)
         return Cause(notice["cause"]) if notice else Cause.NONE
+
+    def term_notice_s(self) -> float | None:
+        """The loop never sends a KILL by itself."""
+        return None
 
     def ends_what_it_preempts(self) -> bool:
         """The loop starts again when asked."""

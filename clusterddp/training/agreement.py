@@ -81,6 +81,7 @@ class Agreement:
             until it comes out: this rank is at no boundary meanwhile.
         watched: a connection for the watcher, whose ``get`` waits for as long as it takes.
         report: takes events.
+        on_request: takes the reason of a stop on every rank, in the watcher's thread, before it is agreed on.
     """
 
     def __init__(
@@ -90,8 +91,10 @@ class Agreement:
         rank: int,
         world_size: int,
         report: Callable[..., None] = link.report,
+        on_request: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.reason: str | None = None
+        self._on_request = on_request
         self._store, self._report = store, report
         self._rank, self._world_size = rank, world_size
         self._ballot = Ballot()
@@ -162,6 +165,7 @@ class Agreement:
         try:
             self.reason = json.loads(store.get(_STOP))["reason"]
             if self.reason is not None:
+                self._on_request(self.reason)
                 self._vote(store)
         except RuntimeError as error:
             self._lost = error

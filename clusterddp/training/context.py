@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
+import socket
 import sys
 import threading
 import time
@@ -20,9 +22,10 @@ from torch.utils.data import Dataset
 from clusterddp import link
 from clusterddp.errors import Stopped
 from clusterddp.job import Checkpointing
-from clusterddp.rundir import append_line
+from clusterddp.rundir import append_line, write_json
 from clusterddp.training import collectives, data, process_group, randomness, settings, wrapping
 from clusterddp.training.agreement import Agreement
+from clusterddp.training.deadline import Deadline
 from clusterddp.training.interrupts import SignalPipe
 from clusterddp.training.loop import Randomness, Run
 from clusterddp.training.saving import Saver
@@ -74,7 +77,10 @@ class Context:
         backend = process_group.choose_backend(read.backend, self.device)
         self._group = process_group.ProcessGroup(ranks, self.device, backend, read.store, read.timeouts.start_s)
         self._attempt = self._claim_attempt()
-        self._agreement = Agreement(self._group.store, self._group.watched, self.rank, self.world_size, self._report)
+        self._deadline = Deadline(read.notices, self._leave_with_newest)
+        self._agreement = Agreement(
+            self._group.store, self._group.watched, self.rank, self.world_size, self._report, self._on_stop_request
+        )
         # Not before all ranks are there: one that waits for the others has nothing to save, and ends by TERM at once.
         self._signals = SignalPipe()
         self._agreement.listen(self._signals)
@@ -181,10 +187,30 @@ class Context:
             agreement=self._agreement,
             saver=self._saver,
             report=self._report,
+            deadline=self._deadline,
         )
         return self._run
 
     # --- stopping
+
+    def _on_stop_request(self, reason: str) -> None:
+        """Rank 0 will not wait for the step for longer than the notice allows."""
+        if self.rank == 0 and self._saver is not None and self._saver.saves:
+            self._deadline.begin(reason, self._saver.last_save_s)
+
+    def _leave_with_newest(self, waited_s: float) -> None:
+        """Ends this rank, and thereby all, when no step was agreed on in time: with what is saved, or being saved."""
+        assert self._saver is not None
+        words = f"no rank's step ended within {waited_s:.0f} s of the notice"
+        print(f"clusterddp: {words}; what this rank is at:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        committed = self._saver.finish_newest()
+        print(f"clusterddp: leaving with checkpoint {committed}", file=sys.stderr, flush=True)
+        if self._settings.attempt is not None and self._settings.run_dir is not None:
+            record = {"rank": 0, "host": socket.gethostname(), "end": "stopped", "step": committed, "reason": words}
+            path = self._settings.run_dir.rank_record(self._settings.attempt, 0)
+            write_json(path, {**record, "used_clusterddp": True}, mode=0o600)
+        os._exit(75)  # any code but 0 makes the launcher end the other ranks
 
     def stop_requested(self) -> bool:
         """Whether to stop here. Every rank calls it the same number of times, and gets the same answer each time.
@@ -261,6 +287,7 @@ class Context:
         data.close_workers()
         self._signals.close(restore_handlers=restore_handlers)
         self._agreement.close()
+        self._deadline.end()
         if self._saver is not None:
             self._saver.close()
         if clean:

@@ -19,6 +19,7 @@ from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.training import data, randomness, wrapping
 from clusterddp.training.agreement import Agreement
 from clusterddp.training.data import Loader
+from clusterddp.training.deadline import Deadline
 from clusterddp.training.metrics import plain
 from clusterddp.training.process_group import ProcessGroup
 from clusterddp.training.saving import Saver
@@ -48,7 +49,9 @@ class Run:
         agreement: Agreement,
         saver: Saver,
         report: Callable[..., None],
+        deadline: Deadline,
     ) -> None:
+        self._deadline = deadline
         if clash := _RESERVED & parts.keys():
             raise TypeError(f"{', '.join(sorted(clash))}: the checkpoint uses the name itself; give the part another")
         self.step = 0
@@ -122,6 +125,7 @@ class Run:
 
         Called from inside a step, it saves the state after that step if the optimizer has stepped, else before it.
         """
+        self._deadline.end()  # from here on the save takes as long as it may
         if self._optimizer_stepped:
             self._finish_step()
         if self._group.rank == 0:

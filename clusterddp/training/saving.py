@@ -47,7 +47,7 @@ class Saver:
         self._saved_at = time.monotonic()
         self._every_s = interval.FIRST_S if settings.auto else settings.every_s
         self._said_s = 0.0
-        self._stall_s = 0.0
+        self._stall_s = self._durable_s = 0.0
         #: The metric that `keep` goes by: its best value so far (as its order), and that of the step just done.
         self._best = float("inf")
         self._value: float | None = None
@@ -118,6 +118,16 @@ class Saver:
         self._group.store.set(key, json.dumps(verdict))
         return _unpack(verdict)
 
+    @property
+    def last_save_s(self) -> float:
+        """How long the last save took until it was durable; 0 before the first."""
+        return self._durable_s
+
+    def finish_newest(self) -> int | None:
+        """Rank 0, in whatever thread: the step of the newest checkpoint, once what is being saved is durable."""
+        self._hear(wait=True)
+        return self._committed
+
     def close(self) -> None:
         """Leaves the writer to finish what it is at."""
         if self._checkpoints is not None:
@@ -164,7 +174,7 @@ class Saver:
         if saved is None:
             return None
         self._committed = saved.step
-        durable_s = saved.at - self._saved_at
+        self._durable_s = durable_s = saved.at - self._saved_at
         self._report(
             "checkpoint",
             step=saved.step,

@@ -15,7 +15,10 @@ from clusterddp.training.process_group import StoreAddress
 
 @dataclass(frozen=True)
 class Settings:
-    """``attempt`` is None when no supervisor has made one; ``run_dir`` is None when there is nowhere to save."""
+    """``attempt`` is None when no supervisor has made one; ``run_dir`` is None when there is nowhere to save.
+
+    ``notices``: for a stop signal's name, how many seconds after it this process is killed, where that is known.
+    """
 
     ranks: environment.RankEnvironment
     run_dir: RunDirectory | None
@@ -27,6 +30,7 @@ class Settings:
     checkpoint: Checkpointing
     timeouts: Timeouts
     store: StoreAddress
+    notices: Mapping[str, float]
 
 
 def read(
@@ -55,6 +59,11 @@ def read(
         checkpoint=job.checkpoint if job else checkpoint or Checkpointing(),
         timeouts=job.timeouts if job else Timeouts(),
         store=_store(environ, ranks),
+        notices={
+            name: float(environ[variable])
+            for name in ("TERM", "USR2")
+            if (variable := f"CLUSTERDDP_{name}_NOTICE_S") in environ
+        },
     )
 
 

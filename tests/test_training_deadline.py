@@ -1,0 +1,76 @@
+"""A step that outlasts the notice: the save before it is kept, and nobody waits for the kill."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from clusterddp.training.deadline import Deadline
+from tests import ddp
+from tests.waiting import wait_until
+
+HANGS = """
+import os, sys, time, torch, clusterddp
+from clusterddp.job import Checkpointing
+ctx = clusterddp.init(run_dir=sys.argv[1], checkpoint=Checkpointing(every_steps=2, every_s=None))
+model = ctx.wrap(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.arange(64.0).reshape(16, 4), batch_size=2))
+for batch in run.steps(8):
+    if run.step == 5 and ctx.rank == 1 and "hang" in sys.argv:
+        print("hanging", flush=True)
+        time.sleep(1000)
+    model(batch).sum().backward()
+    optimizer.step()
+print("done from", run.step, flush=True)
+"""
+
+
+@pytest.fixture
+def acted() -> tuple[threading.Event, list[float]]:
+    return threading.Event(), []
+
+
+def deadline(acted: tuple[threading.Event, list[float]], **notices: float) -> Deadline:
+    event, waited = acted
+
+    def act(seconds: float) -> None:
+        waited.append(seconds)
+        event.set()
+
+    return Deadline(notices, act)
+
+
+def test_the_notice_less_the_last_save_is_waited_for(acted):
+    deadline(acted, TERM=4.0).begin("signal TERM", last_save_s=0.5)
+    assert acted[0].wait(30)
+    assert acted[1][0] >= 0.25
+
+
+def test_a_stop_that_has_begun_and_a_reason_without_a_notice_have_no_deadline(acted):
+    begun = deadline(acted, TERM=0.0)
+    begun.end()
+    begun.begin("signal TERM", last_save_s=0.0)
+    deadline(acted, TERM=0.0).begin("asked for by the script", last_save_s=0.0)
+    other = deadline((threading.Event(), []), TERM=0.0)
+    other.begin("signal TERM", last_save_s=0.0)  # begun after the others, at once: by its end they would have acted
+    assert other._timer is not None
+    other._timer.join(30)
+    assert not acted[0].is_set()
+
+
+def test_a_hung_step_ends_with_the_checkpoint_before_it_and_the_stacks(tmp_path):
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    notice = {"CLUSTERDDP_TERM_NOTICE_S": "4"}
+    ranks = ddp.start(script, tmp_path / "run", "hang", ranks=2, folder=tmp_path / "out", **notice)
+    ranks.wait_for(1, "hanging")
+    ranks.signal(1)
+    wait_until(lambda: ranks.processes[0].poll() is not None, "rank 0 to leave")
+    assert ranks.processes[0].poll() == 75
+    assert "no rank's step ended within" in ranks.output(0) and "most recent call first" in ranks.output(0)
+    assert "leaving with checkpoint 4" in ranks.output(0)
+    ranks.signal(1, signal.SIGKILL)
+    assert "done from 8" in ddp.run(script, tmp_path / "run", ranks=2, folder=tmp_path / "out").output(0)
