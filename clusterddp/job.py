@@ -81,6 +81,9 @@ class Job:
     args_on_resume: tuple[str, ...] = ()
     """Arguments added from the second attempt on, for scripts that resume by themselves."""
     nodes: int = 1
+    """How many nodes; the most, where ``min_nodes`` is given. YAML: ``nodes: 2``, or Slurm's ``nodes: 2-4``."""
+    min_nodes: int | None = None
+    """The fewest nodes that an attempt may have, in YAML a part of ``nodes: 2-4``; None: always ``nodes``."""
     gpus_per_node: int = 1
     """GPUs, and so ranks, on each node; with device cpu the ranks on each node. ``TYPE:G`` in YAML asks for a type."""
     gpu_type: str | None = None
@@ -113,6 +116,9 @@ class Job:
     steps: int | None = None
     """The number of steps, for the script to read from its context."""
     seed: int = 0
+    global_batch: int | None = None
+    """Samples per step over all ranks, whatever their number; the loader's batch_size is then the most that one rank
+    takes at a time. None: batch_size times the ranks of the first attempt."""
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     """YAML: ``{every: 500 steps | 5 minutes | 30 seconds | auto | never, keep: 3}``, or ``every: [500 steps, 5
     minutes]``, and ``keep: {last: 3, every: 5000, best: f1 max}``."""
@@ -131,8 +137,18 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks; the most, where the number of nodes is a range."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def node_counts(self) -> range:
+        """The numbers of nodes that an attempt may have."""
+        return range(self.min_nodes or self.nodes, self.nodes + 1)
+
+    @property
+    def nodes_text(self) -> str:
+        """The number of nodes as sbatch takes it: ``2``, or ``2-4``."""
+        return str(self.nodes) if self.min_nodes is None else f"{self.min_nodes}-{self.nodes}"
 
     @property
     def time_text(self) -> str | None:
@@ -144,13 +160,16 @@ class Job:
 
     @property
     def shape(self) -> str:
-        """The plan in words: ``2 nodes x 8 GPUs per node = 16 ranks``."""
+        """The plan in words: ``2 nodes x 8 GPUs per node = 16 ranks``, or ``2 to 4 nodes x ... = 16 to 32 ranks``."""
         if self.device == "cpu":
             per_node, note = _counted(self.gpus_per_node, "process", "processes"), f" ({self.backend or 'gloo'} on CPU)"
         else:
             kind = f"{self.gpu_type} GPU" if self.gpu_type else "GPU"
             per_node, note = _counted(self.gpus_per_node, kind), " (gloo)" if self.backend == "gloo" else ""
-        return f"{_counted(self.nodes, 'node')} x {per_node} per node = {_counted(self.world_size, 'rank')}{note}"
+        nodes, ranks = _counted(self.nodes, "node"), _counted(self.world_size, "rank")
+        if self.min_nodes is not None:
+            nodes, ranks = f"{self.min_nodes} to {nodes}", f"{self.min_nodes * self.gpus_per_node} to {ranks}"
+        return f"{nodes} x {per_node} per node = {ranks}{note}"
 
     def to_yaml(self) -> str:
         """The definition as YAML that ``load_resolved`` reads back as an equal object; built-in defaults included."""
@@ -175,11 +194,12 @@ def _written(job: Job) -> dict[str, Any]:
     values = {item.name: getattr(job, item.name) for item in dataclasses.fields(job)}
     renamed = {"name": "job_name", "time_s": "time"}
     values["time_s"] = job.time_text
+    values["nodes"] = job.nodes if job.min_nodes is None else job.nodes_text
     values["gpus_per_node"] = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else job.gpus_per_node
     values["checkpoint"] = {"every": _every_text(job.checkpoint), "keep": _keep_values(job.checkpoint.keep)}
     values["timeouts"] = dataclasses.asdict(job.timeouts)
     values["limits"] = {name: value for name, value in dataclasses.asdict(job.limits).items() if value is not None}
-    return {renamed.get(name, name): value for name, value in values.items() if name != "gpu_type"}
+    return {renamed.get(name, name): value for name, value in values.items() if name not in ("gpu_type", "min_nodes")}
 
 
 class _Dumper(yaml.SafeDumper):

@@ -228,6 +228,17 @@ def _table(name: str, check_key: Callable[[str, Node], None], read_value: Callab
     return read
 
 
+def _nodes(node: Node, _: list[Mistake]) -> dict[str, Any]:
+    """A number, or Slurm's notation for a range."""
+    match = re.fullmatch(r"([1-9][0-9]*)-([1-9][0-9]*)", node.text, re.ASCII)
+    if match and int(match[1]) <= int(match[2]):
+        least, most = int(match[1]), int(match[2])
+        return {"nodes": most, "min_nodes": least if least < most else None}
+    if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < 1:
+        raise _Wrong(f"expected a whole number, at least 1, or a range such as 2-4, got {quoted(node)}")
+    return {"nodes": node.value, "min_nodes": None}
+
+
 def _gpus_per_node(node: Node, _: list[Mistake]) -> dict[str, Any]:
     match = re.fullmatch(r"(?:([A-Za-z0-9][\w.-]*):)?([1-9][0-9]*)", node.text, re.ASCII)
     if not match:
@@ -358,7 +369,7 @@ READERS: dict[str, Reader] = {
     "module": _field("module", _matching(r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a module's dotted name")),
     "args": _field("args", _arguments),
     "args_on_resume": _field("args_on_resume", _arguments),
-    "nodes": _field("nodes", _whole(1)),
+    "nodes": _nodes,
     "gpus_per_node": _gpus_per_node,
     "device": _field("device", _choice("cuda", "cpu")),
     "time": _field("time_s", _time),
@@ -374,6 +385,7 @@ READERS: dict[str, Reader] = {
     "sbatch": _table("sbatch", _check_option, _option),
     "steps": _field("steps", _whole(1)),
     "seed": _field("seed", _whole(0)),
+    "global_batch": _field("global_batch", _whole(1)),
     "checkpoint": _section("checkpoint", Checkpointing, {"every": _every, "keep": _keep}),
     "timeouts": _section(
         "timeouts", Timeouts, {name: _field(name, _positive("seconds")) for name in ("start_s", "step_s", "notice_s")}

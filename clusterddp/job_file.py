@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -166,6 +167,7 @@ def _job(
     values = read_fields(fields, READERS, mistakes)
     _resolve_program(values, fields, folder, place, mistakes, script_must_exist)
     _check_device(values, fields, mistakes)
+    _check_global_batch(values, fields, mistakes)
     raise_mistakes(mistakes)
     return Job(**values)
 
@@ -208,3 +210,20 @@ def _check_device(values: dict[str, Any], fields: Fields, mistakes: list[Mistake
         node = _get(fields, name)
         if wrong and node is not None:
             mistakes.append(Mistake(node.place, f"{name}: {node.text!r} needs a GPU, but device is cpu"))
+
+
+def _check_global_batch(values: dict[str, Any], fields: Fields, mistakes: list[Mistake]) -> None:
+    """The global batch stays the same on every number of nodes, so each of them must be able to share it evenly."""
+    most, per_node, batch = values.get("nodes", 1), values.get("gpus_per_node", 1), values.get("global_batch")
+    ranks = {nodes: nodes * per_node for nodes in range(values.get("min_nodes") or most, most + 1)}
+    unit = math.lcm(*ranks.values())
+    nodes_node, batch_node = _get(fields, "nodes"), _given_node(fields, "global_batch")
+    if nodes_node is not None and len(ranks) > 1 and batch_node is None:
+        wrong = f"{nodes_node.text} needs a global_batch too, the samples per step over all ranks: a multiple of {unit}"
+        mistakes.append(Mistake(nodes_node.place, f"nodes: {wrong}, or less with fewer numbers of nodes"))
+    elif batch_node is not None and batch is not None and batch % unit:
+        uneven = ", ".join(f"{ranks[nodes]} ({nodes} x {per_node})" for nodes in ranks if batch % ranks[nodes])
+        nearest = [str(size) for size in (batch // unit * unit, (batch // unit + 1) * unit) if size]
+        choices = [*nearest, *(f"nodes: {nodes}" for nodes in ranks if batch % ranks[nodes] == 0)]
+        wrong = f"{batch} samples cannot be shared evenly by {uneven} ranks; choose {' or '.join(choices)}"
+        mistakes.append(Mistake(batch_node.place, f"global_batch: {wrong}"))

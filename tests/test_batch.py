@@ -64,6 +64,11 @@ def test_cpu_jobs_ask_for_no_gpu_and_no_limit_is_left_to_the_partition() -> None
     assert "--ntasks-per-node=4" in text
 
 
+def test_a_range_of_nodes_is_slurms_to_choose_from() -> None:
+    """Also for the job's later starts, and for a resubmission, which take the same script."""
+    assert "#SBATCH --nodes=2-4\n" in script(Job(name="net", script="/net.py", nodes=4, min_nodes=2))
+
+
 @pytest.mark.parametrize(("time_s", "notice"), [(120, 15), (86400, 30), (None, 30)])
 def test_slurms_own_warning_is_a_late_net_and_leaves_a_short_limit_its_time(time_s: int | None, notice: int) -> None:
     """With a limit of two minutes, a warning two minutes before the end would come at the start."""

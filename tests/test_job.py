@@ -34,6 +34,7 @@ python: /opt/py/bin/python
 sbatch: {exclusive: true, comment: hello there, mail-type: END, licenses: "true"}
 steps: 20000
 seed: 17
+global_batch: 64
 checkpoint: {every: 500 steps, keep: 5}
 timeouts: {start_s: 600, step_s: 90.5, notice_s: 60}
 limits: {attempts: 20, gpu_hours: 1.5}
@@ -89,6 +90,7 @@ def test_every_field_is_read(folder: Path) -> None:
         sbatch={"exclusive": True, "comment": "hello there", "mail-type": "END", "licenses": "true"},
         steps=20000,
         seed=17,
+        global_batch=64,
         checkpoint=Checkpointing(every_steps=500, every_s=None, keep=Keep(5)),
         limits=Limits(attempts=20, gpu_hours=1.5),
         policy="resubmit",
@@ -125,7 +127,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         "--set seed=one: expected a whole number, at least 0, got 'one'",
         f"job.yaml:1:9: script 'trian.py' not found in {folder}; did you mean 'train.py'?",
         "job.yaml:2:1: unknown key 'partitoin'; did you mean 'partition'?",
-        "job.yaml:3:8: nodes: expected a whole number, at least 1, got 'two'",
+        "job.yaml:3:8: nodes: expected a whole number, at least 1, or a range such as 2-4, got 'two'",
         "job.yaml:4:1: key 'nodes' is given twice; first in line 3",
         "job.yaml:5:14: unknown key 'checkpoint.evry'; did you mean 'every'?",
         "job.yaml:5:37: checkpoint.keep: expected a whole number, at least 1, or {last: 3, every: 5000, best: f1 max}, "
@@ -138,7 +140,10 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nodes: 0", "1:8: nodes: expected a whole number, at least 1, got '0'"),
+        ("nodes: 0", "1:8: nodes: expected a whole number, at least 1, or a range such as 2-4, got '0'"),
+        ("nodes: 4-2", "or a range such as 2-4, got '4-2'"),
+        ("nodes: 2-", "got '2-'"),
+        ("nodes: 0-2", "got '0-2'"),
         ("nodes: 1.0", "got '1.0'"),
         ("nodes: true", "got 'true'"),
         ('nodes: "2"', "1:8: nodes: expected a whole number"),
@@ -287,11 +292,49 @@ def test_which_checkpoints_stay_is_a_number_or_three_wishes(folder: Path) -> Non
         ({"gpus_per_node": 2, "backend": "gloo"}, "1 node x 2 GPUs per node = 2 ranks (gloo)"),
         ({"device": "cpu", "nodes": 2, "gpus_per_node": "2"}, "2 nodes x 2 processes per node = 4 ranks (gloo on CPU)"),
         ({"device": "cpu"}, "1 node x 1 process per node = 1 rank (gloo on CPU)"),
+        (
+            {"nodes": "2-4", "gpus_per_node": 8, "global_batch": 96},
+            "2 to 4 nodes x 8 GPUs per node = 16 to 32 ranks",
+        ),
+        ({"nodes": "1-2", "global_batch": 2}, "1 to 2 nodes x 1 GPU per node = 1 to 2 ranks"),
     ],
 )
 def test_the_shape_is_said_in_words(values: dict[str, Any], shape: str) -> None:
     """Nodes, devices and ranks, each in its number."""
     assert from_values({"module": "m", **values}).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            "nodes: 2-4\ngpus_per_node: 8",
+            "1:8: nodes: 2-4 needs a global_batch too, the samples per step over all ranks: ",
+        ),
+        ("nodes: 2-4\ngpus_per_node: 8", "a multiple of 96"),
+        (
+            "nodes: 2-4\ngpus_per_node: 8\nglobal_batch: 256",
+            "3:15: global_batch: 256 samples cannot be shared evenly by 24 (3 x 8) ranks; "
+            "choose 192 or 288 or nodes: 2 or nodes: 4",
+        ),
+        ("nodes: 2-3\nglobal_batch: 5", "by 2 (2 x 1), 3 (3 x 1) ranks; choose 6"),
+        ("nodes: 3\nglobal_batch: 10", "by 3 (3 x 1) ranks; choose 9 or 12"),
+        ("nodes: 2-4\nglobal_batch: 0", "global_batch: expected a whole number, at least 1, got '0'"),
+    ],
+)
+def test_a_global_batch_that_cannot_be_kept_is_refused_with_the_choices(folder: Path, lines: str, message: str) -> None:
+    """Every number of nodes that Slurm may give must share it evenly; one that is left out has to be said."""
+    assert message in mistakes(folder, f"{lines}\nscript: train.py\n")[0]
+
+
+def test_a_range_of_nodes_is_slurms_and_one_of_a_single_number_is_none(folder: Path) -> None:
+    """A number in an upper layer takes the place of the whole range."""
+    job = read(folder, "script: train.py\nnodes: 2-4\nglobal_batch: 12\n")
+    assert (job.nodes, job.min_nodes, list(job.node_counts), job.nodes_text) == (4, 2, [2, 3, 4], "2-4")
+    one = read(folder, "script: train.py\nnodes: 2-4\nglobal_batch: 12\n", values={"nodes": "3"})
+    assert (one.nodes, one.min_nodes, one.nodes_text) == (3, None, "3")
+    assert read(folder, "script: train.py\nnodes: 2-2\n") == read(folder, "script: train.py\nnodes: 2\n")
+    assert job.differences(one) == ["nodes: 2-4 recorded, 3 given"]
 
 
 def test_overrides_win_and_reach_one_level_down(folder: Path) -> None:
@@ -336,7 +379,7 @@ def test_the_command_lines_mistakes_are_named(folder: Path) -> None:
     with pytest.raises(JobDefinitionError) as caught:
         from_values({"script": "train.py", "nodes": "two", "partitoin": "x"}, "launch()", folder)
     assert str(caught.value).splitlines() == [
-        "launch(): nodes: expected a whole number, at least 1, got 'two'",
+        "launch(): nodes: expected a whole number, at least 1, or a range such as 2-4, got 'two'",
         "launch(): unknown key 'partitoin'; did you mean 'partition'?",
     ]
 
@@ -387,6 +430,7 @@ AWKWARD += [
         Job(name="x", module="m", sbatch={"exclusive": True, "hold": False, "comment": "true", "nice": "100"}),
         Job(name="1e3", module="m", gpus_per_node=4, gpu_type="1g.5gb", time_s=217805, partition="on", account="007"),
         Job(name="x", module="m", checkpoint=Checkpointing(None, None, 1), timeouts=Timeouts(1.5, 1e20, 0.1)),
+        Job(name="x", module="m", nodes=4, min_nodes=2, gpus_per_node=8, global_batch=960),
         Job(name="x", module="m", checkpoint=Checkpointing(7, 0.1), device="cpu", seed=2**60, steps=1, share="group"),
         Job(
             name="x", module="m", checkpoint=Checkpointing(None, 1e20), setup=("# a", "x='y z'", "\tif true; then", "")
@@ -432,7 +476,7 @@ def test_every_difference_is_found(folder: Path) -> None:
     everything, least = read(folder, EVERYTHING), Job(name="x", module="m", device="cpu")
     keys = {line.split(":")[0].split(".")[0] for line in least.differences(everything)}
     unchanged = {item.name for item in dataclasses.fields(Job)} - keys
-    assert unchanged == {"name", "time_s", "gpu_type"}
+    assert unchanged == {"name", "time_s", "gpu_type", "min_nodes"}
     assert keys - {item.name for item in dataclasses.fields(Job)} == {"job_name", "time"}
 
 

@@ -78,7 +78,7 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
         "job_name": job.name,
         "time": job.time_text,
         "partition": job.partition,
-        "nodes": job.nodes,
+        "nodes": job.nodes_text,
         "ntasks_per_node": job.gpus_per_node,
         "cpus_per_task": job.cpus_per_task,
         "signal_delay_s": net_s(job),
