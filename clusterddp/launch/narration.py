@@ -62,6 +62,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "started": _started,
     "forked": lambda e: f"begins with checkpoint {e['step']} of {e['source']}",
     "resumed": _resumed,
+    "whole_batches": lambda e: (
+        f"each rank takes {e['samples']} samples at a time, more than its batch_size of {e['most']}: "
+        "the script does not call run.micro()"
+    ),
     "stopping": lambda e: f"told to stop ({e['reason']}): all ranks stop after step {e['step']}",
     "checkpoint_failed": lambda e: f"checkpoint {e['step']} was not saved: {e['reason']}; training goes on",
     "checkpoint_damaged": lambda e: f"{e['reason']}; passed over",

@@ -130,6 +130,9 @@ class Context:
     def loader(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = True, **options: Any) -> data.Loader:
         """The training samples: ``batch_size`` per rank and step, in an order that a resume finds again.
 
+        With the job's ``global_batch`` a rank's share of a step is that divided by the number of ranks, and
+        ``batch_size`` the most that it takes at a time: see ``Run.micro``.
+
         ``options`` go to torch's DataLoader. Each sample is read with its own seed, whatever the number of workers.
         """
         return data.Loader(
@@ -139,6 +142,7 @@ class Context:
             seed=self.seed,
             rank=self.rank,
             world_size=self.world_size,
+            global_batch=self._settings.global_batch,
             **{"pin_memory": self.device.type == "cuda", **options},
         )
 

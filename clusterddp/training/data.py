@@ -90,7 +90,8 @@ class _SteadyDataLoader(DataLoader[Any]):
 class Loader:
     """The training samples of this rank; ``Context.loader`` makes it, ``Run.steps`` draws from it.
 
-    ``batch_size`` samples per rank and step, at the world size of the run's first attempt: ``global_batch`` stays.
+    ``batch_size`` samples per rank and step, at the world size of the run's first attempt; then, and where the job says
+    ``global_batch``, that stays whatever the world size, and ``batch_size`` is the most that a rank takes at a time.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Loader:
         seed: int,
         rank: int,
         world_size: int,
+        global_batch: int | None = None,
         **options: Any,
     ) -> None:
         _refuse_own_options(options)
@@ -109,7 +111,11 @@ class Loader:
         self.length = _length(dataset)
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it is the number of samples per rank and step, 1 or more")
-        self.global_batch = batch_size * world_size
+        if global_batch is not None and global_batch % world_size:
+            raise ValueError(f"global_batch is {global_batch}, which {world_size} ranks cannot share evenly")
+        self.batch_size = batch_size
+        self.global_batch = global_batch or batch_size * world_size
+        self._asked = global_batch
         self._order = SampleOrder(self.length, seed, shuffle)
         self._samples = _SeededSamples(dataset, seed)
         self._rank, self._world_size, self._options = rank, world_size, options
@@ -124,12 +130,22 @@ class Loader:
                 f"the run began with {length} samples, the dataset now has {self.length}: their order would not be "
                 "the same; give the same dataset, or begin a new run"
             )
+        if self._asked not in (None, global_batch):
+            raise CheckpointError(
+                f"the run began with a global batch of {global_batch} samples, global_batch is now {self._asked}: the "
+                "order of the samples would not be the same; leave it as it was, or begin a new run"
+            )
         if global_batch % self._world_size:
             raise CheckpointError(
                 f"the run's global batch of {global_batch} samples cannot be split evenly over {self._world_size} "
                 "ranks; use a number of ranks that divides it"
             )
         self.global_batch = global_batch
+
+    @property
+    def share(self) -> int:
+        """This rank's samples of a step."""
+        return self.global_batch // self._world_size
 
     def epoch(self, step: int) -> int:
         """The epoch that the first sample of a step belongs to."""

@@ -21,6 +21,7 @@ from clusterddp.training.agreement import Agreement
 from clusterddp.training.data import Loader
 from clusterddp.training.deadline import Deadline
 from clusterddp.training.metrics import plain
+from clusterddp.training.micro import MicroBatches
 from clusterddp.training.process_group import ProcessGroup
 from clusterddp.training.saving import Saver
 from clusterddp.training.state import Stateful, load_state, pack, state_of
@@ -61,6 +62,7 @@ class Run:
         self._values: dict[str, Any] = {}
         self._parent: tuple[int, int] | None = None
         self._inexact = self._reasons_for_doubt()
+        self._micro = MicroBatches(parts.values(), loader)
         self._begun = self._in_step = self._optimizer_stepped = self._past_first = False
         self._watch_optimizer()
         if group.rank == 0:
@@ -105,6 +107,17 @@ class Run:
     def epochs(self, count: float) -> Iterator[Any]:
         """``steps`` for ``count`` passes over the dataset; the last step's tail is filled from the next epoch."""
         return self.steps(math.ceil(self._loader.steps_in(count)))
+
+    def micro(self, batch: Any) -> Iterator[Any]:
+        """Yields the step's batch in pieces of at most the loader's ``batch_size`` samples; one, as long as it fits.
+
+        The loop's body is forward and ``loss.backward()`` with the mean over the piece. After the loop the gradients
+        are those of the mean over the global batch, as they would be in one piece, on any number of ranks. They are
+        zeroed and the optimizer steps outside the loop, once per loop; the loop is left at its end only.
+
+        ``batch``: a tensor, or a nest of tuples, lists and dicts of tensors and lists, samples first.
+        """
+        return self._micro.pieces(batch)
 
     def log(self, **values: Any) -> None:
         """Values of the step being made (numbers, tensors of one element); calls in a step are merged. Rank 0's count.
@@ -166,6 +179,7 @@ class Run:
         self._in_step, self._optimizer_stepped = True, False
 
     def _finish_step(self) -> None:
+        self._check_micro()
         self._saver.log(self.step, self._values)
         self._values = {}
         self.step += 1
@@ -174,6 +188,11 @@ class Run:
             self._past_first = True
             self._group.shorten_timeout(self._step_timeout_s)
             self._saver.prepare(self._content)
+
+    def _check_micro(self) -> None:
+        whole = self._micro.end_step()
+        if whole and self._group.rank == 0:
+            self._report("whole_batches", step=self.step, samples=self._loader.share, most=self._loader.batch_size)
 
     def _boundary(self) -> None:
         if self._agreement.boundary():

@@ -27,6 +27,7 @@ class Settings:
     backend: str | None
     seed: int
     steps: int | None
+    global_batch: int | None
     checkpoint: Checkpointing
     timeouts: Timeouts
     store: StoreAddress
@@ -56,6 +57,7 @@ def read(
         backend=backend or (job.backend if job else None),
         seed=seed if seed is not None else job.seed if job else 0,
         steps=job.steps if job else None,
+        global_batch=job.global_batch if job else None,
         checkpoint=job.checkpoint if job else checkpoint or Checkpointing(),
         timeouts=job.timeouts if job else Timeouts(),
         store=_store(environ, ranks),

@@ -1,0 +1,106 @@
+"""A batch in pieces: the gradients are those of the global batch, on any number of ranks, and mistakes are said."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from clusterddp.training.micro import cut, sizes
+from tests import ddp
+
+SCRIPT = Path(__file__).parent / "scripts" / "micro.py"
+
+
+def test_a_batch_has_the_fewest_pieces_that_fit_as_equal_as_they_can_be():
+    assert sizes(8, 8) == sizes(8, 100) == [8]
+    assert sizes(8, 4) == [4, 4] and sizes(9, 8) == [5, 4] and sizes(11, 4) == [4, 4, 3] and sizes(3, 1) == [1, 1, 1]
+    for samples in range(1, 40):
+        for most in range(1, 40):
+            parts = sizes(samples, most)
+            assert sum(parts) == samples and max(parts) <= most and max(parts) - min(parts) <= 1
+            assert len(parts) == 1 or samples > most * (len(parts) - 1)
+
+
+def test_a_nest_of_columns_is_cut_and_keeps_its_types():
+    Pair = namedtuple("Pair", "x y")
+    x, y, names = torch.arange(10).reshape(5, 2), torch.arange(5).numpy(), ["a", "b", "c", "d", "e"]
+    first, second = cut({"pair": Pair(x, y), "names": names, "list": [x, (y,)]}, [3, 2])
+    assert first["names"] == ["a", "b", "c"] and second["names"] == ["d", "e"]
+    assert isinstance(second["pair"], Pair) and torch.equal(second["pair"].x, x[3:])
+    assert second["pair"].y.tolist() == second["list"][1][0].tolist() == [3, 4]
+    assert torch.equal(first["list"][0], x[:3])
+    # Two columns of two samples each are columns; five images of other sizes are a column of samples.
+    assert [part[0].tolist() for part in cut([torch.tensor([1, 2]), torch.tensor([3, 4])], [1, 1])] == [[1], [2]]
+    images = [torch.zeros(3, size) for size in range(5)]
+    assert [len(part[0]) for part in cut((images, names), [3, 2])] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"x": torch.zeros(5), "size": 5}, r"got batch\['size'\] of type int and length None: expected the rank's 5"),
+        ({"x": torch.zeros(4)}, r"got batch\['x'\] of type Tensor and length 4"),
+        (torch.tensor(1.0), "got batch of type Tensor and length None"),
+        ([], "got batch of type list and length 0"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(batch, words):
+    with pytest.raises(TypeError, match=words):
+        cut(batch, [3, 2])
+
+
+def gradients(folder: Path, *arguments: object, ranks: int) -> dict[str, torch.Tensor]:
+    out = folder / f"{ranks}-{'-'.join(map(str, arguments))}.pt"
+    ddp.run(SCRIPT, out, *arguments, ranks=ranks, folder=folder / "out")
+    result: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
+    return result
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in one)
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 5), (1, 24), (2, 5), (2, 4), (4, 4), (4, 6)])
+def test_the_gradients_are_those_of_the_joined_batch(tmp_path, ranks, batch_size):
+    """Pieces of 5, 5, 5, 5, 4 and of 4, 4, 4 and so on: also where they are not all of one size."""
+    joined = gradients(tmp_path, 24, 24, "--whole", ranks=1)
+    assert distance(gradients(tmp_path, 24, batch_size, ranks=ranks), joined) < 1e-6
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "gradient_as_bucket_view", "static_graph"])
+def test_they_are_under_every_option_of_ddp(tmp_path, option):
+    """Pieces of 3 of which some leave a branch unused; views of buckets; a graph learnt from the first pass."""
+    joined = gradients(tmp_path, 24, 24, "--whole", ranks=1)
+    assert distance(gradients(tmp_path, 24, 3, "--ddp", option, ranks=2), joined) < 1e-6
+
+
+def test_the_ranks_exchange_gradients_once_a_step_however_many_pieces_there_are(tmp_path):
+    counts = []
+    for batch_size in (12, 3):
+        done = ddp.run(SCRIPT, tmp_path / "x.pt", 24, batch_size, "--count", ranks=2, folder=tmp_path / "out")
+        counts.append(next(line for line in done.output(0).splitlines() if line.endswith("buckets reduced")))
+    assert counts[0] == counts[1] != "0 buckets reduced"
+
+
+def test_one_piece_changes_no_bit(tmp_path):
+    whole, micro = (gradients(tmp_path, 24, 12, *more, ranks=2) for more in (["--whole"], []))
+    assert all(torch.equal(whole[name], micro[name]) for name in whole)
+
+
+@pytest.mark.parametrize("batch_size", [24, 5])
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("step", "the optimizer stepped inside the loop over run.micro(batch): let it step after the loop"),
+        ("no backward", "there are no gradients: call loss.backward() inside the loop"),
+        ("zero_grad", "gradients were zeroed inside the loop"),
+        ("break", "was left before its end"),
+    ],
+)
+def test_a_body_that_would_be_wrong_in_several_pieces_is_an_error_in_one_too(tmp_path, body, words, batch_size):
+    done = ddp.start(SCRIPT, tmp_path / "x.pt", 24, batch_size, "--body", body, ranks=1, folder=tmp_path).expect(1)
+    assert words in done.output(0)
