@@ -29,7 +29,7 @@ PACKAGED_JOB_TIME = "10"
 
 #: Options that are job definition keys under sbatch's or torchrun's names: flags, key, help.
 JOB_OPTIONS = (
-    (("--nodes", "-N"), "nodes", "nodes (1)"),
+    (("--nodes", "-N"), "nodes", "nodes, or a range such as 2-4 (1)"),
     (("--gpus", "--gpus-per-node"), "gpus_per_node", "GPUs, and so ranks, per node; TYPE:G too (1)"),
     (("--device",), "device", "cuda (NCCL, one GPU per rank) or cpu (gloo) (cuda)"),
     (("--account", "-A"), "account", "as in sbatch"),
@@ -84,6 +84,7 @@ def submit(arguments: argparse.Namespace, script_arguments: Sequence[str] | None
     job = continued or given
     if job is None:
         raise RunDirectoryError(f"{arguments.run_dir} holds no run yet: name a script or a job definition to start one")
+    check_nodes_fixed(arguments, job)
     say(f"{job.name}: {job.shape}")
     if arguments.here:
         return submit_here(arguments, job)
@@ -108,6 +109,16 @@ def check_combinations(arguments: argparse.Namespace) -> None:
         raise UsageError(f"{arguments.run_dir} holds a run already: --fork needs another --run-dir, or none")
     if arguments.local and (arguments.sbatch or arguments.dry_run):
         raise UsageError("--sbatch and --dry-run are about a batch job: expected without --local")
+
+
+def check_nodes_fixed(arguments: argparse.Namespace, job: Job) -> None:
+    """Only Slurm can choose from a range of nodes."""
+    if job.min_nodes is not None and (arguments.local or arguments.here):
+        where = "--local" if arguments.local else "--here"
+        raise UsageError(
+            f"nodes {job.nodes_text} is a range for Slurm to choose from: with {where} give one number, "
+            f"such as --nodes {job.nodes} (and --change, if the run has begun)"
+        )
 
 
 def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> Job | None:
@@ -322,8 +333,9 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
     from clusterddp.launch.holder import submitted
     from clusterddp.launch.watching import watch
 
+    said = plan.check_micro(job)
     fitted, remarks = plan.fit_to_cluster(job, required=not arguments.dry_run)
-    for remark in remarks:
+    for remark in [*said, *remarks]:
         say(remark)
     if arguments.dry_run:
         print(RunExecutor(fitted, choose_run_directory(arguments, job), Path.cwd()).script())

@@ -15,8 +15,9 @@ from clusterddp.launch import attempt as attempts
 from clusterddp.launch.attempt import Attempt
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import Notice
+from clusterddp.launch.launcher import srun_command
 from clusterddp.launch.limits import exceeded
-from clusterddp.launch.supervisor import supervise
+from clusterddp.launch.supervisor import as_started, supervise
 from clusterddp.rundir import RunDirectory, append_line, write_json
 
 
@@ -279,6 +280,24 @@ def test_a_run_ends_at_its_limits_and_no_earlier(
     job = dataclasses.replace(JOB, limits=limits)
     found = exceeded(job, events, now=events[-1]["time"])
     assert (found or "").startswith(reason) if reason else found is None
+
+
+def test_each_attempt_counts_with_the_ranks_that_it_had() -> None:
+    """An hour with 2 ranks, then one with 4; a record without them counts as the present attempt."""
+    events = history((LIMIT, True), (LIMIT, True))
+    events[0]["ranks"], events[3]["ranks"] = 2, 4
+    for hours, ended in ((6, True), (6.1, False)):
+        job = dataclasses.replace(JOB, limits=Limits(gpu_hours=hours))
+        assert (exceeded(job, events, now=events[-1]["time"]) is not None) == ended
+
+
+def test_of_a_range_of_nodes_the_job_has_what_slurm_gave_it() -> None:
+    """The attempt's ranks are counted by it; without a range nothing is asked."""
+    job = Job(name="x", module="x", nodes=4, min_nodes=2, gpus_per_node=8)
+    given = as_started(job, {"SLURM_JOB_NUM_NODES": "3"})
+    assert given.world_size == 24
+    assert {"--nodes=3", "--ntasks=24", "--ntasks-per-node=8"} <= set(srun_command(given, Path("/logs")))
+    assert as_started(JOB, {}) is JOB
 
 
 def test_slow_saves_are_told_apart_from_no_reason_to_stop(run: RunDirectory) -> None:

@@ -103,7 +103,8 @@ class Attempt:
         state = code_state(self._job)
         before = [event["code"] for event in self._run.events() if event["event"] == "started"]
         differences = changed(before[-1], state) if before else []
-        self._history.add("started", **self._controller.describe(), code=state, changed=differences)
+        started = {**self._controller.describe(), "ranks": self._job.world_size}
+        self._history.add("started", **started, code=state, changed=differences)
 
     def _on_event(self, rank: int, event: str, values: Mapping[str, Any]) -> None:
         if event == "joined":

@@ -19,7 +19,7 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
     started = [event for event in events if event["event"] == "started"]
     if job.limits.attempts is not None and len(started) >= job.limits.attempts:
         return f"{len(started)} attempts are made, and limits.attempts is {job.limits.attempts}"
-    hours = used_hours(events, now) * job.world_size
+    hours = used_rank_hours(events, now, job.world_size)
     if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
         return f"{hours:.2f} GPU hours are used, and limits.gpu_hours is {job.limits.gpu_hours:g}"
     if _fruitless(events) >= FRUITLESS:
@@ -27,17 +27,22 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
     return None
 
 
-def used_hours(events: Iterable[Mapping[str, Any]], now: float) -> float:
-    """Hours from each attempt's start to its last event; the newest attempt's last to now."""
+def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size: int) -> float:
+    """Hours times ranks, from each attempt's start to its last event; the newest attempt's last to now.
+
+    ``world_size``: of attempts whose record does not say it.
+    """
     first: dict[int, float] = {}
     last: dict[int, float] = {}
+    ranks: dict[int, int] = {}
     for event in events:
         if event["event"] == "started":
             first[event["attempt"]] = event["time"]
+            ranks[event["attempt"]] = event.get("ranks", world_size)
         last[event["attempt"]] = event["time"]
     if first:
         last[max(first)] = now
-    return sum(last[attempt] - start for attempt, start in first.items()) / 3600
+    return sum((last[attempt] - start) * ranks[attempt] for attempt, start in first.items()) / 3600
 
 
 def _fruitless(events: list[Mapping[str, Any]]) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from clusterddp.errors import SlurmUnavailable, UsageError
 from clusterddp.job import Job
 from clusterddp.launch import slurm
 from clusterddp.launch.site import preemption
 from clusterddp.launch.slurm import NodeShape
+from clusterddp.launch.source import calls_method, module_file
 
 #: Variables that people export on purpose and that sbatch takes options from: shown, so that nothing acts unseen.
 _TELLING = ("SBATCH_", "SLURM_ACCOUNT", "SLURM_CLUSTERS", "SLURM_CONF")
@@ -38,10 +40,29 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
     return job, [*remarks, preemption(job.partition, job.qos).sentence(job)]
 
 
+def check_micro(job: Job) -> list[str]:
+    """Where Slurm may give fewer nodes, the program must be able to take a step's samples in several pieces.
+
+    Returns what to tell the user when that cannot be seen from here.
+    """
+    if job.min_nodes is None:
+        return []
+    file = Path(job.script) if job.script else module_file(job.module or "", Path.cwd())
+    if file is None:
+        return [f"module {job.module} is not in {Path.cwd()}: whether it calls run.micro() is not checked"]
+    if calls_method(file, Path(job.script).parent if job.script else Path.cwd(), "micro"):
+        return []
+    raise UsageError(
+        f"--nodes {job.nodes_text}: {file} never calls run.micro(), and on fewer nodes a rank's share of a step may be "
+        "more than it can take at a time. Write `for micro in run.micro(batch):` around forward and backward, or give "
+        "one number of nodes"
+    )
+
+
 def check_nodes(job: Job, nodes: list[NodeShape]) -> None:
     """Enough nodes: sbatch would take the job, and it would wait for ever."""
-    if len(nodes) < job.nodes:
-        raise UsageError(f"{_partition(job)} has {len(nodes)} nodes in all, and --nodes {job.nodes} asks for more")
+    if len(nodes) < job.node_counts[0]:
+        raise UsageError(f"{_partition(job)} has {len(nodes)} nodes in all, and --nodes {job.nodes_text} asks for more")
 
 
 def _partition(job: Job) -> str:
@@ -51,13 +72,13 @@ def _partition(job: Job) -> str:
 def check_gpus(job: Job, nodes: list[NodeShape]) -> None:
     """Enough nodes with enough GPUs, or an error that says what there is."""
     fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
-    if len(fitting) >= job.nodes:
+    if len(fitting) >= job.node_counts[0]:
         return
     kind = f"{job.gpu_type} GPUs" if job.gpu_type else "GPUs"
     most = max(node.gpus_of(job.gpu_type) for node in nodes)
     raise UsageError(
         f"{_partition(job)} has {len(fitting)} nodes with {job.gpus_per_node} {kind} (the most on one node is {most}, "
-        f"{len(nodes)} nodes in all), and {job.nodes} are asked for: --gpus counts per node. "
+        f"{len(nodes)} nodes in all), and {job.nodes_text} are asked for: --gpus counts per node. "
         "Ask for less, or add --device cpu for gloo processes without GPUs"
     )
 

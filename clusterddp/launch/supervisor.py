@@ -9,12 +9,13 @@ controller (why, again).
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from clusterddp.environment import scrub
 from clusterddp.errors import ClusterddpError, RunDirectoryError
@@ -35,8 +36,15 @@ def supervise_slurm(run_directory: str) -> int:
     """Runs one attempt in the batch step of a Slurm job; returns the exit code."""
     prepare_process()
     run = RunDirectory(run_directory)
-    job = load_resolved(run.job_file)
+    job = as_started(load_resolved(run.job_file), os.environ)
     return supervise(run, job, lambda: SlurmLauncher(job), SlurmController(os.environ, run, job))
+
+
+def as_started(job: Job, environ: Mapping[str, str]) -> Job:
+    """The job with the number of nodes that Slurm gave it, where its definition leaves Slurm the choice."""
+    if job.min_nodes is None:
+        return job
+    return dataclasses.replace(job, nodes=int(environ["SLURM_JOB_NUM_NODES"]), min_nodes=None)
 
 
 def supervise_local(run_directory: str, debug_rank: int | None) -> int:

@@ -1,0 +1,53 @@
+"""What can be told of a training program by its source alone: nothing is run, nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from clusterddp.errors import UsageError
+
+
+def calls_method(file: Path, folder: Path, name: str) -> bool:
+    """Whether the program in ``file`` calls a method ``name``: there, or in what it imports from below ``folder``."""
+    waiting, seen = [file], set[Path]()
+    while waiting:
+        source = waiting.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        tree = _parse(source)
+        nodes = list(ast.walk(tree))
+        if any(isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == name for n in nodes):
+            return True
+        waiting += _imported(nodes, source, folder)
+    return False
+
+
+def module_file(name: str, folder: Path) -> Path | None:
+    """The file that ``python -m name`` runs, where it is below ``folder``; else None."""
+    base = folder.joinpath(*name.split("."))
+    return next((file for file in (base.with_suffix(".py"), base / "__main__.py") if file.is_file()), None)
+
+
+def _parse(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), str(file))
+    except SyntaxError as error:
+        raise UsageError(f"{file}:{error.lineno}: {error.msg}") from error
+
+
+def _imported(nodes: list[ast.AST], source: Path, folder: Path) -> Iterator[Path]:
+    """The files below ``folder`` that may be imported by the nodes of ``source``."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            bases = [folder.joinpath(*alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = source.parents[node.level - 1] if node.level else folder
+            package = start.joinpath(*(node.module or "").split("."))
+            bases = [package, *(package / alias.name for alias in node.names)]
+        else:
+            continue
+        files = (file for base in bases for file in (base.with_name(base.name + ".py"), base / "__init__.py"))
+        yield from (file for file in files if file.is_file())

@@ -1,0 +1,73 @@
+"""What submit asks of the cluster and of the program before anything is submitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clusterddp.errors import UsageError
+from clusterddp.job import Job
+from clusterddp.launch.plan import check_gpus, check_micro, check_nodes, share_of_node
+from clusterddp.launch.slurm import NodeShape
+
+NODES = [NodeShape("n1", 32, 64000, {"a100": 4}), NodeShape("n2", 32, 64000, {"a100": 4}), NodeShape("n3", 8, 8000, {})]
+
+
+def job(script: Path | None = None, **values: object) -> Job:
+    named = {"name": "x", "script": str(script) if script else None, "gpus_per_node": 4}
+    return Job(**{**named, **values})  # type: ignore[arg-type]
+
+
+def test_of_a_range_the_fewest_nodes_must_be_there() -> None:
+    """Slurm takes what it has of the rest."""
+    check_nodes(job(nodes=9, min_nodes=3), NODES)
+    with pytest.raises(UsageError, match="has 3 nodes in all, and --nodes 4-9 asks for more"):
+        check_nodes(job(nodes=9, min_nodes=4), NODES)
+    check_gpus(job(nodes=9, min_nodes=2), NODES)
+    with pytest.raises(UsageError, match="has 2 nodes with 4 GPUs .* and 3-9 are asked for"):
+        check_gpus(job(nodes=9, min_nodes=3), NODES)
+    fitted, _ = share_of_node(job(nodes=9, min_nodes=2), NODES)
+    assert (fitted.cpus_per_task, fitted.mem, fitted.nodes_text) == (8, "64000M", "2-9")
+
+
+CALLS = "for batch in run.steps(9):\n    for micro in run.micro(batch): pass\n"
+IMPORTS = ["import loop", "from loop import fit", "import inner.loop", "from inner import loop", "from . import loop"]
+
+
+def test_a_range_needs_a_script_that_takes_pieces(tmp_path: Path) -> None:
+    """One sentence that says what to write; a word in a comment, or an attribute, is no call."""
+    script = tmp_path / "train.py"
+    script.write_text("# run.micro(batch)\nmicro = print\nmicro(run.micro)\n")
+    assert check_micro(job(script, nodes=2)) == []
+    with pytest.raises(
+        UsageError, match=r"--nodes 1-2: .*train.py never calls run.micro\(\).* Write `for micro in run"
+    ):
+        check_micro(job(script, nodes=2, min_nodes=1))
+    script.write_text(CALLS)
+    assert check_micro(job(script, nodes=2, min_nodes=1)) == []
+    script.write_text("if x = 1: pass\n")
+    with pytest.raises(UsageError, match=r"train.py:1: "):
+        check_micro(job(script, nodes=2, min_nodes=1))
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_the_call_may_be_in_a_file_that_the_script_imports(tmp_path: Path, line: str) -> None:
+    """Next to it, or in a package there; files that import each other are read once."""
+    for folder in (tmp_path, tmp_path / "inner"):
+        folder.mkdir(exist_ok=True)
+        (folder / "loop.py").write_text(f"import train\n{CALLS}")
+    (tmp_path / "train.py").write_text(f"import torch, os.path\nfrom nowhere import x\n{line}\n")
+    assert check_micro(job(tmp_path / "train.py", nodes=2, min_nodes=1)) == []
+
+
+def test_a_module_is_looked_for_where_it_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is elsewhere, installed, is not judged, and that is said."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__main__.py").write_text(CALLS)
+    (tmp_path / "pkg" / "plain.py").write_text("import torch\n")
+    assert check_micro(job(module="pkg", nodes=2, min_nodes=1)) == []
+    with pytest.raises(UsageError, match=r"pkg/plain.py never calls run.micro\(\)"):
+        check_micro(job(module="pkg.plain", nodes=2, min_nodes=1))
+    assert "is not checked" in check_micro(job(module="installed.train", nodes=2, min_nodes=1))[0]
