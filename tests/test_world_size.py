@@ -1,0 +1,134 @@
+"""A run goes on with another number of ranks: the same global batches in the same order, and the same learning."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.rundir import RunDirectory, read_lines
+from tests.cluster import Cluster
+from tests.trainings import Training, events_of
+from tests.waiting import story, wait_for_step
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SCRIPT = "tests/scripts/elastic.py"
+STEPS, GLOBAL_BATCH, SAMPLES = 200, 24, 100
+SHAPE = "--gpus 2 --device cpu --set checkpoint.every=never".split()
+KEPT = ["--set", f"global_batch={GLOBAL_BATCH}"]
+
+
+def local(run: RunDirectory, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), *options]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """The run that keeps its ranks."""
+    run = RunDirectory(tmp_path_factory.mktemp("elastic") / "run")
+    done = local(run, SCRIPT, "--nodes", "2", *SHAPE)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def check_same_learning(run: RunDirectory, reference: RunDirectory) -> None:
+    """The same samples step by step, each once per epoch; the losses agree but for rounding."""
+    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(STEPS)), story(run)
+    taken, expected = ([json.loads(line) for line in open(r.path / "samples.jsonl")] for r in (run, reference))
+    assert taken == expected
+    stream = [index for step in taken for index in step]
+    assert len(stream) == STEPS * GLOBAL_BATCH
+    for start in range(0, len(stream), SAMPLES):
+        epoch = stream[start : start + SAMPLES]
+        assert len(set(epoch)) == len(epoch)
+    losses, wanted = ([line["loss"] for line in r.metrics()] for r in (run, reference))
+    assert losses == pytest.approx(wanted, rel=1e-4)
+    assert wanted[-1] < 0.5 * wanted[0]
+
+
+def ranks_said(run: RunDirectory) -> list[Any]:
+    """The ranks of each attempt, and what the history says of each resume."""
+    return [*(e["ranks"] for e in events_of(run, "started")), *(e["inexact"] for e in events_of(run, "resumed"))]
+
+
+def test_a_local_run_goes_from_four_ranks_to_two_and_back(tmp_path: Path, on_four_ranks: RunDirectory) -> None:
+    """The second attempt takes each share in two pieces; the history calls both resumes inexact.
+
+    The global batch is the first attempt's, six samples for each of four ranks; to name it later changes nothing.
+    """
+    run = RunDirectory(tmp_path / "run")
+    first = local(run, SCRIPT, "--nodes", "2", *SHAPE, "--", "--stops", "70,140")
+    assert first.returncode == 130, first.stderr
+    second = local(run, "--change", "--nodes", "1", *KEPT)
+    assert second.returncode == 130, second.stderr
+    assert "0 steps redone (not bit for bit: 2 ranks instead of 4)" in second.stderr
+    third = local(run, "--change", "--nodes", "2")
+    assert third.returncode == 0, third.stderr
+    assert ranks_said(run) == [4, 2, 4, ["2 ranks instead of 4"], ["4 ranks instead of 2"]]
+    check_same_learning(run, on_four_ranks)
+
+
+def test_more_samples_at_a_time_than_the_batch_size_are_said_once(tmp_path: Path) -> None:
+    """A script that never calls run.micro() gets its whole share, if its memory allows."""
+    run = RunDirectory(tmp_path / "run")
+    done = local(run, SCRIPT, "--nodes", "1", *SHAPE, *KEPT, "--", "--steps", "3", "--whole")
+    assert done.returncode == 0, done.stderr
+    words = "each rank takes 12 samples at a time, more than its batch_size of 6: the script does not call run.micro()"
+    assert done.stderr.count(words) == 1
+    assert len(events_of(run, "whole_batches")) == 1
+
+
+def submit(cluster: Cluster, run: RunDirectory, nodes: str, *script: str) -> str:
+    command = [cluster.python, "-m", "clusterddp.submit", "--run-dir", run.path, SCRIPT, "--nodes", nodes]
+    done = cluster.run([*command, "--partition", "low", *SHAPE, *KEPT, "--", *script], cwd=cluster.source)
+    return done.stdout.strip()
+
+
+def test_a_run_takes_the_nodes_that_slurm_has(cluster: Cluster, runs: Path) -> None:
+    """Two nodes; after a preemption one, the others being drained; after the next one two again: one job throughout."""
+    reference = RunDirectory(runs / "reference")
+    whole = Training(cluster, runs, reference, submit(cluster, reference, "2"))
+    assert whole.finish() == "completed", story(reference)
+
+    run = RunDirectory(runs / "run")
+    training = Training(cluster, runs, run, submit(cluster, run, "1-2", "--pause", "0.05"))
+    wait_for_step(run, 20)
+    others = cluster.nodes[1:]
+    cluster.root(["scontrol", "update", f"nodename={','.join(others)}", "state=drain", "reason=test"])
+    cluster.preempt(seconds=0.1, nodes=1)
+    training.wait_for_attempt(1)
+    training.wait(lambda: len(run.metrics()) > events_of(run, "resumed")[-1]["step"] + 20, "steps on one node")
+    cluster.root(["scontrol", "update", f"nodename={others[0]}", "state=resume"])
+    cluster.preempt(seconds=0.1, nodes=2)
+    assert training.finish() == "completed", story(run)
+    assert ranks_said(run) == [4, 2, 4, ["2 ranks instead of 4"], ["4 ranks instead of 2"]]
+    assert {event["job"] for event in events_of(run, "started")} == {training.job_id}
+    check_same_learning(run, reference)
+    shown = cluster.run([cluster.python, "-m", "clusterddp", "status", run.path]).stdout
+    assert "1 to 2 nodes x 2 processes per node = 2 to 4 ranks" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["jobs/digits.yaml", "--nodes", "2-3", "--set", "global_batch=96"], "never calls run.micro()"),
+        (["--nodes", "2-4", SCRIPT, "--set", "global_batch=100"], "choose 96 or 192"),
+        (["--nodes", "5-9", SCRIPT, "--set", "global_batch=2520"], "has 3 nodes in all, and --nodes 5-9 asks for more"),
+    ],
+)
+def test_a_range_that_cannot_be_had_is_refused_at_submit(
+    cluster: Cluster, runs: Path, options: list[str], words: str
+) -> None:
+    """In a sentence; nothing is left behind."""
+    run = RunDirectory(runs / "run")
+    command = [cluster.python, "-m", "clusterddp.submit", "--device", "cpu", "--run-dir", run.path, *options]
+    refused = cluster.run(command, cwd=cluster.source, check=False)
+    assert refused.returncode == 2
+    assert words in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not run.path.exists()
