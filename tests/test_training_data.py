@@ -176,20 +176,20 @@ def test_what_cannot_be_ordered_is_refused(dataset, options, message):
 
 def test_a_resume_keeps_the_global_batch_or_says_why_not():
     data = loader(batch_size=6, ranks=1)
-    data.freeze(global_batch=8, length=10)
+    data.restore({"global_batch": 8, "dataset_length": 10})
     assert data.global_batch == 8
     with pytest.raises(CheckpointError, match="the run began with 11 samples, the dataset now has 10"):
-        data.freeze(global_batch=8, length=11)
+        data.restore({"global_batch": 8, "dataset_length": 11})
     with pytest.raises(CheckpointError, match="8 samples cannot be split evenly over 3 ranks"):
-        loader(ranks=3).freeze(global_batch=8, length=10)
+        loader(ranks=3).restore({"global_batch": 8, "dataset_length": 10})
     with pytest.raises(CheckpointError, match="began with a global batch of 8 samples, global_batch is now 12"):
-        loader(ranks=2, global_batch=12).freeze(global_batch=8, length=10)
+        loader(ranks=2, global_batch=12).restore({"global_batch": 8, "dataset_length": 10})
 
 
 def test_a_global_batch_that_is_given_is_shared_whatever_the_batch_size():
     for ranks, share in ((1, 12), (2, 6), (4, 3)):
         data = loader(batch_size=5, ranks=ranks, global_batch=12)
         assert (data.global_batch, data.share, len(take(data, 1)[0][0])) == (12, share, share)
-        data.freeze(global_batch=12, length=10)
+        data.restore({"global_batch": 12, "dataset_length": 10})
     with pytest.raises(ValueError, match="global_batch is 12, which 5 ranks cannot share evenly"):
         loader(ranks=5, global_batch=12)

@@ -26,6 +26,7 @@ from clusterddp.rundir import append_line, write_json
 from clusterddp.training import collectives, data, process_group, randomness, settings, wrapping
 from clusterddp.training.agreement import Agreement
 from clusterddp.training.deadline import Deadline
+from clusterddp.training.foreign import ForeignLoader, StatefulLoader
 from clusterddp.training.interrupts import SignalPipe
 from clusterddp.training.loop import Randomness, Run
 from clusterddp.training.saving import Saver
@@ -165,15 +166,16 @@ class Context:
         *,
         model: Stateful,
         optimizer: Stateful,
-        loader: data.Loader,
+        loader: data.Loader | StatefulLoader,
         scheduler: Stateful | None = None,
         rng: Randomness = "step",
         **others: Stateful,
     ) -> Run:
         """The run, restored from its newest checkpoint if it has one. Collective; once per process.
 
-        ``others`` are saved and restored under their names. ``rng="user"`` leaves all generators to the script: a
-        resume is then not exact.
+        ``loader``: of ``ctx.loader()``, or any iterable of this rank's batches that has a ``state_dict`` and its
+        inverse. ``others`` are saved and restored under their names. ``rng="user"`` leaves all generators to the
+        script: a resume is then not exact.
         """
         if self._run is not None:
             raise RuntimeError("ctx.run() was called before in this process; give it all parts at once")
@@ -182,7 +184,7 @@ class Context:
         self._saver = Saver(read.run_dir, self._attempt, self._group, self._report, read.checkpoint)
         self._run = Run(
             parts,
-            loader,
+            self._own_or_foreign(loader),
             rng=rng,
             seed=self.seed,
             default_steps=read.steps,
@@ -194,6 +196,16 @@ class Context:
             deadline=self._deadline,
         )
         return self._run
+
+    def _own_or_foreign(self, loader: data.Loader | StatefulLoader) -> data.Loader | ForeignLoader:
+        if isinstance(loader, data.Loader):
+            return loader
+        if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+            raise TypeError(
+                f"a run cannot find its place again in a {type(loader).__name__}: expected the loader of ctx.loader(), "
+                "or one with state_dict() and load_state_dict(), as torchdata's StatefulDataLoader"
+            )
+        return ForeignLoader(loader, self._group)
 
     # --- stopping
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,10 @@ class Loader:
     ``global_batch``, that stays whatever the world size, and ``batch_size`` is the most that a rank takes at a time.
     """
 
+    #: Whether every rank must take part in a save; and why a resume may not be exact.
+    together = False
+    doubts: tuple[str, ...] = ()
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -120,11 +124,26 @@ class Loader:
         self._samples = _SeededSamples(dataset, seed)
         self._rank, self._world_size, self._options = rank, world_size, options
 
-    def freeze(self, *, global_batch: int, length: int) -> None:
+    def gather(self) -> None:
+        """Nothing: where a rank is follows from the step."""
+
+    def progress(self, step: int) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {
+            "epoch": self.epoch(step),
+            "samples": step * self.global_batch,
+            "global_batch": self.global_batch,
+            "dataset_length": self.length,
+        }
+
+    def restore(self, progress: Mapping[str, Any]) -> None:
         """Takes over the recorded global batch of the run, whatever the world size is now.
 
         Raises CheckpointError when the order of the samples could not be kept.
         """
+        if "dataset_length" not in progress:
+            raise CheckpointError("the run began with a loader of its own: give run() that one again")
+        global_batch, length = progress["global_batch"], progress["dataset_length"]
         if length != self.length:
             raise CheckpointError(
                 f"the run began with {length} samples, the dataset now has {self.length}: their order would not be "

@@ -20,6 +20,7 @@ from clusterddp.training import data, randomness, wrapping
 from clusterddp.training.agreement import Agreement
 from clusterddp.training.data import Loader
 from clusterddp.training.deadline import Deadline
+from clusterddp.training.foreign import ForeignLoader
 from clusterddp.training.metrics import plain
 from clusterddp.training.micro import MicroBatches
 from clusterddp.training.process_group import ProcessGroup
@@ -40,7 +41,7 @@ class Run:
     def __init__(
         self,
         parts: dict[str, Stateful],
-        loader: Loader,
+        loader: Loader | ForeignLoader,
         *,
         rng: Randomness,
         seed: int,
@@ -143,7 +144,7 @@ class Run:
             self._finish_step()
         if self._group.rank == 0:
             self._report("stopping", step=self.step, reason=reason)
-        committed, problem = self._saver.commit(self.step, self._content)
+        committed, problem = self._commit()
         data.close_workers()
         if self._group.rank == 0:
             print(f"clusterddp: {_farewell(self.step, reason, committed, problem)}", file=sys.stderr, flush=True)
@@ -198,14 +199,22 @@ class Run:
         if self._agreement.boundary():
             self.stop(self._agreement.reason or "")
 
+    def _commit(self) -> tuple[int | None, str | None]:
+        self._loader.gather()
+        return self._saver.commit(self.step, self._content)
+
     def _save_if_due(self) -> None:
         try:
-            self._saver.save_if_due(self.step, self._content)
+            if not self._loader.together:
+                self._saver.save_if_due(self.step, self._content)
+            elif self._saver.due_together(self.step):
+                self._loader.gather()
+                self._saver.save(self.step, self._content)
         except Superseded as error:  # Rank 0 alone knows. When all have stopped, the commit tells all.
             self._agreement.request(str(error))
 
     def _complete(self, total: int) -> None:
-        committed, problem = self._saver.commit(total, self._content)
+        committed, problem = self._commit()
         if self._saver.saves and committed != total:
             raise CheckpointError(f"all {total} steps are done, but the last checkpoint was not written: {problem}")
         if self._group.rank == 0:
@@ -232,10 +241,7 @@ class Run:
         parent = None if self._parent is None else {"attempt": self._parent[0], "step": self._parent[1]}
         progress = {
             "step": self.step,
-            "epoch": self.epoch,
-            "samples": self.step * self._loader.global_batch,
-            "global_batch": self._loader.global_batch,
-            "dataset_length": self._loader.length,
+            **self._loader.progress(self.step),
             "world_size": self._group.world_size,
             "seed": self._seed,
         }
@@ -251,7 +257,7 @@ class Run:
         progress = content["progress"]
         if progress["seed"] != self._seed:
             raise CheckpointError(f"the run began with seed {progress['seed']}, and the seed is now {self._seed}")
-        self._loader.freeze(global_batch=progress["global_batch"], length=progress["dataset_length"])
+        self._loader.restore(progress)
         if progress["world_size"] != self._group.world_size:
             self._inexact.append(f"{self._group.world_size} ranks instead of {progress['world_size']}")
         for name, part in self._parts.items():
@@ -266,7 +272,7 @@ class Run:
 
     def _reasons_for_doubt(self) -> list[str]:
         """Why a resumed run may differ from the uninterrupted one in its last bits, or more."""
-        reasons = ["rng='user'"] if self._rng == "user" else []
+        reasons = [*(["rng='user'"] if self._rng == "user" else []), *self._loader.doubts]
         for name, part in self._parts.items():
             if not isinstance(part, DistributedDataParallel):
                 continue

@@ -16,6 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.training.data import Loader
+from clusterddp.training.foreign import ForeignLoader
 
 
 def sizes(samples: int, most: int) -> list[int]:
@@ -52,7 +53,7 @@ class MicroBatches:
     ``parts``: of the run; those that are modules or optimizers have the gradients.
     """
 
-    def __init__(self, parts: Iterable[Any], loader: Loader) -> None:
+    def __init__(self, parts: Iterable[Any], loader: Loader | ForeignLoader) -> None:
         parts = list(parts)
         self._loader = loader
         self._modules = [part for part in parts if isinstance(part, torch.nn.Module)]

@@ -14,11 +14,14 @@ from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
 from clusterddp.job import Checkpointing
 from clusterddp.rundir import RunDirectory
 from clusterddp.training import interval
+from clusterddp.training.foreign import same_everywhere
 from clusterddp.training.metrics import Metrics
 from clusterddp.training.persisting import NotSaved, Persisting
 from clusterddp.training.process_group import ProcessGroup
 from clusterddp.training.restoring import restore
 
+#: How often, in steps, rank 0 is asked whether it is time to save, where all ranks must take part.
+TOGETHER_STEPS = 20
 State = Callable[[], Mapping[str, Any]]
 
 
@@ -99,6 +102,26 @@ class Saver:
         this_step = self._wants_this(step)
         self._hear(wait=this_step)
         if not self._persisting.busy and (this_step or self._is_time()):
+            self._save(step, state, urgent=False)
+
+    def due_together(self, step: int) -> bool:
+        """``save_if_due``'s question where all ranks must take part: the same answer on all of them.
+
+        By steps all know it; by time rank 0 is asked now and then. The best metric is rank 0's alone, and not a reason.
+        """
+        if not self.saves:
+            return False
+        if self._settings.every_steps is not None and step % self._settings.every_steps == 0:
+            return True
+        if step % TOGETHER_STEPS or (self._settings.every_s is None and not self._settings.auto):
+            return False
+        due = self._checkpoints is not None and self._is_time()
+        return same_everywhere(due, self._group.collective_device)
+
+    def save(self, step: int, state: State) -> None:
+        """Rank 0 saves, after the save before."""
+        if self._checkpoints is not None:
+            self._hear(wait=True)
             self._save(step, state, urgent=False)
 
     def commit(self, step: int, state: State) -> tuple[int | None, str | None]:
@@ -199,7 +222,7 @@ class Saver:
     def _choose_interval(self, step: int, durable_s: float) -> None:
         between_s = interval.between_interruptions_s(self._directory.events(), time.time())
         self._every_s = interval.interval_s(self._stall_s, durable_s, between_s)
-        if not 0.8 < self._every_s / (self._said_s or 1e-9) < 1.25:
+        if not 0.5 < self._every_s / (self._said_s or 1e-9) < 2:
             self._said_s = self._every_s
             values = {"seconds": round(self._every_s, 1), "stall_s": round(self._stall_s, 4), "between_s": between_s}
             self._report("interval", step=step, **values)

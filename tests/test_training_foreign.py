@@ -1,0 +1,129 @@
+"""A run over a loader that clusterddp did not make, and saves that the job's policies ask for: real gloo processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from clusterddp.launch.narration import sentence
+from clusterddp.rundir import RunDirectory
+from tests import ddp
+from tests.checkpoint_files import content_of
+
+SCRIPT = """
+import sys, torch, clusterddp
+from clusterddp.job import Checkpointing, Keep
+from clusterddp.errors import CheckpointError
+
+class Letters:
+    '''A loader of one's own: ten batches in each pass, every rank at a place of its own.'''
+    def __init__(self, rank):
+        self.rank, self.place = rank, 0
+    def __iter__(self):
+        while self.place < 10:
+            self.place += 1
+            yield 10 * self.rank + self.place
+        self.place = 0
+    def state_dict(self):
+        return {"place": self.place, "rank": self.rank}
+    def load_state_dict(self, state):
+        assert state["rank"] == self.rank
+        self.place = state["place"]
+
+run_dir, total, stop_at, every_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+policy = Checkpointing(every_steps=None if every_s else 6, every_s=0.0 if every_s else None, keep=Keep(99))
+ctx = clusterddp.init(run_dir=run_dir, checkpoint=policy)
+model = ctx.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+run = ctx.run(model=model, optimizer=optimizer, loader=Letters(ctx.rank))
+for batch in run.steps(total):
+    print("took", batch, "in pass", run.epoch, flush=True)
+    loss = model(torch.tensor([[float(batch)]])).sum()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    run.log(loss=loss)
+    if run.step == stop_at and ctx.rank == 0:
+        ctx.request_stop("the test")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def taken(ranks: ddp.Ranks, rank: int) -> list[str]:
+    return [line for line in ranks.output(rank).splitlines() if line.startswith("took")]
+
+
+def test_each_rank_goes_on_where_its_own_loader_was(tmp_path, script):
+    whole = ddp.run(script, tmp_path / "whole", 25, -1, ranks=2, folder=tmp_path / "out")
+    run = tmp_path / "run"
+    first = ddp.start(script, run, 25, 13, ranks=2, folder=tmp_path / "out").expect(75)
+    second = ddp.run(script, run, 25, -1, ranks=2, folder=tmp_path / "out")
+    for rank in range(2):
+        assert taken(first, rank) + taken(second, rank) == taken(whole, rank)
+        assert taken(whole, rank)[10] == f"took {10 * rank + 1} in pass 1"
+    (resumed,) = [event for event in RunDirectory(run).events() if event["event"] == "resumed"]
+    assert resumed["inexact"] == ["the order and the randomness of samples are those of Letters"]
+    newest = content_of(max((run / "checkpoints").glob("step-*")))
+    assert newest["progress"]["loaders"] == [{"place": 5, "rank": 0}, {"place": 5, "rank": 1}]
+
+
+@pytest.mark.parametrize(("options", "steps"), [((), {6, 12, 18, 24, 25}), (("by time",), {20, 25})])
+def test_saves_are_made_by_all_ranks_at_steps_that_all_of_them_know(tmp_path, script, options, steps):
+    ddp.run(script, tmp_path / "run", 25, -1, *options, ranks=2, folder=tmp_path / "out")
+    assert {int(path.name[5:17]) for path in (tmp_path / "run" / "checkpoints").iterdir()} == steps
+
+
+def test_another_number_of_ranks_cannot_share_the_states_and_says_so(tmp_path, script):
+    ddp.run(script, tmp_path / "run", 4, -1, ranks=2, folder=tmp_path / "out")
+    alone = ddp.start(script, tmp_path / "run", 8, -1, ranks=1, folder=tmp_path / "out").expect(1)
+    assert "the states of 2 ranks' Letters, which 1 ranks cannot share" in alone.output(0)
+
+
+POLICIES = """
+import sys, torch, clusterddp
+from clusterddp.job import Checkpointing, Keep
+policy = {
+    "best": Checkpointing(None, None, keep=Keep(last=1, best="f1")),
+    "auto": Checkpointing(None, None, auto=True),
+}[sys.argv[2]]
+ctx = clusterddp.init(run_dir=sys.argv[1], checkpoint=policy)
+model = ctx.wrap(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.zeros(16, 4), batch_size=2))
+if sys.argv[2] == "auto":
+    run._saver._every_s = 0.0
+scores = {3: 0.5, 7: 0.9, 11: 0.7, 15: 0.2}
+for batch in run.steps(int(sys.argv[3])):
+    model(batch).sum().backward()
+    optimizer.step()
+    if run.step in scores:
+        run.log(f1=scores[run.step])
+"""
+
+
+def test_the_best_step_is_saved_itself_and_kept_across_attempts(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(POLICIES)
+    folder = tmp_path / "run" / "checkpoints"
+
+    def steps() -> set[int]:
+        return {int(path.name[5:17]) for path in folder.iterdir()}
+
+    ddp.run(script, tmp_path / "run", "best", 9, ranks=2, folder=tmp_path / "out")
+    assert steps() == {8, 9}
+    ddp.run(script, tmp_path / "run", "best", 20, ranks=2, folder=tmp_path / "out")
+    assert steps() == {8, 20}  # 0.7 and 0.2 of the second attempt are no better
+
+
+def test_an_interval_of_its_own_choice_is_said(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(POLICIES)
+    ddp.run(script, tmp_path / "run", "auto", 50, ranks=2, folder=tmp_path / "out")
+    chosen = [event for event in RunDirectory(tmp_path / "run").events() if event["event"] == "interval"]
+    assert chosen
+    for event in chosen:
+        assert event["seconds"] >= 10 and 0 < event["stall_s"] < 1 and event["between_s"] >= 86400
+        assert "saving every" in (sentence(event) or "")
