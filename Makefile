@@ -1,7 +1,7 @@
 # make demo   set everything up in .venv and watch a run get preempted and come back, on this machine
 # make test   set everything up, a real Slurm included (as root on Debian or Ubuntu), and run every test
 # make lint   ruff and mypy
-# make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every moment under every setting
+# make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination
 # make soak     200 preemptions at random moments; make bench-handover, make bench-agreement: what stopping costs
 # make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, gone when the shell ends
 #
@@ -40,7 +40,7 @@ test-24.11: .venv/ready slurm
 		tests/test_fencing.py tests/test_cluster.py
 
 test-product: .venv/ready slurm
-	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/test_preemption_variants.py
+	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/test_preemption_variants.py tests/test_exact_resume.py
 
 soak: .venv/ready slurm
 	.venv/bin/python -m benchmarks.soak $(SOAK)
