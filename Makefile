@@ -32,7 +32,7 @@ demo: .venv/ready
 	@cat $(DEMO_RUN)/outcome.json
 
 test: .venv/ready slurm
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 --dist loadgroup
 
 test-24.11: .venv/ready slurm
 	.venv/bin/python -m tests.cluster install --release trixie

@@ -17,6 +17,14 @@ from tests.trainings import Training
 from tests.waiting import story
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under ``pytest -n 2 --dist loadgroup`` all tests of the cluster share one process, and each other file's do."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        group = "slurm" if "clusters" in fixtures else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 class Clusters:
     """The real Slurm of this session: one at a time, the one asked for last; another configuration replaces it."""
 

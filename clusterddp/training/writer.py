@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -33,6 +34,8 @@ LOOK_S = 1.0
 
 def main() -> None:
     """Serves one rank."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C in a terminal is for the rank
     connection, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     writer = Writer(connection, memory)
     messages = Messages(connection)
