@@ -105,12 +105,20 @@ class Training:
 
 
 def preempt_at_each(training: Training, moments: Sequence[str]) -> None:
-    """Preempts attempt 0 at the first moment, attempt 1 at the second, and so on."""
+    """Preempts attempt 0 at the first moment, attempt 1 at the second, and so on.
+
+    In its last step a run may be done before the signal reaches its ranks: it is over then.
+    """
     for attempt, moment in enumerate(moments):
         training.wait_at_moment(attempt)
         training.preempt()
         training.go(attempt)
-        if moment != "after the end":
+        if moment == "last step":
+            next_or_over = lambda number=attempt + 1: training.run.outcome() or number in training.run.attempts()  # noqa: E731
+            training.wait(next_or_over, "the run to be over, or another attempt")
+            if training.run.outcome():
+                return
+        elif moment != "after the end":
             training.wait_for_attempt(attempt + 1)
 
 

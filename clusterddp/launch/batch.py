@@ -27,6 +27,7 @@ class RunExecutor(SlurmExecutor):
     def __init__(self, job: Job, run: RunDirectory, folder: Path) -> None:
         super().__init__(run.private / "submitit")
         self._run = run
+        self._ranks = job.world_size
         self._chdir = folder
         python = shlex.quote(job.python or sys.executable)
         self._command = f"exec {python} -u -m clusterddp.launch.supervisor {shlex.quote(str(run))}"
@@ -54,6 +55,9 @@ class RunExecutor(SlurmExecutor):
             raise SlurmError(f"sbatch refused the job: {str(error).strip()}") from error
         except FailedSubmissionError as error:
             raise RunDirectoryError(f"sbatch took the job, but its answer cannot be read: {error}") from error
+
+    def _num_tasks(self) -> int:
+        return self._ranks  # submitit would multiply, and a number of nodes such as 2-4 is text
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         del submission_file_path  # submitit's copy of the same text
