@@ -54,6 +54,8 @@ class Preemption:
             return "it cancels what it preempts, so the run goes on in a new job (policy: resubmit)"
         if job.policy == "resubmit" and self.grace_s:
             return "the run goes on in a new job (policy: resubmit)"
+        if job.policy is None and job.min_nodes is not None and self.grace_s:
+            return "the run goes on in a new job, as a requeued one would wait for as many nodes as it had"
         lifted = "`submit --wait` or `clusterddp watch` lifts it" if job.lift_hold else "lift_hold: false leaves it"
         return f"the run is requeued, and Slurm holds it for {self.hold_s} s then: {lifted}"
 

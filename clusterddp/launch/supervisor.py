@@ -41,10 +41,14 @@ def supervise_slurm(run_directory: str) -> int:
 
 
 def as_started(job: Job, environ: Mapping[str, str]) -> Job:
-    """The job with the number of nodes that Slurm gave it, where its definition leaves Slurm the choice."""
+    """The job with the number of nodes that Slurm gave it, where its definition leaves Slurm the choice.
+
+    It goes on in a new job then: a requeued one waits for as many nodes as it had before (seen on 22.05.8).
+    """
     if job.min_nodes is None:
         return job
-    return dataclasses.replace(job, nodes=int(environ["SLURM_JOB_NUM_NODES"]), min_nodes=None)
+    nodes = int(environ["SLURM_JOB_NUM_NODES"])
+    return dataclasses.replace(job, nodes=nodes, min_nodes=None, policy=job.policy or "resubmit")
 
 
 def supervise_local(run_directory: str, debug_rank: int | None) -> int:
