@@ -2,7 +2,8 @@
 
 A file in a run directory is whole or absent, has one writer and reads with standard tools. Files that are replaced are
 written to a temporary sibling, synced, renamed, and the folder is synced. Histories are JSON lines, appended by one
-process; a torn last line (the writer was killed in the middle of it) is dropped on reading.
+process; a torn last line (the writer was killed in the middle of it) is dropped on reading, and so are lines that a
+machine died before it had written.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ class RunDirectory:
         return self.job_file.exists()
 
     def create(self) -> None:
-        """Makes the folders; ``private`` is closed to others. Folders that exist are kept."""
-        for folder in (self.path, self.checkpoints, self.logs):
-            folder.mkdir(parents=True, exist_ok=True)
+        """Makes the folders, durably; ``private`` is closed to others. Folders that exist are kept."""
+        make_folder(self.path)
+        for folder in (self.checkpoints, self.logs):
+            folder.mkdir(exist_ok=True)
         self.private.mkdir(mode=0o700, exist_ok=True)
+        fsync_directory(self.path)
 
     # --- attempts
 
@@ -81,6 +84,7 @@ class RunDirectory:
                 continue
             self.attempt_private(number).mkdir(mode=0o700, exist_ok=True)
             fsync_directory(self.logs)
+            fsync_directory(self.private)  # else the records of what it resumed from could go with their folder
             return number
 
     def attempt_logs(self, attempt: int) -> Path:
@@ -114,9 +118,19 @@ class RunDirectory:
 
         A line (attempt a, step s) counts if no later attempt resumed at a checkpoint S <= s.
         """
-        floor = _resume_floors({e["attempt"]: e["step"] for e in self.events() if e["event"] == "resumed"})
+        resumed = {event["attempt"]: event["step"] for event in self.events() if event["event"] == "resumed"}
+        floor = _resume_floors({**resumed, **self._resume_records()})
         lines = (line for line in read_lines(self.metrics_file) if line["step"] < floor(line["attempt"]))
         return sorted(lines, key=lambda line: (line["step"], line["attempt"]))
+
+    def _resume_records(self) -> dict[int, int]:
+        """The step that each attempt went on from, where its record may be read: the owner's alone, but surer than the
+        event, which the supervisor may not have lived to write."""
+        try:
+            records = {number: read_json(self.resume_record(number)) for number in self.attempts()}
+        except PermissionError:
+            return {}
+        return {number: record["step"] for number, record in records.items() if record}
 
     def mark_cancelled(self) -> None:
         """Says that nothing may start this run again; to be called before what trains it is ended."""
@@ -181,15 +195,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON lines file, without a torn last line. Nothing when the file is absent."""
     try:
-        text = path.read_text()
+        content = path.read_bytes()
     except FileNotFoundError:
         return
-    whole, _, _torn = text.rpartition("\n")
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
-            yield json.loads(line)
+            yield json.loads(_written(line))
         except ValueError as error:
-            raise RunDirectoryError(f"{path}:{number} is not JSON ({error}): something else wrote there") from error
+            if b"\0" not in line:
+                raise RunDirectoryError(f"{path}:{number} is not JSON ({error}): something else wrote there") from error
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
@@ -200,26 +214,31 @@ def last_line(path: Path) -> dict[str, Any] | None:
         return None
     with file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
-        whole = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
+        lines = file.read().split(b"\n")[:-1]
+    whole = next((line for line in reversed(lines) if b"\0" not in line), None)
     value: dict[str, Any] | None = json.loads(whole) if whole else None
     return value
 
 
+def _written(line: bytes) -> bytes:
+    """What is left of a line where a machine died: what it had not written reads as NUL, which JSON never has."""
+    return line.rpartition(b"\0")[2]
+
+
 def append_line(path: Path, value: Mapping[str, Any]) -> None:
-    """Appends one JSON object as a line. The caller is the file's only writer. On an OSError nothing is appended."""
+    """Appends one JSON object as a line, durably; on an OSError nothing is appended. The caller is the only writer."""
     with open(path, "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         data = (json.dumps(value) + "\n").encode()
         try:
-            written = file.write(data)
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(file.fileno())
+            if size == 0:
+                fsync_directory(path.parent)
         except OSError:
-            written = 0
+            file.truncate(size)
             raise
-        finally:
-            if written != len(data):
-                file.truncate(size)
-        if written != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def drop_torn_line(path: Path) -> None:
@@ -233,6 +252,20 @@ def drop_torn_line(path: Path) -> None:
         whole = content.rfind(b"\n") + 1
         if whole != len(content):
             file.truncate(whole)
+
+
+def make_folder(path: Path, exist_ok: bool = True) -> None:
+    """Makes a folder and those above it; all of them are durable. Raises FileExistsError only if told to."""
+    if not path.parent.exists():
+        make_folder(path.parent)
+    path.mkdir(exist_ok=exist_ok)
+    fsync_directory(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Deletes a file, if it is there, for good: no crash brings it back."""
+    path.unlink(missing_ok=True)
+    fsync_directory(path.parent)
 
 
 def fsync_directory(path: Path) -> None:

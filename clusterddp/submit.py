@@ -22,7 +22,7 @@ from clusterddp.environment import scrub
 from clusterddp.errors import CheckpointError, RunDirectoryError, SlurmError, UsageError
 from clusterddp.job import Job
 from clusterddp.launch.fork import Fork
-from clusterddp.rundir import RunDirectory, write_atomically
+from clusterddp.rundir import RunDirectory, make_folder, remove, write_atomically
 
 PACKAGED_JOB = Path(__file__).parent / "digits" / "digits.yaml"
 PACKAGED_JOB_TIME = "10"
@@ -248,7 +248,7 @@ def recorded(run: RunDirectory, job: Job, created: bool, fork: str | None = None
     run.create()
     run.path.chmod(0o750 if job.share == "group" else 0o700)
     write_atomically(run.job_file, job.to_yaml())
-    run.outcome_file.unlink(missing_ok=True)
+    remove(run.outcome_file)
     try:
         if fork is not None:
             say(Fork.parse(fork).plant(run))
@@ -277,7 +277,7 @@ def claim(arguments: argparse.Namespace, job: Job) -> tuple[RunDirectory, bool]:
     while True:
         run = choose_run_directory(arguments, job)
         try:
-            run.path.mkdir(parents=True)
+            make_folder(run.path, exist_ok=False)
             return run, True
         except FileExistsError:
             if arguments.run_dir:

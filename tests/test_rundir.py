@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.rundir import RunDirectory, append_line, drop_torn_line, read_json, read_lines, write_atomically
+from clusterddp.rundir import (
+    RunDirectory,
+    append_line,
+    drop_torn_line,
+    last_line,
+    make_folder,
+    read_json,
+    read_lines,
+    write_atomically,
+    write_json,
+)
 
 
 @pytest.fixture
@@ -81,6 +91,41 @@ append_line(path, {{"b": 2}})
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() in ("File too large", "No space left on device")
     assert list(read_lines(tmp_path / "events.jsonl")) == [{"a": 1}, {"b": 2}]
+
+
+def test_lines_that_a_machine_died_before_writing_are_dropped(tmp_path: Path) -> None:
+    """They read as NUL, in the middle, too, when lines after them were written; the rest of a lost line is no line."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"a": 1}\n' + b"\0" * 7 + b"\n" + b"\0" * 9 + b'3}\n{"a": 4}\n{"a"' + b"\0" * 5 + b'{"a": 5}\n\0\0'
+    )
+    assert list(read_lines(path)) == [{"a": 1}, {"a": 4}, {"a": 5}]
+    drop_torn_line(path)
+    append_line(path, {"a": 6})
+    assert list(read_lines(path))[-1] == last_line(path) == {"a": 6}
+    path.write_bytes(b'{"a": 1}\n\0\0\0\n')
+    assert last_line(path) == {"a": 1}
+
+
+def test_metrics_count_by_the_record_when_the_event_was_never_written(run: RunDirectory) -> None:
+    """The supervisor was killed before it heard that attempt 1 had resumed at 2; the attempt's own record is there."""
+    for attempt, steps in ((0, range(4)), (1, range(2, 5))):
+        assert run.create_attempt() == attempt
+        for step in steps:
+            append_line(run.metrics_file, {"step": step, "attempt": attempt})
+    write_json(run.resume_record(1), {"attempt": 1, "step": 2, "parent": {"attempt": 0, "step": 2}})
+    assert [(line["step"], line["attempt"]) for line in run.metrics()] == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 1)]
+
+
+def test_a_folder_is_made_with_those_above_it_and_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:
+    """As mkdir -p does."""
+    make_folder(tmp_path / "a" / "b")
+    make_folder(tmp_path / "a" / "b")
+    with pytest.raises(FileExistsError):
+        make_folder(tmp_path / "a" / "b", exist_ok=False)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        make_folder(tmp_path / "file" / "b", exist_ok=False)
 
 
 def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:

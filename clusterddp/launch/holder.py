@@ -14,7 +14,7 @@ from typing import Any
 
 from clusterddp.launch import slurm
 from clusterddp.process import process_start
-from clusterddp.rundir import RunDirectory, read_json, write_json
+from clusterddp.rundir import RunDirectory, read_json, remove, write_json
 
 
 def of_job(job_id: str) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, An
     pending = read_json(run.submitted_file)
     if pending is None or _identity(pending) != _identity(me):
         return None
-    run.submitted_file.unlink(missing_ok=True)
+    remove(run.submitted_file)
     return pending
 
 

@@ -29,7 +29,7 @@ from clusterddp.launch.launcher import Launcher, LocalLauncher, SlurmLauncher
 from clusterddp.launch.limits import exceeded
 from clusterddp.launch.verdict import Action
 from clusterddp.process import die_with_parent
-from clusterddp.rundir import RunDirectory, read_json
+from clusterddp.rundir import RunDirectory, read_json, remove
 
 
 def supervise_slurm(run_directory: str) -> int:
@@ -96,7 +96,7 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     reason = exceeded(job, run.events(), time.time())
     number = run.create_attempt()
     if (run.outcome() or {}).get("state") == Action.FAIL.value:
-        run.outcome_file.unlink()  # whoever starts the run again has seen it
+        remove(run.outcome_file)  # whoever starts the run again has seen it
     elif reason is not None:
         History(run, number).conclude(Action.FAIL.value, reason)
         return 1

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clusterddp.rundir import drop_torn_line
+from clusterddp.rundir import drop_torn_line, fsync_directory
 
 
 class Metrics:
@@ -23,6 +23,8 @@ class Metrics:
         drop_torn_line(path)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._attempt = attempt
+        if os.fstat(self._file).st_size == 0:
+            fsync_directory(path.parent)
         self._pending = b""
         self._failing = False
 
