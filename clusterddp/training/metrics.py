@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clusterddp.rundir import drop_torn_line, fsync_directory
+from clusterddp.rundir import drop_torn_line, fsync_directory, write_atomically
 
 
 class Metrics:
@@ -21,12 +21,12 @@ class Metrics:
 
     def __init__(self, path: Path, attempt: int) -> None:
         drop_torn_line(path)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._attempt = attempt
+        self._path, self._attempt = path, attempt
+        self._file = self._open()
         if os.fstat(self._file).st_size == 0:
             fsync_directory(path.parent)
         self._pending = b""
-        self._failing = False
+        self._failing = self._doubtful = False
 
     def write(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """Appends the line of a finished step and returns it. Tensors of one element become floats or ints."""
@@ -44,9 +44,25 @@ class Metrics:
 
     def flush(self) -> None:
         """Hands the lines that were held back to the system; raises OSError when it does not take them."""
+        if self._doubtful:
+            self._renew()
         while self._pending:
             written = os.write(self._file, self._pending)
             self._pending = self._pending[written:]
+
+    def doubt(self) -> None:
+        """To be told when the file could not be synced: the system may hold for written what it has lost, and a sync
+        that is repeated says nothing of it. All lines go into a new file."""
+        self._doubtful = True
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def _renew(self) -> None:
+        write_atomically(self._path, self._path.read_bytes())
+        doubtful, self._file = self._file, self._open()
+        self._doubtful = False
+        os.close(doubtful)
 
     def close(self) -> None:
         os.close(self._file)

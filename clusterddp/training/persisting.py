@@ -40,11 +40,14 @@ class Saved:
 
 
 class NotSaved(Exception):
-    """A save failed for want of space, by an I/O error or with its writer; what was there before is untouched."""
+    """A save failed for want of space, by an I/O error or with its writer; what was there before is untouched.
 
-    def __init__(self, step: int, reason: str) -> None:
+    ``metrics``: whether it is the metrics that could not be made durable.
+    """
+
+    def __init__(self, step: int, reason: str, metrics: bool = False) -> None:
         super().__init__(reason)
-        self.step = step
+        self.step, self.metrics = step, metrics
 
 
 class Persisting:
@@ -108,7 +111,7 @@ class Persisting:
         if "superseded" in answer:
             raise Superseded(answer["superseded"])
         if "failed" in answer:
-            raise NotSaved(step, answer["failed"])
+            raise NotSaved(step, answer["failed"], "metrics" in answer)
         return Saved(answer["step"], answer["bytes"], answer["at"])
 
     def close(self) -> None:

@@ -193,6 +193,8 @@ class Saver:
         try:
             saved = self._persisting.result(wait)
         except NotSaved as error:
+            if error.metrics:
+                self._metrics.doubt()
             return self._say_failed(error.step, str(error))
         if saved is None:
             return None

@@ -132,6 +132,8 @@ class Writer:
             answer = {"superseded": str(error)}
         except archive.Damaged as error:
             answer = {"failed": f"what was written reads back otherwise ({error})"}
+        except _MetricsNotSynced as error:
+            answer = {"failed": str(error), "metrics": True}
         except OSError as error:
             answer = {"failed": self._checkpoints.why_not(error, len(beginning) + size)}
         try:
@@ -156,10 +158,17 @@ class Writer:
         return self._checkpoints.commit(temporary, step).path.stat().st_size
 
 
-def sync(path: Path) -> None:
-    """Makes a file durable, whoever wrote it; without effect when there is none."""
-    with suppress(FileNotFoundError), open(path, "rb") as file:
-        os.fsync(file.fileno())
+class _MetricsNotSynced(Exception):
+    """The metrics before a checkpoint cannot be made durable. They are rank 0's to write again."""
+
+
+def sync(metrics: Path) -> None:
+    """Makes the lines that rank 0 has written durable; without effect when there are none."""
+    try:
+        with suppress(FileNotFoundError), open(metrics, "rb") as file:
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _MetricsNotSynced(f"the metrics before it cannot be made durable ({error.strerror})") from error
 
 
 if __name__ == "__main__":
