@@ -13,6 +13,7 @@ import json
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,8 +120,11 @@ class Checkpoints:
 
     def why_not(self, error: OSError, needed: int) -> str:
         """Why a checkpoint of ``needed`` bytes was not written, with sizes, and what the run has instead."""
-        free = shutil.disk_usage(self._directory.checkpoints).free
-        kept = next((f"keeping step {checkpoint.step}" for checkpoint in self.candidates()), "no older one to keep")
+        try:
+            free = shutil.disk_usage(self._directory.checkpoints).free
+            kept = next((f"keeping step {checkpoint.step}" for checkpoint in self.candidates()), "no older one to keep")
+        except OSError as other:
+            return f"checkpoint needs {_size(needed)} ({error.strerror}); the others cannot be seen ({other.strerror})"
         full = f", {_size(free)} free" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
         return f"checkpoint needs {_size(needed)}{full} ({error.strerror}); {kept}"
 
@@ -132,14 +136,20 @@ class Checkpoints:
         for checkpoint in candidates:
             if checkpoint not in kept(candidates, self._keep):
                 self.check_newest()
-                checkpoint.path.unlink(missing_ok=True)
+                try:
+                    checkpoint.path.unlink(missing_ok=True)
+                except OSError as error:  # The new one is safe all the same, and the next commit tries again.
+                    print(f"clusterddp: {checkpoint.path.name} cannot be deleted: {error.strerror}", file=sys.stderr)
 
     def _remove_leftovers(self) -> None:
-        """Removes what killed attempts of the lineage left half written: it would fill the disk in the end."""
-        own = {attempt for attempt, _ in lineage(self._directory, self._attempt)}
+        """Removes what killed attempts left half written: it would fill the disk in the end.
+
+        Also of those outside the lineage, such as one that was killed in its first save. One that is alive is
+        superseded, and its commit refused.
+        """
         for path in self._directory.checkpoints.iterdir():
             match = _TEMPORARY.fullmatch(path.name)
-            if match and int(match[1]) in own:
+            if match and int(match[1]) <= self._attempt:
                 self.check_newest()
                 path.unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,34 @@ def test_a_half_written_file_of_a_killed_attempt_is_removed_and_never_a_candidat
     assert [one.step for one in Checkpoints(directory, second, Keep()).candidates()] == [1]
     save(directory, second, 3, CONTENT)
     assert not leftover.exists()
+
+
+def test_what_an_attempt_left_that_was_killed_in_its_first_save_is_removed(directory):
+    """It is in nobody's lineage; and what a newer attempt writes is not touched."""
+    attempt(directory)
+    left, newer = (directory.checkpoints / f".step-000000000002.attempt-{n}.safetensors.0f.tmp" for n in (0, 9))
+    for path in (left, newer):
+        path.write_bytes(b"half")
+    save(directory, attempt(directory), 3, CONTENT)
+    assert not left.exists() and newer.exists()
+
+
+def test_one_that_cannot_be_deleted_is_said_and_the_new_one_counts(directory, monkeypatch, capfd):
+    number = attempt(directory)
+    save(directory, number, 1, CONTENT)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        save(directory, number, 2, CONTENT, keep=Keep(1))
+    assert "step-000000000001.attempt-0.safetensors cannot be deleted: Input/output error" in capfd.readouterr().err
+    save(directory, number, 3, CONTENT, keep=Keep(1))
+    assert steps(directory) == [3]
+
+
+def test_a_folder_that_cannot_be_seen_hides_no_failure(directory, monkeypatch):
+    checkpoints = Checkpoints(directory, attempt(directory), Keep())
+    directory.checkpoints.rename(directory.path / "away")
+    words = r"checkpoint needs 1\.0 MiB \(No space left on device\); the others cannot be seen \(No such file"
+    assert re.match(words, checkpoints.why_not(OSError(28, "No space left on device"), 1 << 20))
 
 
 def test_a_superseded_attempt_neither_commits_nor_deletes(directory):

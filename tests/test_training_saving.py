@@ -103,6 +103,16 @@ def test_a_writer_that_is_killed_is_said_and_the_next_save_has_another(directory
     assert [name[5:17] for name in names(directory)] == ["000000000001", "000000000003"]
 
 
+def test_a_writer_that_fails_in_a_way_nobody_thought_of_ends_and_is_not_waited_for(directory, persisting):
+    save(persisting, 1, state())
+    persisting._say({"step": 2, "beginning": 0, "size": 1 << 40, "urgent": False})  # more than there is of memory
+    persisting._step = 2
+    with pytest.raises(NotSaved, match=r"the process that writes it has ended \(exit code 1\)"):
+        persisting.result(wait=True)
+    save(persisting, 3, state())
+    assert [name[5:17] for name in names(directory) if name[0] != "."] == ["000000000001", "000000000003"]
+
+
 def test_a_disk_that_does_not_take_a_file_leaves_nothing_behind_and_the_older_one_alone(directory, persisting):
     save(persisting, 1, state())
     resource.prlimit(persisting._writer.pid, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -119,9 +120,13 @@ class Writer:
 
     def _work_slowly(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # in Linux a thread's own
-        while not self._urgent.is_set():
-            if next(self._work, self._work) is self._work:
-                return
+        try:
+            while not self._urgent.is_set():
+                if next(self._work, self._work) is self._work:
+                    return
+        except BaseException:  # A rank that waits for an answer must see this process end.
+            traceback.print_exc()
+            os._exit(1)
 
     def _save(self, request: dict[str, Any], beginning: bytes) -> Iterator[None]:
         size = request["size"]
