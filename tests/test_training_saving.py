@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from clusterddp.rundir import RunDirectory
 from clusterddp.training import snapshot
 from clusterddp.training.persisting import NotSaved, Persisting, Saved
 from clusterddp.training.state import load_state, state_of
+from clusterddp.training.writer import Writer
 from tests.checkpoint_files import content_of
 from tests.waiting import wait_until
 
@@ -111,6 +113,36 @@ def test_a_writer_that_fails_in_a_way_nobody_thought_of_ends_and_is_not_waited_f
         persisting.result(wait=True)
     save(persisting, 3, state())
     assert [name[5:17] for name in names(directory) if name[0] != "."] == ["000000000001", "000000000003"]
+
+
+def test_a_rank_with_more_than_a_thousand_open_files_saves(directory):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    null = os.open(os.devnull, os.O_RDONLY)
+    held = [null, *(os.dup(null) for _ in range(1100))]
+    persisting = Persisting(directory, 0, Keep(2), torch.device("cpu"))
+    try:
+        assert save(persisting, 1, state()).step == 1
+    finally:
+        persisting.close()
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_save_that_is_answered_leaves_the_next_one_alone():
+    """The rank may have asked for the next one before the thread of the first has noticed its end."""
+    writer = Writer(None, 0)  # type: ignore[arg-type]
+    following = iter([None])
+
+    def first():
+        yield
+        writer._work = following
+
+    thread = threading.Thread(target=writer._work_slowly, args=(first(),))  # which becomes slow for good
+    thread.start()
+    thread.join()
+    assert list(following) == [None]
 
 
 def test_a_disk_that_does_not_take_a_file_leaves_nothing_behind_and_the_older_one_alone(directory, persisting):

@@ -53,6 +53,8 @@ class Messages:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._parent, self._data = connection, os.getppid(), bytearray()
+        self._poll = select.poll()  # select() takes no descriptor above 1023, of which a rank may have more
+        self._poll.register(connection, select.POLLIN)
 
     def next(self) -> dict[str, Any] | None:
         """The next message."""
@@ -72,7 +74,7 @@ class Messages:
         return taken
 
     def _receive(self) -> bool:
-        while not select.select([self._connection], [], [], LOOK_S)[0]:
+        while not self._poll.poll(1000 * LOOK_S):
             if os.getppid() != self._parent:
                 return False
         data = self._connection.recv(1 << 20)
@@ -105,7 +107,7 @@ class Writer:
             return
         self._urgent.clear()
         self._work = self._save(request, beginning)
-        self._thread = threading.Thread(target=self._work_slowly)
+        self._thread = threading.Thread(target=self._work_slowly, args=(self._work,))
         self._thread.start()
         if request["urgent"]:
             self.hurry()
@@ -118,11 +120,12 @@ class Writer:
         for _ in self._work:
             pass
 
-    def _work_slowly(self) -> None:
+    def _work_slowly(self, work: Iterator[None]) -> None:
+        """Until someone waits for it. Once the save is answered, the next one may have taken its place in ``self``."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # in Linux a thread's own
         try:
             while not self._urgent.is_set():
-                if next(self._work, self._work) is self._work:
+                if next(work, work) is work:
                     return
         except BaseException:  # A rank that waits for an answer must see this process end.
             traceback.print_exc()
