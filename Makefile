@@ -40,7 +40,8 @@ test-24.11: .venv/ready slurm
 		tests/test_fencing.py tests/test_cluster.py
 
 test-product: .venv/ready slurm
-	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/test_preemption_variants.py tests/test_exact_resume.py
+	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/test_preemption_variants.py tests/test_exact_resume.py \
+		tests/test_crash.py
 
 soak: .venv/ready slurm
 	.venv/bin/python -m benchmarks.soak $(SOAK)

@@ -1,0 +1,227 @@
+"""The process that is killed: it makes a run directory, saves, starts over in a second attempt, and ends the run.
+
+``python -m tests.crash.subject`` serves: a request, one JSON object a line on its standard input, makes it fork a child
+that plays the story. Importing torch takes longer than all of that. The child stops after as many promises as the
+request says, until strace holds it and its checkpoint writer; it stops again when a save has failed, if strace is to
+let go then.
+
+What the child has been promised by the code under test it says in a file outside of the run directory, one JSON object
+a line: after a crash the promises must hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from clusterddp.job import Checkpointing, Keep
+from clusterddp.launch import holder
+from clusterddp.launch.history import History
+from clusterddp.rundir import RunDirectory, remove, write_atomically
+from clusterddp.training.saving import Saver
+
+STEPS_PER_SAVE = 4
+#: Per attempt: how many saves, and how many checkpoints it keeps. Attempt 0 makes a first, a second and a pruning save;
+#: attempt 1 prunes what attempt 0 wrote, and never has more than the newest.
+ATTEMPTS = {0: (3, 2), 1: (2, 1)}
+JOB = "name: crash\n"
+#: Python reads a module here at its start, in the writer, too.
+_ALWAYS_THE_SAME = Path(__file__).with_name("same")
+
+
+def saver_of(run: RunDirectory, attempt: int, report: Callable[..., None], keep: int = 2) -> Saver:
+    """Rank 0's saver, without other ranks."""
+    alone: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), collective_device=torch.device("cpu"))
+    return Saver(run, attempt, alone, report, Checkpointing(every_steps=STEPS_PER_SAVE, every_s=None, keep=Keep(keep)))
+
+
+def save(saver: Saver, step: int, done: Callable[[], bool]) -> None:
+    """Saves the state after ``step``, a due one, and asks after it in each of the steps that follow, as training does.
+
+    So the writer's one thread makes all of a save's calls; when someone waits, its two threads share them at random.
+    """
+    saver.save_if_due(step, lambda: content(step))
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline, f"no word of the save of step {step}"
+        time.sleep(0.001)
+        saver.save_if_due(step + 1, lambda: content(step + 1))
+
+
+def content(step: int) -> dict[str, Any]:
+    """The state after ``step`` steps."""
+    weight = torch.full((40, 60), float(step))
+    return {"model": {"weight": weight, "bias": torch.arange(5) + step}, "progress": {"step": step}}
+
+
+def values(step: int) -> dict[str, Any]:
+    """The metrics of a step; long, so that what one save makes durable spans several blocks."""
+    return {"loss": step / 2, "note": "x" * 400}
+
+
+class Story:
+    """What one child does. ``promise`` is called with what must hold from then on."""
+
+    def __init__(self, path: Path, promises: int, stop_after: int, once: bool, stop: Callable[[Any], None]) -> None:
+        self._run, self._promises = RunDirectory(path), promises
+        self._stop_after, self._once, self._stop = stop_after, once, stop
+        self._saver: Saver | None = None
+        self._made = 0
+
+    def play(self) -> None:
+        self._count()
+        self._submit()
+        for attempt in ATTEMPTS:
+            self._attempt(attempt)
+        self._run.mark_cancelled()
+        self.promise(cancelled=True)
+
+    def promise(self, **what: Any) -> None:
+        os.write(self._promises, (json.dumps(what) + "\n").encode())
+        self._made += 1
+        self._count()
+
+    def _count(self) -> None:
+        if self._made == self._stop_after:
+            writer = self._saver._persisting._writer if self._saver else None
+            self._stop(writer.pid if writer and writer.poll() is None else None)
+
+    def _submit(self) -> None:
+        self._run.create()
+        self.promise(created=True)
+        write_atomically(self._run.job_file, JOB)
+        self.promise(job=JOB)
+        holder.submitted(self._run, "41")
+        self.promise(pending="41")
+
+    def _attempt(self, expected: int) -> None:
+        number = self._run.create_attempt()
+        self.promise(attempt=number)
+        assert number == expected
+        if expected > 0:
+            remove(self._run.outcome_file)
+            self.promise(outcome=None)
+        me = holder.of_job(str(41 + number))
+        holder.take(self._run, number, me)
+        self.promise(pending=None, holder=me)
+        history = History(self._run, number)
+        self._event(history, "started", job=me["job"])
+        self._train(number, history)
+        state = "failed" if number < max(ATTEMPTS) else "completed"
+        history.conclude(state, "the story says so")
+        self.promise(outcome=state, events=len(self._run.events()))
+
+    def _train(self, number: int, history: History) -> None:
+        saves, keep = ATTEMPTS[number]
+        heard: list[str] = []
+
+        def report(event: str, **values: Any) -> None:
+            heard.append(event)
+            if event == "checkpoint":
+                self.promise(saved=values["step"])
+                values = {"step": values["step"], "durable_s": 0.0}
+            elif event == "checkpoint_failed":
+                self.promise(not_saved=values["step"], reason=values["reason"])
+                if self._once:
+                    self._once = False
+                    self._stop("let go")
+            self._event(history, event, **values)
+
+        saver = self._saver = saver_of(self._run, number, report, keep)
+        found = saver.restore()
+        parent = found[1:] if found else None
+        saver.record_resume(parent)
+        self.promise(resumed=number)
+        first = parent[1] if parent else 0
+        self._event(history, "resumed", step=first, parent=parent and parent[0])
+        saver.prepare(lambda: content(first))
+        for step in range(first, first + saves * STEPS_PER_SAVE):
+            saver.log(step, values(step))
+            if (step + 1) % STEPS_PER_SAVE == 0:
+                before = len(heard)
+                save(saver, step + 1, lambda before=before: len(heard) > before)  # type: ignore[misc]
+        saver.close()
+        self._saver = None
+        self.promise(trained=number)
+
+    def _event(self, history: History, event: str, **values: Any) -> None:
+        history.add(event, **values)
+        if not history._pending:
+            self.promise(event=event, events=len(self._run.events()))
+
+
+def serve() -> None:
+    """Answers each request with the child's exit status; a child lives no longer than its request."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(_play_traced(**json.loads(line))), flush=True)
+
+
+def _play_traced(run: str, promises: str, stop_after: int, once: bool, strace: list[str]) -> dict[str, Any]:
+    stopped, tell = os.pipe()
+    go, let_go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(stopped), os.close(let_go)
+        _play(Path(run), promises, stop_after, once, tell, go)
+    os.close(tell), os.close(go)
+    said = ""
+    with open(stopped) as told:
+        if line := told.readline():
+            processes = [str(pid) for pid in (child, json.loads(line)) if pid]
+            attach = [part for pid in processes for part in ("-p", pid)]
+            tracer = subprocess.Popen([*strace, *attach], stderr=subprocess.PIPE, text=True)
+            assert tracer.stderr is not None
+            while said.count("attached") < len(processes) and (line := tracer.stderr.readline()):
+                said += line
+            os.write(let_go, b"g")
+            if told.readline():
+                tracer.terminate()
+                tracer.wait()
+                os.write(let_go, b"g")
+            said += tracer.stderr.read()  # It ends with the last process that it follows.
+            tracer.wait()
+    os.close(let_go)
+    _, status = os.waitpid(child, 0)
+    return {"code": os.waitstatus_to_exitcode(status), "strace": said}
+
+
+def _play(run: Path, promises: str, stop_after: int, once: bool, tell: int, go: int) -> None:
+    """The child's life."""
+    ctypes.CDLL(None).prctl(0x59616D61, -1)  # PR_SET_PTRACER: strace is no ancestor
+    # The same names and contents every time:
+    secrets.token_hex = lambda size=4: "0" * 2 * size  # type: ignore[assignment]
+    time.time = lambda: 1.7e9
+    os.environ["PYTHONPATH"] = str(_ALWAYS_THE_SAME)
+    errors = os.open(f"{promises}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for standard in (1, 2):
+        os.dup2(errors, standard)
+    said = os.open(promises, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def stop(word: Any) -> None:
+        os.write(tell, f"{json.dumps(word)}\n".encode())
+        os.read(go, 1)
+
+    code = 1
+    try:
+        Story(run, said, stop_after, once, stop).play()
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()
