@@ -2,7 +2,8 @@
 # make test   set everything up, a real Slurm included (as root on Debian or Ubuntu), and run every test
 # make lint   ruff and mypy
 # make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination
-# make soak     200 preemptions at random moments; make bench-handover, make bench-agreement: what stopping costs
+# make soak     200 preemptions at random moments; make bench-handover, bench-agreement: what stopping costs
+# make bench-checkpoint   what saving and restoring costs, beside torch, Lightning and accelerate
 # make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, gone when the shell ends
 #
 # TORCH_INDEX=URL   another package index for torch, such as PyTorch's own CPU builds (PyPI's bring CUDA along)
@@ -16,7 +17,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-24.11 test-product soak bench-handover bench-agreement lint cluster slurm clean
+.PHONY: demo test test-24.11 test-product soak bench-handover bench-agreement bench-checkpoint lint cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -51,6 +52,13 @@ bench-handover: .venv/ready slurm
 
 bench-agreement: .venv/ready
 	.venv/bin/python -m benchmarks.agreement
+
+bench-checkpoint: .venv/bench
+	.venv/bin/python -m benchmarks.checkpoint
+
+.venv/bench: .venv/ready
+	$(PIP) install -c constraints.txt $(INDEX) -e '.[bench]'
+	@touch $@
 
 slurm: .venv/ready
 	.venv/bin/python -m tests.cluster install

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks import agreement, handover, report, runs, soak
+from benchmarks import agreement, checkpoint, handover, report, runs, soak
 from clusterddp.rundir import RunDirectory, append_line, write_json
 from clusterddp.training.agreement import Agreement
 from tests.checkpoint_files import file_bytes
@@ -67,6 +67,43 @@ def test_stamps_leave_out_a_line_that_is_being_written(tmp_path):
     (tmp_path / "stamps").write_text("12.5\n13.25\n14")
     assert runs.stamps(tmp_path / "stamps") == [12.5, 13.25]
     assert runs.stamps(tmp_path / "none") == []
+
+
+# ---- checkpoints
+
+
+def made_figures(**changed: list[float]) -> dict[str, Any]:
+    """Figures of two processes with two saves each, which meet every bar but for what is changed."""
+    names = [checkpoint.COPY, checkpoint.OURS, checkpoint.TorchSave.name, checkpoint.RAW]
+    seconds = {name: {"stall": [9.0, 0.1], "lost": [0.1, 0.2], "durable": [1.0, 1.0]} for name in names}
+    seconds[checkpoint.OURS] |= {name: values for name, values in changed.items() if name in ("stall", "durable")}
+    start = {"seconds": seconds, "state_bytes": 1000, "tensors": 3, "step_ms": 10.0}
+    restored = {checkpoint.OURS: {"seconds": [0.1, 0.2], "read": changed.get("read", [1.0001, 1.0])}}
+    grown = changed.get("grown", [2200])[0]
+    memory = {"trainer_growth": grown, "writer": {"VmHWM": 5000, "RssAnon": 10}, "state_bytes": 1000}
+    return {"starts": [start, start], "restores": {"1": restored, "4": restored}, "memory": memory}
+
+
+@pytest.mark.parametrize(
+    ("changed", "missed"),
+    [
+        ({"stall": [0.1, 0.2]}, "stall"),
+        ({"durable": [1.4, 1.7]}, "until durable"),
+        ({"read": [1.0, 4.0]}, "bytes read"),
+        ({"grown": [2300]}, "growth"),
+    ],
+)
+def test_a_bar_of_a_checkpoint_is_missed_by_its_own_figure_alone(changed, missed):
+    assert all(row[-1] == "met" for row in checkpoint.bars("10 MB", made_figures()))
+    rows = checkpoint.bars("10 MB", made_figures(**changed))
+    assert [row[1].startswith(missed) for row in rows] == [row[-1] == "**not met**" for row in rows]
+
+
+def test_the_checkpoint_report_tells_first_saves_from_later_ones():
+    text, figures = checkpoint.describe({"10 MB": made_figures()})
+    assert "| clusterddp | 9000.0 (9000.0) | 100.0 (100.0) | 150.0 (200.0) | 1000.0 (1000.0) |" in text
+    assert "| 4 | clusterddp | 150.0 (200.0) | 1.00 |" in text
+    assert all(figures["met"].values()) and json.dumps(figures)
 
 
 # ---- the soak

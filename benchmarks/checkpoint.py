@@ -1,0 +1,673 @@
+"""What a checkpoint costs: ``python -m benchmarks.checkpoint`` (``make bench-checkpoint``), about 12 minutes.
+
+A model of 20 layers and its Adam state (160 tensors) of three sizes, saved by this project, torch.save + fsync, torch's
+async_save (by a thread; by a process with shared staging), Lightning and accelerate, and next to them the limits: the
+same tensors copied within memory, and as many bytes written and synced. For each size, processes are started in which
+all of them take turns:
+
+- Stall: from the call of the saver to its return, between steps of about 10 ms on all cores. The first save of each
+  process is told apart from the later ones.
+- Train time lost: the steps from the call on, until the saver says that it is done (and at least 20), less what as many
+  steps take by those timed right before and right after.
+- Until durable: training waits from the call on until the file is durable, and in our case read back and verified.
+  Lightning and accelerate sync nothing: their files are synced afterwards for them, which only this column counts.
+
+The restore is measured in 1, 4 and 8 gloo ranks, the file out of the page cache, from when all ranks are there until
+all have the state. Bytes read are rchar in /proc/self/io of all ranks (files read through a mapping are not in it), by
+the size of the checkpoint.
+
+Bars, on medians: the stall at most 1.3 times the copy; until durable at most 1.5 times the raw write; bytes read 1.0
+times the file; the trainer's peak memory grows by at most 2.2 times the state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from benchmarks import report
+from clusterddp.checkpoints import Checkpoint, Checkpoints
+from clusterddp.job import Keep
+from clusterddp.rundir import RunDirectory
+from clusterddp.training.persisting import Persisting
+from clusterddp.training.restoring import restore
+from clusterddp.training.snapshot import free_memory
+
+STALL_BAR, DURABLE_BAR, READ_BAR, MEMORY_BAR = 1.3, 1.5, 1.0, 2.2
+#: What the bytes read may exceed the file by and still count as once: what a rank reads of /proc, and of sockets.
+READ_MARGIN = 0.01
+LAYERS = 20
+LEAST_STEPS = 20
+OURS, COPY, RAW = "clusterddp", "memory copy", "raw write + fsync"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A state of about so many bytes, and how often it is measured."""
+
+    name: str
+    bytes: int
+    starts: int
+    rounds: int
+    restores: int
+
+
+SIZES = [
+    Size("10 MB", 10_000_000, starts=3, rounds=15, restores=5),
+    Size("400 MB", 400_000_000, starts=3, rounds=5, restores=3),
+    Size("2 GB", 2_000_000_000, starts=2, rounds=3, restores=1),
+]
+RANKS = [1, 4, 8]
+
+
+# ---- the state, and training
+
+
+def make_training(size: int) -> tuple[torch.nn.Module, torch.optim.Adam]:
+    """A model and its optimizer whose state is about ``size`` bytes."""
+    torch.manual_seed(0)
+    width = round((size / 12 / LAYERS) ** 0.5)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    moments = [value for entry in state["optimizer"]["state"].values() for value in entry.values()]
+    return [*state["model"].values(), *moments]
+
+
+class Trainer:
+    """Steps of about 10 ms."""
+
+    def __init__(self, step_s: float = 0.010) -> None:
+        self._matrix = torch.randn(400, 400) / 20
+        self._products = 1
+        for _ in range(5):
+            self._products = max(1, round(self._products * step_s / self.seconds_per_step(10)))
+
+    def step(self) -> None:
+        result = self._matrix
+        for _ in range(self._products):
+            result = torch.tanh(self._matrix @ result)
+
+    def seconds_per_step(self, steps: int) -> float:
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        return (time.perf_counter() - started) / steps
+
+
+# ---- the savers
+
+
+class Saver:
+    """Saves into files of its own in ``folder``; this one is done when ``begin`` returns."""
+
+    name = ""
+    in_background = False
+    #: Whether training will wait for the save that is begun next.
+    urgent = False
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.folder = folder / self.name.replace(" ", "-")
+        self.folder.mkdir()
+        self.path = self.folder
+        self._state: Callable[[], dict[str, Any]] = lambda: state_of(model, optimizer)
+
+    def next_path(self, step: int) -> None:
+        """Where to save this time. What was saved before is removed: not a part of what is timed."""
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
+        self.path = self.folder / str(step)
+
+    def begin(self) -> None:
+        """Saves, or lets training go on while that is done."""
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        """Whether nothing goes on in the background any more."""
+        return True
+
+    def end(self) -> None:
+        """Waits until what was saved is durable."""
+
+    def close(self) -> None: ...
+
+
+class Copy(Saver):
+    name = COPY
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(folder, model, optimizer)
+        self._sources = tensors_of(self._state())
+        self.flat = torch.zeros(sum(tensor.nbytes for tensor in self._sources), dtype=torch.uint8)
+        parts = torch.split(self.flat, [tensor.nbytes for tensor in self._sources])
+        self._copies = [part.view(t.dtype).view(t.shape) for part, t in zip(parts, self._sources, strict=True)]
+
+    def begin(self) -> None:
+        torch._foreach_copy_(self._copies, self._sources)
+
+
+class Raw(Saver):
+    name = RAW
+
+    def __init__(self, folder: Path, data: torch.Tensor) -> None:
+        self.folder = self.path = folder / "raw"
+        self.folder.mkdir()
+        self._data = memoryview(data.numpy())
+
+    def begin(self) -> None:
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        for start in range(0, len(self._data), 1 << 22):
+            os.write(file, self._data[start : start + (1 << 22)])
+        os.fsync(file)
+        os.close(file)
+
+
+class Ours(Saver):
+    name = OURS
+    in_background = True
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(folder, model, optimizer)
+        self._directory = RunDirectory(self.folder)
+        self._directory.create()
+        self._directory.metrics_file.touch()
+        attempt = self._directory.create_attempt()
+        Checkpoints(self._directory, attempt, Keep()).record_resume(None)
+        self._persisting = Persisting(self._directory, attempt, Keep(last=2), torch.device("cpu"))
+        self._persisting.prepare(self._state())
+
+    @property
+    def writer(self) -> int:
+        """The writer's process id."""
+        assert self._persisting._writer is not None
+        return self._persisting._writer.pid
+
+    def next_path(self, step: int) -> None:
+        self._step = step
+        self.path = self._directory.checkpoints / f"step-{step:012d}.attempt-0.safetensors"
+
+    def begin(self) -> None:
+        self._persisting.save(self._step, self._state(), {}, self.urgent)
+
+    def done(self) -> bool:
+        return not self._persisting.busy or self._persisting.result(wait=False) is not None
+
+    def end(self) -> None:
+        self._persisting.result(wait=True)
+
+    def close(self) -> None:
+        self._persisting.close()
+
+
+class TorchSave(Saver):
+    name = "torch.save + fsync"
+
+    def begin(self) -> None:
+        with open(self.path, "wb") as file:
+            torch.save(self._state(), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class AsyncThread(Saver):
+    name = "async_save, thread"
+    in_background = True
+    options: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        self._future = dcp.async_save(self._state(), checkpoint_id=self.path, **self.options)
+
+    def done(self) -> bool:
+        return bool(self._future.done())
+
+    def end(self) -> None:
+        self._future.result()
+
+
+class AsyncProcess(AsyncThread):
+    name = "async_save, process"
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(folder, model, optimizer)
+        shared = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+        )
+        self._stager = DefaultStager(shared)
+        self.options = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self._stager}
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+class Lightning(Saver):
+    name = "Lightning"
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(folder, model, optimizer)
+        from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+        self._io = TorchCheckpointIO()
+
+    def begin(self) -> None:
+        self._io.save_checkpoint(self._state(), self.path)
+
+    def end(self) -> None:
+        sync(self.folder)
+
+
+class Accelerate(Saver):
+    name = "accelerate"
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(folder, model, optimizer)
+        from accelerate import Accelerator
+
+        self._accelerator = Accelerator(cpu=True)
+        self._accelerator.prepare(model, optimizer)
+
+    def begin(self) -> None:
+        self._accelerator.save_state(str(self.path))
+
+    def end(self) -> None:
+        sync(self.path)
+
+
+SAVERS: list[type[Saver]] = [Copy, Ours, TorchSave, AsyncThread, AsyncProcess, Lightning, Accelerate]
+
+
+def sync(folder: Path) -> None:
+    """Makes all files of a folder durable."""
+    for path in [*folder.rglob("*"), folder]:
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
+
+
+# ---- one process that saves
+
+
+def measure_saves(size: Size, folder: Path) -> dict[str, Any]:
+    """All savers in turn, ``size.rounds`` times; seconds by saver."""
+    initialize_group(0, 1, free_port())
+    model, optimizer = make_training(size.bytes)
+    savers = [make(folder, model, optimizer) for make in SAVERS]
+    copy = savers[0]
+    assert isinstance(copy, Copy)
+    raw = Raw(folder, copy.flat)
+    trainer = Trainer()
+    figures: dict[str, Any] = {saver.name: {"stall": [], "lost": [], "durable": []} for saver in [*savers, raw]}
+    for number in range(size.rounds):
+        for saver in rotated(savers, number):
+            saver.next_path(2 * number)
+            stall, lost, durable = beside_training(saver, trainer)
+            figures[saver.name]["stall"].append(stall)
+            figures[saver.name]["lost"].append(lost)
+            if not saver.in_background:
+                figures[saver.name]["durable"].append(durable)
+        for saver in rotated([raw, *(saver for saver in savers if saver.in_background)], number):
+            saver.next_path(2 * number + 1)
+            figures[saver.name]["durable"].append(paused(saver))
+        say(f"{size.name}: round {number + 1} of {size.rounds}")
+    for saver in savers:
+        saver.close()
+    dist.destroy_process_group()
+    return {
+        "seconds": figures,
+        "files": {saver.name: str(saver.path) for saver in savers if saver is not copy},
+        "state_bytes": len(copy.flat),
+        "tensors": len(tensors_of(state_of(model, optimizer))),
+        "step_ms": 1000 * trainer.seconds_per_step(100),
+    }
+
+
+def rotated(savers: Sequence[Saver], number: int) -> list[Saver]:
+    """So that nobody always follows the same one."""
+    first = number % len(savers)
+    return [*savers[first:], *savers[:first]]
+
+
+def beside_training(saver: Saver, trainer: Trainer) -> tuple[float, float, float]:
+    """The seconds that a save blocks training, that training lost by it, and that it took when training waits for it.
+
+    The last is of savers that work in the foreground only.
+    """
+    saver.urgent = False
+    before = trainer.seconds_per_step(LEAST_STEPS)
+    steps, started = 0, time.perf_counter()
+    saver.begin()
+    stall = time.perf_counter() - started
+    while steps < LEAST_STEPS or not saver.done():
+        trainer.step()
+        steps += 1
+    seconds = time.perf_counter() - started
+    ending = time.perf_counter()
+    saver.end()
+    durable = stall + time.perf_counter() - ending
+    after = trainer.seconds_per_step(LEAST_STEPS)
+    return stall, seconds - steps * (before + after) / 2, durable
+
+
+def paused(saver: Saver) -> float:
+    """The seconds until a save is durable while training waits for it."""
+    saver.urgent = True
+    started = time.perf_counter()
+    saver.begin()
+    saver.end()
+    return time.perf_counter() - started
+
+
+def measure_memory(size: Size, folder: Path) -> dict[str, Any]:
+    """By how much the trainer's peak memory grows by three saves, and what the writer has, in bytes."""
+    model, optimizer = make_training(size.bytes)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory("self", "VmHWM")
+    saver = Ours(folder, model, optimizer)
+    for step in range(3):
+        saver.next_path(step)
+        paused(saver)
+    grown = memory("self", "VmHWM") - before
+    writer = {field: memory(saver.writer, field) for field in ("VmHWM", "RssAnon")}
+    state_bytes = sum(tensor.nbytes for tensor in tensors_of(state_of(model, optimizer)))
+    saver.close()
+    return {"trainer_growth": grown, "writer": writer, "state_bytes": state_bytes}
+
+
+def memory(process: int | str, field: str) -> int:
+    """A field of /proc/PID/status, in bytes."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+# ---- ranks that restore
+
+
+def measure_restores(size: Size, files: Mapping[str, str], rank: int, ranks: int, port: int) -> dict[str, Any]:
+    """Seconds, and bytes read by the checkpoint's, of each kind of restore. Collective."""
+    initialize_group(rank, ranks, port)
+    names = [OURS, TorchSave.name, AsyncProcess.name, Lightning.name, Accelerate.name]
+    figures: dict[str, Any] = {name: {"seconds": [], "read": []} for name in names}
+    for _ in range(size.restores):
+        for name in names:
+            path = Path(files[name])
+            now = restore_of(name, path, size, rank)
+            if rank == 0:
+                drop_from_cache(path)
+            gc.collect()
+            dist.barrier()
+            read_before, started = bytes_read(), time.perf_counter()
+            now()
+            read = bytes_read() - read_before
+            dist.barrier()
+            seconds = time.perf_counter() - started
+            total = torch.tensor([read])
+            dist.all_reduce(total)
+            figures[name]["seconds"].append(seconds)
+            figures[name]["read"].append(int(total) / size_of(path))
+            del now
+    dist.destroy_process_group()
+    return figures
+
+
+def restore_of(name: str, path: Path, size: Size, rank: int) -> Callable[[], object]:
+    """What a rank does to have a saver's checkpoint; async_save's and accelerate's goes into the model at once."""
+    if name == OURS:
+        checkpoints = Checkpoints(RunDirectory(path.parents[1]), 1, Keep()) if rank == 0 else None
+        return lambda: restore(checkpoints, torch.device("cpu"), damaged)
+    if name == TorchSave.name:
+        return lambda: torch.load(path, weights_only=True)
+    if name == AsyncProcess.name:
+        state = state_of(*make_training(size.bytes))
+        return lambda: dcp.load(state, checkpoint_id=path)
+    if name == Lightning.name:
+        from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+        return lambda: TorchCheckpointIO().load_checkpoint(path, weights_only=True)
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.free_memory()
+    accelerator.prepare(*make_training(size.bytes))
+    return lambda: accelerator.load_state(str(path))
+
+
+def damaged(checkpoint: Checkpoint, reason: str) -> None:
+    sys.exit(f"{checkpoint.path} is damaged: {reason}")
+
+
+def bytes_read() -> int:
+    """The bytes that this process has got from read() and the like so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def files_of(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+
+
+def size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in files_of(path))
+
+
+def drop_from_cache(path: Path) -> None:
+    for file in files_of(path):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def initialize_group(rank: int, ranks: int, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
+# ---- around them
+
+
+def call(name: str, ranks: int = 1, **arguments: Any) -> Any:
+    """What a ``measure_`` function returns in processes of its own; rank 0's answer."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "figures.json"
+        processes = []
+        for rank in range(ranks):
+            more = {"rank": rank, "ranks": ranks, "port": port} if name == "restores" else {}
+            request = json.dumps({"name": name, "result": str(result), **arguments, **more})
+            environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
+            command = [sys.executable, "-m", "benchmarks.checkpoint", "--answer", request]
+            processes.append(subprocess.Popen(command, env=environment))
+        try:
+            codes = [process.wait() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        if any(codes):
+            sys.exit(f"{name}: the processes ended with {codes}")
+        return json.loads(result.read_text())
+
+
+def answer(request: dict[str, Any]) -> None:
+    """One of those processes."""
+    name, result, size = request.pop("name"), Path(request.pop("result")), Size(**request.pop("size"))
+    if name == "restores":
+        figures = measure_restores(size, **request)
+    else:
+        measure = {"saves": measure_saves, "memory": measure_memory}[name]
+        figures = measure(size, Path(request["folder"]))
+    if request.get("rank", 0) == 0:
+        result.write_text(json.dumps(figures))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def say(words: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
+
+
+def measure(size: Size, scratch: Path, ranks: Sequence[int]) -> dict[str, Any]:
+    """All figures of one size; the processes one after the other."""
+    described = {"size": vars(size)}
+    figures: dict[str, Any] = {"starts": [], "restores": {}}
+    for number in range(size.starts):
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            say(f"{size.name}: saves, process {number + 1} of {size.starts}")
+            start = call("saves", **described, folder=folder)
+            files = start.pop("files")
+            figures["starts"].append(start)
+            for count in ranks if number == size.starts - 1 else []:
+                if count * 2.2 * size.bytes > free_memory():
+                    say(f"{size.name}: no restore in {count} ranks, for want of memory")
+                    continue
+                say(f"{size.name}: restores in {count} ranks")
+                figures["restores"][str(count)] = call("restores", count, **described, files=files)
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        say(f"{size.name}: memory")
+        figures["memory"] = call("memory", **described, folder=folder)
+    return figures
+
+
+def of_saver(figures: Mapping[str, Any], name: str, what: str, first: bool | None = None) -> list[float]:
+    """A saver's seconds; of the first save in each process, of the later ones, or of all."""
+    series = [start["seconds"][name][what] for start in figures["starts"]]
+    part = {None: slice(None), True: slice(1), False: slice(1, None)}[first]
+    return [value for values in series for value in values[part]]
+
+
+def judged(
+    size: str, what: str, ours: Sequence[float], limit: Sequence[float], bar: float, margin: float = 0.0
+) -> list[object]:
+    """A line of the table of bars: the medians, their ratio, and whether that is within the bar."""
+    ratio = report.median(ours) / report.median(limit)
+    return [size, what, report.median(ours), report.median(limit), ratio, bar, report.verdict(ratio <= bar + margin)]
+
+
+def bars(size: str, figures: Mapping[str, Any]) -> list[list[object]]:
+    """What is judged, for one size, in milliseconds and MB."""
+    stall, copy = (of_saver(figures, name, "stall", first=False) for name in (OURS, COPY))
+    durable, raw = (of_saver(figures, name, "durable") for name in (OURS, RAW))
+    read = [ratio for restores in figures["restores"].values() for ratio in restores[OURS]["read"]]
+    grown, state = figures["memory"]["trainer_growth"], figures["memory"]["state_bytes"]
+    return [
+        judged(size, "stall / memory copy, ms", scaled(stall, 1e3), scaled(copy, 1e3), STALL_BAR),
+        judged(size, "until durable / raw write + fsync, ms", scaled(durable, 1e3), scaled(raw, 1e3), DURABLE_BAR),
+        judged(size, "bytes read by all ranks / the file", [max(read)], [1.0], READ_BAR, READ_MARGIN),
+        judged(size, "growth of the trainer's peak / state, MB", [grown / 1e6], [state / 1e6], MEMORY_BAR),
+    ]
+
+
+def scaled(values: Sequence[float], factor: float) -> list[float]:
+    return [factor * value for value in values]
+
+
+def describe(sizes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The report, and the figures with what follows from them."""
+    rows = [row for name, figures in sizes.items() for row in bars(name, figures)]
+    any_start = next(iter(sizes.values()))["starts"][0]
+    text = f"""# What a checkpoint costs
+
+{report.place()} Files on one local disk; steps of
+{any_start["step_ms"]:.1f} ms on all cores; {any_start["tensors"]} tensors (a model and its Adam state). See
+`benchmarks/checkpoint.py` for what is measured; milliseconds, medians, the worst in parentheses.
+
+## Bars
+
+{report.table(["state", "ours / limit", "ours", "limit", "ratio", "allowed", "bar"], rows)}
+
+The stall is that of all saves but a process's first.
+"""
+    text += "\n".join(_tables(figures) for figures in sizes.values())
+    return text, {"sizes": sizes, "met": {f"{row[0]}: {row[1]}": row[-1] == report.verdict(True) for row in rows}}
+
+
+def _tables(figures: Mapping[str, Any]) -> str:
+    names = list(figures["starts"][0]["seconds"])
+    saves = [
+        [
+            name,
+            _milliseconds(of_saver(figures, name, "stall", first=True)),
+            _milliseconds(of_saver(figures, name, "stall", first=False)),
+            _milliseconds(of_saver(figures, name, "lost")),
+            _milliseconds([] if name == COPY else of_saver(figures, name, "durable")),
+        ]
+        for name in names
+    ]
+    restores = [
+        [ranks, name, _milliseconds(one["seconds"]), max(one["read"])]
+        for ranks, kinds in figures["restores"].items()
+        for name, one in kinds.items()
+    ]
+    memory = figures["memory"]
+    state = memory["state_bytes"]
+    return f"""
+## A state of {state / 1e6:.0f} MB
+
+{report.table(["saver", "stall, first", "stall, later", "train time lost", "until durable"], saves)}
+
+{report.table(["ranks", "restore of", "until all have it", "bytes read / file"], restores)}
+
+Memory: the trainer's peak grows by {memory["trainer_growth"] / state:.2f} states. The writer's peak is
+{memory["writer"]["VmHWM"] / 1e6:.0f} MB; but for {memory["writer"]["RssAnon"] / 1e6:.0f} MB of its own, that is the
+snapshot, the same memory as the trainer's, and the interpreter's files.
+"""
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    return f"{1000 * report.median(seconds):.1f} ({1000 * report.worst(seconds):.1f})" if seconds else "-"
+
+
+def main() -> None:
+    """The command line; also what each of the processes runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=[size.name for size in SIZES], help="default: all")
+    parser.add_argument("--starts", type=int, help="processes per size (default: 3, and 2 of 2 GB)")
+    parser.add_argument("--rounds", type=int, help="saves of each kind per process (default: 15, 5, 3)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="that restore")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="the folder to save in")
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    parser.add_argument("--answer", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.answer is not None:
+        answer(options.answer)
+        return
+    settings = {name: value for name in ("starts", "rounds") if (value := getattr(options, name)) is not None}
+    chosen = [replace(size, **settings) for size in SIZES if size.name in (options.sizes or [size.name])]
+    figures = {size.name: measure(size, options.scratch, options.ranks) for size in chosen}
+    report.write(options.out, "checkpoint-bench", *describe(figures))
+
+
+if __name__ == "__main__":
+    main()
