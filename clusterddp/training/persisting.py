@@ -80,7 +80,7 @@ class Persisting:
         self._start()
         self._step = step
         facts = {"step": str(step), "attempt": str(self._first["attempt"]), **facts}
-        arguments = (step, plain, tensor_facts(tensors), facts, urgent)
+        arguments = (step, plain, self._snapshot.layout, facts, urgent)
         self._sender = threading.Thread(target=self._send, args=arguments, name="snapshot", daemon=True)
         self._sender.start()
 

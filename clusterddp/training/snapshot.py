@@ -29,7 +29,8 @@ class Snapshot:
         self._device = device
         self._map: mmap.mmap | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._layout: list[Tensor] = []
+        #: The tensors that there is memory for, or that were taken.
+        self.layout: list[Tensor] = []
         self._views: list[torch.Tensor] = []
         self._copied: torch.cuda.Event | None = None
         self._preparing: threading.Thread | None = None
@@ -47,7 +48,7 @@ class Snapshot:
         """Copies the tensors; on GPUs they are there after ``wait``."""
         layout = tensor_facts(tensors)
         self._finish_preparing()
-        if layout != self._layout:
+        if layout != self.layout:
             check_memory(offsets(layout)[1] - len(self._memory))
             self._resize(layout)
         sources = list(tensors.values())
@@ -65,7 +66,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """The size of the data that was taken."""
-        return offsets(self._layout)[1]
+        return offsets(self.layout)[1]
 
     def _finish_preparing(self) -> None:
         if self._preparing is not None:
@@ -84,7 +85,7 @@ class Snapshot:
             self._memory[start : start + tensor.nbytes].view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
             for start, tensor in zip(places, layout, strict=True)
         ]
-        self._layout = layout
+        self.layout = layout
 
     def _grow(self, size: int) -> None:
         self._release()

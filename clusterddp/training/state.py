@@ -92,7 +92,7 @@ def pack(content: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     with the state. Raises CheckpointError for what has no such form: nothing in a checkpoint is ever executed.
     """
     packing = _Packing()
-    return packing.walk(content, ()), packing.tensors
+    return packing.walk(content, ""), packing.tensors
 
 
 def unpack(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -141,48 +141,47 @@ class _Packing:
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
-    def walk(self, item: Any, path: tuple[Any, ...]) -> Any:
-        """The JSON form of what stands at ``path``."""
-        if item is None or isinstance(item, (bool, str)):
-            return item
+    def walk(self, item: Any, path: str) -> Any:
+        """The JSON form of what stands at ``path``. Training waits for it, at each save."""
         if isinstance(item, torch.Tensor):
             return {"$tensor": self._name(item, path)}
+        if item is None or isinstance(item, (bool, str)):
+            return item
         if isinstance(item, int):
             return int(item)
         if isinstance(item, float) and math.isfinite(item):
             return float(item)
         if type(item) is list:
-            return [self.walk(entry, (*path, number)) for number, entry in enumerate(item)]
-        if type(item) is dict and all(type(key) is str and not key.startswith("$") for key in item):
-            return {key: self.walk(entry, (*path, key)) for key, entry in item.items()}
+            return [self.walk(entry, _below(path, number)) for number, entry in enumerate(item)]
+        if type(item) is dict and set(map(type, item)) <= {str} and "$" not in [key[:1] for key in item]:
+            return {key: self.walk(entry, _below(path, key)) for key, entry in item.items()}
         for name, kind in _KINDS.items():
             if type(item) in kind.types or (kind.types == (float,) and isinstance(item, float)):
                 return {f"${name}": self._members(kind.to_plain(item), path, by_key=kind.to_plain is _pairs)}
         raise CheckpointError(
-            f"the state of {_place(path)} is a {type(item).__module__}.{type(item).__qualname__}, which a checkpoint "
+            f"the state of {path!r} is a {type(item).__module__}.{type(item).__qualname__}, which a checkpoint "
             "does not hold: expected tensors, numbers, text, bytes, None, and lists, tuples, sets and dicts of them"
         )
 
-    def _members(self, plain: Any, path: tuple[Any, ...], by_key: bool) -> Any:
+    def _members(self, plain: Any, path: str, by_key: bool) -> Any:
         if not by_key:
             return self.walk(plain, path)
-        return [[self.walk(key, path), self.walk(value, (*path, key))] for key, value in plain]
+        return [[self.walk(key, path), self.walk(value, _below(path, key))] for key, value in plain]
 
-    def _name(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
+    def _name(self, tensor: torch.Tensor, path: str) -> str:
         if tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
             raise CheckpointError(
-                f"the state of {_place(path)} is a tensor that a checkpoint does not hold ({what}): expected a dense "
+                f"the state of {path!r} is a tensor that a checkpoint does not hold ({what}): expected a dense "
                 f"one of {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in DTYPES))}"
             )
         identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and identity in self._names:
+        if identity in self._names and tensor.numel():
             return self._names[identity]
-        name = plain = ".".join(map(str, path))
-        number = 2
+        name, number = path, 2
         while name in self.tensors or name in _TAKEN:
-            name, number = f"{plain}#{number}", number + 1
-        self.tensors[name], self._names[identity] = tensor.detach(), name
+            name, number = f"{path}#{number}", number + 1
+        self.tensors[name], self._names[identity] = tensor.detach() if tensor.requires_grad else tensor, name
         return name
 
 
@@ -190,5 +189,5 @@ class _Packing:
 _TAKEN = {"checksums", "__metadata__"}
 
 
-def _place(path: tuple[Any, ...]) -> str:
-    return repr(".".join(map(str, path)))
+def _below(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
