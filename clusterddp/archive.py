@@ -14,8 +14,9 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ FORMAT = "clusterddp 2"
 CHUNK = 1 << 22
 _CHECKSUMS = "checksums"
 _LONGEST_HEADER = 100_000_000  # safetensors reads no longer one
+#: Calls two functions, in this order or at once, and returns both results.
+Both = Callable[[Callable[[], Any], Callable[[], Any]], tuple[Any, Any]]
 _LENGTH = struct.Struct("<Q")
 
 
@@ -84,15 +87,23 @@ def head(tensors: Sequence[Tensor], state: Any, facts: Mapping[str, str]) -> byt
     return _LENGTH.pack(len(text)) + text
 
 
-def write(file: int, beginning: bytes, data: memoryview) -> Iterator[None]:
-    """Writes a whole file to a descriptor, chunk by chunk: a thread may go on where another has left off."""
+def one_by_one(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+    """Both results."""
+    return first(), second()
+
+
+def write(file: int, beginning: bytes, data: memoryview, both: Both = one_by_one) -> Iterator[None]:
+    """Writes a whole file to a descriptor, chunk by chunk: a thread may go on where another has left off.
+
+    ``both`` may call the two functions it is given at once: the check sum of a chunk, and its way to the disk.
+    """
     _write_all(file, memoryview(beginning))
     sums = [zlib.crc32(beginning)]
     yield
     for start in range(0, len(data), CHUNK):
         chunk = data[start : start + CHUNK]
-        sums.append(zlib.crc32(chunk))
-        _write_all(file, chunk)
+        crc, _ = both(partial(zlib.crc32, chunk), partial(_write_all, file, chunk))
+        sums.append(crc)
         yield
     _write_all(file, memoryview(struct.pack(f"<{len(sums)}I", *sums)))
 

@@ -97,7 +97,7 @@ class Checkpoints:
         return self._path(step).with_name(f".{self._path(step).name}.{secrets.token_hex(4)}.tmp")
 
     def commit(self, temporary: Path, step: int) -> Checkpoint:
-        """Gives a file that is whole and durable its name, durably, and deletes what ``keep`` does not ask for.
+        """Gives a file that is whole and durable its name, durably. ``delete_old`` is to follow.
 
         Raises Superseded when a newer attempt of the run exists. The file is gone then.
         """
@@ -109,8 +109,19 @@ class Checkpoints:
             temporary.unlink(missing_ok=True)
             raise
         fsync_directory(checkpoint.path.parent)
-        self._delete_old()
         return checkpoint
+
+    def delete_old(self) -> None:
+        """Deletes what ``keep`` does not ask for. Raises Superseded when a newer attempt of the run exists."""
+        candidates = self.candidates()
+        stay = kept(candidates, self._keep)
+        for checkpoint in candidates:
+            if checkpoint not in stay:
+                self.check_newest()
+                try:
+                    checkpoint.path.unlink(missing_ok=True)
+                except OSError as error:  # The new one is safe all the same, and the next commit tries again.
+                    print(f"clusterddp: {checkpoint.path.name} cannot be deleted: {error.strerror}", file=sys.stderr)
 
     def check_newest(self) -> None:
         """Raises Superseded when a newer attempt exists: it may be training by now, from an older checkpoint."""
@@ -130,16 +141,6 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self._directory.checkpoints / f"step-{step:012d}.attempt-{self._attempt}.safetensors"
-
-    def _delete_old(self) -> None:
-        candidates = self.candidates()
-        for checkpoint in candidates:
-            if checkpoint not in kept(candidates, self._keep):
-                self.check_newest()
-                try:
-                    checkpoint.path.unlink(missing_ok=True)
-                except OSError as error:  # The new one is safe all the same, and the next commit tries again.
-                    print(f"clusterddp: {checkpoint.path.name} cannot be deleted: {error.strerror}", file=sys.stderr)
 
     def _remove_leftovers(self) -> None:
         """Removes what killed attempts left half written: it would fill the disk in the end.

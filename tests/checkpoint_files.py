@@ -38,7 +38,9 @@ def save(
         checkpoints.check_newest = lambda: None  # type: ignore[method-assign]
     temporary = checkpoints.temporary(step)
     temporary.write_bytes(file_bytes(content, {"step": str(step), "attempt": str(attempt), **(facts or {})}))
-    return checkpoints.commit(temporary, step)
+    committed = checkpoints.commit(temporary, step)
+    checkpoints.delete_old()
+    return committed
 
 
 def file_bytes(content: Mapping[str, Any], facts: Mapping[str, str] | None = None) -> bytes:

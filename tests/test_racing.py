@@ -53,10 +53,10 @@ class Stepwise(Checkpoints):
         super().check_newest()
         self.stand()
 
-    def _delete_old(self) -> None:
+    def delete_old(self) -> None:
         self.named += 1
         self.stand()
-        super()._delete_old()
+        super().delete_old()
 
 
 class Attempt:
@@ -151,6 +151,7 @@ class Attempt:
         self._stand()
         try:
             self._checkpoints.commit(temporary, step)
+            self._checkpoints.delete_old()
         except FileNotFoundError:
             self._checkpoints.check_newest()  # a newer attempt may clear away what this one was writing
             raise

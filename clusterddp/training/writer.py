@@ -18,8 +18,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +89,10 @@ class Writer:
 
     def __init__(self, connection: socket.socket, memory: int) -> None:
         self._connection, self._memory = connection, memory
+        self._map: mmap.mmap | None = None
         self._urgent = threading.Event()
+        self._helper = ThreadPoolExecutor(1)
+        self._helper.submit(os.getpid)  # its thread begins now, at full priority
         self._thread: threading.Thread | None = None
         self._work: Iterator[None] = iter(())
 
@@ -105,6 +110,7 @@ class Writer:
         beginning = messages.take(request["beginning"])
         if beginning is None:
             return
+        self.hurry()  # the save before is answered, but it may still be deleting
         self._urgent.clear()
         self._work = self._save(request, beginning)
         self._thread = threading.Thread(target=self._work_slowly, args=(self._work,))
@@ -134,7 +140,7 @@ class Writer:
     def _save(self, request: dict[str, Any], beginning: bytes) -> Iterator[None]:
         size = request["size"]
         try:
-            written = yield from self._commit(request["step"], beginning, size)
+            written = yield from self._commit(request["step"], beginning, self._data(size))
             answer = {"step": request["step"], "bytes": written, "at": time.monotonic()}
         except Superseded as error:
             answer = {"superseded": str(error)}
@@ -148,22 +154,51 @@ class Writer:
             self._connection.sendall((json.dumps(answer) + "\n").encode())
         except OSError:
             pass  # The rank is gone; the file is there.
+        if "step" in answer:
+            self._delete_old()
 
-    def _commit(self, step: int, beginning: bytes, size: int) -> Generator[None, None, int]:
+    def _commit(self, step: int, beginning: bytes, data: memoryview) -> Generator[None, None, int]:
         """Writes, verifies and commits the snapshot, chunk by chunk; returns the file's size."""
         temporary = self._checkpoints.temporary(step)
         try:
             with open(temporary, "xb", buffering=0) as file:
-                with memoryview(mmap.mmap(self._memory, size, prot=mmap.PROT_READ) if size else b"") as data:
-                    yield from archive.write(file.fileno(), beginning, data)
-                os.fsync(file.fileno())  # one that fails is never repeated on the same file: its pages count as clean
-            yield
-            archive.verify(temporary)
+                yield from archive.write(file.fileno(), beginning, data, self._both)
+                yield
+                # An fsync that fails is never repeated on the same file: its pages count as clean.
+                self._both(partial(os.fsync, file.fileno()), partial(archive.verify, temporary))
             sync(self._metrics)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         return self._checkpoints.commit(temporary, step).path.stat().st_size
+
+    def _data(self, size: int) -> memoryview:
+        """The snapshot. It stays mapped from one save to the next: a page's first use costs time."""
+        if size == 0:
+            return memoryview(b"")
+        if self._map is None or len(self._map) < size:
+            self._map = mmap.mmap(self._memory, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        return memoryview(self._map)[:size]
+
+    def _both(self, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+        """Two results: of one after the other while training goes on, of both at once when someone waits."""
+        if not self._urgent.is_set():
+            return first(), second()
+        other = self._helper.submit(first)
+        try:
+            result = second()
+        finally:
+            wait([other])
+        return other.result(), result
+
+    def _delete_old(self) -> None:
+        """After the answer: nobody waits for the disk to free what is not needed any more."""
+        try:
+            self._checkpoints.delete_old()
+        except Superseded:
+            pass  # The next save says so.
+        except OSError as error:
+            print(f"clusterddp: an old checkpoint cannot be deleted: {error}", file=sys.stderr, flush=True)
 
 
 class _MetricsNotSynced(Exception):

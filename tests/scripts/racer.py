@@ -59,6 +59,7 @@ def save(checkpoints: Checkpoints, attempt: int, step: int) -> None:
             os.fsync(file.fileno())
         archive.verify(temporary)
         checkpoints.commit(temporary, step)
+        checkpoints.delete_old()
     except FileNotFoundError:
         checkpoints.check_newest()  # a newer attempt may clear away what this one was writing
         raise
