@@ -14,6 +14,7 @@ from typing import Any
 from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.job_file import load_resolved
 from clusterddp.launch import slurm
+from clusterddp.launch.accounting import cost
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import give_notice
 from clusterddp.launch.history import History
@@ -44,12 +45,15 @@ def show(path: str) -> int:
     print(f"run       {run}")
     print(f"job       {job.name}: {job.shape}")
     print(f"state     {state_words(run)}")
-    print(f"attempts  {sum(event['event'] == 'started' for event in run.events())}")
+    events = run.events()
+    print(f"attempts  {sum(event['event'] == 'started' for event in events)}")
+    if (spent := cost(events, time.time())) is not None:
+        print(f"cost      {spent.sentence()}")
     if metrics:
         last = metrics[-1]
         values = {key: value for key, value in last.items() if key not in ("step", "time", "attempt")}
         print(f"steps     {last['step'] + 1} done; the last: {_values(values)}")
-    for event in run.events():
+    for event in events:
         words = sentence(event)
         if words:
             print(f"  {time.strftime('%m-%d %H:%M:%S', time.localtime(event['time']))}  {words}")
