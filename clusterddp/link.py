@@ -60,12 +60,17 @@ class LinkServer:
         self.port: int = self._listener.getsockname()[1]
         self._peers: dict[socket.socket, _Peer] = {}
         self._store: dict[str, Any] | None = None
+        self._told: dict[str, Any] = {}
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="link", daemon=True)
         self._thread.start()
+
+    def tell(self, **values: Any) -> None:
+        """Ranks that are greeted from now on hear this, too."""
+        self._told = {**self._told, **values}
 
     def close(self) -> None:
         """Hears out ranks that have ended, at most for a second (a node may be cut off), then drops all connections."""
@@ -134,7 +139,7 @@ class LinkServer:
             for known in waiting:
                 if known.rank is not None:
                     with suppress(OSError):  # gone meanwhile: its connection reads as ended next
-                        _send_line(known.connection, self._store)
+                        _send_line(known.connection, {**self._told, **self._store})
         self._on_event(rank, "joined", {"host": hello["host"], "pid": hello["pid"], "address": peer.address})
         return True
 
@@ -147,10 +152,16 @@ class LinkServer:
 
 
 class Link:
-    """A rank's end of the line. ``store_host`` and ``store_port`` say where rank 0's store is, or will be."""
+    """A rank's end of the line. ``store_host`` and ``store_port`` say where rank 0's store is, or will be.
 
-    def __init__(self, connection: socket.socket, store_host: str, store_port: int) -> None:
+    ``term_notice_s``: the seconds from a TERM to a KILL, None where the supervisor does not know.
+    """
+
+    def __init__(
+        self, connection: socket.socket, store_host: str, store_port: int, term_notice_s: float | None = None
+    ) -> None:
         self._connection = connection
+        self.term_notice_s = term_notice_s
         self._lock = threading.Lock()
         self._closed = False
         self.store_host, self.store_port = store_host, store_port
@@ -189,7 +200,7 @@ class Link:
         connection.settimeout(None)
         _keep_alive(connection)
         store = json.loads(line)
-        return cls(connection, store["host"], store["port"])
+        return cls(connection, store["host"], store["port"], store.get("term_notice_s"))
 
     @property
     def local_address(self) -> str:

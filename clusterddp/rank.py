@@ -78,6 +78,8 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     # The address that rank 0 was seen under, so that no name is looked up; a user's own MASTER_ADDR wins.
     master = {"MASTER_ADDR": os.environ.get("MASTER_ADDR", link.current.store_host)}
     os.environ.update({**ranks.exports(), **master, "MASTER_PORT": str(link.current.store_port)})
+    if link.current.term_notice_s is not None:
+        os.environ["CLUSTERDDP_TERM_NOTICE_S"] = str(link.current.term_notice_s)
     # gloo takes the interface of the host's own name, which on many clusters is 127.0.1.1 or not to be resolved at all.
     interface = _interface_of(link.current.local_address)
     if interface is not None:

@@ -49,6 +49,13 @@ def test_every_rank_learns_rank_0s_store_whoever_comes_first(heard: Heard) -> No
     assert [(link.store_host, link.store_port) for link in links] == [("127.0.0.1", 12345)] * 3
 
 
+def test_what_the_supervisor_knows_by_then_is_in_the_answer(heard: Heard) -> None:
+    """A rank that was answered before knows of no notice, and has no deadline."""
+    early = join(heard, 0, port=1)
+    heard.server.tell(term_notice_s=20)
+    assert [early.term_notice_s, join(heard, 1).term_notice_s] == [None, 20]
+
+
 def test_events_arrive_with_their_rank_and_values(heard: Heard) -> None:
     """What a rank sends is what the supervisor hears."""
     link = join(heard, 0, port=1)

@@ -71,12 +71,13 @@ class Attempt:
             "CLUSTERDDP_LAUNCHER": self._launcher.name,
             ADDRESS_VARIABLE: f"{self._launcher.supervisor_host}:{self._server.port}",
             TOKEN_VARIABLE: token,
-            **self._notices(),
+            "CLUSTERDDP_USR2_NOTICE_S": str(self.lead_s()),
         }
         logs = self._run.attempt_logs(self._number)
         self._launcher.start(rank_command(self._job, self._number), environment, logs)
         monitor = Monitor(self._controller, self)
         try:
+            self._tell_notice()
             try:
                 self._record_start()  # while the ranks import torch: it asks git, on a disk that may be slow
             except OSError as error:
@@ -87,15 +88,12 @@ class Attempt:
             monitor.close()
             self._server.close()
 
-    def _notices(self) -> dict[str, str]:
-        """How many seconds before it is killed a rank hears of TERM and of USR2, as far as anyone knows."""
-        notices = {"CLUSTERDDP_USR2_NOTICE_S": str(self.lead_s())}
+    def _tell_notice(self) -> None:
+        """While the ranks are on their way: how long after a TERM they are killed. Without an answer nobody knows."""
         try:
-            term_s = self._controller.term_notice_s()
+            self._server.tell(term_notice_s=self._controller.term_notice_s())
         except SlurmError as error:
             print(f"clusterddp: cannot ask what notice a preemption gives: {error}", flush=True)
-            return notices
-        return notices if term_s is None else {**notices, "CLUSTERDDP_TERM_NOTICE_S": str(term_s)}
 
     def _record_start(self) -> None:
         if self._submission is not None:
