@@ -1,0 +1,39 @@
+"""The tutorial's scripts do what the tutorial says, and its messages are the ones that users see."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TEXT = (REPOSITORY / "docs" / "tutorial.md").read_text()
+BLOCKS = re.findall(r"```python\n# (\d) ranks\n(.*?)```\n\n```text\n(.*?)```", TEXT, re.DOTALL)
+SECTIONS = re.findall(r"^## (.*)$", TEXT, re.MULTILINE)
+
+
+def test_every_block_of_python_is_run():
+    assert len(BLOCKS) == TEXT.count("```python") == 5
+
+
+@pytest.mark.parametrize(("ranks", "script", "printed"), BLOCKS, ids=[str(number) for number in range(len(BLOCKS))])
+def test_a_script_prints_what_stands_below_it(tmp_path, ranks, script, printed):
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "-m", "clusterddp", "submit", "script.py", "--local", "--device", "cpu", "--gpus", ranks]
+    done = subprocess.run([*command, "--run-dir", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "logs" / "attempt-0" / "rank-0.out").read_text() == printed
+
+
+def test_the_messages_in_the_table_are_those_of_the_program():
+    """A message that is reworded must be reworded here, too."""
+    table = TEXT[TEXT.index("| what is seen") :]
+    messages = [cell for row in table.splitlines()[2:] for cell in re.findall(r"^\| `([^`]+)` \|", row)]
+    assert len(messages) >= 6
+    program = "".join(path.read_text() for path in (REPOSITORY / "clusterddp").rglob("*.py"))
+    plain = re.sub(r'"\s*\n\s*f?"', "", program)  # texts that go on in the next line
+    parts = [re.sub(r"\bcuda\b", "{asked}", message) for message in messages]
+    assert [part for part in parts if part not in plain] == []
