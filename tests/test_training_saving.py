@@ -87,7 +87,7 @@ def test_a_rank_that_is_killed_right_after_the_snapshot_loses_nothing(tmp_path, 
         "from clusterddp.training.persisting import Persisting\n"
         "persisting = Persisting(RunDirectory(sys.argv[1]), 0, Keep(), torch.device('cpu'))\n"
         "persisting.save(9, {'model': torch.arange(10_000_000)}, {}, urgent=False)\n"
-        "persisting._join_sender()\n"
+        "persisting._sent.wait()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     assert subprocess.run([sys.executable, "-c", script, str(directory)]).returncode == -signal.SIGKILL

@@ -9,16 +9,17 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 import clusterddp
 from clusterddp import archive
-from clusterddp.archive import Tensor
 from clusterddp.errors import Superseded
 from clusterddp.job import Keep
 from clusterddp.rundir import RunDirectory
@@ -57,7 +58,10 @@ class Persisting:
         self._first = {"run": str(directory), "attempt": attempt, "keep": dataclasses.asdict(keep)}
         self._snapshot = Snapshot(device)
         self._writer: subprocess.Popen[bytes] | None = None
-        self._sender: threading.Thread | None = None
+        self._requests: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._sent = threading.Event()
+        self._sent.set()
+        threading.Thread(target=self._send, name="snapshot", daemon=True).start()
         self._step: int | None = None
 
     @property
@@ -80,13 +84,12 @@ class Persisting:
         self._start()
         self._step = step
         facts = {"step": str(step), "attempt": str(self._first["attempt"]), **facts}
-        arguments = (step, plain, self._snapshot.layout, facts, urgent)
-        self._sender = threading.Thread(target=self._send, args=arguments, name="snapshot", daemon=True)
-        self._sender.start()
+        self._sent.clear()
+        self._requests.put((step, plain, facts, urgent))
 
     def hurry(self) -> None:
         """From now on someone waits for the save that is under way."""
-        self._join_sender()
+        self._sent.wait()
         self._say({"hurry": True})
 
     def result(self, wait: bool) -> Saved | None:
@@ -97,7 +100,7 @@ class Persisting:
         if self._step is None:
             return None
         if wait:
-            self._join_sender()
+            self._sent.wait()
         try:
             line = self._replies.readline() if wait else self._peek()
         except BlockingIOError:
@@ -117,7 +120,8 @@ class Persisting:
     def close(self) -> None:
         """Lets the writer finish what it is at, and go."""
         if self._writer is not None:
-            self._join_sender()
+            self._sent.wait()
+            self._requests.put(None)
             self._socket.shutdown(socket.SHUT_WR)
             try:
                 self._writer.wait(LEAVE_S)
@@ -150,23 +154,26 @@ class Persisting:
         code, self._writer = self._writer.wait(), None
         return code
 
-    def _send(self, step: int, plain: Any, tensors: list[Tensor], facts: Mapping[str, str], urgent: bool) -> None:
-        """Describes the save to the writer once the snapshot is there; in a thread, as JSON takes its time."""
-        beginning = archive.head(tensors, plain, facts)
-        self._snapshot.wait()
-        size = self._snapshot.nbytes
-        self._say({"step": step, "beginning": len(beginning), "size": size, "urgent": urgent}, beginning)
+    def _send(self) -> None:
+        """Describes each save to the writer once the snapshot is there; in a thread, as JSON takes its time."""
+        while (request := self._requests.get()) is not None:
+            step, plain, facts, urgent = request
+            try:
+                beginning = archive.head(self._snapshot.layout, plain, facts)
+                self._snapshot.wait()
+                size = self._snapshot.nbytes
+                self._say({"step": step, "beginning": len(beginning), "size": size, "urgent": urgent}, beginning)
+            except Exception:  # such as a CUDA error in the copy: who waits must not wait for ever
+                traceback.print_exc()
+                self._socket.shutdown(socket.SHUT_RDWR)
+            finally:
+                self._sent.set()
 
     def _say(self, message: Mapping[str, Any], rest: bytes = b"") -> None:
         try:
             self._socket.sendall((json.dumps(message) + "\n").encode() + rest)
         except OSError:
             pass  # The writer is gone, which `result` tells.
-
-    def _join_sender(self) -> None:
-        if self._sender is not None:
-            self._sender.join()
-            self._sender = None
 
     def _peek(self) -> bytes:
         """The answer, if it is there: without a look at the clock, a lock or a thread, as this is asked every step."""

@@ -46,9 +46,9 @@ class Snapshot:
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copies the tensors; on GPUs they are there after ``wait``."""
-        layout = tensor_facts(tensors)
         self._finish_preparing()
-        if layout != self.layout:
+        if not self._fits(tensors):
+            layout = tensor_facts(tensors)
             check_memory(offsets(layout)[1] - len(self._memory))
             self._resize(layout)
         sources = list(tensors.values())
@@ -67,6 +67,13 @@ class Snapshot:
     def nbytes(self) -> int:
         """The size of the data that was taken."""
         return offsets(self.layout)[1]
+
+    def _fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether ``layout`` is that of these tensors, which need not be described to know it."""
+        return [tensor.name for tensor in self.layout] == list(tensors) and all(
+            view.shape == tensor.shape and view.dtype == tensor.dtype
+            for view, tensor in zip(self._views, tensors.values(), strict=True)
+        )
 
     def _finish_preparing(self) -> None:
         if self._preparing is not None:

@@ -113,10 +113,11 @@ class Writer:
         self.hurry()  # the save before is answered, but it may still be deleting
         self._urgent.clear()
         self._work = self._save(request, beginning)
-        self._thread = threading.Thread(target=self._work_slowly, args=(self._work,))
-        self._thread.start()
         if request["urgent"]:
             self.hurry()
+            return
+        self._thread = threading.Thread(target=self._work_slowly, args=(self._work,))
+        self._thread.start()
 
     def hurry(self) -> None:
         """Finishes the save under way here and now."""
