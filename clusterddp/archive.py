@@ -83,6 +83,11 @@ def head(tensors: Sequence[Tensor], state: Any, facts: Mapping[str, str]) -> byt
     number = _checksum_count(size)
     entries[_CHECKSUMS] = _entry("U32", (number,), size, size + 4 * number)
     text = json.dumps(entries).encode()
+    if len(text) > _LONGEST_HEADER:
+        raise ValueError(
+            f"the names and plain values of the state take {len(text) / 1e6:.0f} MB, and a checkpoint's header holds "
+            f"{_LONGEST_HEADER / 1e6:.0f} MB: keep long lists of numbers in tensors"
+        )
     text += b" " * (-len(text) % 8)  # the data then begins at a multiple of 8 bytes
     return _LENGTH.pack(len(text)) + text
 

@@ -39,7 +39,10 @@ class Checkpoint:
 
     def read(self) -> archive.Content:
         """Its content, every byte verified. Raises CheckpointError when it is not whole."""
-        return self._checked(archive.read)
+        content = self._checked(archive.read)
+        if content.facts.get("step", str(self.step)) != str(self.step):
+            raise CheckpointError(f"{self.path.name} has the state after step {content.facts['step']}: it was renamed")
+        return content
 
     def verify(self) -> None:
         """Raises CheckpointError when it is not whole."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from clusterddp import job_file as jobs
 from clusterddp.environment import scrub
-from clusterddp.errors import CheckpointError, RunDirectoryError, SlurmError, UsageError
+from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
 from clusterddp.job import Job
 from clusterddp.launch.fork import Fork
 from clusterddp.rundir import RunDirectory, make_folder, remove, write_atomically
@@ -247,13 +247,17 @@ def recorded(run: RunDirectory, job: Job, created: bool, fork: str | None = None
     before = {path: path.read_bytes() for path in files if path.exists()}
     run.create()
     run.path.chmod(0o750 if job.share == "group" else 0o700)
-    write_atomically(run.job_file, job.to_yaml())
-    remove(run.outcome_file)
     try:
         if fork is not None:
             say(Fork.parse(fork).plant(run))
+    except BaseException:
+        shutil.rmtree(run.path)  # without its checkpoint it would begin at step 0
+        raise
+    write_atomically(run.job_file, job.to_yaml())
+    remove(run.outcome_file)
+    try:
         yield
-    except (SlurmError, CheckpointError):
+    except SlurmError:
         if created:
             shutil.rmtree(run.path)
             raise

@@ -300,6 +300,14 @@ def test_of_a_range_of_nodes_the_job_has_what_slurm_gave_it() -> None:
     assert as_started(JOB, {}) is JOB
 
 
+def test_time_in_the_queue_is_not_charged(run: RunDirectory) -> None:
+    """Ten hours between a requeue and the next start cost no GPU hour."""
+    job = dataclasses.replace(JOB, limits=Limits(gpu_hours=3))
+    events = history((Cause.PREEMPTED.value, True))
+    assert exceeded(job, events, now=11 * 3600.0) is None
+    assert exceeded(job, events[:1], now=11 * 3600.0) is not None
+
+
 def test_slow_saves_are_told_apart_from_no_reason_to_stop(run: RunDirectory) -> None:
     """The cause is read with the very lead that the ranks were told with."""
     seen: list[float] = []

@@ -134,6 +134,15 @@ def test_deleting_stays_within_the_lineage(directory):
     assert steps(directory) == [15, 20]
 
 
+def test_a_file_under_another_steps_name_is_not_that_step(directory):
+    """Someone put a copy there by hand."""
+    checkpoint = save(directory, attempt(directory), 1, CONTENT)
+    checkpoint.path.rename(checkpoint.path.with_name("step-000000000009.attempt-0.safetensors"))
+    (found,) = Checkpoints(directory, 0, Keep()).candidates()
+    with pytest.raises(CheckpointError, match="has the state after step 1: it was renamed"):
+        found.read()
+
+
 @pytest.mark.parametrize("name", ["step-000000000007.attempt-0.pt", "step-000000000007.attempt-0.safetensors"])
 def test_a_file_of_another_format_is_an_error_that_says_so(directory, name):
     """A run of an older version must not begin anew because its checkpoints have another name."""

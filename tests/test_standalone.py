@@ -65,6 +65,24 @@ def test_a_part_that_was_not_saved_and_a_newer_process_are_said(tmp_path):
         second.close()
 
 
+def test_a_save_that_would_pass_by_what_is_there_is_refused_and_one_without_close_is_not_lost(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, clusterddp\n"
+        "folder, model = clusterddp.CheckpointFolder(sys.argv[1]), torch.nn.Linear(500, 500)\n"
+        "if 'restore' in sys.argv: print('at', folder.restore(model=model))\n"
+        "folder.save(int(sys.argv[2]), model=model)\n"
+    )
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(script), str(tmp_path / "folder"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+    assert "call restore() before save()" in run("1").stderr
+    assert run("5", "restore").stdout == "at 0\n"
+    assert run("6", "restore").stdout == "at 5\n"
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_only_damaged_ones_are_an_error(tmp_path, capsys):
     model = torch.nn.Linear(2, 2)
     with clusterddp.CheckpointFolder(tmp_path) as folder:

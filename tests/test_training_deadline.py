@@ -46,7 +46,7 @@ def deadline(acted: tuple[threading.Event, list[float]], **notices: float) -> De
 def test_the_notice_less_the_last_save_is_waited_for(acted):
     deadline(acted, TERM=4.0).begin("signal TERM", last_save_s=0.5)
     assert acted[0].wait(30)
-    assert acted[1][0] >= 0.25
+    assert acted[1][0] >= 2.0  # half of the notice at least, however long a save takes
 
 
 def test_a_stop_that_has_begun_and_a_reason_without_a_notice_have_no_deadline(acted):

@@ -22,7 +22,7 @@ class Letters:
         while self.place < 10:
             self.place += 1
             yield 10 * self.rank + self.place
-        self.place = 0
+        self.place = 0  # not before the next batch is asked for
     def state_dict(self):
         return {"place": self.place, "rank": self.rank}
     def load_state_dict(self, state):
@@ -56,10 +56,11 @@ def taken(ranks: ddp.Ranks, rank: int) -> list[str]:
     return [line for line in ranks.output(rank).splitlines() if line.startswith("took")]
 
 
-def test_each_rank_goes_on_where_its_own_loader_was(tmp_path, script):
+@pytest.mark.parametrize("stop_at", [13, 9], ids=["in mid-pass", "on the last batch of a pass"])
+def test_each_rank_goes_on_where_its_own_loader_was(tmp_path, script, stop_at):
     whole = ddp.run(script, tmp_path / "whole", 25, -1, ranks=2, folder=tmp_path / "out")
     run = tmp_path / "run"
-    first = ddp.start(script, run, 25, 13, ranks=2, folder=tmp_path / "out").expect(75)
+    first = ddp.start(script, run, 25, stop_at, ranks=2, folder=tmp_path / "out").expect(75)
     second = ddp.run(script, run, 25, -1, ranks=2, folder=tmp_path / "out")
     for rank in range(2):
         assert taken(first, rank) + taken(second, rank) == taken(whole, rank)

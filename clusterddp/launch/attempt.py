@@ -85,6 +85,7 @@ class Attempt:
             self._recorded.set()
             return self._launcher.wait()
         finally:
+            self._recorded.set()
             monitor.close()
             self._server.close()
 

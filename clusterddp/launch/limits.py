@@ -8,6 +8,7 @@ from typing import Any
 from clusterddp.job import Job
 from clusterddp.launch.cause import Cause
 
+_ENDS = frozenset(("requeued", "resubmitted", "restarted", "stopped", "completed", "failed", "cancelled"))
 #: Attempts in a row that may end at their time limit, or by a failure that may pass, without a checkpoint of their own:
 #: the next would do no better.
 FRUITLESS = 3
@@ -35,12 +36,15 @@ def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size:
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     ranks: dict[int, int] = {}
+    ended: set[int] = set()
     for event in events:
         if event["event"] == "started":
             first[event["attempt"]] = event["time"]
             ranks[event["attempt"]] = event.get("ranks", world_size)
         last[event["attempt"]] = event["time"]
-    if first:
+        if event["event"] in _ENDS:
+            ended.add(event["attempt"])
+    if first and max(first) not in ended:  # what comes after an end is time in the queue
         last[max(first)] = now
     return sum((last[attempt] - start) * ranks[attempt] for attempt, start in first.items()) / 3600
 

@@ -220,13 +220,15 @@ class Context:
         words = f"no rank's step ended within {waited_s:.0f} s of the notice"
         print(f"clusterddp: {words}; what this rank is at:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
-        committed = self._saver.finish_newest()
-        print(f"clusterddp: leaving with checkpoint {committed}", file=sys.stderr, flush=True)
-        if self._settings.attempt is not None and self._settings.run_dir is not None:
-            record = {"rank": 0, "host": socket.gethostname(), "end": "stopped", "step": committed, "reason": words}
-            path = self._settings.run_dir.rank_record(self._settings.attempt, 0)
-            write_json(path, {**record, "used_clusterddp": True}, mode=0o600)
-        os._exit(75)  # any code but 0 makes the launcher end the other ranks
+        try:
+            committed = self._saver.finish_newest()
+            print(f"clusterddp: leaving with checkpoint {committed}", file=sys.stderr, flush=True)
+            if self._settings.attempt is not None and self._settings.run_dir is not None:
+                record = {"rank": 0, "host": socket.gethostname(), "end": "stopped", "step": committed, "reason": words}
+                path = self._settings.run_dir.rank_record(self._settings.attempt, 0)
+                write_json(path, {**record, "used_clusterddp": True}, mode=0o600)
+        finally:
+            os._exit(75)  # any code but 0 makes the launcher end the other ranks
 
     def stop_requested(self) -> bool:
         """Whether to stop here. Every rank calls it the same number of times, and gets the same answer each time.
@@ -325,4 +327,7 @@ class Context:
         directory = self._settings.run_dir
         if link.current is None and self.rank == 0 and directory is not None:
             line = {"time": time.time(), "attempt": self._attempt, "event": event, **values}
-            append_line(directory.events_file, line)
+            try:
+                append_line(directory.events_file, line)
+            except OSError as error:
+                print(f"clusterddp: the history lacks {event!r}: {error.strerror}", file=sys.stderr, flush=True)

@@ -29,7 +29,8 @@ class Deadline:
         notice_s = self._notices.get(reason.removeprefix("signal "))
         if notice_s is None:
             return
-        wait_s = max(0.0, notice_s - MARGIN_S - CAUTION * last_save_s)
+        # Where a save may take most of the notice, the step still gets half of it: only one that hangs takes so long.
+        wait_s = max(notice_s / 2, notice_s - MARGIN_S - CAUTION * last_save_s)
         self._timer = threading.Timer(wait_s, self._act_unless_over, args=(time.monotonic(),))
         self._timer.daemon = True
         self._timer.start()

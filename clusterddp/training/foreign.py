@@ -63,6 +63,7 @@ class ForeignLoader:
     def batches(self, step: int) -> Iterator[Any]:
         """Pass after pass, from where the loader is."""
         del step
+        empty = False
         while True:
             found = False
             with interrupts.blocked():
@@ -74,8 +75,9 @@ class ForeignLoader:
                     break
                 found = True
                 yield batch
-            if not found:
+            if empty and not found:  # one may be: its state was saved behind the last batch of a pass
                 raise ValueError(f"{type(self._loader).__name__} has no batches")
+            empty = not found
             self._passes += 1
 
     def gather(self) -> None:

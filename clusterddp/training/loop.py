@@ -139,7 +139,6 @@ class Run:
 
         Called from inside a step, it saves the state after that step if the optimizer has stepped, else before it.
         """
-        self._deadline.end()  # from here on the save takes as long as it may
         if self._optimizer_stepped:
             self._finish_step()
         if self._group.rank == 0:
@@ -201,6 +200,7 @@ class Run:
 
     def _commit(self) -> tuple[int | None, str | None]:
         self._loader.gather()
+        self._deadline.end()  # from here on the save takes as long as it may
         return self._saver.commit(self.step, self._content)
 
     def _save_if_due(self) -> None:

@@ -150,6 +150,7 @@ class Persisting:
     def _end_writer(self) -> int:
         """Gives up a writer that is gone; the next save starts another. Its exit code."""
         assert self._writer is not None
+        self._sent.wait()
         self._socket.close()
         code, self._writer = self._writer.wait(), None
         return code

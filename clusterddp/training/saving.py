@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -14,6 +15,7 @@ from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
 from clusterddp.job import Checkpointing
 from clusterddp.rundir import RunDirectory
 from clusterddp.training import interval
+from clusterddp.training.deadline import CAUTION
 from clusterddp.training.foreign import same_everywhere
 from clusterddp.training.metrics import Metrics
 from clusterddp.training.persisting import NotSaved, Persisting
@@ -55,6 +57,8 @@ class Saver:
         self._best = float("inf")
         self._value: float | None = None
         self._commits = 0
+        #: One thread at a time takes the writer's answer: the main one, or the one that acts at the deadline.
+        self._hearing = threading.Lock()
 
     def restore(self) -> tuple[dict[str, Any], int, int] | None:
         """The newest whole checkpoint, with its attempt and step, on all ranks; None for a fresh start. Collective.
@@ -147,8 +151,13 @@ class Saver:
         return self._durable_s
 
     def finish_newest(self) -> int | None:
-        """Rank 0, in whatever thread: the step of the newest checkpoint, once what is being saved is durable."""
-        self._hear(wait=True)
+        """Rank 0, in another thread, when this one hangs: the step of the newest checkpoint.
+
+        What is being saved is waited for as long as a save may take, unless this thread waits for it already.
+        """
+        waiting = threading.Thread(target=self._hear, args=(True,), name="last save", daemon=True)
+        waiting.start()
+        waiting.join(1.0 + CAUTION * self._durable_s)
         return self._committed
 
     def close(self) -> None:
@@ -185,8 +194,10 @@ class Saver:
 
     def _hear(self, wait: bool = False) -> str | None:
         """What the writer says of the save under way, if it is done with it; why it was not saved, if it was not."""
-        if not self._persisting.busy:
-            return None
+        with self._hearing:
+            return self._hear_now(wait) if self._persisting.busy else None
+
+    def _hear_now(self, wait: bool) -> str | None:
         heard_at = time.monotonic()
         if wait:
             self._persisting.hurry()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -25,14 +26,14 @@ class Snapshot:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.file = os.memfd_create("clusterddp-snapshot")
+        self.file = _anonymous_file("clusterddp-snapshot")
         self._device = device
         self._map: mmap.mmap | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         #: The tensors that there is memory for, or that were taken.
         self.layout: list[Tensor] = []
         self._views: list[torch.Tensor] = []
-        self._copied: torch.cuda.Event | None = None
+        self._copied: list[torch.cuda.Event] = []
         self._preparing: threading.Thread | None = None
 
     def prepare(self, layout: list[Tensor]) -> None:
@@ -55,13 +56,14 @@ class Snapshot:
         if not sources:
             return
         torch._foreach_copy_(self._views, sources, non_blocking=self._device.type == "cuda")
-        if self._device.type == "cuda":
-            self._copied = torch.cuda.current_stream(self._device).record_event()
+        # Each copy runs on the current stream of the GPU that it copies from.
+        devices = {source.device for source in sources if source.device.type == "cuda"}
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def wait(self) -> None:
         """Returns when what was taken is there."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        for copied in self._copied:
+            copied.synchronize()
 
     @property
     def nbytes(self) -> int:
@@ -105,14 +107,26 @@ class Snapshot:
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._memory.zero_()  # touches every page now, outside the interpreter's lock
         if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
             code = int(_cuda_runtime().cudaHostRegister(self._memory.data_ptr(), size, 0))
             if code != 0:
+                self._memory, self._map = torch.empty(0, dtype=torch.uint8), None
                 raise CheckpointError(f"{size / 2**30:.1f} GiB for the snapshot cannot be pinned: CUDA error {code}")
 
     def _release(self) -> None:
         if self._map is not None and self._device.type == "cuda":
             _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
         self._views, self._memory, self._map = [], torch.empty(0, dtype=torch.uint8), None
+
+
+def _anonymous_file(name: str) -> int:
+    """A memfd; Pythons that were built on an old system lack the call that the running one has."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    descriptor: int = ctypes.CDLL(None, use_errno=True).memfd_create(name.encode(), 1)  # MFD_CLOEXEC
+    if descriptor < 0:
+        raise CheckpointError(f"memfd_create failed: {os.strerror(ctypes.get_errno())}; Linux 3.17 or newer is needed")
+    return descriptor
 
 
 def _cuda_runtime() -> Any:
@@ -155,6 +169,7 @@ def _left_in_cgroups(root: Path, name: str, limit: str, used: str) -> int:
             pass  # the root has no limits; a container may show other names than the host's
         else:
             if most != "max":
-                left = min(left, int(most) - now + int(stat.get("inactive_file", 0)))
+                cache = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+                left = min(left, int(most) - now + cache)
         folder = folder.parent
     return max(0, left)

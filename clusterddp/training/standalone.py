@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from types import TracebackType
@@ -33,6 +34,7 @@ class CheckpointFolder:
         directory = RunDirectory(path)
         self._device = torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
         self._checkpoints: Checkpoints | None = None
+        self._restored = False
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         directory.create()
@@ -41,6 +43,7 @@ class CheckpointFolder:
         self._checkpoints = Checkpoints(directory, attempt, keep)
         gpu = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._persisting = Persisting(directory, attempt, keep, gpu)
+        atexit.register(self.close)
 
     def restore(self, **parts: Stateful) -> int:
         """Loads the newest whole checkpoint into the parts, and returns its step; 0 when there is none. Collective.
@@ -49,6 +52,7 @@ class CheckpointFolder:
         """
         restored = restore(self._checkpoints, self._device, _say_damaged)
         if self._checkpoints is not None:
+            self._restored = True
             self._checkpoints.record_resume(None if restored is None else restored[1])
         if restored is None:
             return 0
@@ -65,6 +69,8 @@ class CheckpointFolder:
         Waits for the save before, if that is still under way. Raises CheckpointError when that one failed.
         """
         if self._checkpoints is not None:
+            if not self._restored:
+                raise RuntimeError("call restore() before save(): what is there already must not be passed by")
             self.wait()
             states = {name: state_of(part) for name, part in parts.items()}
             self._persisting.save(step, states, {}, urgent=False)
@@ -81,11 +87,13 @@ class CheckpointFolder:
 
     def close(self) -> None:
         """Waits for the last save, and ends the writer."""
+        atexit.unregister(self.close)
         if self._checkpoints is not None:
             try:
                 self.wait()
             finally:
                 self._persisting.close()
+                self._checkpoints = None
 
     def __enter__(self) -> CheckpointFolder:
         return self
