@@ -11,10 +11,12 @@ itself. Nothing in the file is code.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,7 +61,7 @@ class Content:
     entries: dict[str, dict[str, Any]]
     facts: dict[str, str]
     state: Any
-    data: bytearray
+    data: mmap.mmap | bytearray
 
 
 def offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
@@ -118,11 +120,21 @@ def read(path: Path) -> Content:
     with open(path, "rb", buffering=0) as file:
         beginning, entries = _read_head(file.fileno())
         start, _ = _places(entries)
-        data = bytearray(start)
+        data = memory(start)
         _check(file.fileno(), beginning, entries, memoryview(data))
     metadata = entries.pop("__metadata__")
     del entries[_CHECKSUMS]
     return Content(entries, metadata, json.loads(metadata.pop("state")), data)
+
+
+def memory(size: int) -> mmap.mmap | bytearray:
+    """Room for a file's data; a bytearray would be filled with zeros first, and in small pages."""
+    if size == 0:
+        return bytearray()
+    room = mmap.mmap(-1, size)
+    with suppress(OSError, AttributeError):  # a wish; not every kernel has huge pages
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return room
 
 
 def verify(path: Path) -> None:

@@ -12,6 +12,7 @@ from clusterddp.checkpoints import choose
 from clusterddp.errors import CheckpointError, UsageError
 from clusterddp.rundir import RunDirectory, fsync_directory
 from clusterddp.training.restoring import unpacked
+from clusterddp.training.state import copied
 
 
 def export(run: RunDirectory, step: int | None, target: Path, part: str, everything: bool) -> str:
@@ -29,7 +30,7 @@ def export(run: RunDirectory, step: int | None, target: Path, part: str, everyth
     if not everything and part not in content:
         parts = ", ".join(name for name, value in content.items() if isinstance(value, dict) and name != "progress")
         raise CheckpointError(f"{checkpoint.path.name} has no part {part!r}; it has {parts}")
-    value = content if everything else content[part]
+    value = copied(content if everything else content[part])  # else torch would write the whole file's memory
     temporary = target.with_name(f".{target.name}.tmp")
     try:
         if target.suffix == ".safetensors":

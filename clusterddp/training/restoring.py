@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from clusterddp import archive
 from clusterddp.archive import Content
 from clusterddp.checkpoints import Checkpoint, Checkpoints
 from clusterddp.errors import CheckpointError
@@ -75,19 +77,19 @@ def _broadcast(
         return None
     entries, facts, state, size = described
     content = found[0] if found else None
-    data = content.data if content is not None else bytearray(size)
+    data = content.data if content is not None else archive.memory(size)
     if size and dist.get_world_size() > 1:
         _broadcast_data(torch.frombuffer(data, dtype=torch.uint8), rank, device)
     return unpacked(Content(entries, facts, state, data)), place
 
 
 def unpacked(content: Content) -> Any:
-    """The nested state in a checkpoint's content. Every tensor has memory of its own."""
+    """The nested state in a checkpoint's content. Its tensors lie in the content's memory; ``load_state`` copies."""
     return unpack(content.state, tensors(content))
 
 
 def tensors(content: Content) -> dict[str, torch.Tensor]:
-    """The tensors in a checkpoint's content, by name, copied out of its data."""
+    """The tensors in a checkpoint's content, by name, within its data."""
     return {name: _tensor(entry, content.data) for name, entry in content.entries.items()}
 
 
@@ -103,10 +105,10 @@ def _broadcast_data(data: torch.Tensor, rank: int, device: torch.device) -> None
             portion.copy_(moved)
 
 
-def _tensor(entry: dict[str, Any], data: bytearray) -> torch.Tensor:
+def _tensor(entry: dict[str, Any], data: mmap.mmap | bytearray) -> torch.Tensor:
     start, stop = entry["data_offsets"]
     dtype = TORCH_DTYPES[entry["dtype"]]
     if start == stop:
         return torch.empty(entry["shape"], dtype=dtype)
     view = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=stop - start)
-    return view.clone().view(dtype).reshape(entry["shape"])
+    return view.view(dtype).reshape(entry["shape"])

@@ -51,13 +51,19 @@ def state_of(part: Stateful) -> dict[str, Any]:
 
 
 def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
-    """The inverse of ``state_of``."""
+    """The inverse of ``state_of``. The part keeps no tensor of ``state``, all of which may be one piece of memory."""
     if not isinstance(part, torch.nn.Module):
-        part.load_state_dict(dict(state))
+        part.load_state_dict(copied(state))
         return
     module = bare(part)
     names = {_bare_name(name): name for name in module.state_dict()}
     module.load_state_dict({names.get(name, name): value for name, value in state.items()})
+
+
+def copied(state: Mapping[str, Any]) -> Any:
+    """The same state, with memory of its own for each tensor; tied ones stay tied."""
+    plain, tensors = pack(state)
+    return unpack(plain, {name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def bare(module: Any) -> torch.nn.Module:
