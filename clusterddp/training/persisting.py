@@ -84,6 +84,7 @@ class Persisting:
         self._start()
         self._step = step
         facts = {"step": str(step), "attempt": str(self._first["attempt"]), **facts}
+        self._sent.wait()  # for what a writer that is gone was to be told
         self._sent.clear()
         self._requests.put((step, plain, facts, urgent))
 
