@@ -55,7 +55,10 @@ def run() -> int:
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as leaving:
-        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        print(leaving.code, file=sys.stderr)
+        return 1
     except BaseException as error:
         sys.last_value = error
         traceback.print_exc()

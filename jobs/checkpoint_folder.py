@@ -1,0 +1,46 @@
+"""checkpoint.py with clusterddp's checkpoints, in a training loop of one's own: a preemption loses no step.
+
+Files are written in the background, verified, kept by the newest three, and restored by rank 0 for all ranks. Where
+clusterddp may have the loop, ``ctx.run()`` does all this by itself: see basic.py.
+"""
+
+import argparse
+import os
+
+import torch
+import torch.nn.functional as F
+
+import clusterddp
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--folder", default=os.path.join(os.environ.get("CLUSTERDDP_RUN_DIR", "."), "own"))
+    args = parser.parse_args()
+
+    ctx = clusterddp.init()
+    model = ctx.wrap(torch.nn.Linear(10, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with clusterddp.CheckpointFolder(args.folder) as folder:
+        first = folder.restore(model=model, optimizer=optimizer)
+        print(f"rank {ctx.rank} starts at step {first}", flush=True)
+        for step in range(first, args.steps):
+            data = torch.Generator().manual_seed(1000 * step + ctx.rank)  # a step's data, the same after a restart
+            inputs, targets = torch.randn(20, 10, generator=data), torch.randn(20, 5, generator=data)
+            loss = F.mse_loss(model(inputs.to(ctx.device)), targets.to(ctx.device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            stop = ctx.stop_requested()
+            if stop or (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+                folder.save(step + 1, model=model, optimizer=optimizer)
+            if stop:
+                folder.wait()
+                ctx.requeue()
+    print(f"rank {ctx.rank} is done: weights sum to {sum(p.sum() for p in model.parameters()):.6f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

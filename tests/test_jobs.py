@@ -1,0 +1,159 @@
+"""The job definitions in jobs/: each runs with one command, and what it says it shows is checked from outside."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from clusterddp.rundir import RunDirectory
+from tests import ddp
+from tests.checkpoint_files import content_of
+from tests.waiting import differing, final_state
+
+JOBS = ddp.REPOSITORY / "jobs"
+CHANGED = Path(__file__).parent / "scripts" / "changed.py"
+
+
+def command(*words: str, code: int = 0) -> str:
+    """What ``clusterddp`` says to these words; it must end with this exit code."""
+    line = [sys.executable, "-m", "clusterddp", *words]
+    done = subprocess.run(line, cwd=ddp.REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode == code, done.stderr
+    return done.stderr
+
+
+def submit(run: RunDirectory, job: str, *options: str, code: int = 0) -> str:
+    """Runs ``jobs/JOB.yaml`` here with two ranks; its narration, with rank 0's output."""
+    shape = ["--local", "--device", "cpu", "--gpus", "2", "--run-dir", str(run)]
+    return command("submit", f"jobs/{job}.yaml", *shape, *options, code=code)
+
+
+def script(job: str) -> ModuleType:
+    """The script of a job as a module, for its functions."""
+    spec = importlib.util.spec_from_file_location(job, JOBS / f"{job}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+# ---- basic
+
+
+def test_basic_two_ranks_train_as_one_process_does_on_the_joined_batch(run: RunDirectory, tmp_path: Path) -> None:
+    """The script compares gradients in every step; here the weights of 20 steps are compared with one rank's."""
+    assert "20 steps: the gradients of 2 ranks were equal, and those of the joined batch" in submit(run, "basic")
+    alone = RunDirectory(tmp_path / "alone")
+    submit(alone, "basic", "--gpus", "1", "--", "--batch-size", "40")
+    weights, expected = (
+        {name: value for name, value in final_state(of).items() if name.startswith(".model")} for of in (run, alone)
+    )
+    assert len(weights) == 4
+    torch.testing.assert_close(weights, expected)
+    assert differing(weights, expected), "one rank sums in another order: equal bits would be the same run"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "words"),
+    [
+        ("model(inputs)", "model.module(inputs)", "0.weight on ranks 0 and 1 differ: is DDP's forward by-passed?"),
+        ("model(inputs), targets)", "model(inputs), targets, reduction='sum')", "is not the joined batch's: off by"),
+    ],
+)
+def test_basic_notices_gradients_that_are_not_the_joined_batchs(
+    tmp_path: Path, right: str, wrong: str, words: str
+) -> None:
+    """With one of its lines as people get it wrong."""
+    source = (JOBS / "basic.py").read_text()
+    broken = tmp_path / "broken.py"
+    broken.write_text(source.replace(f"loss = F.mse_loss({right}", f"loss = F.mse_loss({wrong}"))
+    assert broken.read_text() != source
+    ended = ddp.start(broken, "--steps", 2, ranks=2, folder=tmp_path).expect(1)
+    assert words in ended.output(0)
+
+
+# ---- checkpoint
+
+
+@pytest.mark.parametrize("job", ["checkpoint", "checkpoint_folder"])
+def test_checkpoint_a_second_start_goes_on_as_if_there_had_been_one(
+    run: RunDirectory, tmp_path: Path, job: str
+) -> None:
+    """On both ranks, with the optimizer's momentum: to the last digit shown."""
+    whole = submit(run, job)
+    for steps in (25, 60):
+        arguments = ["--steps", steps, "--folder", tmp_path]
+        ranks = ddp.run(JOBS / f"{job}.py", *arguments, ranks=2, folder=tmp_path / str(steps))
+    for rank in (0, 1):
+        assert f"rank {rank} starts at step 25" in ranks.output(rank)
+        assert result(ranks.output(rank)) == result(whole)
+
+
+def result(output: str) -> str:
+    found = re.search(r"weights sum to (\S+)", output)
+    assert found is not None, output
+    return found[1]
+
+
+def test_checkpoint_folder_saves_the_step_at_which_it_is_told_to_stop(tmp_path: Path) -> None:
+    """All ranks stop together, though one alone was told; what was saved is what that many steps make."""
+    file = JOBS / "checkpoint_folder.py"
+    endless = ["--steps", 10**9, "--save-every", 10**9, "--folder", tmp_path / "stopped"]
+    ranks = ddp.start(file, *endless, ranks=2, folder=tmp_path / "out")
+    for rank in (0, 1):
+        ranks.wait_for(rank, "starts at step 0")
+    ranks.signal(1, signal.SIGTERM)
+    ranks.expect(75)
+    (stopped,) = (tmp_path / "stopped" / "checkpoints").iterdir()
+    steps = int(re.search(r"step-(\d+)", stopped.name)[1])  # type: ignore[index]
+    ddp.run(file, "--steps", steps, "--folder", tmp_path / "whole", ranks=2, folder=tmp_path / "out")
+    whole = max((tmp_path / "whole" / "checkpoints").iterdir())
+    weights, expected = content_of(stopped)["model"], content_of(whole)["model"]
+    assert steps > 0 and differing(weights, expected) == []
+
+
+# ---- model_parallel
+
+
+def test_model_parallel_trains_as_one_process_does_on_the_joined_batch(run: RunDirectory) -> None:
+    """Both halves on the CPU; the mean loss of the last step is that of a model that was never cut."""
+    said = re.search(r"cpu and cpu: loss (\S+) after 20 steps", submit(run, "model_parallel"))
+    assert said is not None
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(20):
+        seeds = [torch.Generator().manual_seed(1000 * step + rank) for rank in (0, 1)]
+        pairs = [(torch.randn(20, 10, generator=seed), torch.randn(20, 5, generator=seed)) for seed in seeds]
+        inputs, targets = (torch.cat(column) for column in zip(*pairs, strict=True))
+        loss = F.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float(said[1]) == pytest.approx(loss.item(), abs=2e-6)
+
+
+def test_model_parallel_gives_each_rank_two_gpus_and_says_when_there_are_too_few() -> None:
+    """Local rank r has GPUs 2r and 2r + 1 of its node."""
+    two_devices = script("model_parallel").two_devices
+    assert two_devices(True, 0, 4, 8) == (torch.device("cuda:0"), torch.device("cuda:1"))
+    assert two_devices(True, 3, 4, 8) == (torch.device("cuda:6"), torch.device("cuda:7"))
+    assert two_devices(False, 3, 4, 0) == (torch.device("cpu"), torch.device("cpu"))
+    with pytest.raises(SystemExit, match="needs 8 GPUs, found 4: each of the node's ranks \\(4\\) takes two"):
+        two_devices(True, 0, 4, 4)
+    with pytest.raises(SystemExit, match="needs 8 GPUs, found 7"):
+        two_devices(True, 3, 4, 7)
