@@ -25,6 +25,13 @@ def parser() -> argparse.ArgumentParser:
             usage="clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
         )
     )
+    add_arguments(
+        commands.add_parser(
+            "bench",
+            help="measure what training runs on: collectives",
+            usage="clusterddp bench collectives [OPTIONS OF submit] [-- ARGS]",
+        )
+    )
     status = commands.add_parser("status", help="what a run is doing, and has done")
     status.add_argument("run")
     logs = commands.add_parser("logs", help="a rank's output")
@@ -70,6 +77,10 @@ def run_command(arguments: argparse.Namespace, script_arguments: Sequence[str] |
         from clusterddp.submit import submit
 
         return submit(arguments, script_arguments)
+    if arguments.command == "bench":
+        from clusterddp.submit import bench
+
+        return bench(arguments, script_arguments)
     from clusterddp.launch import status
 
     if arguments.command == "status":

@@ -26,6 +26,7 @@ from clusterddp.rundir import RunDirectory, make_folder, remove, write_atomicall
 
 PACKAGED_JOB = Path(__file__).parent / "digits" / "digits.yaml"
 PACKAGED_JOB_TIME = "10"
+BENCHMARKS = Path(__file__).parent / "bench"
 
 #: Options that are job definition keys under sbatch's or torchrun's names: flags, key, help.
 JOB_OPTIONS = (
@@ -91,6 +92,16 @@ def submit(arguments: argparse.Namespace, script_arguments: Sequence[str] | None
     if arguments.local:
         return submit_local(arguments, job)
     return submit_slurm(arguments, job)
+
+
+def bench(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
+    """Submits a packaged benchmark, and shows what it prints. Returns the exit code."""
+    names = sorted(path.stem for path in BENCHMARKS.glob("*.yaml"))
+    if arguments.target not in names:
+        raise UsageError(f"bench {arguments.target or '(nothing)'}: expected {' or '.join(names)}")
+    arguments.target = str(BENCHMARKS / f"{arguments.target}.yaml")
+    arguments.follow = not (arguments.local or arguments.here or arguments.dry_run)
+    return submit(arguments, script_arguments)
 
 
 def check_combinations(arguments: argparse.Namespace) -> None:

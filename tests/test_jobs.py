@@ -157,3 +157,63 @@ def test_model_parallel_gives_each_rank_two_gpus_and_says_when_there_are_too_few
         two_devices(True, 0, 4, 4)
     with pytest.raises(SystemExit, match="needs 8 GPUs, found 7"):
         two_devices(True, 3, 4, 7)
+
+
+# ---- collectives
+
+#: From algorithm to bus bandwidth, for 3 ranks and 2: nccl-tests, doc/PERFORMANCE.md.
+FACTORS = {
+    **dict.fromkeys(["send_recv", "isend_irecv", "broadcast", "reduce"], 1),
+    **dict.fromkeys(["scatter", "gather", "all_gather", "reduce_scatter", "all_to_all"], 2 / 3),
+    "all_reduce": 4 / 3,
+    "barrier": 1,  # of no bytes
+    "subgroup": 1,
+}
+ROW = re.compile(r"^(\w+|nodes \d+ and \d+) +(\d+) +([\d.e+-]+) +([\d.e+-]+) +([\d.e+-]+)$", re.MULTILINE)
+
+
+def test_bench_collectives_prints_each_one_with_the_bandwidths_of_nccl_tests(run: RunDirectory) -> None:
+    """On 3 ranks: an odd number of them, and none a power of two."""
+    shape = ["--local", "--device", "cpu", "--nodes", "3", "--gpus", "1", "--run-dir", str(run)]
+    said = command("bench", "collectives", *shape, "--", "--sizes", "1200", "120000", "--repetitions", "3")
+    assert "all results were right" in said and "lacks it" not in said
+    rows = ROW.findall(said)
+    pairs = {"nodes 0 and 1", "nodes 0 and 2", "nodes 1 and 2"}
+    assert {row[0] for row in rows} == FACTORS.keys() | pairs
+    assert [row[1] for row in rows if row[0] == "all_reduce"] == ["1200", "120000"]
+    for name, size, microseconds, algorithm, bus in rows:
+        factor = 1.0 if name in pairs else FACTORS[name]
+        assert float(algorithm) == pytest.approx(int(size) / float(microseconds) / 1e3, rel=1e-2)
+        assert float(bus) == pytest.approx(float(algorithm) * factor, rel=1e-2)
+
+
+# Rank 1 gets the right piece even so.
+SWAPPED = "real = dist.all_to_all; dist.all_to_all = lambda out, put: real(out, put[::-1])"
+LOST = "dist.broadcast = lambda tensor, src: None"
+LACKING = """
+def lacking(*_): raise RuntimeError('ProcessGroupGloo does not support reduce_scatter')
+dist.reduce_scatter = lacking
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "words"),
+    [
+        (SWAPPED, 1, "all_to_all is wrong on 2 of 3 ranks"),
+        (LOST, 1, "broadcast is wrong on 2 of 3 ranks"),
+        (LACKING, 0, r"reduce_scatter +gloo of torch \S+ lacks it: ProcessGroupGloo does not support reduce_scatter"),
+    ],
+)
+def test_collectives_a_wrong_result_ends_it_and_a_missing_one_is_said(
+    tmp_path: Path, statement: str, code: int, words: str
+) -> None:
+    """As older torch refuses it."""
+    arguments = [statement, JOBS / "collectives.py", "--sizes", 12, "--repetitions", 1]
+    ended = ddp.start(CHANGED, *arguments, ranks=3, folder=tmp_path).expect(code)
+    assert re.search(words, ended.output(0)), ended.output(0)
+
+
+def test_bench_names_what_there_is() -> None:
+    line = [sys.executable, "-m", "clusterddp", "bench", "everything", "--local"]
+    refused = subprocess.run(line, capture_output=True, text=True, cwd=ddp.REPOSITORY)
+    assert refused.returncode == 2 and "bench everything: expected collectives" in refused.stderr

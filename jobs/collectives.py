@@ -1,0 +1,1 @@
+../clusterddp/bench/collectives.py
