@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from clusterddp.rundir import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
-from tests.waiting import differing, final_state
+from tests.waiting import differing, final_state, story
 
 JOBS = ddp.REPOSITORY / "jobs"
 CHANGED = Path(__file__).parent / "scripts" / "changed.py"
@@ -217,3 +217,41 @@ def test_bench_names_what_there_is() -> None:
     line = [sys.executable, "-m", "clusterddp", "bench", "everything", "--local"]
     refused = subprocess.run(line, capture_output=True, text=True, cwd=ddp.REPOSITORY)
     assert refused.returncode == 2 and "bench everything: expected collectives" in refused.stderr
+
+
+# ---- charlm
+
+
+@pytest.fixture(scope="module")
+def charlm(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, str]:
+    """A run that is preempted midway."""
+    run = RunDirectory(tmp_path_factory.mktemp("charlm") / "preempted")
+    return run, submit(run, "charlm", "--preempt-after", "40", *CHARLM)
+
+
+CHARLM = ["--", "--steps", "100"]
+
+
+def held_out_loss(said: str) -> str:
+    found = re.search(r"held-out loss (\S+) nats", said)
+    assert found is not None, said
+    return found[1]
+
+
+def test_charlm_learns_more_than_how_often_each_character_comes(charlm: tuple[RunDirectory, str]) -> None:
+    """Well below what a model without context can reach on that text, and far below a uniform guess (5.55)."""
+    text = script("charlm").load_text()
+    frequency = torch.bincount(text).double() / len(text)
+    unigram = -(frequency * frequency.clamp(min=1e-30).log()).sum().item()
+    assert 2.8 < unigram < 3.6, "the text is not what it was taken for"
+    assert float(held_out_loss(charlm[1])) < unigram - 0.2
+
+
+def test_charlm_preempted_is_the_same_run(charlm: tuple[RunDirectory, str], run: RunDirectory) -> None:
+    """Each step in two pieces per rank; the losses, and the weights and the optimizer to the last bit."""
+    preempted, said = charlm
+    assert preempted.attempts() == [0, 1], story(preempted)
+    whole = submit(run, "charlm", *CHARLM)
+    assert [line["loss"] for line in preempted.metrics()] == [line["loss"] for line in run.metrics()]
+    assert differing(final_state(preempted), final_state(run)) == []
+    assert held_out_loss(said) == held_out_loss(whole)
