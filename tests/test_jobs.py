@@ -270,3 +270,46 @@ def test_skew_a_long_timeout_waits_for_the_slow_rank_and_a_short_one_ends_the_at
     said = submit(short, "skew", "--set", "timeouts.step_s=0.5", "--set", "limits.attempts=1", *late, code=1)
     assert re.search(r"rank 0 \(\S+\) failed first: RuntimeError: .*Timed out waiting 500ms", said), said
     assert "step 0 took" in said and "step 1 took" not in said
+
+
+# ---- scaling
+
+
+def test_scaling_shows_throughput_and_efficiency_over_ranks(run: RunDirectory) -> None:
+    """From its own times: efficiency is a rank's step without DDP over the step with it on so many ranks."""
+    said = submit(run, "scaling", "--", "--steps", "5", "--width", "64")
+    number = r" +([\d.]+)"
+    rows = re.findall(rf"^ *(\d+){number * 5}%$", said, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "2"], said
+    for ranks, _, ddp_ms, _, rate, efficiency in rows:
+        assert float(rate) == pytest.approx(int(ranks) * 64 / float(ddp_ms) * 1e3, rel=1e-2, abs=1)
+        assert float(efficiency) == pytest.approx(100 * float(rows[0][1]) / float(ddp_ms), rel=1e-2, abs=0.1)
+
+
+def test_scaling_the_table_is_by_the_definitions() -> None:
+    scaling = script("scaling")
+    lines = scaling.table([scaling.Timing(1, 10, 11, 0.5), scaling.Timing(2, 12, 16, 3)], batch_size=64)
+    assert [line.split() for line in lines[1:3]] == [
+        ["1", "10.000", "11.000", "0.500", "5818", "90.9%"],
+        ["2", "12.000", "16.000", "3.000", "8000", "62.5%"],
+    ]
+    assert lines[3] == "on one rank DDP itself costs 1.000 ms of a step (10.0%)"
+
+
+UNWRAPPED = "import clusterddp.training.context as c; c.Context.wrap = lambda ctx, model, **options: model"
+
+
+@pytest.mark.parametrize(
+    ("statement", "options", "code", "words"),
+    [
+        ("", ["--bucket-mb", 0.01, "--bucket-view", "--static-graph"], 0, "on one rank DDP itself costs"),
+        ("", ["--bf16"], 1, "--bf16 needs GPUs and NCCL, found cpu"),
+        (UNWRAPPED, [], 1, "after the same steps the weights of 2 ranks differ"),
+    ],
+)
+def test_scaling_times_ranks_that_exchange_their_gradients_under_every_option(
+    tmp_path: Path, statement: str, options: list[object], code: int, words: str
+) -> None:
+    """Each rank has samples of its own, so that the weights stay equal only by the exchange."""
+    arguments = [statement, JOBS / "scaling.py", "--steps", 3, "--width", 32, *options]
+    assert words in ddp.start(CHANGED, *arguments, ranks=2, folder=tmp_path).expect(code).output(0)
