@@ -313,3 +313,35 @@ def test_scaling_times_ranks_that_exchange_their_gradients_under_every_option(
     """Each rank has samples of its own, so that the weights stay equal only by the exchange."""
     arguments = [statement, JOBS / "scaling.py", "--steps", 3, "--width", 32, *options]
     assert words in ddp.start(CHANGED, *arguments, ranks=2, folder=tmp_path).expect(code).output(0)
+
+
+# ---- digits
+
+ACTUAL = "0123456789" * 3 + "0011122233334444555566667777888899990000" + "9753186420"
+PREDICTED = "0123456789" * 2 + "9876543210" + "0111122233335444555567667777888099990001" + "9753186422"
+
+
+def test_digits_accuracy_and_f1_over_ranks_are_those_of_the_joined_predictions(tmp_path: Path) -> None:
+    """80 samples on 3 ranks, in batches of 7: ranks and last batches are uneven."""
+    arguments = [JOBS / "digits.py", ACTUAL, PREDICTED]
+    ranks = ddp.run(Path(__file__).parent / "scripts" / "digits_metrics.py", *arguments, ranks=3, folder=tmp_path)
+    batches = [[7, 7, 7, 6], [7, 7, 7, 6], [7, 7, 7, 5]]
+    for rank in range(3):
+        said = re.search(r"batches of (\[.*\]): accuracy (\S+), macro-F1 (\S+)", ranks.output(rank))
+        assert said is not None and said[1] == str(batches[rank])
+        assert float(said[2]) == pytest.approx(accuracy(ACTUAL, PREDICTED), abs=1e-6)
+        assert float(said[3]) == pytest.approx(macro_f1(ACTUAL, PREDICTED), abs=1e-6)
+
+
+def accuracy(actual: str, predicted: str) -> float:
+    return sum(a == p for a, p in zip(actual, predicted, strict=True)) / len(actual)
+
+
+def macro_f1(actual: str, predicted: str) -> float:
+    """The mean over the classes of the harmonic mean of precision and recall."""
+    pairs, scores = list(zip(actual, predicted, strict=True)), []
+    for digit in sorted(set(actual) | set(predicted)):
+        hits = pairs.count((digit, digit))
+        precision, recall = hits / max(1, predicted.count(digit)), hits / max(1, actual.count(digit))
+        scores.append(2 * precision * recall / (precision + recall) if hits else 0.0)
+    return sum(scores) / len(scores)

@@ -41,9 +41,9 @@ def evaluate(ctx, model, loader):
     model.eval()
     pairs = [(model(images.to(ctx.device)).argmax(1), labels.to(ctx.device)) for images, labels in loader]
     model.train()
-    predicted = ctx.gather(torch.cat([p for p, _ in pairs]))
-    actual = ctx.gather(torch.cat([a for _, a in pairs]))
-    return (predicted == actual).float().mean().item(), macro_f1(predicted, actual)
+    predicted, actual = (torch.cat(column) for column in zip(*pairs, strict=True))
+    right, count = ctx.all_reduce_sum(torch.tensor([(predicted == actual).sum(), len(actual)]))
+    return (right / count).item(), macro_f1(ctx.gather(predicted), ctx.gather(actual))
 
 
 def macro_f1(predicted, actual):
