@@ -9,26 +9,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from clusterddp.api import Handle as Handle
+    from clusterddp.api import launch as launch
     from clusterddp.errors import Stopped as Stopped
     from clusterddp.training.context import Context as Context
     from clusterddp.training.context import init as init
     from clusterddp.training.standalone import CheckpointFolder as CheckpointFolder
 
 __version__ = "0.1.0"
-__all__ = ["CheckpointFolder", "Context", "Stopped", "__version__", "init"]
+__all__ = ["CheckpointFolder", "Context", "Handle", "Stopped", "__version__", "init", "launch"]
 
-_TRAINING = {
+_HOMES = {
     "CheckpointFolder": "clusterddp.training.standalone",
     "Context": "clusterddp.training.context",
+    "Handle": "clusterddp.api",
     "init": "clusterddp.training.context",
     "Stopped": "clusterddp.errors",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the training half, and torch with it, when the first of its names is used."""
-    if name not in _TRAINING:
-        raise AttributeError(f"module 'clusterddp' has no attribute {name!r}")
+    """Loads the half that a name belongs to when it is first used: torch comes with the training half alone."""
     from importlib import import_module
 
-    return getattr(import_module(_TRAINING[name]), name)
+    if name == "launch":
+        return import_module("clusterddp.launch")  # the package can be called
+    if name not in _HOMES:
+        raise AttributeError(f"module 'clusterddp' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

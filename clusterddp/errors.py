@@ -51,6 +51,10 @@ class CheckpointError(ClusterddpError):
     """No checkpoint of the run can be restored, or one cannot be written."""
 
 
+class RunFailed(ClusterddpError):
+    """A run that was waited for is over, or stopped, without being done; the message holds the first failure."""
+
+
 class Superseded(ClusterddpError):
     """A newer attempt of the run exists: this one must not write any more."""
 
@@ -66,3 +70,11 @@ class Stopped(SystemExit):
         super().__init__(75)
         self.step = step
         self.reason = reason
+
+
+class StoppedAlone(Stopped):
+    """Only this rank stops by itself; its exit code makes the launcher end the others."""
+
+
+class Declined(SystemExit):
+    """A callable's ``checkpoint()`` returned None: it was told to stop, and is not to go on."""

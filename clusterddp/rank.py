@@ -28,10 +28,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from clusterddp import environment, link
-from clusterddp.errors import ClusterddpError, LauncherEnvironmentError, Stopped
+from clusterddp.errors import ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
 from clusterddp.process import die_with_parent
 from clusterddp.rundir import RunDirectory, write_json
 
+#: Modules that a rank has loaded if it does not take a stop for its end.
+KNOWING = {"clusterddp.training.context", "clusterddp.function"}
 JOIN_TIMEOUT_S = 600.0
 FENCE_S = 2.0
 
@@ -58,7 +60,7 @@ def main() -> None:
     _let_signals_through()
     values, code = run_script(sys.argv[1:])
     del held_port
-    _leave(record, {**end, **values, "used_clusterddp": "clusterddp.training.context" in sys.modules}, code)
+    _leave(record, {**end, **values, "used_clusterddp": bool(KNOWING & sys.modules.keys())}, code)
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
@@ -123,7 +125,10 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
             sys.path[0] = str(Path(command[0]).resolve().parent)
             runpy.run_path(command[0], run_name="__main__")
     except Stopped as stopped:
-        return {"end": "stopped", "step": stopped.step, "reason": stopped.reason}, 0
+        code = 75 if isinstance(stopped, StoppedAlone) else 0
+        return {"end": "stopped", "step": stopped.step, "reason": stopped.reason}, code
+    except Declined as declined:
+        return {"end": "declined", "error": str(declined)}, 1
     except SystemExit as leaving:
         return _exited(leaving)
     except BaseException as error:

@@ -37,6 +37,7 @@ class RunDirectory:
         self.private = self.path / "private"
         self.submitted_file = self.private / "submitted.json"
         self.request_file = self.private / "resubmit.json"
+        self.loop_file = self.private / "loop.json"
         self._cancel_mark = self.path / "cancelled"
 
     def __str__(self) -> str:

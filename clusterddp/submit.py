@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -22,7 +22,10 @@ from clusterddp.environment import scrub
 from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
 from clusterddp.job import Job
 from clusterddp.launch.fork import Fork
-from clusterddp.rundir import RunDirectory, make_folder, remove, write_atomically
+from clusterddp.rundir import RunDirectory, make_folder, remove, write_atomically, write_json
+
+#: Adds something to a run directory that is about to be recorded.
+Plant = Callable[[RunDirectory], None]
 
 PACKAGED_JOB = Path(__file__).parent / "digits" / "digits.yaml"
 PACKAGED_JOB_TIME = "10"
@@ -78,7 +81,18 @@ def submit(arguments: argparse.Namespace, script_arguments: Sequence[str] | None
     if not arguments.here:
         for name in set(os.environ) - set(scrub(os.environ)):
             del os.environ[name]  # what the surrounding job set does not belong to the new one
-    given = resolve_job(arguments, script_arguments)
+    job = job_or_code(arguments, resolve_job(arguments, script_arguments), script_arguments)
+    if isinstance(job, int):
+        return job
+    if arguments.here:
+        return submit_here(arguments, job)
+    if arguments.local:
+        return submit_local(arguments, job)
+    return submit_slurm(arguments, job)
+
+
+def job_or_code(arguments: argparse.Namespace, given: Job | None, script_arguments: Sequence[str] | None) -> Job | int:
+    """The job to start or continue, or the exit code where the run in ``--run-dir`` is over."""
     continued = continue_run(arguments, given, script_arguments) if arguments.run_dir else None
     if isinstance(continued, int):
         return continued
@@ -87,11 +101,7 @@ def submit(arguments: argparse.Namespace, script_arguments: Sequence[str] | None
         raise RunDirectoryError(f"{arguments.run_dir} holds no run yet: name a script or a job definition to start one")
     check_nodes_fixed(arguments, job)
     say(f"{job.name}: {job.shape}")
-    if arguments.here:
-        return submit_here(arguments, job)
-    if arguments.local:
-        return submit_local(arguments, job)
-    return submit_slurm(arguments, job)
+    return job
 
 
 def bench(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
@@ -143,11 +153,16 @@ def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] |
         if arguments.run_dir and RunDirectory(arguments.run_dir).exists():
             return None
         target = default_target(values)
+    values |= {"module": arguments.module} if arguments.module else {}
+    return describe(target, values, set_values(arguments))
+
+
+def describe(target: str | None, values: dict[str, Any], overrides: Mapping[str, str]) -> Job:
+    """The job definition of a script, a YAML file, or of ``values`` alone, above the user's defaults."""
     defaults = jobs.user_defaults(cluster_name(os.environ))
-    overrides = set_values(arguments)
     if target and Path(target).suffix in (".yaml", ".yml"):
         return jobs.load(target, overrides, values=values, defaults=defaults)
-    values |= {"module": arguments.module} if arguments.module else {"script": target}
+    values |= {"script": target} if target else {}
     return jobs.from_values(values, folder=Path.cwd(), overrides=overrides, defaults=defaults)
 
 
@@ -247,22 +262,22 @@ def check_over(run: RunDirectory, changing: bool) -> int | None:
 
 
 @contextmanager
-def recorded(run: RunDirectory, job: Job, created: bool, fork: str | None = None) -> Iterator[None]:
+def recorded(run: RunDirectory, job: Job, created: bool, plant: Plant = lambda _: None) -> Iterator[None]:
     """Records the job in the run directory; undone when Slurm refuses it in the body, so that nothing is half-written.
 
-    ``created``: whether this process made the folder, which is then its to remove. An outcome that the run goes on
-    after (a failure, or an extended completion) is history from here on. Whatever else goes wrong in the body, the job
-    may be there, and nothing is undone.
+    ``created``: whether this process made the folder, which is then its to remove. ``plant`` adds what belongs to the
+    run besides. An outcome that the run goes on after (a failure, or an extended completion) is history from here on.
+    Whatever else goes wrong in the body, the job may be there, and nothing is undone.
     """
     files = (run.job_file, run.batch_script, run.outcome_file)
     before = {path: path.read_bytes() for path in files if path.exists()}
     run.create()
     run.path.chmod(0o750 if job.share == "group" else 0o700)
     try:
-        if fork is not None:
-            say(Fork.parse(fork).plant(run))
+        plant(run)
     except BaseException:
-        shutil.rmtree(run.path)  # without its checkpoint it would begin at step 0
+        if created:  # a fork without its checkpoint would begin at step 0
+            shutil.rmtree(run.path)
         raise
     write_atomically(run.job_file, job.to_yaml())
     remove(run.outcome_file)
@@ -277,6 +292,11 @@ def recorded(run: RunDirectory, job: Job, created: bool, fork: str | None = None
         for path, content in before.items():
             write_atomically(path, content)
         raise
+
+
+def fork_of(arguments: argparse.Namespace) -> Plant:
+    """Plants the checkpoint that ``--fork`` names, if it is given."""
+    return lambda run: say(Fork.parse(arguments.fork).plant(run)) if arguments.fork else None
 
 
 def choose_run_directory(arguments: argparse.Namespace, job: Job) -> RunDirectory:
@@ -310,16 +330,24 @@ def check_not_held(run: RunDirectory) -> None:
         raise RunDirectoryError(f"{run} is {held}: wait for it, or `clusterddp cancel {run}`")
 
 
+def record_local(arguments: argparse.Namespace, job: Job, plant: Plant) -> RunDirectory:
+    """Records a job that is to run here."""
+    run, created = claim(arguments, job)
+    check_not_held(run)
+    with recorded(run, job, created, plant):
+        say(f"run directory: {run}")
+    return run
+
+
 def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     """Runs the job here, and waits."""
+    from clusterddp.launch import holder
     from clusterddp.launch.local import INTERRUPTED, LocalRun, Moment
     from clusterddp.launch.progress import Progress
 
     moments = [Moment.parse(text) for text in arguments.preempt_after]
-    run, created = claim(arguments, job)
-    check_not_held(run)
-    with recorded(run, job, created, arguments.fork):
-        say(f"run directory: {run}")
+    run = record_local(arguments, job, fork_of(arguments))
+    write_json(run.loop_file, holder.of_this_process(), mode=0o600)
     with Progress(run, job.steps, bar=arguments.debug is None) as progress:
         code = LocalRun(run, job, moments, arguments.debug).loop(progress)
     if code == INTERRUPTED:
@@ -343,29 +371,45 @@ def submit_here(arguments: argparse.Namespace, job: Job) -> int:
 
 def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
     """Checks the request against the cluster, submits, and waits when asked to."""
-    from clusterddp.launch import plan
     from clusterddp.launch.batch import RunExecutor
-    from clusterddp.launch.holder import submitted
     from clusterddp.launch.watching import watch
 
-    said = plan.check_micro(job)
-    fitted, remarks = plan.fit_to_cluster(job, required=not arguments.dry_run)
-    for remark in [*said, *remarks]:
-        say(remark)
+    fitted = fit(job, required=not arguments.dry_run)
     if arguments.dry_run:
         print(RunExecutor(fitted, choose_run_directory(arguments, job), Path.cwd()).script())
         return 0
-    run, created = claim(arguments, job)
-    check_not_held(run)
-    with uninterrupted(), recorded(run, job, created, arguments.fork):
-        job_id = RunExecutor(fitted, run, Path.cwd()).submit_run()
-        submitted(run, job_id)
+    run, job_id = submit_fitted(arguments, fitted, job, fork_of(arguments))
     if not sys.stdout.isatty():
         print(job_id, flush=True)
     say(f"submitted as job {job_id}; run directory: {run}\nlook with: clusterddp status {run}")
     if arguments.wait or arguments.follow:
         return watch([run], follow=arguments.follow)
     return 0
+
+
+def fit(job: Job, required: bool) -> Job:
+    """The job as the cluster can run it; see ``plan.fit_to_cluster``."""
+    from clusterddp.launch import plan
+
+    said = plan.check_micro(job)
+    fitted, remarks = plan.fit_to_cluster(job, required=required)
+    for remark in [*said, *remarks]:
+        say(remark)
+    return fitted
+
+
+def submit_fitted(arguments: argparse.Namespace, fitted: Job, job: Job, plant: Plant) -> tuple[RunDirectory, str]:
+    """Records ``job`` and submits it, as ``fitted`` to the cluster; returns the run and the job id."""
+    from clusterddp.launch.batch import RunExecutor
+    from clusterddp.launch.holder import submitted
+
+    run, created = claim(arguments, job)
+    check_not_held(run)
+    with uninterrupted(), recorded(run, job, created, plant):
+        job_id = RunExecutor(fitted, run, Path.cwd()).submit_run()
+        submitted(run, job_id)
+        run.loop_file.unlink(missing_ok=True)
+    return run, job_id
 
 
 @contextmanager

@@ -46,13 +46,15 @@ def test_the_ground_floor_imports_nothing_above_itself() -> None:
     """What both halves share must not pull one of them in."""
     for name in GROUND:
         assert {module.split(".")[0] for module in imported(PACKAGE / f"{name}.py")} <= GROUND, name
-    assert {module.split(".")[0] for module in imported(PACKAGE / "rank.py")} <= GROUND
+    for name in ("rank", "function"):
+        assert {module.split(".")[0] for module in imported(PACKAGE / f"{name}.py")} <= GROUND, name
 
 
 def test_the_command_line_does_not_import_torch() -> None:
     """Neither submit nor the supervisor nor the shim: torch takes seconds to import, and more on a shared disk."""
     modules = (
-        "clusterddp.submit, clusterddp.launch.batch, clusterddp.launch.status, clusterddp.rank, clusterddp.__main__"
+        "clusterddp.submit, clusterddp.launch.batch, clusterddp.launch.status, clusterddp.rank, clusterddp.__main__, "
+        "clusterddp.api, clusterddp.function"
     )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

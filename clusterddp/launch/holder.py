@@ -33,6 +33,12 @@ def submitted(run: RunDirectory, job_id: str) -> None:
     write_json(run.submitted_file, {**of_job(job_id), "time": time.time()}, mode=0o600)
 
 
+def local_loop_alive(run: RunDirectory) -> bool:
+    """Whether the loop of a local run is there: it holds the run between two attempts, too."""
+    loop = read_json(run.loop_file)
+    return loop is not None and _held_by_process(loop) is not None
+
+
 def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, Any] | None:
     """An attempt's supervisor holds the run from now on; returns the entry of the submission that led to it."""
     write_json(run.holder_file(attempt), me, mode=0o600)

@@ -18,7 +18,7 @@ from clusterddp.launch.accounting import cost
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import give_notice
 from clusterddp.launch.history import History
-from clusterddp.launch.holder import held_by_other, holders
+from clusterddp.launch.holder import held_by_other, holders, local_loop_alive
 from clusterddp.launch.narration import sentence
 from clusterddp.launch.progress import Tail
 from clusterddp.process import process_start
@@ -44,7 +44,7 @@ def show(path: str) -> int:
     metrics = run.metrics()
     print(f"run       {run}")
     print(f"job       {job.name}: {job.shape}")
-    print(f"state     {state_words(run)}")
+    print(f"state     {state_of(run)[1]}")
     events = run.events()
     print(f"attempts  {sum(event['event'] == 'started' for event in events)}")
     if (spent := cost(events, time.time())) is not None:
@@ -66,19 +66,24 @@ def _values(values: Mapping[str, Any]) -> str:
     )
 
 
-def state_words(run: RunDirectory) -> str:
-    """One sentence: over, or held by whom, or waiting for someone to continue it."""
+def state_of(run: RunDirectory) -> tuple[str, str]:
+    """A word (completed, failed, cancelled, held, stopped, unknown) and a sentence.
+
+    Held: by whom. Stopped: it waits for someone to continue it.
+    """
     outcome = run.outcome()
     if outcome is not None:
-        return f"{outcome['state']} at step {outcome['step']}: {outcome['reason']}"
+        return outcome["state"], f"{outcome['state']} at step {outcome['step']}: {outcome['reason']}"
     try:
         held = held_by_other(run)
         ended = None if held else _ended_job(run)
     except SlurmError as error:
-        return f"unknown, the controller cannot be asked: {error}"
+        return "unknown", f"unknown, the controller cannot be asked: {error}"
     if held is not None:
-        return held.replace("held by", "with")
-    return f"not over, and not running{ended or ''}; continue with: clusterddp submit --run-dir {run}"
+        return "held", held.replace("held by", "with")
+    if local_loop_alive(run):
+        return "held", "between two attempts of a local run"
+    return "stopped", f"not over, and not running{ended or ''}; continue with: clusterddp submit --run-dir {run}"
 
 
 def _ended_job(run: RunDirectory) -> str | None:
@@ -91,17 +96,25 @@ def _ended_job(run: RunDirectory) -> str | None:
 def logs(path: str, rank: int, attempt: int | None, follow: bool) -> int:
     """Prints a rank's output to standard output, and its errors to standard error."""
     run = open_run(path)
-    number = run.newest_attempt() if attempt is None else attempt
-    if number is None and not follow:
-        raise RunDirectoryError(f"{run} has no attempt yet: nothing was printed")
-    if number is not None and not (run.attempt_logs(number) / f"rank-{rank}.out").exists() and not follow:
-        raise RunDirectoryError(
-            f"attempt {number} of {run} has no rank {rank}: no {run.attempt_logs(number)}/rank-{rank}.out"
-        )
+    if follow:
+        number = run.newest_attempt() if attempt is None else attempt
+    else:
+        number, _ = find_log(run, rank, attempt)
     while True:
         number = _print_attempt(run, rank, number, follow and attempt is None)
         if number is None:
             return 0
+
+
+def find_log(run: RunDirectory, rank: int, attempt: int | None) -> tuple[int, Path]:
+    """The attempt (None: the newest) and the file of a rank's output; its errors are next to it, in ``.err``."""
+    number = run.newest_attempt() if attempt is None else attempt
+    if number is None:
+        raise RunDirectoryError(f"{run} has no attempt yet: nothing was printed")
+    path = run.attempt_logs(number) / f"rank-{rank}.out"
+    if not path.exists():
+        raise RunDirectoryError(f"attempt {number} of {run} has no rank {rank}: no {path}")
+    return number, path
 
 
 def _print_attempt(run: RunDirectory, rank: int, number: int | None, follow: bool) -> int | None:
@@ -121,12 +134,19 @@ def _print_attempt(run: RunDirectory, rank: int, number: int | None, follow: boo
 
 
 def cancel(path: str) -> int:
-    """Ends a run for good: marks it first, so that nothing starts it again, then ends what trains it."""
+    """Ends a run for good."""
     run = open_run(path)
     outcome = run.outcome()
     if outcome is not None:
         print(f"{run}: {outcome['state']} at step {outcome['step']} already")
         return 0
+    final = end_for_good(run)
+    print(f"{run}: {final['state']} at step {final['step']}; it will not run again")
+    return 0
+
+
+def end_for_good(run: RunDirectory) -> dict[str, Any]:
+    """Marks a run first, so that nothing starts it again, then ends what trains it and waits; returns the outcome."""
     run.mark_cancelled()
     for entry in holders(run):
         _end_holder(entry, run)
@@ -135,9 +155,7 @@ def cancel(path: str) -> int:
         raise RunDirectoryError(f"{run} is cancelled and will not run again, but is still {held}: it is being ended")
     if run.outcome() is None:  # no supervisor was there to write it: the run was waiting, or was killed
         History(run, max(run.attempts(), default=0)).conclude("cancelled", "cancelled")
-    final = run.outcome() or {}
-    print(f"{run}: {final['state']} at step {final['step']}; it will not run again")
-    return 0
+    return run.outcome() or {}
 
 
 def _end_holder(entry: Mapping[str, Any], run: RunDirectory) -> None:

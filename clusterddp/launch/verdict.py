@@ -38,7 +38,8 @@ class RankEnd:
     """How one rank ended.
 
     ``end``: done, stopped (a clusterddp stop), exit (a code of its own), exception, lost (it never reached the
-    supervisor), or died (no record of its own: killed by a signal, or os._exit).
+    supervisor), declined (a callable's ``checkpoint()`` returned None), or died (no record of its own: killed by a
+    signal, or os._exit).
     ``lost_at``: unix seconds on the supervisor's clock when its connection broke, infinity if it never joined.
     """
 
@@ -83,7 +84,7 @@ class RankEnd:
 
     def sentence(self) -> str:
         """One line that names the rank, its host and what happened to it."""
-        what = {"exception": "raised ", "exit": "left with ", "died": "was ", "lost": "never joined: "}
+        what = {"exception": "raised ", "exit": "left with ", "died": "was ", "lost": "never joined: ", "declined": ""}
         return f"rank {self.rank} ({self.host}) {what.get(self.end, self.end)}{self.error}"
 
 
@@ -131,6 +132,8 @@ def judge(ends: list[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cau
     raised = failures[0] if failures and failures[0].end == "exception" else None
     if raised is not None and raised.used_clusterddp and not raised.may_pass and not told:
         return Verdict(Action.FAIL, raised.sentence(), Cause.NONE, raised)
+    if failures and failures[0].end == "declined":
+        return Verdict(Action.FAIL, failures[0].sentence(), Cause.NONE, failures[0])
     cause = ask()
     if cause is Cause.TIME_LIMIT and not told:
         cause = Cause.NONE

@@ -1,0 +1,313 @@
+"""``clusterddp.launch()`` from Python: scripts and functions as runs, with real processes and real preemptions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from submitit.helpers import DelayedSubmission
+
+import clusterddp
+from clusterddp import function
+from clusterddp.errors import Declined, JobDefinitionError, RunDirectoryError, RunFailed, StoppedAlone, UsageError
+from clusterddp.launch.cause import Cause
+from clusterddp.launch.controller import give_notice
+from clusterddp.launch.verdict import Action, RankEnd, judge
+from clusterddp.rundir import RunDirectory, read_json
+from tests.waiting import story, wait_until
+
+Launch = Callable[..., clusterddp.Handle]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Launches locally on two CPU ranks, in ``tmp_path/run`` unless told otherwise; nothing is left behind."""
+    handles: list[clusterddp.Handle] = []
+
+    def start(target: Any, *args: Any, **options: Any) -> clusterddp.Handle:
+        usual = {"gpus_per_node": 2, "device": "cpu", "local": True, "run_dir": tmp_path / "run"}
+        handles.append(clusterddp.launch(target, *args, **{**usual, **options}))
+        return handles[-1]
+
+    yield start
+    for handle in handles:
+        if handle.status().state == "held":
+            handle.cancel()
+
+
+def preempt(handle: clusterddp.Handle) -> None:
+    """As the loop of a local run does it."""
+    run = RunDirectory(handle.path)
+    holder = read_json(run.holder_file(run.newest_attempt() or 0))
+    assert holder is not None
+    give_notice(run, Cause.PREEMPTED)
+    os.killpg(holder["pid"], signal.SIGTERM)
+
+
+def wait_for_marks(handle: clusterddp.Handle, folder: Path, count: int = 2) -> None:
+    """Until so many ranks have left a file in ``folder``."""
+    run = RunDirectory(handle.path)
+    try:
+        wait_until(lambda: len(list(folder.iterdir())) >= count, f"{count} ranks", timeout=60)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{story(run)}") from None
+
+
+@pytest.fixture
+def marks(tmp_path: Path) -> Path:
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    return folder
+
+
+def test_a_function_runs_on_every_rank_and_its_values_come_back(launch: Launch, tmp_path: Path) -> None:
+    """Rank 0's, or all; another process, or another call, gets them from the run directory alone."""
+
+    def train(number: float) -> tuple[int, float]:
+        import clusterddp
+
+        ctx = clusterddp.init()
+        ctx.print("training", number)
+        return ctx.rank, ctx.all_reduce_sum(number)  # type: ignore[return-value]
+
+    handle = launch(train, 3.5)
+    assert handle.result() == (0, 7.0)
+    assert handle.result(all_ranks=True) == [(0, 7.0), (1, 7.0)]
+    assert handle.logs().startswith("training 3.5")
+    assert handle.status().state == "completed"
+    assert (tmp_path / "run" / "job.yaml").read_text().startswith("job_name: train\n")
+    assert launch(train, 3.5).result() == (0, 7.0)
+    assert clusterddp.Handle(handle.path).result() == (0, 7.0)
+
+
+def test_a_function_that_raises_raises_its_first_failure_here(launch: Launch) -> None:
+    """With the rank and the traceback."""
+
+    def broken() -> None:
+        if os.environ["RANK"] == "1":
+            raise ValueError("the data is gone")
+        threading.Event().wait()
+
+    with pytest.raises(RunFailed, match=r"rank 1 \(\S+\) raised ValueError: the data is gone(.|\n)*in broken"):
+        launch(broken).result()
+
+
+def test_a_preempted_function_is_called_again(launch: Launch, marks: Path) -> None:
+    """A plain one from its beginning."""
+
+    def again() -> str:
+        if os.environ["CLUSTERDDP_ATTEMPT"] == "0":
+            (marks / os.environ["RANK"]).touch()
+            threading.Event().wait()
+        return os.environ["CLUSTERDDP_ATTEMPT"]
+
+    handle = launch(again)
+    wait_for_marks(handle, marks)
+    preempt(handle)
+    assert handle.result(all_ranks=True) == ["1", "1"]
+
+
+def test_a_preempted_training_in_a_function_goes_on_at_its_step(launch: Launch, marks: Path) -> None:
+    """ctx.run() in it saves and resumes as in a script."""
+
+    def train() -> tuple[int, int]:
+        import time
+
+        import torch
+
+        import clusterddp
+
+        ctx = clusterddp.init()
+        model = ctx.wrap(torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = ctx.loader(torch.utils.data.TensorDataset(torch.randn(64, 2)), batch_size=4)
+        run = ctx.run(model=model, optimizer=optimizer, loader=loader)
+        first = run.step
+        for (x,) in run.steps(40):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(made=1)
+            (marks / str(ctx.rank)).touch()
+            time.sleep(0.1 if first == 0 else 0)
+        return first, run.step
+
+    handle = launch(train)
+    wait_for_marks(handle, marks)
+    preempt(handle)
+    first, last = handle.result()
+    assert 0 < first < 40, story(RunDirectory(handle.path))
+    assert last == 40
+    assert [line["step"] for line in RunDirectory(handle.path).metrics()] == list(range(40))
+
+
+class Counting:
+    """A callable as it is written for submitit: its state goes on through ``checkpoint()``."""
+
+    def __init__(self, marks: Path) -> None:
+        self.marks, self.calls, self.checkpointed_on = marks, 0, []  # type: ignore[var-annotated]
+
+    def __call__(self, word: str) -> Any:
+        import submitit
+
+        place = submitit.JobEnvironment()
+        self.calls += 1
+        if self.calls == 1:
+            (self.marks / str(place.global_rank)).touch()
+            while True:
+                threading.Event().wait(0.05)
+        return word, self.calls, self.checkpointed_on, place.num_tasks
+
+    def checkpoint(self, word: str) -> DelayedSubmission:
+        self.checkpointed_on.append(os.environ["RANK"])
+        return DelayedSubmission(self, word + " again")
+
+
+def test_a_submitit_callable_goes_on_from_its_checkpoint(launch: Launch, marks: Path) -> None:
+    """checkpoint() is called once, on rank 0; every rank of the next attempt calls what it returned."""
+    handle = launch(Counting(marks), "trained")
+    wait_for_marks(handle, marks)
+    preempt(handle)
+    assert handle.result(all_ranks=True) == [("trained again", 2, ["0"], 2)] * 2, story(RunDirectory(handle.path))
+    assert [event["event"] for event in RunDirectory(handle.path).events()].count("requeued") == 1
+
+
+class Ending(Counting):
+    def checkpoint(self, word: str) -> None:  # type: ignore[override]
+        return None
+
+
+def test_a_submitit_callable_may_decline_to_go_on(launch: Launch, marks: Path) -> None:
+    """As with submitit the run is over then, and failed."""
+    handle = launch(Ending(marks), "trained", gpus_per_node=1)
+    wait_for_marks(handle, marks, 1)
+    preempt(handle)
+    with pytest.raises(RunFailed, match=r"checkpoint\(\) returned None: the run is not to go on"):
+        handle.result()
+    assert RunDirectory(handle.path).attempts() == [0]
+
+
+def test_a_checkpoint_is_called_after_a_stop_of_a_clusterddp_training_too(tmp_path: Path) -> None:
+    """A callable may have both: the training has saved, and the callable's own state is kept as well."""
+    run = RunDirectory(tmp_path)
+    run.create()
+    attempt = run.create_attempt()
+
+    class Both:
+        def __call__(self) -> None:
+            raise clusterddp.Stopped(7, "signal TERM")
+
+        def checkpoint(self) -> DelayedSubmission:
+            return DelayedSubmission(str, "next")
+
+    before = {number: signal.getsignal(number) for number in function.STOP_SIGNALS}
+    try:
+        with pytest.raises(clusterddp.Stopped) as stopped:
+            function.PreemptibleCall(run, attempt, 0, DelayedSubmission(Both())).carry_out()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert not isinstance(stopped.value, StoppedAlone)
+    assert function.load_function(function.newest_function(run, attempt + 1)).result() == "next"
+    assert function.newest_function(run, attempt) == function.function_file(run)
+
+
+def test_a_rank_that_declines_ends_the_run_whatever_the_cause() -> None:
+    """The controller is not asked."""
+    ends = [RankEnd(0, "n1", "declined", 1.0, error=str(Declined("no more"))), RankEnd(1, "n1", "died", 2.0)]
+    verdict = judge(ends, 1, True, lambda: pytest.fail("asked"))
+    assert verdict.action is Action.FAIL
+    assert "no more" in verdict.reason
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "owner"])
+def test_a_pickle_that_others_could_have_written_is_not_loaded(tmp_path: Path, what: str) -> None:
+    """It is code."""
+    if what == "owner" and os.geteuid() != 0:
+        pytest.skip("giving a file away needs root")
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    path = function.function_file(run)
+    function.save_function(path, function.pickled(DelayedSubmission(print, "loaded")))
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert run.private.stat().st_mode & 0o777 == 0o700
+    function.load_function(path)
+    if what == "owner":
+        os.chown(path, 12345, -1)
+    else:
+        (path if what == "file" else run.private).chmod(0o770)
+    with pytest.raises(RunDirectoryError, match="expected user"):
+        function.load_function(path)
+
+
+def test_a_script_is_launched_as_submit_does_it(launch: Launch, tmp_path: Path) -> None:
+    """Its arguments are text, its result is None, and its failure is raised."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint('given', *sys.argv[1:])\nassert sys.argv[1] == '1'\n")
+    handle = launch(script, 1, "two", gpus_per_node=1)
+    assert handle.wait() == "completed"
+    assert handle.result() is None
+    assert handle.logs() == "given 1 two\n"
+    with pytest.raises(RunDirectoryError, match=r"started with other arguments: args: 1 two recorded, 2 given"):
+        launch(script, 2, gpus_per_node=1)
+    with pytest.raises(RunFailed, match="AssertionError"):
+        launch(script, 2, run_dir=tmp_path / "other").result()
+
+
+def test_cancel_ends_a_run_for_good(launch: Launch, marks: Path) -> None:
+    """And wait() has a bound."""
+
+    def endless() -> None:
+        (marks / os.environ["RANK"]).touch()
+        threading.Event().wait()
+
+    handle = launch(endless)
+    wait_for_marks(handle, marks)
+    with pytest.raises(TimeoutError, match="is not over after 0 s: with process"):
+        handle.wait(timeout=0)
+    handle.cancel()
+    assert handle.wait() == "cancelled"
+    with pytest.raises(RunFailed, match="cancelled"):
+        handle.result()
+
+
+def test_mistakes_are_raised_here_and_nothing_is_written(launch: Launch, tmp_path: Path) -> None:
+    """As on the command line."""
+    with pytest.raises(JobDefinitionError, match="did you mean 'partition'"):
+        launch(print, partitoin="gpu")
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        launch(print, threading.Lock())
+    with pytest.raises(UsageError, match="args: the target is a function"):
+        launch(print, args=["x"])
+    with pytest.raises(JobDefinitionError, match="not found"):
+        launch("no_such_script.py")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import clusterddp",
+        "import clusterddp.launch",
+        "import clusterddp.launch.status, clusterddp",
+        "import clusterddp; from clusterddp.launch import status; from clusterddp import launch; launch.status.cancel",
+    ],
+)
+def test_launch_is_a_package_and_can_be_called_whatever_was_imported_first(imports: str) -> None:
+    """And none of it imports torch."""
+    code = (
+        "try: clusterddp.launch(print, bad_key=1)\n"
+        "except clusterddp.launch.status.RunDirectoryError.__base__ as error: assert 'bad_key' in str(error)\n"
+        "else: raise SystemExit('no error')\n"
+        "import sys, clusterddp.launch.watching, clusterddp.launch\n"
+        "assert callable(clusterddp.launch) and clusterddp.launch.watching\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", f"{imports}\n{code}"], check=True)
