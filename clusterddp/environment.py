@@ -6,7 +6,9 @@ job the job's own variables describe other tasks. ``scrub`` and ``for_parsing`` 
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn
@@ -14,7 +16,7 @@ from typing import Literal, NoReturn
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.hostlist import expand, tasks_per_node
 
-Launcher = Literal["slurm", "torchrun", "local", "single"]
+Launcher = Literal["slurm", "torchrun", "local", "openmpi", "single"]
 
 LAUNCHER_VARIABLE = "CLUSTERDDP_LAUNCHER"
 
@@ -57,13 +59,16 @@ class RankEnvironment:
 def read(environ: Mapping[str, str]) -> RankEnvironment:
     """The place that ``environ`` gives this process; raises LauncherEnvironmentError where it gives none or several.
 
-    In this order: torchrun (also inside a Slurm task) and ``clusterddp submit --local``; a Slurm step; RANK and its
-    like, set by other means; the shell of a Slurm job, which is no rank and an error; a single process.
+    In this order: torchrun (also inside a Slurm task) and ``clusterddp submit --local``; Open MPI's mpirun; a Slurm
+    step; RANK and its like, set by other means; the shell of a Slurm job, which is no rank and an error; a single
+    process.
     """
     if environ.get(LAUNCHER_VARIABLE) == "local":
         return _from_torchrun(environ, "local")
     if environ.get(LAUNCHER_VARIABLE) == "torchrun" or "TORCHELASTIC_RUN_ID" in environ:
         return _from_torchrun(environ, "torchrun")
+    if "OMPI_COMM_WORLD_RANK" in environ:  # before Slurm: mpirun starts its daemons in a step of their own
+        return _from_openmpi(environ)
     if _in_slurm_step(environ):
         return _from_slurm(environ)
     if "RANK" in environ:
@@ -145,6 +150,36 @@ def _refuse_guess(environ: Mapping[str, str], launcher: Launcher, *names: str) -
     raise LauncherEnvironmentError(
         f"launcher {launcher}: {missing} not set, and {known} do not tell; set {missing} as torchrun does"
     )
+
+
+# --- Open MPI
+
+
+_OPENMPI_NAMES = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+
+
+def _from_openmpi(environ: Mapping[str, str]) -> RankEnvironment:
+    """mpirun tells everything but where rank 0's store is: on one node it is here, under a port of the job's own."""
+    named = {name: environ[theirs] for name, theirs in _OPENMPI_NAMES.items() if theirs in environ}
+    kept = {name: environ[name] for name in ("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT") if name in environ}
+    found = _from_torchrun({**kept, **named}, "openmpi")
+    if found.master_addr is None and found.world_size > found.local_world_size:
+        raise LauncherEnvironmentError(
+            f"launcher openmpi: {found.world_size} ranks, {found.local_world_size} of them here, and MASTER_ADDR is "
+            "not set: mpirun -x MASTER_ADDR=HOST, with the name or address of rank 0's node"
+        )
+    job = environ.get("PMIX_NAMESPACE")
+    if found.master_port is None and found.world_size > 1 and job is None:
+        raise LauncherEnvironmentError(
+            "launcher openmpi: neither PMIX_NAMESPACE nor MASTER_PORT is set: mpirun -x MASTER_PORT=NUMBER"
+        )
+    port = default_port(zlib.crc32((job or "").encode()), 0, 0) if found.master_port is None else found.master_port
+    return dataclasses.replace(found, master_port=port)
 
 
 # --- Slurm
@@ -279,7 +314,7 @@ _KEPT = {
     *("SLURM_WCKEY", "SLURM_JWT", "SLURM_TIME_FORMAT"),
 }
 _SET_BY_A_JOB = re.compile(
-    r"(SLURM|SLURMD|SRUN|TORCHELASTIC)_.*|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+    r"(SLURM|SLURMD|SRUN|TORCHELASTIC|OMPI_COMM_WORLD)_.*|PMIX_(NAMESPACE|RANK)|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|(GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|CLUSTERDDP_(RUN_DIR|ATTEMPT|SUPERVISOR|TOKEN|LAUNCHER)",
     re.DOTALL,
 )

@@ -139,6 +139,47 @@ def test_a_half_set_or_contradictory_place_is_named(environ: dict[str, str], mes
         read(environ)
 
 
+#: The third of four processes, on the second of two nodes, as mpirun 4.1 sets them.
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "0",
+    "PMIX_NAMESPACE": "1234567890",
+}
+OPENMPI_ON_ONE_NODE = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+
+
+def test_open_mpis_place_is_read_also_in_a_slurm_step() -> None:
+    """mpirun starts its daemons in a step, whose variables the ranks inherit. NODE_RANK is no node's number."""
+    found = read({**step(), **OPENMPI, "MASTER_ADDR": "n1", "MASTER_PORT": "5000"})
+    assert (place(found), found.launcher) == ((2, 0, 4, 2, 1), "openmpi")
+    assert (found.master_addr, found.master_port) == ("n1", 5000)
+
+
+def test_open_mpis_ranks_of_one_node_find_each_other_by_the_jobs_name() -> None:
+    """All derive the same port, below the ephemeral ones; another job another."""
+    ports = {read({**OPENMPI_ON_ONE_NODE, "PMIX_NAMESPACE": name}).master_port for name in ("a", "a", "b")}
+    assert len(ports) == 2
+    assert all(port is not None and 10000 <= port < 30000 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (OPENMPI, "4 ranks, 2 of them here, and MASTER_ADDR is not set: mpirun -x MASTER_ADDR=HOST"),
+        (without(OPENMPI_ON_ONE_NODE, "PMIX_NAMESPACE"), "mpirun -x MASTER_PORT=NUMBER"),
+        ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "1"}, "GROUP_RANK not set"),
+        (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), "launcher openmpi: WORLD_SIZE not set"),
+    ],
+)
+def test_what_open_mpi_does_not_tell_is_asked_for(environ: dict[str, str], message: str) -> None:
+    """Ranks dealt out round-robin, several nodes without an address: no guess."""
+    with pytest.raises(LauncherEnvironmentError, match=re.escape(message)):
+        read(environ)
+
+
 @pytest.mark.parametrize(
     ("environ", "expected", "hosts"),
     [
@@ -307,7 +348,7 @@ DROPPED = [
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_MEM_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_GPUS"),
     *("SLURM_CLUSTER_NAME", "SLURMD_NODENAME", "SRUN_DEBUG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "CLUSTERDDP_RUN_DIR", "CLUSTERDDP_ATTEMPT"),
-    *("CLUSTERDDP_SUPERVISOR", "CLUSTERDDP_TOKEN", "CLUSTERDDP_LAUNCHER", "ROLE_RANK"),
+    *("CLUSTERDDP_SUPERVISOR", "CLUSTERDDP_TOKEN", "CLUSTERDDP_LAUNCHER", "ROLE_RANK", "OMPI_COMM_WORLD_RANK"),
 ]
 FORMATS = ["SQUEUE_FORMAT", "SACCT_FORMAT", "SINFO_FORMAT", "SCONTROL_ALL", "SLURM_TIME_FORMAT"]
 

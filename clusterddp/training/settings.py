@@ -73,7 +73,7 @@ def _store(environ: Mapping[str, str], ranks: environment.RankEnvironment) -> St
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     names = (
         *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-        *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+        *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE"),
     )
     token = environ.get(link.TOKEN_VARIABLE) or "/".join(environ.get(name, "") for name in names)
     return StoreAddress(ranks.master_addr or "127.0.0.1", ranks.master_port or 0, token, agent)

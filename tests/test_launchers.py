@@ -1,0 +1,77 @@
+"""The same small script under every launcher that people start ranks with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterddp.environment import scrub
+from clusterddp.rundir import RunDirectory
+from tests.ddp import free_port
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SMALL = "tests/scripts/small.py"
+MPIRUN = [
+    *"mpirun --allow-run-as-root --oversubscribe --bind-to none -n 2".split(),
+    *"--mca plm isolated --mca oob_tcp_if_include lo".split(),
+]
+
+
+def execute(*command: str) -> str:
+    """What a launcher prints; it must end with 0."""
+    environ = {**scrub(os.environ), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check_two_ranks(run: RunDirectory, *launcher: str, starts: tuple[int, ...] = (0,)) -> None:
+    """Each start makes two steps, from where the one before has stopped, on both ranks."""
+    for first in starts:
+        output = execute(*launcher, SMALL, str(run), str(first + 2))
+        assert sorted(line for line in output.splitlines() if line.startswith("rank ")) == [
+            f"rank {rank} of 2, local {rank}, from step {first}" for rank in range(2)
+        ]
+    assert [line["step"] for line in run.metrics()] == list(range(2 * len(starts)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+def test_torchrun(run: RunDirectory) -> None:
+    """With a rendezvous of its own."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    check_two_ranks(run, *launcher, starts=(0, 2))
+
+
+def test_the_old_launch_module_with_its_local_rank_argument(run: RunDirectory) -> None:
+    """torch.distributed.launch adds ``--local-rank`` to the script's arguments."""
+    port = f"--master-port={free_port()}"
+    check_two_ranks(run, sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", port)
+
+
+def test_torch_multiprocessing_spawn(run: RunDirectory) -> None:
+    """jobs/spawn.py, which is written to be copied."""
+    assert "done at step 20 on 2 ranks" in execute(sys.executable, "jobs/spawn.py", "2", str(run))
+    assert [line["step"] for line in run.metrics()] == list(range(20))
+
+
+def test_no_launcher_at_all(run: RunDirectory) -> None:
+    """One process is one rank."""
+    assert "rank 0 of 1, local 0, from step 0" in execute(sys.executable, SMALL, str(run), "4")
+    assert "rank 0 of 1, local 0, from step 4" in execute(sys.executable, SMALL, str(run), "6")
+    assert [line["step"] for line in run.metrics()] == list(range(6))
+
+
+def test_openmpi(run: RunDirectory) -> None:
+    """mpirun, without mpi4py: only its variables are read."""
+    if shutil.which("mpirun") is None:
+        (pytest.fail if "CI" in os.environ else pytest.skip)("mpirun not found: apt-get install openmpi-bin")
+    check_two_ranks(run, *MPIRUN, sys.executable)
