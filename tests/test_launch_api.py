@@ -17,11 +17,9 @@ from submitit.helpers import DelayedSubmission
 import clusterddp
 from clusterddp import function
 from clusterddp.errors import Declined, JobDefinitionError, RunDirectoryError, RunFailed, StoppedAlone, UsageError
-from clusterddp.launch.cause import Cause
-from clusterddp.launch.controller import give_notice
 from clusterddp.launch.verdict import Action, RankEnd, judge
-from clusterddp.rundir import RunDirectory, read_json
-from tests.waiting import story, wait_until
+from clusterddp.rundir import RunDirectory
+from tests.waiting import preempt_local, story, wait_until
 
 Launch = Callable[..., clusterddp.Handle]
 
@@ -40,15 +38,6 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     for handle in handles:
         if handle.status().state == "held":
             handle.cancel()
-
-
-def preempt(handle: clusterddp.Handle) -> None:
-    """As the loop of a local run does it."""
-    run = RunDirectory(handle.path)
-    holder = read_json(run.holder_file(run.newest_attempt() or 0))
-    assert holder is not None
-    give_notice(run, Cause.PREEMPTED)
-    os.killpg(holder["pid"], signal.SIGTERM)
 
 
 def wait_for_marks(handle: clusterddp.Handle, folder: Path, count: int = 2) -> None:
@@ -110,7 +99,7 @@ def test_a_preempted_function_is_called_again(launch: Launch, marks: Path) -> No
 
     handle = launch(again)
     wait_for_marks(handle, marks)
-    preempt(handle)
+    preempt_local(RunDirectory(handle.path))
     assert handle.result(all_ranks=True) == ["1", "1"]
 
 
@@ -141,7 +130,7 @@ def test_a_preempted_training_in_a_function_goes_on_at_its_step(launch: Launch, 
 
     handle = launch(train)
     wait_for_marks(handle, marks)
-    preempt(handle)
+    preempt_local(RunDirectory(handle.path))
     first, last = handle.result()
     assert 0 < first < 40, story(RunDirectory(handle.path))
     assert last == 40
@@ -174,7 +163,7 @@ def test_a_submitit_callable_goes_on_from_its_checkpoint(launch: Launch, marks: 
     """checkpoint() is called once, on rank 0; every rank of the next attempt calls what it returned."""
     handle = launch(Counting(marks), "trained")
     wait_for_marks(handle, marks)
-    preempt(handle)
+    preempt_local(RunDirectory(handle.path))
     assert handle.result(all_ranks=True) == [("trained again", 2, ["0"], 2)] * 2, story(RunDirectory(handle.path))
     assert [event["event"] for event in RunDirectory(handle.path).events()].count("requeued") == 1
 
@@ -188,7 +177,7 @@ def test_a_submitit_callable_may_decline_to_go_on(launch: Launch, marks: Path) -
     """As with submitit the run is over then, and failed."""
     handle = launch(Ending(marks), "trained", gpus_per_node=1)
     wait_for_marks(handle, marks, 1)
-    preempt(handle)
+    preempt_local(RunDirectory(handle.path))
     with pytest.raises(RunFailed, match=r"checkpoint\(\) returned None: the run is not to go on"):
         handle.result()
     assert RunDirectory(handle.path).attempts() == [0]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
-from clusterddp.rundir import RunDirectory, read_lines
+from clusterddp.launch.cause import Cause
+from clusterddp.launch.controller import give_notice
+from clusterddp.rundir import RunDirectory, read_json, read_lines
 from tests.checkpoint_files import content_of
 
 T = TypeVar("T")
@@ -42,6 +46,14 @@ def wait_for_outcome(run: RunDirectory, timeout: float = 180) -> str:
     outcome = run.outcome()
     assert outcome is not None
     return str(outcome["state"])
+
+
+def preempt_local(run: RunDirectory) -> None:
+    """Preempts a local run's newest attempt, as the loop of ``submit --local`` does."""
+    holder = read_json(run.holder_file(run.newest_attempt() or 0))
+    assert holder is not None
+    give_notice(run, Cause.PREEMPTED)
+    os.killpg(holder["pid"], signal.SIGTERM)
 
 
 def story(run: RunDirectory) -> str:
