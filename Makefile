@@ -27,12 +27,17 @@ DEMO_RUN = .clusterddp-demo
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev]'
 	@touch $@
 
+# What the tests of other people's loops need besides.
+.venv/integrations: .venv/ready
+	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations]'
+	@touch $@
+
 demo: .venv/ready
 	@rm -rf $(DEMO_RUN)
 	.venv/bin/clusterddp submit jobs/digits.yaml --local --device cpu --nodes 2 --gpus 2 --preempt-after 120 --run-dir $(DEMO_RUN)
 	@cat $(DEMO_RUN)/outcome.json
 
-test: .venv/ready slurm
+test: .venv/integrations slurm
 	.venv/bin/python -m pytest -n 2 --dist loadgroup
 
 test-24.11: .venv/ready slurm

@@ -1,0 +1,28 @@
+"""accelerate: where its ``save_state`` goes, so that a folder that is there is whole, and which one to load."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+_STATE = re.compile(r"step-(\d+)")
+
+
+def save_state(accelerator: Any, folder: str | os.PathLike[str], step: int) -> None:
+    """``accelerator.save_state`` into ``folder/step-N``, which appears when all ranks have written. Collective."""
+    attempt = os.environ.get("CLUSTERDDP_ATTEMPT", "0")
+    temporary = Path(folder) / f".step-{step}.attempt-{attempt}"
+    accelerator.save_state(str(temporary))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        temporary.rename(temporary.with_name(f"step-{step}"))
+    accelerator.wait_for_everyone()
+
+
+def newest_state(folder: str | os.PathLike[str]) -> tuple[str | None, int]:
+    """For ``accelerator.load_state``: the folder of the highest step, and that step; None and 0 without one."""
+    found = {int(match[1]): path for path in Path(folder).glob("*") if (match := _STATE.fullmatch(path.name))}
+    step = max(found, default=0)
+    return (str(found[step]) if found else None), step

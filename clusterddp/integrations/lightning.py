@@ -1,0 +1,106 @@
+"""Lightning: a callback that stops all ranks together after a step, lets the Trainer save, and requeues.
+
+``Trainer(plugins=[RankEnvironment(ctx)], callbacks=[SaveAndRequeue(ctx, folder)])``. The plugin says where the ranks
+are (its own for Slurm would requeue the job by itself); the process group is the context's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch import Callback
+
+from clusterddp.training.context import Context
+
+_CHECKPOINT = re.compile(r"step=(\d+)\.ckpt$")
+
+
+class RankEnvironment(ClusterEnvironment):
+    """The ranks that clusterddp has started."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Lightning starts none."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Of the rendezvous, which is over."""
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        """Of the rendezvous, which is over."""
+        return int(os.environ.get("MASTER_PORT", 0))
+
+    @staticmethod
+    def detect() -> bool:
+        """Only where it is asked for."""
+        return False
+
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._ctx.world_size
+
+    def set_world_size(self, size: int) -> None:
+        """Lightning repeats what it was told."""
+
+    def global_rank(self) -> int:
+        """This rank."""
+        return self._ctx.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Lightning repeats what it was told."""
+
+    def local_rank(self) -> int:
+        """This rank on its node."""
+        return self._ctx.local_rank
+
+    def node_rank(self) -> int:
+        """This rank's node."""
+        return self._ctx.node_rank
+
+
+class SaveAndRequeue(Callback):
+    """On a stop signal: the Trainer saves after the step that all ranks have agreed on, and ``fit()`` raises Stopped.
+
+    Checkpoints lie in ``folder``; name it as ModelCheckpoint's ``dirpath`` too, for those that are made in between.
+    """
+
+    def __init__(self, ctx: Context, folder: str | os.PathLike[str]) -> None:
+        self._ctx, self._folder = ctx, Path(folder)
+        self._step = 0
+        self._handler = signal.getsignal(signal.SIGTERM)
+
+    @property
+    def newest_checkpoint(self) -> str | None:
+        """For ``fit(ckpt_path=...)``: that with the highest step in its name, None without one."""
+        found = {
+            int(match[1]): path for path in self._folder.glob("*.ckpt") if (match := _CHECKPOINT.search(path.name))
+        }
+        return str(found[max(found)]) if found else None
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """Takes TERM back: Lightning's handler broadcasts wherever its rank is, between any other collectives."""
+        del trainer, pl_module
+        signal.signal(signal.SIGTERM, self._handler)
+
+    on_train_start = on_sanity_check_start
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """A boundary where the optimizer has stepped, so that no gradients in the making are lost."""
+        del pl_module, outputs, batch, batch_idx
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        if self._ctx.stop_requested():
+            trainer.save_checkpoint(self._folder / f"stop-step={trainer.global_step}.ckpt")
+            self._ctx.requeue()
