@@ -8,13 +8,17 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import clusterddp
 from clusterddp.rundir import RunDirectory
 from tests.cluster import Cluster, ClusterConfig, unavailable
 from tests.trainings import Training
 from tests.waiting import story
+
+Launch = Callable[..., clusterddp.Handle]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -100,3 +104,19 @@ def uninterrupted_training(clusters: Clusters, tmp_path_factory: pytest.TempPath
     kept = tmp_path_factory.mktemp("reference") / "run"  # the cluster's own folders go with it
     shutil.copytree(training.run.path, kept)
     return RunDirectory(kept)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Launches locally on two CPU ranks, in ``tmp_path/run`` unless told otherwise; no process is left behind."""
+    handles: list[clusterddp.Handle] = []
+
+    def start(target: Any, *args: Any, **options: Any) -> clusterddp.Handle:
+        usual = {"gpus_per_node": 2, "device": "cpu", "local": True, "run_dir": tmp_path / "run"}
+        handles.append(clusterddp.launch(target, *args, **{**usual, **options}))
+        return handles[-1]
+
+    yield start
+    for handle in handles:
+        if handle._process is not None and handle._process.poll() is None:
+            handle._process.kill()  # supervisor and ranks die with it

@@ -4,31 +4,60 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 import clusterddp
+from clusterddp.launch.cause import Cause
+from clusterddp.launch.controller import give_notice
 from clusterddp.rundir import RunDirectory
+from tests.conftest import Launch
 from tests.waiting import preempt_local, story, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-@pytest.mark.parametrize("package", ["transformers", "lightning", "accelerate"])
-def test_a_preempted_run_goes_on_at_the_step_where_it_stopped(tmp_path: Path, package: str) -> None:
-    """All ranks stop after the same step, the framework saves, the next attempt makes the next step."""
+def require(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         (pytest.fail if "CI" in os.environ else pytest.skip)(f"{package} is not installed: make .venv/integrations")
+
+
+@pytest.mark.parametrize("package", ["transformers", "accelerate"])
+def test_a_preempted_run_goes_on_at_the_step_where_it_stopped(launch: Launch, tmp_path: Path, package: str) -> None:
+    """All ranks stop after the same step, the framework saves, the next attempt makes the next step."""
+    require(package)
+    handle = start_until_step_3(launch, tmp_path, package)
+    preempt_local(RunDirectory(handle.path))
+    check_goes_on(handle)
+
+
+def test_a_preempted_lightning_run_goes_on_though_one_rank_alone_has_heard_of_it(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """Lightning's own handler would wait there for a broadcast of rank 0."""
+    require("lightning")
+    handle = start_until_step_3(launch, tmp_path, "lightning")
+    give_notice(RunDirectory(handle.path), Cause.PREEMPTED)
+    os.kill(int((tmp_path / "marks" / "1").read_text()), signal.SIGTERM)
+    check_goes_on(handle)
+
+
+def start_until_step_3(launch: Launch, tmp_path: Path, package: str) -> clusterddp.Handle:
+    """Both ranks have made the third of 60 steps."""
     out, marks = tmp_path / "out", tmp_path / "marks"
     marks.mkdir()
-    handle = clusterddp.launch(
-        SCRIPTS / f"with_{package}.py", out, marks, gpus_per_node=2, device="cpu", local=True, run_dir=tmp_path / "run"
-    )
+    handle = launch(SCRIPTS / f"with_{package}.py", out, marks)
     run = RunDirectory(handle.path)
-    wait_until(lambda: len(list(marks.iterdir())) == 2 or run.outcome(), "both ranks at step 3", timeout=120)
+    wait_until(lambda: len(list(marks.glob("[01]"))) == 2 or run.outcome(), "both ranks at step 3", timeout=120)
     assert run.outcome() is None, story(run)
-    preempt_local(run)
+    return handle
+
+
+def check_goes_on(handle: clusterddp.Handle) -> None:
+    """A second attempt completes the run; each rank has made each step once."""
+    run = RunDirectory(handle.path)
     assert handle.wait(timeout=120) == "completed", story(run)
     for rank in range(2):
         made = [[int(line.split()[-1]) for line in handle.logs(rank, attempt).splitlines() if line.startswith("made")]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,8 @@ from clusterddp import function
 from clusterddp.errors import Declined, JobDefinitionError, RunDirectoryError, RunFailed, StoppedAlone, UsageError
 from clusterddp.launch.verdict import Action, RankEnd, judge
 from clusterddp.rundir import RunDirectory
+from tests.conftest import Launch
 from tests.waiting import preempt_local, story, wait_until
-
-Launch = Callable[..., clusterddp.Handle]
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Launches locally on two CPU ranks, in ``tmp_path/run`` unless told otherwise; nothing is left behind."""
-    handles: list[clusterddp.Handle] = []
-
-    def start(target: Any, *args: Any, **options: Any) -> clusterddp.Handle:
-        usual = {"gpus_per_node": 2, "device": "cpu", "local": True, "run_dir": tmp_path / "run"}
-        handles.append(clusterddp.launch(target, *args, **{**usual, **options}))
-        return handles[-1]
-
-    yield start
-    for handle in handles:
-        if handle.status().state == "held":
-            handle.cancel()
 
 
 def wait_for_marks(handle: clusterddp.Handle, folder: Path, count: int = 2) -> None:
