@@ -84,6 +84,10 @@ class Checkpoints:
             if checkpoint.attempt == attempt and checkpoint.step <= highest
         ]
 
+    def expected(self) -> bool:
+        """Whether there must be a checkpoint: an attempt of the lineage went on from one."""
+        return len(list(lineage(self._directory, self._attempt))) > 1
+
     def record_resume(self, parent: tuple[int, int] | None) -> None:
         """Records, before the first step, which checkpoint (attempt, step) this attempt goes on from.
 

@@ -83,6 +83,21 @@ def test_a_save_that_would_pass_by_what_is_there_is_refused_and_one_without_clos
     assert run("6", "restore").stdout == "at 5\n"
 
 
+def test_checkpoints_that_someone_deleted_are_missed(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    for step in (1, 2):
+        with clusterddp.CheckpointFolder(tmp_path) as folder:
+            assert folder.restore(model=model) == step - 1
+            folder.save(step, model=model)
+    for path in (tmp_path / "checkpoints").iterdir():
+        path.unlink()
+    with (
+        clusterddp.CheckpointFolder(tmp_path) as folder,
+        pytest.raises(CheckpointError, match="the files are gone that it went on from before"),
+    ):
+        folder.restore(model=model)
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_only_damaged_ones_are_an_error(tmp_path, capsys):
     model = torch.nn.Linear(2, 2)
     with clusterddp.CheckpointFolder(tmp_path) as folder:

@@ -54,11 +54,11 @@ def _newest_whole(
         except CheckpointError as error:
             on_damaged(checkpoint, str(error))
             reasons.append(str(error))
-    if not reasons:
+    if not reasons and not checkpoints.expected():
         return None
     raise CheckpointError(
         "no checkpoint of the run can be read, and it does not start from step 0 by itself:\n  "
-        + "\n  ".join(reasons)
+        + "\n  ".join(reasons or ["the files are gone that it went on from before"])
         + f"\nput a good copy into {checkpoints.folder}, or begin a new run in another run directory"
     )
 
