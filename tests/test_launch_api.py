@@ -279,6 +279,8 @@ def test_launch_is_a_package_and_can_be_called_whatever_was_imported_first(impor
         "else: raise SystemExit('no error')\n"
         "import sys, clusterddp.launch.watching, clusterddp.launch\n"
         "assert callable(clusterddp.launch) and clusterddp.launch.watching\n"
+        "import cloudpickle, pickle\n"
+        "assert pickle.loads(cloudpickle.dumps(clusterddp.launch)) is clusterddp.launch\n"
         "sys.exit('torch' in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", f"{imports}\n{code}"], check=True)

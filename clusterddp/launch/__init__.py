@@ -7,6 +7,7 @@ whatever was imported first: the import system sets that name to the package, so
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,10 @@ class _CallablePackage(ModuleType):
         from clusterddp.api import launch
 
         return launch(*args, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by its name, as other modules are: a function that is launched may refer to it."""
+        return import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _CallablePackage
