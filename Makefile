@@ -38,7 +38,10 @@ demo: .venv/ready
 	@cat $(DEMO_RUN)/outcome.json
 
 test: .venv/integrations slurm
-	.venv/bin/python -m pytest -n 2 --dist loadgroup
+	@# Tests on the cluster mostly wait: the others run beside them, and are shown when both are done.
+	@.venv/bin/python -m pytest -m 'not slurm' > .tests.log 2>&1 & others=$$!; \
+		.venv/bin/python -m pytest -m slurm; slurm=$$?; \
+		wait $$others; rest=$$?; cat .tests.log; rm -f .tests.log; [ $$slurm -eq 0 ] && [ $$rest -eq 0 ]
 
 test-24.11: .venv/ready slurm
 	.venv/bin/python -m tests.cluster install --release trixie

@@ -21,12 +21,12 @@ from tests.waiting import story
 Launch = Callable[..., clusterddp.Handle]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under ``pytest -n 2 --dist loadgroup`` all tests of the cluster share one process, and each other file's do."""
+    """Marks the tests that need the cluster, of which there is one: ``make test`` runs the others beside them."""
     for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        group = "slurm" if "clusters" in fixtures else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+        if "clusters" in getattr(item, "fixturenames", ()):
+            item.add_marker("slurm")
 
 
 class Clusters:

@@ -95,12 +95,14 @@ def test_checkpoint_a_second_start_goes_on_as_if_there_had_been_one(
 ) -> None:
     """On both ranks, with the optimizer's momentum: to the last digit shown."""
     whole = submit(run, job)
+    (tmp_path / "files").mkdir()
     for steps in (25, 60):
-        arguments = ["--steps", steps, "--folder", tmp_path]
-        ranks = ddp.run(JOBS / f"{job}.py", *arguments, ranks=2, folder=tmp_path / str(steps))
+        part = RunDirectory(tmp_path / f"{steps} steps")
+        submit(part, job, "--", "--steps", str(steps), "--folder", str(tmp_path / "files"))
     for rank in (0, 1):
-        assert f"rank {rank} starts at step 25" in ranks.output(rank)
-        assert result(ranks.output(rank)) == result(whole)
+        output = (part.attempt_logs(0) / f"rank-{rank}.out").read_text()
+        assert f"rank {rank} starts at step 25" in output
+        assert result(output) == result(whole)
 
 
 def result(output: str) -> str:

@@ -151,11 +151,14 @@ class Writer:
             answer = {"failed": str(error), "metrics": True}
         except OSError as error:
             answer = {"failed": self._checkpoints.why_not(error, len(beginning) + size)}
+        awaited, committed = self._urgent.is_set(), "step" in answer
+        if committed and not awaited:
+            self._delete_old()
         try:
             self._connection.sendall((json.dumps(answer) + "\n").encode())
         except OSError:
             pass  # The rank is gone; the file is there.
-        if "step" in answer:
+        if committed and awaited:  # who waits need not wait for the disk to free what is not needed any more
             self._delete_old()
 
     def _commit(self, step: int, beginning: bytes, data: memoryview) -> Generator[None, None, int]:
@@ -193,7 +196,7 @@ class Writer:
         return other.result(), result
 
     def _delete_old(self) -> None:
-        """After the answer: nobody waits for the disk to free what is not needed any more."""
+        """What cannot be deleted now is tried again after the next save."""
         try:
             self._checkpoints.delete_old()
         except Superseded:
