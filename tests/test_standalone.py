@@ -21,14 +21,15 @@ model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.Adam(model.parameters())
 with clusterddp.CheckpointFolder(sys.argv[1], keep=2) as folder:
     step = folder.restore(model=model, optimizer=optimizer)
-    print("begin", step, flush=True)
+    sys.stdout.write(f"begin {step}\\n")  # in one piece: the ranks share the pipe
+    sys.stdout.flush()
     while step < int(sys.argv[2]):
         optimizer.zero_grad()
         model(torch.full((1, 4), float(step))).sum().backward()
         optimizer.step()
         step += 1
         folder.save(step, model=model, optimizer=optimizer)
-print("sum", float(sum(p.double().sum() for p in model.parameters())).hex(), flush=True)
+sys.stdout.write("sum " + float(sum(p.double().sum() for p in model.parameters())).hex() + "\\n")
 """
 
 
