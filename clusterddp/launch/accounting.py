@@ -6,7 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_ENDS = frozenset(("stopping", "rank_failed", "requeued", "resubmitted", "restarted", "stopped", "completed", "failed"))
+from clusterddp.launch.limits import ENDS
+
+#: Events after which an attempt makes no step.
+_STOPS = ENDS | {"stopping", "rank_failed"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,9 @@ def cost(events: Iterable[Mapping[str, Any]], now: float) -> Cost | None:
         begun = next((event["time"] for event in own if event["event"] in ("training", "resumed")), None)
         if begun is not None:
             newest = attempt == max(event["attempt"] for event in events)
-            end = next((event["time"] for event in own if event["event"] in _ENDS), last if newest else own[-1]["time"])
+            end = next(
+                (event["time"] for event in own if event["event"] in _STOPS), last if newest else own[-1]["time"]
+            )
             training += end - begun
     redone = sum(event.get("redone", 0) for event in events if event["event"] == "resumed")
     return Cost(redone, training, last - starts[0])

@@ -8,7 +8,8 @@ from typing import Any
 from clusterddp.job import Job
 from clusterddp.launch.cause import Cause
 
-_ENDS = frozenset(("requeued", "resubmitted", "restarted", "stopped", "completed", "failed", "cancelled"))
+#: Events after which an attempt has no ranks.
+ENDS = frozenset(("requeued", "resubmitted", "restarted", "stopped", "completed", "failed", "cancelled"))
 #: Attempts in a row that may end at their time limit, or by a failure that may pass, without a checkpoint of their own:
 #: the next would do no better.
 FRUITLESS = 3
@@ -42,7 +43,7 @@ def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size:
             first[event["attempt"]] = event["time"]
             ranks[event["attempt"]] = event.get("ranks", world_size)
         last[event["attempt"]] = event["time"]
-        if event["event"] in _ENDS:
+        if event["event"] in ENDS:
             ended.add(event["attempt"])
     if first and max(first) not in ended:  # what comes after an end is time in the queue
         last[max(first)] = now
