@@ -50,7 +50,7 @@ class Checkpoint:
 
     def _checked(self, read: Callable[[Path], _T]) -> _T:
         if self.path.suffix == ".pt":
-            raise CheckpointError(f"{self.path.name} was written by clusterddp 0.1, whose format this version leaves")
+            raise CheckpointError(f"{self.path.name} is of format 1, which this version does not read")
         try:
             return read(self.path)
         except archive.Damaged as error:
