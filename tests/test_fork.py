@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from clusterddp.rundir import RunDirectory
 from tests.checkpoint_files import content_of
@@ -95,12 +96,11 @@ def test_an_exported_model_loads_into_the_bare_one(tmp_path, source):
 
 
 def test_safetensors_reads_the_export_and_the_checkpoint_itself(tmp_path, source):
-    safetensors = pytest.importorskip("safetensors.torch")
     newest = max(source.checkpoints.glob("step-*"))
     weights = content_of(newest)["model"]
     clusterddp("export", source, tmp_path / "model.safetensors")
-    exported = safetensors.load_file(tmp_path / "model.safetensors")
-    whole = safetensors.load_file(newest)
+    exported = load_file(tmp_path / "model.safetensors")
+    whole = load_file(newest)
     for name, weight in weights.items():
         assert torch.equal(exported[name], weight) and torch.equal(whole[f"model.{name}"], weight)
 
