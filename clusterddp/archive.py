@@ -27,8 +27,8 @@ FORMAT = "clusterddp 2"
 CHUNK = 1 << 22
 _CHECKSUMS = "checksums"
 _LONGEST_HEADER = 100_000_000  # safetensors reads no longer one
-#: Calls two functions, in this order or at once, and returns both results.
-Both = Callable[[Callable[[], Any], Callable[[], Any]], tuple[Any, Any]]
+#: Begins work, at once or in another thread; what it returns waits for the work's result.
+Begin = Callable[[Callable[[], Any]], Callable[[], Any]]
 _LENGTH = struct.Struct("<Q")
 
 
@@ -94,25 +94,26 @@ def head(tensors: Sequence[Tensor], state: Any, facts: Mapping[str, str]) -> byt
     return _LENGTH.pack(len(text)) + text
 
 
-def one_by_one(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
-    """Both results."""
-    return first(), second()
+def begin_now(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Does the work before it returns."""
+    result = work()
+    return lambda: result
 
 
-def write(file: int, beginning: bytes, data: memoryview, both: Both = one_by_one) -> Iterator[None]:
+def write(file: int, beginning: bytes, data: memoryview, begin: Begin = begin_now) -> Iterator[None]:
     """Writes a whole file to a descriptor, chunk by chunk: a thread may go on where another has left off.
 
-    ``both`` may call the two functions it is given at once: the check sum of a chunk, and its way to the disk.
+    ``begin`` is given the check sum of each chunk, which may be computed while the chunks are on their way to the disk.
     """
     _write_all(file, memoryview(beginning))
-    sums = [zlib.crc32(beginning)]
+    sums = [begin(partial(zlib.crc32, beginning))]
     yield
     for start in range(0, len(data), CHUNK):
         chunk = data[start : start + CHUNK]
-        crc, _ = both(partial(zlib.crc32, chunk), partial(_write_all, file, chunk))
-        sums.append(crc)
+        sums.append(begin(partial(zlib.crc32, chunk)))
+        _write_out(file, chunk)
         yield
-    _write_all(file, memoryview(struct.pack(f"<{len(sums)}I", *sums)))
+    _write_all(file, memoryview(struct.pack(f"<{len(sums)}I", *(result() for result in sums))))
 
 
 def read(path: Path) -> Content:
@@ -162,6 +163,17 @@ def _checksum_count(size: int) -> int:
 def _write_all(file: int, data: memoryview) -> None:
     while data:
         data = data[os.write(file, data) :]
+
+
+def _write_out(file: int, chunk: memoryview) -> None:
+    """Writes a chunk and has the kernel bring it to the disk from now on, rather than all of it in fsync.
+
+    That is what this advice does in Linux to pages that are not on the disk yet; they stay in memory.
+    """
+    start = os.lseek(file, 0, os.SEEK_CUR)
+    _write_all(file, chunk)
+    with suppress(OSError):  # advice, which not every file system takes
+        os.posix_fadvise(file, start, len(chunk), os.POSIX_FADV_DONTNEED)
 
 
 def _read_head(file: int) -> tuple[bytes, dict[str, Any]]:

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -166,10 +166,14 @@ class Writer:
         temporary = self._checkpoints.temporary(step)
         try:
             with open(temporary, "xb", buffering=0) as file:
-                yield from archive.write(file.fileno(), beginning, data, self._both)
+                yield from archive.write(file.fileno(), beginning, data, self._begin)
                 yield
                 # An fsync that fails is never repeated on the same file: its pages count as clean.
-                self._both(partial(os.fsync, file.fileno()), partial(archive.verify, temporary))
+                synced = self._begin(partial(os.fsync, file.fileno()))
+                try:
+                    archive.verify(temporary)
+                finally:
+                    synced()
             sync(self._metrics)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -184,16 +188,9 @@ class Writer:
             self._map = mmap.mmap(self._memory, size, mmap.MAP_SHARED, mmap.PROT_READ)
         return memoryview(self._map)[:size]
 
-    def _both(self, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
-        """Two results: of one after the other while training goes on, of both at once when someone waits."""
-        if not self._urgent.is_set():
-            return first(), second()
-        other = self._helper.submit(first)
-        try:
-            result = second()
-        finally:
-            wait([other])
-        return other.result(), result
+    def _begin(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """Works at once while training goes on, and in another thread when someone waits; see `archive.Begin`."""
+        return self._helper.submit(work).result if self._urgent.is_set() else archive.begin_now(work)
 
     def _delete_old(self) -> None:
         """What cannot be deleted now is tried again after the next save."""
