@@ -109,7 +109,8 @@ class Handle:
             state, text = "held", "starting"
         metrics, outcome = self._run.metrics(), self._run.outcome() or {}
         steps = max(outcome.get("step", 0), metrics[-1]["step"] + 1 if metrics else 0)
-        return Status(state, steps, len(self._run.attempts()), text)
+        started = sum(event["event"] == "started" for event in self._run.events())
+        return Status(state, steps, started, text)
 
     def wait(self, timeout: float | None = None) -> str:
         """Waits until the run is over, whatever its jobs do; returns its state. Its history is shown meanwhile.

@@ -140,10 +140,10 @@ def _merged(layers: Iterable[Fields]) -> Fields:
 
 def _override(name: str, text: str) -> Fields:
     place = Place(f"--set {name}={text}")
-    outer, dot, inner = name.partition(".")
+    outer, *inner = name.split(".")
     node = Node(yaml12.scalar(text), text, place)
-    if dot:
-        node = Node({Key(inner, place): node}, "", place)
+    for key in reversed(inner):
+        node = Node({Key(key, place): node}, "", place)
     return {Key(outer, place): node}
 
 

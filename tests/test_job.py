@@ -337,7 +337,7 @@ def test_a_range_of_nodes_is_slurms_and_one_of_a_single_number_is_none(folder: P
     assert job.differences(one) == ["nodes: 2-4 recorded, 3 given"]
 
 
-def test_overrides_win_and_reach_one_level_down(folder: Path) -> None:
+def test_overrides_win_and_reach_into_mappings(folder: Path) -> None:
     """``--set`` changes single values, in the file's own words; an empty one goes back to the default."""
     job = read(
         folder,
@@ -357,6 +357,9 @@ def test_overrides_win_and_reach_one_level_down(folder: Path) -> None:
     assert job.checkpoint == Checkpointing(500, None, keep=Keep(9))
     assert job.env == {"NCCL_DEBUG": "WARN", "ON": "off", "EMPTY": "", "NEW": "a: b # c"}
     assert job.sbatch["exclusive"] is False
+    keep = {"checkpoint.keep.best": "f1 max", "checkpoint.keep.last": "2"}
+    deeper = read(folder, "script: train.py\n", overrides=keep)
+    assert deeper.checkpoint.keep == Keep(2, best="f1", best_is="max")
 
 
 def test_layers_win_in_order_and_are_all_checked(folder: Path) -> None:

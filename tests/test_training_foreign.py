@@ -88,6 +88,7 @@ import sys, torch, clusterddp
 from clusterddp.job import Checkpointing, Keep
 policy = {
     "best": Checkpointing(None, None, keep=Keep(last=1, best="f1")),
+    "misspelt": Checkpointing(None, None, keep=Keep(last=1, best="F1")),
     "auto": Checkpointing(None, None, auto=True),
 }[sys.argv[2]]
 ctx = clusterddp.init(run_dir=sys.argv[1], checkpoint=policy)
@@ -117,6 +118,14 @@ def test_the_best_step_is_saved_itself_and_kept_across_attempts(tmp_path):
     assert steps() == {8, 9}
     ddp.run(script, tmp_path / "run", "best", 20, ranks=2, folder=tmp_path / "out")
     assert steps() == {8, 20}  # 0.7 and 0.2 of the second attempt are no better
+
+
+def test_a_metric_that_no_step_logs_is_said(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(POLICIES)
+    ranks = ddp.run(script, tmp_path / "run", "misspelt", 9, ranks=2, folder=tmp_path / "out")
+    assert "checkpoint.keep.best: no step has logged 'F1' yet, only f1" in ranks.output(0)
+    assert "no step has logged" not in ranks.output(1)
 
 
 def test_an_interval_of_its_own_choice_is_said(tmp_path):

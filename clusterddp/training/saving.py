@@ -56,6 +56,7 @@ class Saver:
         #: The metric that `keep` goes by: its best value so far (as its order), and that of the step just done.
         self._best = float("inf")
         self._value: float | None = None
+        self._logged: set[str] = set()
         self._commits = 0
         #: One thread at a time takes the writer's answer: the main one, or the one that acts at the deadline.
         self._hearing = threading.Lock()
@@ -91,6 +92,7 @@ class Saver:
         if self._checkpoints is None:
             return
         line = self._metrics.write(step, values)
+        self._logged.update(values)
         value = line.get(self._settings.keep.best or "")
         self._value = value if isinstance(value, (int, float)) else None
 
@@ -163,6 +165,7 @@ class Saver:
     def close(self) -> None:
         """Leaves the writer to finish what it is at."""
         if self._checkpoints is not None:
+            self._say_unlogged()
             self._persisting.close()
             self._metrics.close()
 
@@ -239,6 +242,14 @@ class Saver:
             self._said_s = self._every_s
             values = {"seconds": round(self._every_s, 1), "stall_s": round(self._stall_s, 4), "between_s": between_s}
             self._report("interval", step=step, **values)
+
+    def _say_unlogged(self) -> None:
+        """A misspelt metric would go unnoticed: the best checkpoint would be missed only when it is wanted."""
+        best = self._settings.keep.best
+        if best is not None and self._logged and self._best == float("inf"):
+            logged = ", ".join(sorted(self._logged))
+            words = f"checkpoint.keep.best: no step has logged {best!r} yet, only {logged}"
+            print(f"clusterddp: {words}", file=sys.stderr, flush=True)
 
     def _say_damaged(self, checkpoint: Checkpoint, reason: str) -> None:
         print(f"clusterddp: {reason}; trying the one before", file=sys.stderr, flush=True)
