@@ -17,6 +17,7 @@ import selectors
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,12 @@ from clusterddp.errors import LauncherEnvironmentError
 ADDRESS_VARIABLE = "CLUSTERDDP_SUPERVISOR"
 TOKEN_VARIABLE = "CLUSTERDDP_TOKEN"
 _LONGEST_LINE = 1 << 20
+# What a stranger may use up: whoever connects is one until it has shown the token, which a rank does at once.
+_LONGEST_HELLO = 4096
+_HELLO_S = 30.0
+_MOST_STRANGERS = 256
+#: How often a rank that was turned away without a word tries again: a flood of strangers may have pushed it out.
+_TRIES = 5
 # A peer whose cable is cut sends no goodbye: after about 30 s of silence the kernel calls the connection broken.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 _LAST_WORDS_S = 1.0
@@ -38,6 +45,7 @@ class _Peer:
 
     connection: socket.socket
     address: str
+    deadline: float
     rank: int | None = None
     pending: bytearray = field(default_factory=bytearray)
 
@@ -46,6 +54,7 @@ class LinkServer:
     """The supervisor's end. Answers hellos once rank 0's address is known, and hands every event to ``on_event``.
 
     ``on_event(rank, event, values)`` and ``on_lost(rank)`` are called from the server's own thread, one at a time.
+    ``ranks``: how many there are, None where any number may join. Each may join once.
     """
 
     def __init__(
@@ -54,11 +63,15 @@ class LinkServer:
         on_event: Callable[[int, str, Mapping[str, Any]], None],
         on_lost: Callable[[int], None] = lambda _rank: None,
         host: str = "",
+        ranks: int | None = None,
     ) -> None:
-        self._token, self._on_event, self._on_lost = token, on_event, on_lost
-        self._listener = socket.create_server((host, 0))
+        self._token, self._on_event, self._on_lost, self._ranks = token, on_event, on_lost, ranks
+        self._listener = socket.create_server((host, 0), backlog=4096)  # a thousand ranks come at once
+        self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._peers: dict[socket.socket, _Peer] = {}
+        self._strangers: dict[socket.socket, _Peer] = {}  # those of the peers without a rank, the oldest first
+        self._taken: set[int] = set()
         self._store: dict[str, Any] | None = None
         self._told: dict[str, Any] = {}
         self._wake_read, self._wake_write = socket.socketpair()
@@ -79,15 +92,16 @@ class LinkServer:
 
     def _serve(self) -> None:
         deadline: float | None = None
-        while deadline is None or (self._peers and time.monotonic() < deadline):
-            for key, _ in self._selector.select(timeout=0.1 if deadline else None):
+        while deadline is None or (len(self._peers) > len(self._strangers) and time.monotonic() < deadline):
+            for key, _ in self._selector.select(timeout=0.1 if deadline else self._until_next_deadline()):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._wake_read:
                     deadline = time.monotonic() + _LAST_WORDS_S
                     self._selector.unregister(self._wake_read)
-                else:
-                    self._receive(self._peers[key.fileobj])  # type: ignore[index]
+                elif (peer := self._peers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
+                    self._receive(peer)
+            self._drop_slow_strangers()
         for peer in self._peers.values():
             peer.connection.close()
         self._listener.close()
@@ -99,10 +113,27 @@ class LinkServer:
             connection, address = self._listener.accept()
         except OSError:  # reset by the peer, or no file descriptor left: it will try again, or is named as lost
             return
-        _keep_alive(connection)
         connection.setblocking(False)
-        self._peers[connection] = _Peer(connection, address[0])
+        try:
+            _keep_alive(connection)
+        except OSError:  # reset already
+            connection.close()
+            return
+        peer = _Peer(connection, address[0], time.monotonic() + _HELLO_S)
+        self._peers[connection] = self._strangers[connection] = peer
         self._selector.register(connection, selectors.EVENT_READ)
+        if len(self._strangers) > _MOST_STRANGERS:
+            self._drop(next(iter(self._strangers.values())))
+
+    def _until_next_deadline(self) -> float | None:
+        """Seconds until the oldest stranger is to be dropped; None when there is none."""
+        oldest = next(iter(self._strangers.values()), None)
+        return None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
+
+    def _drop_slow_strangers(self) -> None:
+        now = time.monotonic()
+        for peer in [peer for peer in self._strangers.values() if peer.deadline <= now]:
+            self._drop(peer)
 
     def _receive(self, peer: _Peer) -> None:
         try:
@@ -114,38 +145,64 @@ class LinkServer:
         peer.pending += data
         *lines, rest = bytes(peer.pending).split(b"\n")
         peer.pending = bytearray(rest)
-        if not all(self._handle(peer, line) for line in lines) or not data or len(rest) > _LONGEST_LINE:
+        stays = all(self._handle(peer, line) for line in lines)
+        if not stays or not data or len(rest) > (_LONGEST_HELLO if peer.rank is None else _LONGEST_LINE):
             self._drop(peer)
 
     def _handle(self, peer: _Peer, line: bytes) -> bool:
         """Whether the peer may stay."""
+        if peer.rank is None and len(line) > _LONGEST_HELLO:
+            return False
         try:
             message = json.loads(line)
             if peer.rank is None:
-                trusted = hmac.compare_digest(str(message["token"]), self._token)
-                return trusted and self._greet(peer, int(message["rank"]), message)
-            event = message.pop("event")
-        except (ValueError, KeyError, TypeError, AttributeError):
+                trusted = hmac.compare_digest(str(message["token"]).encode(), self._token.encode())
+                return trusted and self._greet(peer, message)
+            event = str(message.pop("event"))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
-        self._on_event(peer.rank, event, message)
+        try:
+            self._on_event(peer.rank, event, message)
+        except (ValueError, KeyError, TypeError, AttributeError):  # not what the event should hold
+            print(f"clusterddp: rank {peer.rank} reported {event!r} in a way that cannot be understood:", flush=True)
+            traceback.print_exc()
         return True
 
-    def _greet(self, peer: _Peer, rank: int, hello: Mapping[str, Any]) -> bool:
+    def _greet(self, peer: _Peer, hello: Mapping[str, Any]) -> bool:
+        rank, port = hello["rank"], hello["port"]
+        refusal = self._refusal(rank, port)
+        if refusal is not None:
+            with suppress(OSError):
+                _send_line(peer.connection, {"refused": refusal})
+            return False
         peer.rank = rank
+        self._taken.add(rank)
+        del self._strangers[peer.connection]
         if rank == 0:
-            self._store = {"host": peer.address, "port": int(hello["port"])}
+            self._store = {"host": peer.address, "port": port}
         if self._store is not None:
             waiting = self._peers.values() if rank == 0 else [peer]
             for known in waiting:
                 if known.rank is not None:
                     with suppress(OSError):  # gone meanwhile: its connection reads as ended next
                         _send_line(known.connection, {**self._told, **self._store})
-        self._on_event(rank, "joined", {"host": hello["host"], "pid": hello["pid"], "address": peer.address})
+        self._on_event(rank, "joined", {"host": str(hello["host"]), "pid": hello["pid"], "address": peer.address})
         return True
+
+    def _refusal(self, rank: Any, port: Any) -> str | None:
+        """Why this rank may not join; None when it may."""
+        if type(rank) is not int or rank < 0 or (self._ranks is not None and rank >= self._ranks):
+            return f"there is no rank {rank}" + ("" if self._ranks is None else f" among {self._ranks} ranks")
+        if rank in self._taken:
+            return f"rank {rank} has joined already"
+        if rank == 0 and not (type(port) is int and 0 < port < 65536):
+            return f"rank 0's port is {port!r}: expected a number from 1 to 65535"
+        return None
 
     def _drop(self, peer: _Peer) -> None:
         self._selector.unregister(peer.connection)
         del self._peers[peer.connection]
+        self._strangers.pop(peer.connection, None)
         peer.connection.close()
         if peer.rank is not None:
             self._on_lost(peer.rank)
@@ -183,24 +240,29 @@ class Link:
         """
         host, _, supervisor_port = address.rpartition(":")
         hello = {"token": token, "rank": rank, "port": port, "host": socket.gethostname(), "pid": os.getpid()}
-        connection = _connect(host, int(supervisor_port), timeout)
-        try:
-            _send_line(connection, hello)
-            line = _receive_line(connection, timeout, give_up)
-        except OSError as error:
-            raise LauncherEnvironmentError(
-                f"rank {rank} reached the supervisor at {address}, but rank 0 did not say where its store is "
-                f"within {timeout:.0f} s ({error})"
-            ) from error
-        if line is None:
+        for attempt in range(_TRIES):
+            connection = _connect(host, int(supervisor_port), timeout if attempt == 0 else 5.0)
+            try:
+                _send_line(connection, hello)
+                line = _receive_line(connection, timeout, give_up)
+            except ConnectionError:
+                line = b""
+            except OSError as error:
+                raise LauncherEnvironmentError(
+                    f"rank {rank} reached the supervisor at {address}, but rank 0 did not say where its store is "
+                    f"within {timeout:.0f} s ({error})"
+                ) from error
+            if line:
+                break
             connection.close()
-            return None
-        if not line:
+            if line is None:
+                return None
+            time.sleep(0.2)
+        else:
             raise LauncherEnvironmentError(f"the supervisor at {address} is not this attempt's: it refused the token")
         connection.settimeout(None)
         _keep_alive(connection)
-        store = json.loads(line)
-        return cls(connection, store["host"], store["port"], store.get("term_notice_s"))
+        return cls(connection, *_answer(line, address))
 
     @property
     def local_address(self) -> str:
@@ -245,6 +307,20 @@ def report(event: str, **values: Any) -> None:
         current.send(event, **values)
 
 
+def _answer(line: bytes, address: str) -> tuple[str, int, float | None]:
+    """The store's host and port, and the notice, in the supervisor's first answer. Raises LauncherEnvironmentError."""
+    try:
+        answer = json.loads(line)
+        if "refused" in answer:
+            raise LauncherEnvironmentError(f"the supervisor at {address} refuses this rank: {answer['refused']}")
+        notice = answer.get("term_notice_s")
+        return str(answer["host"]), int(answer["port"]), None if notice is None else float(notice)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise LauncherEnvironmentError(
+            f"what answers at {address} is no supervisor of clusterddp's: it said {line[:80]!r}"
+        ) from error
+
+
 def _connect(host: str, port: int, timeout: float) -> socket.socket:
     """Connects, again and again for ``timeout`` seconds: a node's network may come up late."""
     deadline = time.monotonic() + timeout
@@ -277,6 +353,8 @@ def _receive_line(connection: socket.socket, timeout: float, give_up: Callable[[
         if not chunk:
             return b""
         data += chunk
+        if len(data) > _LONGEST_LINE:
+            raise LauncherEnvironmentError(f"what answers instead of the supervisor sends no line: {data[:80]!r}")
     return data
 
 

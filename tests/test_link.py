@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp import link as link_module
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.link import Link, LinkServer
 
@@ -19,10 +21,11 @@ TOKEN = "secret of this attempt"
 class Heard:
     """What a server was told, as queues that a test can wait on."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int | None = None) -> None:
         self.events: queue.Queue[tuple[int, str, dict[str, Any]]] = queue.Queue()
         self.lost: queue.Queue[int] = queue.Queue()
-        self.server = LinkServer(TOKEN, lambda r, e, v: self.events.put((r, e, dict(v))), self.lost.put, "127.0.0.1")
+        hear = lambda r, e, v: self.events.put((r, e, dict(v)))  # noqa: E731
+        self.server = LinkServer(TOKEN, hear, self.lost.put, "127.0.0.1", ranks)
         self.address = f"127.0.0.1:{self.server.port}"
 
 
@@ -121,3 +124,100 @@ def test_no_supervisor_is_an_error_that_names_the_address() -> None:
         port = taken.getsockname()[1]
     with pytest.raises(LauncherEnvironmentError, match=f"127.0.0.1:{port}.*first node"):
         Link.join(f"127.0.0.1:{port}", TOKEN, 1, None, timeout=0.3)
+
+
+def unread(connection: socket.socket) -> bytes:
+    """All that the peer sends until it closes the connection, at most 10 s later."""
+    connection.settimeout(10)
+    try:
+        return connection.makefile("rb").read()
+    except ConnectionResetError:
+        return b""
+
+
+def test_a_stranger_can_neither_send_much_nor_nest_deeply(heard: Heard) -> None:
+    """A line that never ends takes no memory; a thousand brackets would end the thread that hears the ranks."""
+    for words in (b"x" * 10_000, b"[" * 4000 + b"\n", b'{"token": "\\ud800"}\n', b'{"token": "\xc3\xa9"}\n'):
+        with socket.create_connection(("127.0.0.1", heard.server.port)) as stranger:
+            stranger.sendall(words)
+            assert unread(stranger) == b""
+    assert join(heard, 0, port=1).store_port == 1
+
+
+def test_strangers_who_say_nothing_are_dropped_in_time(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-open connections would use up the supervisor's file descriptors; ranks stay as long as they live."""
+    monkeypatch.setattr(link_module, "_HELLO_S", 0.2)
+    rank = join(heard, 0, port=1)
+    strangers = [socket.create_connection(("127.0.0.1", heard.server.port)) for _ in range(20)]
+    strangers[0].sendall(b'{"tok')
+    assert [unread(stranger) for stranger in strangers] == [b""] * 20
+    rank.send("alive")
+    assert [heard.events.get(timeout=10)[1] for _ in range(2)] == ["joined", "alive"]
+    assert heard.lost.empty()
+
+
+def test_a_flood_of_strangers_keeps_no_rank_out(heard: Heard) -> None:
+    """The oldest ones make room; the number of descriptors in use is bounded."""
+    rank = join(heard, 0, port=1)
+    flood = [socket.create_connection(("127.0.0.1", heard.server.port)) for _ in range(600)]
+    late = join(heard, 1)
+    assert late.store_port == 1
+    assert unread(flood[0]) == b""
+    assert len(heard.server._peers) <= 256 + 2
+    rank.send("alive")
+    assert heard.lost.empty()
+    for stranger in flood:
+        stranger.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "port", "words"),
+    [
+        (0, 2, "rank 0 has joined already"),
+        (4, None, "no rank 4 among 4"),
+        (-1, None, "no rank -1"),
+        ("0", 2, "no rank"),
+    ],
+)
+def test_a_rank_that_cannot_be_is_refused_with_a_reason(rank: Any, port: int | None, words: str) -> None:
+    """Two processes under one number, or one too many: a launcher's mistake, which must not move rank 0's store."""
+    heard = Heard(ranks=4)
+    first = join(heard, 0, port=1)
+    with pytest.raises(LauncherEnvironmentError, match=words):
+        join(heard, rank, port)
+    second = join(heard, 1)
+    assert second.store_port == first.store_port == 1
+    assert heard.lost.empty()
+    heard.server.close()
+
+
+def test_a_report_that_makes_no_sense_silences_nobody() -> None:
+    """The thread that hears the ranks outlives an event without what it should hold."""
+    heard: queue.Queue[Any] = queue.Queue()
+    server = LinkServer(
+        TOKEN, lambda _, event, values: heard.put(values["pid" if event == "joined" else "word"]), host="127.0.0.1"
+    )
+    link = Link.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
+    assert link is not None
+    link.send("wordless")
+    link.send("said", word="hello")
+    assert [heard.get(timeout=10) for _ in range(2)] == [os.getpid(), "hello"]
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400\n", b"[]\n", b"{}\n", b'{"host": 1, "port": "x"}\n', b"[" * 9999 + b"\n"]
+)
+def test_a_rank_that_reaches_something_else_says_what_it_heard(answer: bytes) -> None:
+    """A port that another program has taken over."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve() -> None:
+            connection, _ = other.accept()
+            connection.recv(4096)
+            connection.sendall(answer)
+            connection.recv(1)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(LauncherEnvironmentError, match="is no supervisor of clusterddp's"):
+            Link.join(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, 1, None, timeout=10)

@@ -61,7 +61,9 @@ class Attempt:
 
     def _train(self) -> int:
         token = secrets.token_hex(16)
-        self._server = LinkServer(token, self._on_event, self._on_lost, host=self._launcher.supervisor_host)
+        self._server = LinkServer(
+            token, self._on_event, self._on_lost, self._launcher.supervisor_host, self._job.world_size
+        )
         environment = {
             **os.environ,
             **self._job.env,
