@@ -1,4 +1,7 @@
-"""A loop with accelerate under clusterddp: ``with_accelerate.py OUT MARKS``. Prints each step that it makes."""
+"""A loop with accelerate under clusterddp: ``with_accelerate.py OUT MARKS``. Prints each step that it makes.
+
+After the third it waits while MARKS/wait is there.
+"""
 
 import sys
 import time
@@ -30,6 +33,8 @@ while step < 60:
         print("made step", step, flush=True)
         if step == 3:
             (MARKS / str(accelerator.process_index)).touch()
+            while (MARKS / "wait").exists():
+                time.sleep(0.05)
         time.sleep(0.05)
         stop = ctx.stop_requested()
         if stop or step % 25 == 0:

@@ -1,4 +1,7 @@
-"""Lightning under clusterddp: ``with_lightning.py OUT MARKS``. Prints each step that it makes."""
+"""Lightning under clusterddp: ``with_lightning.py OUT MARKS``. Prints each step that it makes.
+
+After the third it waits while MARKS/wait is there.
+"""
 
 import os
 import sys
@@ -33,6 +36,8 @@ class Telling(Callback):
             mark = MARKS / f".{trainer.global_rank}"
             mark.write_text(str(os.getpid()))
             mark.rename(MARKS / str(trainer.global_rank))
+            while (MARKS / "wait").exists():
+                time.sleep(0.05)
         time.sleep(0.05)
 
 

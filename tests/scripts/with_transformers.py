@@ -1,4 +1,7 @@
-"""Hugging Face's Trainer under clusterddp: ``with_transformers.py OUT MARKS``. Prints each step that it makes."""
+"""Hugging Face's Trainer under clusterddp: ``with_transformers.py OUT MARKS``. Prints each step that it makes.
+
+After the third it waits while MARKS/wait is there.
+"""
 
 import sys
 import time
@@ -36,6 +39,8 @@ class Telling(TrainerCallback):
         print("made step", state.global_step, flush=True)
         if state.global_step == 3:
             (MARKS / str(args.process_index)).touch()
+            while (MARKS / "wait").exists():
+                time.sleep(0.05)
         time.sleep(0.05)
 
 
