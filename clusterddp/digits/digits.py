@@ -16,11 +16,14 @@ from torch.utils.data import TensorDataset
 import clusterddp
 
 
-def load_digits():
-    """1,438 training and 359 test pairs of images (1, 8, 8) scaled to 0..1, and labels; every fifth is a test pair."""
+def load_digits(fold=4, folds=5):
+    """Training and test pairs of images (1, 8, 8) scaled to 0..1, and labels: by default 1,438 and 359.
+
+    The test pairs are number ``fold`` of the ``folds`` parts of the data, the others the training pairs.
+    """
     table = torch.from_numpy(np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",", dtype=np.float32))
     images, labels = table[:, :-1].reshape(-1, 1, 8, 8) / 16, table[:, -1].long()
-    test = torch.arange(len(table)) % 5 == 4
+    test = torch.arange(len(table)) % folds == fold
     return TensorDataset(images[~test], labels[~test]), TensorDataset(images[test], labels[test])
 
 
@@ -57,14 +60,20 @@ def main():
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch-size", type=int, default=16, help="per rank")
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--folds", type=int, default=5, help="the test pairs are one of so many parts of the data")
+    parser.add_argument("--fold", type=int, default=4, help="which one, from 0")
+    parser.add_argument("--eval-every", type=int, help="steps from one test to the next (only one, at the end)")
     args = parser.parse_args()
+    if not 0 <= args.fold < args.folds:
+        parser.error(f"--fold {args.fold}: expected one from 0 to {args.folds - 1}, as there are --folds {args.folds}")
 
     ctx = clusterddp.init()
-    train, test = load_digits()
+    train, test = load_digits(args.fold, args.folds)
     model = ctx.wrap(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     loader = ctx.loader(train, batch_size=args.batch_size)
+    test_loader = ctx.eval_loader(test, batch_size=64)
     run = ctx.run(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
     for images, labels in run.steps(args.steps):
         loss = F.cross_entropy(model(images.to(ctx.device)), labels.to(ctx.device))
@@ -73,8 +82,11 @@ def main():
         optimizer.step()
         scheduler.step()
         run.log(loss=loss)
+        if args.eval_every and (run.step + 1) % args.eval_every == 0:
+            accuracy, f1 = evaluate(ctx, model.module, test_loader)
+            run.log(accuracy=accuracy, f1=f1)  # the step's checkpoint can be kept as the best: see digits_folds.yaml
 
-    accuracy, f1 = evaluate(ctx, model.module, ctx.eval_loader(test, batch_size=64))
+    accuracy, f1 = evaluate(ctx, model.module, test_loader)
     ctx.print(f"test accuracy {accuracy:.4f}, macro-F1 {f1:.4f}, {len(test)} images, {ctx.world_size} ranks")
 
 

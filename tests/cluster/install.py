@@ -25,6 +25,7 @@ PACKAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "iproute2": (("ip",), ()),
     "strace": (("strace",), ()),
     "openmpi-bin": (("mpirun",), ()),
+    "shellcheck": (("shellcheck",), ()),
 }
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROBE = "ip link add bridge type bridge && ip link add cable type veth peer name other"  # gone with its namespace

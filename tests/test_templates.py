@@ -1,0 +1,20 @@
+"""The templates in slurm/ are shell scripts without a mistake that shellcheck knows."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SCRIPTS = [path.relative_to(REPOSITORY) for path in sorted((REPOSITORY / "slurm").iterdir())]
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, Path(".ci/run")], ids=str)
+def test_shellcheck_finds_nothing(script: Path) -> None:
+    """Not even its weakest remark; without shellcheck nothing would be known."""
+    assert shutil.which("shellcheck"), "shellcheck not found: apt-get install shellcheck"
+    done = subprocess.run(["shellcheck", script], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,89 @@
+"""The templates in slurm/, submitted as they stand: preempted with a grace of 20 s, and with a training that fails."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from clusterddp.rundir import RunDirectory, read_lines
+from tests.cluster import Cluster
+from tests.trainings import events_of
+from tests.waiting import story, wait_for_outcome, wait_for_step
+
+FOLDS, STEPS, EVERY = 5, 2000, 250
+
+
+def submit(cluster: Cluster, template: list[str], runs: Path, **variables: object) -> str:
+    """Submits a template, after the options that fit it to the test cluster; returns the job id."""
+    exported = {"DEVICE": "cpu", "PYTHON": cluster.python, **variables}
+    options = ["--partition=low", "--cpus-per-task=1", f"--output={runs}/job-%j.log"]
+    options += [f"--export=ALL,{','.join(f'{name}={value}' for name, value in exported.items())}"]
+    return cluster.run(["sbatch", "--parsable", *options, *template], cwd=cluster.source).stdout.strip()
+
+
+def check_each_step_once(run: RunDirectory, steps: int) -> None:
+    assert sorted(line["step"] for line in read_lines(run.metrics_file)) == list(range(steps)), story(run)
+
+
+def test_torchrun_on_every_node_survives_a_preemption(cluster: Cluster, runs: Path) -> None:
+    """torchrun hands TERM on to the ranks, which stop together and save."""
+    run = RunDirectory(runs / "run")
+    template = ["--gpus-per-node=2", "slurm/torchrun.sbatch", "jobs/digits.py", "--steps", "300"]
+    job_id = submit(cluster, template, runs, RUN=run.path)
+    wait_for_step(run, 100)
+    cluster.preempt(seconds=0.1)
+    assert wait_for_outcome(run) == "completed", story(run)
+    assert cluster.wait_job(job_id, {"COMPLETED"})["Restarts"] == "1"
+    (requeued,) = events_of(run, "requeued")
+    assert requeued["cause"] == "preempted", story(run)
+    check_each_step_once(run, 300)
+    assert ", 4 ranks" in (run.attempt_logs(1) / "rank-0.out").read_text()
+
+
+def test_torchrun_turns_every_failure_into_1_and_so_does_its_template(cluster: Cluster, runs: Path) -> None:
+    """No requeue, though the script might do better a second time."""
+    script = runs / "seven.py"
+    script.write_text("import sys\nsys.exit(7)\n")
+    job_id = submit(cluster, ["--gpus-per-node=1", "slurm/torchrun.sbatch", str(script)], runs, RUN=runs / "run")
+    ended = cluster.wait_job(job_id, {"FAILED"})
+    assert (ended["ExitCode"], ended["Restarts"]) == ("1:0", "0")
+
+
+def test_of_an_array_only_the_preempted_member_is_requeued(cluster: Cluster, runs: Path) -> None:
+    """Five folds in five run directories, each with its best checkpoint; one of them loses its node midway."""
+    template = ["slurm/array.sbatch", "jobs/digits_folds.yaml", "--steps", str(STEPS), "--eval-every", str(EVERY)]
+    array = submit(cluster, template, runs, RUNS=runs)
+    members = [RunDirectory(runs / f"fold-{fold}") for fold in range(FOLDS)]
+    nodes = {fold: cluster.wait_job(f"{array}_{fold}", {"RUNNING"})["NodeList"] for fold in range(FOLDS)}
+    (alone,) = (fold for fold, node in nodes.items() if Counter(nodes.values())[node] == 1)
+    wait_for_step(members[alone], 60)
+    high = ["--partition=high", "--exclusive", f"--nodelist={nodes[alone]}", "--output=/dev/null"]
+    cluster.run(["sbatch", *high, "--wrap=sleep 0.1"])
+    for fold, run in enumerate(members):
+        assert wait_for_outcome(run) == "completed", story(run)
+        assert run.attempts() == ([0, 1] if fold == alone else [0]), story(run)
+        assert len(events_of(run, "requeued")) == (fold == alone)
+        check_each_step_once(run, STEPS)
+        check_best_checkpoint(run)
+        images = 360 if fold < 2 else 359  # of 1797
+        assert f", {images} images, 1 ranks" in (run.attempt_logs(run.attempts()[-1]) / "rank-0.out").read_text()
+    ended = [cluster.wait_job(f"{array}_{fold}", {"COMPLETED"}) for fold in range(FOLDS)]
+    assert [job["Restarts"] for job in ended] == [str(int(fold == alone)) for fold in range(FOLDS)]
+
+
+def check_best_checkpoint(run: RunDirectory) -> None:
+    """That of the step with the best macro-F1 (the newest such) is there, beside the last one."""
+    scores = {line["step"] + 1: line["f1"] for line in run.metrics() if "f1" in line}
+    assert set(scores) == set(range(EVERY, STEPS + 1, EVERY)), scores
+    best = max(scores, key=lambda step: (scores[step], step))
+    kept = {int(path.name.split(".")[0].removeprefix("step-")) for path in run.checkpoints.glob("step-*")}
+    assert kept == {best, STEPS}, story(run)
+
+
+def test_an_arrays_member_ends_with_its_own_trainings_exit_code(cluster: Cluster, runs: Path) -> None:
+    """The script of member 1 leaves with 7, that of member 0 is done."""
+    script = runs / "seven.py"
+    script.write_text("import os, sys\nsys.exit(7 * int(os.environ['SLURM_ARRAY_TASK_ID']))\n")
+    array = submit(cluster, ["--array=0-1", "slurm/array.sbatch", str(script), "--lr", "1"], runs, RUNS=runs)
+    assert cluster.wait_job(f"{array}_0", {"COMPLETED"})["ExitCode"] == "0:0"
+    assert cluster.wait_job(f"{array}_1", {"FAILED"})["ExitCode"] == "7:0"
