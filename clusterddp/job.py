@@ -113,6 +113,8 @@ class Job:
     """The interpreter on the nodes; None is the one that submits."""
     sbatch: dict[str, str | bool] = field(default_factory=dict)
     """Any other long option of sbatch, without dashes; True gives the bare option, False leaves it out."""
+    srun: dict[str, str | bool] = field(default_factory=dict)
+    """Any other long option of the srun that starts the ranks, as in ``sbatch``: pyxis's ``container-image``, ..."""
     steps: int | None = None
     """The number of steps, for the script to read from its context."""
     seed: int = 0

@@ -316,11 +316,17 @@ def _check_option(name: str, node: Node) -> None:
     if name.startswith("-"):
         raise _Wrong("write the option without leading dashes")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-        raise _Wrong("expected a long option of sbatch: small letters, digits and dashes")
+        raise _Wrong("expected a long option of Slurm: small letters, digits and dashes")
     if name in _INSTEAD_OF_OPTION:
         raise _Wrong(f"this option has no place here: {_INSTEAD_OF_OPTION[name]}")
     if name in ("gres", "tres-per-task", "tres-per-node") and "gpu" in node.text:
         raise _Wrong(f"clusterddp asks for GPUs itself: {_GPUS}")
+
+
+def _check_srun_option(name: str, node: Node) -> None:
+    if name in ("kill-on-bad-exit", "unbuffered"):
+        raise _Wrong("clusterddp sets this option itself")
+    _check_option(name, node)
 
 
 def _option(node: Node) -> str | bool:
@@ -383,6 +389,7 @@ READERS: dict[str, Reader] = {
     "env": _table("env", _check_variable, _variable),
     "python": _field("python", _text),
     "sbatch": _table("sbatch", _check_option, _option),
+    "srun": _table("srun", _check_srun_option, _option),
     "steps": _field("steps", _whole(1)),
     "seed": _field("seed", _whole(0)),
     "global_batch": _field("global_batch", _whole(1)),

@@ -32,6 +32,7 @@ setup: [module load cuda, "source venv/bin/activate"]
 env: {NCCL_DEBUG: WARN, ON: off, EMPTY: ""}
 python: /opt/py/bin/python
 sbatch: {exclusive: true, comment: hello there, mail-type: END, licenses: "true"}
+srun: {container-image: train.sqsh, container-writable: true}
 steps: 20000
 seed: 17
 global_batch: 64
@@ -88,6 +89,7 @@ def test_every_field_is_read(folder: Path) -> None:
         env={"NCCL_DEBUG": "WARN", "ON": "off", "EMPTY": ""},
         python="/opt/py/bin/python",
         sbatch={"exclusive": True, "comment": "hello there", "mail-type": "END", "licenses": "true"},
+        srun={"container-image": "train.sqsh", "container-writable": True},
         steps=20000,
         seed=17,
         global_batch=64,
@@ -190,6 +192,8 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("sbatch: {signal: USR2@60}", "timeouts.notice_s"),
         ("sbatch: {gres: 'gpu:4'}", "use the field gpus_per_node"),
         ("sbatch: {array: 1-4}", "a run is one job"),
+        ("srun: {ntasks: 2}", "srun.ntasks: this option has no place here: use gpus_per_node"),
+        ("srun: {kill-on-bad-exit: 0}", "clusterddp sets this option itself"),
         ("checkpoint: 5 minutes", "expected a mapping with every, keep, got '5 minutes'"),
         ("checkpoint: {every: 500}", "checkpoint.every: expected 500 steps, 5 minutes"),
         ("checkpoint: {every: 1.5 steps}", "got '1.5 steps'"),

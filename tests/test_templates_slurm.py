@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
+
+import pytest
 
 from clusterddp.rundir import RunDirectory, read_lines
 from tests.cluster import Cluster
@@ -87,3 +90,42 @@ def test_an_arrays_member_ends_with_its_own_trainings_exit_code(cluster: Cluster
     array = submit(cluster, ["--array=0-1", "slurm/array.sbatch", str(script), "--lr", "1"], runs, RUNS=runs)
     assert cluster.wait_job(f"{array}_0", {"COMPLETED"})["ExitCode"] == "0:0"
     assert cluster.wait_job(f"{array}_1", {"FAILED"})["ExitCode"] == "7:0"
+
+
+#: For each runtime a program that notes its words and stays outside, and what they must be.
+APPTAINER = """#!/bin/bash
+echo "$@" >> {log}
+while [ "$1" != python ]; do shift; done
+exec "$@"
+"""
+SRUN_WITH_PYXIS = """#!/bin/bash
+echo "$@" >> {log}
+for word; do [[ $word == --container-* ]] || words+=("$word"); done
+exec {srun} "${{words[@]}}"
+"""
+IN_IMAGE = {
+    "apptainer": "exec --bind {folder} --pwd {folder} train.img",
+    "pyxis": "--container-image=train.img --container-mounts={folder}:{folder} --container-workdir={folder}",
+}
+
+
+@pytest.mark.parametrize(("runtime", "program"), [("apptainer", "apptainer"), ("pyxis", "srun")])
+def test_the_container_template_starts_the_ranks_and_nothing_else_in_the_image(
+    cluster: Cluster, runs: Path, runtime: str, program: str
+) -> None:
+    """With stand-ins: neither Apptainer nor pyxis is here."""
+    log = runs / "words"
+    stand_in = runs / program
+    text = APPTAINER if runtime == "apptainer" else SRUN_WITH_PYXIS
+    stand_in.write_text(text.format(log=log, srun=shutil.which("srun", path=cluster.search_path)))
+    stand_in.chmod(0o755)
+    run = RunDirectory(runs / "run")
+    variables = {"RUN": run.path, "RUNTIME": runtime, "IMAGE": "train.img", "PATH": f"{runs}:{cluster.search_path}"}
+    shape = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "slurm/container.sbatch"]
+    job_id = submit(cluster, [*shape, "jobs/digits.py", "--steps", "20"], runs, **variables)
+    assert wait_for_outcome(run) == "completed", story(run)
+    cluster.wait_job(job_id, {"COMPLETED"})
+    said = log.read_text().splitlines()
+    assert len(said) == (2 if runtime == "apptainer" else 1)
+    words = f"{IN_IMAGE[runtime].format(folder=cluster.source)} python -u -m clusterddp.rank"
+    assert all(words in line for line in said), said

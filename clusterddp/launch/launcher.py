@@ -92,6 +92,7 @@ def srun_command(job: Job, logs: Path) -> list[str]:
         "--open-mode=append",
         f"--output={logs}/rank-%t.out",
         f"--error={logs}/rank-%t.err",
+        *(f"--{key}" if value is True else f"--{key}={value}" for key, value in job.srun.items() if value is not False),
     ]
 
 
