@@ -108,7 +108,7 @@ class Handle:
         if state == "stopped" and self._loop_alive():
             state, text = "held", "starting"
         metrics, outcome = self._run.metrics(), self._run.outcome() or {}
-        steps = max(outcome.get("step", 0), metrics[-1]["step"] + 1 if metrics else 0)
+        steps = max(outcome.get("step") or 0, metrics[-1]["step"] + 1 if metrics else 0)
         started = sum(event["event"] == "started" for event in self._run.events())
         return Status(state, steps, started, text)
 

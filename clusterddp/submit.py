@@ -22,6 +22,7 @@ from clusterddp.environment import scrub
 from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
 from clusterddp.job import Job
 from clusterddp.launch.fork import Fork
+from clusterddp.launch.narration import at_step
 from clusterddp.rundir import RunDirectory, make_folder, remove, write_atomically, write_json
 
 #: Adds something to a run directory that is about to be recorded.
@@ -256,9 +257,9 @@ def check_over(run: RunDirectory, changing: bool) -> int | None:
     if outcome is None or outcome["state"] == "failed" or (outcome["state"] == "completed" and changing):
         return None
     if outcome["state"] == "completed":
-        say(f"{run} completed at step {outcome['step']} already: nothing to do. --change --set ... extends it")
+        say(f"{run} completed{at_step(outcome['step'])} already: nothing to do. --change --set ... extends it")
         return 0
-    raise RunDirectoryError(f"{run} was cancelled at step {outcome['step']}: it never runs again. Start another run")
+    raise RunDirectoryError(f"{run} was cancelled{at_step(outcome['step'])}: it never runs again. Start another run")
 
 
 @contextmanager

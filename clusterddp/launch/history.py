@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from clusterddp.launch.narration import sentence
@@ -18,7 +19,7 @@ class History:
         self._lock = threading.Lock()
         self._pending: list[dict[str, Any]] = []
         self._closed = False
-        self.newest_step = 0
+        self.newest_step: int | None = None
         self.newest_checkpoint: int | None = None
         self.last_save_s = 0.0
         drop_torn_line(run.events_file)
@@ -29,7 +30,7 @@ class History:
         with self._lock:
             if self._closed:
                 return
-            self.newest_step = max(self.newest_step, values.get("step") or 0)
+            self.newest_step = _highest([self.newest_step, values.get("step")])
             if event == "checkpoint":
                 self.newest_checkpoint, self.last_save_s = values["step"], values["durable_s"]
             self._pending.append(line)
@@ -53,16 +54,23 @@ class History:
             self._closed = True
 
     def saved(self) -> dict[str, Any]:
-        """Where this attempt came to (None: it made no step), and its newest checkpoint (None: it made none)."""
+        """Where this attempt came to (0: no further; None: it records no steps), and its newest checkpoint, if any."""
         line = last_line(self._run.metrics_file)
-        done = line["step"] + 1 if line and line["attempt"] == self._attempt else None
-        return {"step": self.newest_checkpoint if done is None else done, "checkpoint": self.newest_checkpoint}
+        done = line["step"] + 1 if line and line["attempt"] == self._attempt else self.newest_checkpoint
+        if done is None and self.newest_step is not None:
+            done = 0
+        return {"step": done, "checkpoint": self.newest_checkpoint}
 
     def conclude(self, state: str, reason: str) -> None:
-        """Writes the outcome, once: the run is over."""
+        """Writes the outcome, once: the run is over. Its step is None where the script recorded none."""
         events = self._run.events()
-        step = max([self.newest_step, *(event.get("step") or 0 for event in events)])
+        step = _highest([self.newest_step, *(event.get("step") for event in events)])
         starts = sum(event["event"] == "started" for event in events)
         values = {"step": step, "attempts": starts, "reason": reason}
         self.add(state, **values)
         write_json(self._run.outcome_file, {"state": state, **values})
+
+
+def _highest(steps: Iterable[int | None]) -> int | None:
+    """The highest of those that are known."""
+    return max((step for step in steps if step is not None), default=None)

@@ -22,6 +22,11 @@ def sentence(event: Event) -> str | None:
     return f"attempt {event['attempt']}: {text}" if text else None
 
 
+def at_step(step: int | None) -> str:
+    """`` at step 7``; nothing for a script that recorded no step, as one that knows nothing of clusterddp."""
+    return "" if step is None else f" at step {step}"
+
+
 def _started(event: Event) -> str:
     where = (
         f"job {event['job']} on {event['nodes']}" if "job" in event else f"process {event['pid']} on {event['nodes']}"
@@ -41,7 +46,7 @@ def _ended(event: Event, then: str) -> str:
     """Why an attempt ended, what is safe, what is not, and how the run goes on."""
     step, checkpoint = event.get("step"), event.get("checkpoint")
     if not step:
-        return f"{event['reason']}, nothing new to save, {then}"
+        return f"{event['reason']}, {'no steps recorded' if step is None else 'nothing new to save'}, {then}"
     if checkpoint is None:
         return f"{event['reason']} at step {step}, no checkpoint committed, {then}"
     lost = f" ({step - checkpoint} steps are to be redone)" if step > checkpoint else ""
@@ -54,7 +59,7 @@ def _stopped(event: Event) -> str:
 
 def _failed(event: Event) -> str:
     cause = "" if event["reason"].startswith("rank ") else f": {event['reason']}"  # said by rank_failed already
-    return f"failed at step {event['step']}{cause}"
+    return f"failed{at_step(event['step'])}{cause}"
 
 
 _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
@@ -81,8 +86,8 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "resubmitted": lambda e: _ended(e, f"resubmitted as job {e['job']}"),
     "rank_failed": lambda e: f"rank {e['rank']} ({e['host']}) failed first: {e['error']}",
     "failed": _failed,
-    "cancelled": lambda e: f"cancelled at step {e['step']}; it will not run again",
-    "completed": lambda e: f"completed at step {e['step']} after {e['attempts']} attempt{'s'[: e['attempts'] != 1]}",
+    "cancelled": lambda e: f"cancelled{at_step(e['step'])}; it will not run again",
+    "completed": lambda e: f"completed{at_step(e['step'])} after {e['attempts']} attempt{'s'[: e['attempts'] != 1]}",
 }
 
 

@@ -19,7 +19,7 @@ from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import give_notice
 from clusterddp.launch.history import History
 from clusterddp.launch.holder import held_by_other, holders, local_loop_alive
-from clusterddp.launch.narration import sentence
+from clusterddp.launch.narration import at_step, sentence
 from clusterddp.launch.progress import Tail
 from clusterddp.process import process_start
 from clusterddp.rundir import RunDirectory
@@ -47,12 +47,15 @@ def show(path: str) -> int:
     print(f"state     {state_of(run)[1]}")
     events = run.events()
     print(f"attempts  {sum(event['event'] == 'started' for event in events)}")
-    if (spent := cost(events, time.time())) is not None:
+    recorded = any(event.get("step") is not None for event in events)
+    if recorded and (spent := cost(events, time.time())) is not None:
         print(f"cost      {spent.sentence()}")
     if metrics:
         last = metrics[-1]
         values = {key: value for key, value in last.items() if key not in ("step", "time", "attempt")}
         print(f"steps     {last['step'] + 1} done; the last: {_values(values)}")
+    elif not recorded:
+        print("steps     no steps recorded")
     for event in events:
         words = sentence(event)
         if words:
@@ -73,7 +76,7 @@ def state_of(run: RunDirectory) -> tuple[str, str]:
     """
     outcome = run.outcome()
     if outcome is not None:
-        return outcome["state"], f"{outcome['state']} at step {outcome['step']}: {outcome['reason']}"
+        return outcome["state"], f"{outcome['state']}{at_step(outcome['step'])}: {outcome['reason']}"
     try:
         held = held_by_other(run)
         ended = None if held else _ended_job(run)
@@ -138,10 +141,10 @@ def cancel(path: str) -> int:
     run = open_run(path)
     outcome = run.outcome()
     if outcome is not None:
-        print(f"{run}: {outcome['state']} at step {outcome['step']} already")
+        print(f"{run}: {outcome['state']}{at_step(outcome['step'])} already")
         return 0
     final = end_for_good(run)
-    print(f"{run}: {final['state']} at step {final['step']}; it will not run again")
+    print(f"{run}: {final['state']}{at_step(final['step'])}; it will not run again")
     return 0
 
 

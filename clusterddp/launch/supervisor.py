@@ -27,6 +27,7 @@ from clusterddp.launch.controller import Controller, LocalController, SlurmContr
 from clusterddp.launch.history import History
 from clusterddp.launch.launcher import Launcher, LocalLauncher, SlurmLauncher
 from clusterddp.launch.limits import exceeded
+from clusterddp.launch.narration import at_step
 from clusterddp.launch.verdict import Action
 from clusterddp.process import die_with_parent
 from clusterddp.rundir import RunDirectory, read_json, remove
@@ -111,12 +112,12 @@ def finished(run: RunDirectory, controller: Controller) -> int | None:
     """
     outcome = run.outcome() or {}
     if outcome.get("state") == Action.COMPLETE.value:
-        print(f"{run}: completed at step {outcome['step']} already; nothing to do", flush=True)
+        print(f"{run}: completed{at_step(outcome['step'])} already; nothing to do", flush=True)
         return 0
     newest = run.newest_attempt()
     same_job = newest is not None and read_json(run.holder_file(newest)) == controller.holder()
     if outcome.get("state") == Action.FAIL.value and same_job:
-        print(f"{run}: failed at step {outcome['step']} in this very job: not started again by a requeue", flush=True)
+        print(f"{run}: failed{at_step(outcome['step'])} in this very job: not started again by a requeue", flush=True)
         return 1
     if run.cancelled or outcome.get("state") == Action.CANCEL.value:
         print(f"{run} was cancelled; it never runs again", flush=True)
