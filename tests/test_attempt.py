@@ -252,7 +252,7 @@ def history(*attempts_: tuple[str, bool]) -> list[dict[str, Any]]:
         start = 3600.0 * number
         events.append({"event": "started", "attempt": number, "time": start})
         if saved:
-            events.append({"event": "checkpoint", "attempt": number, "time": start + 1800})
+            events.append({"event": "checkpoint", "attempt": number, "time": start + 1800, "step": number})
         events.append({"event": "requeued", "attempt": number, "time": start + 3600, "cause": cause})
     return events
 
@@ -270,13 +270,15 @@ LIMIT = Cause.TIME_LIMIT.value
         (Limits(gpu_hours=4), history((LIMIT, True), (LIMIT, True)), "4.00 GPU hours are used"),
         (Limits(), history((LIMIT, False), (LIMIT, False)), None),
         (Limits(), history((LIMIT, True), *[(LIMIT, False)] * 3), "3 attempts in a row"),
+        (Limits(), history(*[(LIMIT, False)] * 9), None),
         (Limits(), history(*[(Cause.PREEMPTED.value, False)] * 9), None),
     ],
 )
 def test_a_run_ends_at_its_limits_and_no_earlier(
     limits: Limits, events: list[dict[str, Any]], reason: str | None
 ) -> None:
-    """Two ranks, attempts of an hour. Being preempted early, however often, is no fault of the run."""
+    """Two ranks, attempts of an hour. Being preempted early, however often, is no fault of the run; and a script that
+    saves by itself, of which nothing is known here, may take as many time limits as it needs."""
     job = dataclasses.replace(JOB, limits=limits)
     found = exceeded(job, events, now=events[-1]["time"])
     assert (found or "").startswith(reason) if reason else found is None

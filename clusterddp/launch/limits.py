@@ -51,18 +51,23 @@ def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size:
 
 
 def _fruitless(events: list[Mapping[str, Any]]) -> int:
-    """How many attempts in a row, up to the newest, ended at their time limit or failed, and committed nothing."""
-    count = 0
+    """How many attempts in a row, up to the newest, ended at their time limit or failed, and committed nothing.
+
+    A script that never recorded a step may save by itself: what its attempts that reached their time limit came to is
+    not known here.
+    """
+    count, records = 0, any(event.get("step") is not None for event in events)
     for attempt in sorted({event["attempt"] for event in events if event["event"] == "started"}, reverse=True):
         own = [event for event in events if event["attempt"] == attempt]
-        if not any(map(_failed_or_timed, own)) or any(event["event"] == "checkpoint" for event in own):
+        failed, timed = any(event["event"] == "restarted" for event in own), any(map(_timed, own))
+        if not (failed or (timed and records)) or any(event["event"] == "checkpoint" for event in own):
             break
         count += 1
     return count
 
 
-def _failed_or_timed(event: Mapping[str, Any]) -> bool:
-    return event["event"] == "restarted" or event.get("cause") in (Cause.TIME_LIMIT.value, Cause.TIMED_OUT.value)
+def _timed(event: Mapping[str, Any]) -> bool:
+    return event.get("cause") in (Cause.TIME_LIMIT.value, Cause.TIMED_OUT.value)
 
 
 def _ends(events: list[Mapping[str, Any]]) -> str:
