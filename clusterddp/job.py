@@ -86,6 +86,9 @@ class Job:
     """The fewest nodes that an attempt may have, in YAML a part of ``nodes: 2-4``; None: always ``nodes``."""
     gpus_per_node: int = 1
     """GPUs, and so ranks, on each node; with device cpu the ranks on each node. ``TYPE:G`` in YAML asks for a type."""
+    gpus_per_rank: int = 1
+    """GPUs that each rank has, for a model laid over several: each node has ``gpus_per_node // gpus_per_rank`` ranks,
+    with device cpu too. Every rank sees all of its node's GPUs, as ever; ``ctx.devices`` are its own."""
     gpu_type: str | None = None
     """Slurm's name of the GPU type; in YAML a part of ``gpus_per_node: a100:4``."""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -138,9 +141,14 @@ class Job:
     """Who may read the run directory."""
 
     @property
+    def ranks_per_node(self) -> int:
+        """The number of ranks on each node."""
+        return self.gpus_per_node // self.gpus_per_rank
+
+    @property
     def world_size(self) -> int:
         """The number of ranks; the most, where the number of nodes is a range."""
-        return self.nodes * self.gpus_per_node
+        return self.nodes * self.ranks_per_node
 
     @property
     def node_counts(self) -> range:
@@ -164,14 +172,17 @@ class Job:
     def shape(self) -> str:
         """The plan in words: ``2 nodes x 8 GPUs per node = 16 ranks``, or ``2 to 4 nodes x ... = 16 to 32 ranks``."""
         if self.device == "cpu":
-            per_node, note = _counted(self.gpus_per_node, "process", "processes"), f" ({self.backend or 'gloo'} on CPU)"
+            per_node, note = _counted(self.ranks_per_node, "process", "processes"), f"{self.backend or 'gloo'} on CPU"
+            note += f", each in place of {self.gpus_per_rank} GPUs" if self.gpus_per_rank > 1 else ""
         else:
             kind = f"{self.gpu_type} GPU" if self.gpu_type else "GPU"
-            per_node, note = _counted(self.gpus_per_node, kind), " (gloo)" if self.backend == "gloo" else ""
+            per_node, note = _counted(self.gpus_per_node, kind), self.backend if self.backend == "gloo" else ""
+            if self.gpus_per_rank > 1:
+                per_node += f" ({self.gpus_per_rank} per rank)"
         nodes, ranks = _counted(self.nodes, "node"), _counted(self.world_size, "rank")
         if self.min_nodes is not None:
-            nodes, ranks = f"{self.min_nodes} to {nodes}", f"{self.min_nodes * self.gpus_per_node} to {ranks}"
-        return f"{nodes} x {per_node} per node = {ranks}{note}"
+            nodes, ranks = f"{self.min_nodes} to {nodes}", f"{self.min_nodes * self.ranks_per_node} to {ranks}"
+        return f"{nodes} x {per_node} per node = {ranks}{f' ({note})' if note else ''}"
 
     def to_yaml(self) -> str:
         """The definition as YAML that ``load_resolved`` reads back as an equal object; built-in defaults included."""

@@ -350,10 +350,10 @@ _INSTEAD_OF_OPTION = {
     "nodefile": "use the field nodelist",
     "array": "a run is one job; submit each run by itself",
     **dict.fromkeys(
-        ("ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu"), "use gpus_per_node: one rank each"
+        ("ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu"), "use gpus_per_node, gpus_per_rank"
     ),
     **dict.fromkeys(("gpus", "gpus-per-socket"), _GPUS),
-    **dict.fromkeys(("gpus-per-task", "gpu-bind"), "one visible GPU per rank breaks NCCL; use the field gpus_per_node"),
+    **dict.fromkeys(("gpus-per-task", "gpu-bind"), "it breaks NCCL's peer access; use gpus_per_node, gpus_per_rank"),
     **dict.fromkeys(("requeue", "no-requeue", "signal"), _STOPS),
     **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),
     **dict.fromkeys(("parsable", "quiet", "test-only", "wait", "wrap", "help", "usage", "version"), _SUBMITS),
@@ -377,6 +377,7 @@ READERS: dict[str, Reader] = {
     "args_on_resume": _field("args_on_resume", _arguments),
     "nodes": _nodes,
     "gpus_per_node": _gpus_per_node,
+    "gpus_per_rank": _field("gpus_per_rank", _whole(1)),
     "device": _field("device", _choice("cuda", "cpu")),
     "time": _field("time_s", _time),
     **{

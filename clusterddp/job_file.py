@@ -167,7 +167,8 @@ def _job(
     values = read_fields(fields, READERS, mistakes)
     _resolve_program(values, fields, folder, place, mistakes, script_must_exist)
     _check_device(values, fields, mistakes)
-    _check_global_batch(values, fields, mistakes)
+    if _check_gpus_per_rank(values, fields, mistakes):
+        _check_global_batch(values, fields, mistakes)
     raise_mistakes(mistakes)
     return Job(**values)
 
@@ -212,9 +213,22 @@ def _check_device(values: dict[str, Any], fields: Fields, mistakes: list[Mistake
             mistakes.append(Mistake(node.place, f"{name}: {node.text!r} needs a GPU, but device is cpu"))
 
 
+def _check_gpus_per_rank(values: dict[str, Any], fields: Fields, mistakes: list[Mistake]) -> bool:
+    """A node's GPUs are shared out to its ranks without a rest; whether they are."""
+    gpus, each = values.get("gpus_per_node", 1), values.get("gpus_per_rank", 1)
+    node = _given_node(fields, "gpus_per_node") or _given_node(fields, "gpus_per_rank")
+    if node is None or gpus % each == 0:
+        return True
+    choices = [str(number) for number in (gpus // each * each, (gpus // each + 1) * each) if number]
+    wrong = f"--gpus {gpus} with gpus_per_rank {each}: ranks of {each} GPUs each cannot share {gpus} on a node"
+    mistakes.append(Mistake(node.place, f"{wrong}; choose --gpus {' or '.join(choices)}"))
+    return False
+
+
 def _check_global_batch(values: dict[str, Any], fields: Fields, mistakes: list[Mistake]) -> None:
     """The global batch stays the same on every number of nodes, so each of them must be able to share it evenly."""
-    most, per_node, batch = values.get("nodes", 1), values.get("gpus_per_node", 1), values.get("global_batch")
+    most, batch = values.get("nodes", 1), values.get("global_batch")
+    per_node = values.get("gpus_per_node", 1) // values.get("gpus_per_rank", 1)
     ranks = {nodes: nodes * per_node for nodes in range(values.get("min_nodes") or most, most + 1)}
     unit = math.lcm(*ranks.values())
     nodes_node, batch_node = _get(fields, "nodes"), _given_node(fields, "global_batch")

@@ -101,6 +101,7 @@ def job_or_code(arguments: argparse.Namespace, given: Job | None, script_argumen
     if job is None:
         raise RunDirectoryError(f"{arguments.run_dir} holds no run yet: name a script or a job definition to start one")
     check_nodes_fixed(arguments, job)
+    check_tasks_are_ranks(arguments, job)
     say(f"{job.name}: {job.shape}")
     return job
 
@@ -140,6 +141,15 @@ def check_nodes_fixed(arguments: argparse.Namespace, job: Job) -> None:
         raise UsageError(
             f"nodes {job.nodes_text} is a range for Slurm to choose from: with {where} give one number, "
             f"such as --nodes {job.nodes} (and --change, if the run has begun)"
+        )
+
+
+def check_tasks_are_ranks(arguments: argparse.Namespace, job: Job) -> None:
+    """An allocation's tasks are its ranks, however many GPUs each has."""
+    if arguments.here and job.gpus_per_rank > 1:
+        raise UsageError(
+            f"gpus_per_rank {job.gpus_per_rank} with --here: there is a rank for each of the allocation's tasks. "
+            "Leave it out (--set gpus_per_rank=1), and ask for more GPUs than tasks in the sbatch script"
         )
 
 

@@ -64,6 +64,14 @@ def test_cpu_jobs_ask_for_no_gpu_and_no_limit_is_left_to_the_partition() -> None
     assert "--ntasks-per-node=4" in text
 
 
+def test_a_rank_with_several_gpus_is_one_task() -> None:
+    """All of the node's GPUs are asked for, and every task sees them all."""
+    text = script(Job(name="net", script="/net.py", gpus_per_node=8, gpus_per_rank=2))
+    assert "#SBATCH --gpus-per-node=8\n" in text
+    assert "#SBATCH --ntasks-per-node=4\n" in text
+    assert "gpus-per-task" not in text and "gpu-bind" not in text
+
+
 def test_a_range_of_nodes_is_slurms_to_choose_from() -> None:
     """Also for the job's later starts, and for a resubmission, which take the same script."""
     assert "#SBATCH --nodes=2-4\n" in script(Job(name="net", script="/net.py", nodes=4, min_nodes=2))

@@ -17,6 +17,7 @@ args: [--lr, 1e-4, --name, no, 0123, "", 'two words', ~]
 args_on_resume: [--resume]
 nodes: 2
 gpus_per_node: a100:4
+gpus_per_rank: 2
 device: cuda
 time: 1:30:00
 partition: no
@@ -74,6 +75,7 @@ def test_every_field_is_read(folder: Path) -> None:
         args_on_resume=("--resume",),
         nodes=2,
         gpus_per_node=4,
+        gpus_per_rank=2,
         gpu_type="a100",
         time_s=5400,
         partition="no",
@@ -300,12 +302,31 @@ def test_which_checkpoints_stay_is_a_number_or_three_wishes(folder: Path) -> Non
             {"nodes": "2-4", "gpus_per_node": 8, "global_batch": 96},
             "2 to 4 nodes x 8 GPUs per node = 16 to 32 ranks",
         ),
+        ({"gpus_per_node": 8, "gpus_per_rank": 2}, "1 node x 8 GPUs (2 per rank) per node = 4 ranks"),
+        (
+            {"device": "cpu", "gpus_per_node": 4, "gpus_per_rank": 2},
+            "1 node x 2 processes per node = 2 ranks (gloo on CPU, each in place of 2 GPUs)",
+        ),
         ({"nodes": "1-2", "global_batch": 2}, "1 to 2 nodes x 1 GPU per node = 1 to 2 ranks"),
     ],
 )
 def test_the_shape_is_said_in_words(values: dict[str, Any], shape: str) -> None:
     """Nodes, devices and ranks, each in its number."""
     assert from_values({"module": "m", **values}).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gpus_per_node": 5}, "--gpus 5 with gpus_per_rank 2: ranks of 2 GPUs each cannot share 5 on a node; choose "),
+        ({"gpus_per_node": "a100:5"}, "choose --gpus 4 or 6"),
+        ({}, "--gpus 1 with gpus_per_rank 2: .*; choose --gpus 2"),
+    ],
+)
+def test_gpus_that_the_ranks_of_a_node_cannot_share_are_refused(values: dict[str, Any], message: str) -> None:
+    """What is over would lie idle, or some rank would have fewer."""
+    with pytest.raises(JobDefinitionError, match=message):
+        from_values({"module": "m", "gpus_per_rank": 2, **values})
 
 
 @pytest.mark.parametrize(
@@ -321,6 +342,7 @@ def test_the_shape_is_said_in_words(values: dict[str, Any], shape: str) -> None:
             "3:15: global_batch: 256 samples cannot be shared evenly by 24 (3 x 8) ranks; "
             "choose 192 or 288 or nodes: 2 or nodes: 4",
         ),
+        ("nodes: 3\ngpus_per_node: 4\ngpus_per_rank: 2\nglobal_batch: 8", "by 6 (3 x 2) ranks; choose 6 or 12"),
         ("nodes: 2-3\nglobal_batch: 5", "by 2 (2 x 1), 3 (3 x 1) ranks; choose 6"),
         ("nodes: 3\nglobal_batch: 10", "by 3 (3 x 1) ranks; choose 9 or 12"),
         ("nodes: 2-4\nglobal_batch: 0", "global_batch: expected a whole number, at least 1, got '0'"),

@@ -133,7 +133,7 @@ def test_checkpoint_folder_saves_the_step_at_which_it_is_told_to_stop(tmp_path: 
 
 def test_model_parallel_trains_as_one_process_does_on_the_joined_batch(run: RunDirectory) -> None:
     """Both halves on the CPU; the mean loss of the last step is that of a model that was never cut."""
-    said = re.search(r"cpu and cpu: loss (\S+) after 20 steps", submit(run, "model_parallel"))
+    said = re.search(r"cpu and cpu: loss (\S+) after 20 steps", submit(run, "model_parallel", "--gpus", "4"))
     assert said is not None
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))

@@ -31,6 +31,12 @@ def test_of_a_range_the_fewest_nodes_must_be_there() -> None:
     assert (fitted.cpus_per_task, fitted.mem, fitted.nodes_text) == (8, "64000M", "2-9")
 
 
+def test_a_rank_with_several_gpus_gets_the_cpus_that_go_with_all_of_them() -> None:
+    """The node's share is the same, in half as many tasks."""
+    fitted, _ = share_of_node(job(gpus_per_rank=2), NODES)
+    assert (fitted.cpus_per_task, fitted.mem) == (16, "64000M")
+
+
 CALLS = "for batch in run.steps(9):\n    for micro in run.micro(batch): pass\n"
 IMPORTS = ["import loop", "from loop import fit", "import inner.loop", "from inner import loop", "from . import loop"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from clusterddp.errors import DeviceError
-from clusterddp.training.process_group import choose_backend, choose_device
+from clusterddp.training.process_group import choose_backend, choose_devices
 from clusterddp.training.wrapping import wrap
 from tests import ddp
 
@@ -27,7 +27,25 @@ from tests import ddp
     ],
 )
 def test_the_device_of_a_rank(asked, local_rank, ranks, visible, launcher, device):
-    assert str(choose_device(asked, local_rank, ranks, visible, "n1", launcher)) == device
+    (chosen,) = choose_devices(asked, local_rank, ranks, visible, "n1", launcher)
+    assert str(chosen) == device
+
+
+@pytest.mark.parametrize(
+    ("asked", "local_rank", "visible", "devices"),
+    [
+        ("cuda", 0, 8, ["cuda:0", "cuda:1"]),
+        ("cuda", 3, 8, ["cuda:6", "cuda:7"]),
+        ("cuda", 3, 2, ["cuda:0", "cuda:1"]),  # Two of its own for each task.
+        ("cuda:2", 0, 8, ["cuda:2", "cuda:3"]),
+        ("cpu", 3, 8, ["cpu", "cpu"]),
+    ],
+)
+def test_a_rank_may_have_several_devices(asked, local_rank, visible, devices):
+    """4 ranks of 2 each."""
+    assert list(map(str, choose_devices(asked, local_rank, 4, visible, "n1", "slurm", 2))) == devices
+    with pytest.raises(DeviceError, match="needs 8 GPUs on node n1, Slurm gave 4"):
+        choose_devices("cuda", 0, 4, 4, "n1", "slurm", 2)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +59,7 @@ def test_the_device_of_a_rank(asked, local_rank, ranks, visible, launcher, devic
 )
 def test_too_few_gpus_are_an_error_and_never_a_cpu_run(asked, ranks, visible, launcher, message):
     with pytest.raises(DeviceError, match=message):
-        choose_device(asked, 0, ranks, visible, "n1", launcher)
+        choose_devices(asked, 0, ranks, visible, "n1", launcher)
 
 
 def test_the_backend_of_a_device():
@@ -243,4 +261,4 @@ def test_a_broken_promise_about_a_static_graph_is_an_error_and_a_kept_one_is_not
 
 def test_the_promise_means_nothing_without_a_static_graph():
     with pytest.raises(TypeError, match="all_used_once=True is for static_graph=True"):
-        wrap(torch.nn.Linear(1, 1), torch.device("cpu"), all_used_once=True)
+        wrap(torch.nn.Linear(1, 1), [torch.device("cpu")], all_used_once=True)

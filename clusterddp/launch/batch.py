@@ -83,7 +83,7 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
         "time": job.time_text,
         "partition": job.partition,
         "nodes": job.nodes_text,
-        "ntasks_per_node": job.gpus_per_node,
+        "ntasks_per_node": job.ranks_per_node,
         "cpus_per_task": job.cpus_per_task,
         "signal_delay_s": net_s(job),
         "wckey": None,

@@ -84,7 +84,7 @@ def srun_command(job: Job, logs: Path) -> list[str]:
         "srun",
         f"--nodes={job.nodes}",
         f"--ntasks={job.world_size}",
-        f"--ntasks-per-node={job.gpus_per_node}",
+        f"--ntasks-per-node={job.ranks_per_node}",
         f"--cpus-per-task={cpus_per_rank(job)}",
         "--kill-on-bad-exit=1",
         f"--wait={job.timeouts.step_s:.0f}",
@@ -155,14 +155,21 @@ class LocalLauncher:
 
 
 def local_variables(job: Job, rank: int) -> dict[str, str]:
-    """What srun's task environment says on a cluster, for a rank of this machine, in torchrun's names."""
-    node_rank, local_rank = divmod(rank, job.gpus_per_node)
+    """What srun's task environment says on a cluster, for a rank of this machine, in torchrun's names.
+
+    Each "node" has its own part of this machine's GPUs: of those in CUDA_VISIBLE_DEVICES, if that is set.
+    """
+    node_rank, local_rank = divmod(rank, job.ranks_per_node)
     cores = len(os.sched_getaffinity(0))
+    first = node_rank * job.gpus_per_node
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(job.nodes * job.gpus_per_node)))
+    gpus = ",".join(named.split(",")[first : first + job.gpus_per_node])
     return {
+        **({"CUDA_VISIBLE_DEVICES": gpus} if job.device == "cuda" and job.nodes > 1 else {}),
         "RANK": str(rank),
         "WORLD_SIZE": str(job.world_size),
         "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(job.gpus_per_node),
+        "LOCAL_WORLD_SIZE": str(job.ranks_per_node),
         "GROUP_RANK": str(node_rank),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // job.world_size)),
     }

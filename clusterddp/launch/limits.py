@@ -21,7 +21,7 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
     started = [event for event in events if event["event"] == "started"]
     if job.limits.attempts is not None and len(started) >= job.limits.attempts:
         return f"{len(started)} attempts are made, and limits.attempts is {job.limits.attempts}"
-    hours = used_rank_hours(events, now, job.world_size)
+    hours = used_rank_hours(events, now, job.world_size) * (job.gpus_per_rank if job.device == "cuda" else 1)
     if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
         return f"{hours:.2f} GPU hours are used, and limits.gpu_hours is {job.limits.gpu_hours:g}"
     if _fruitless(events) >= FRUITLESS:

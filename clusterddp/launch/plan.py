@@ -88,7 +88,7 @@ def share_of_node(job: Job, nodes: list[NodeShape]) -> tuple[Job, list[str]]:
     fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
     values: dict[str, object] = {}
     if job.cpus_per_task is None:
-        values["cpus_per_task"] = max(1, min(node.cpus // node.gpus_of(None) for node in fitting))
+        values["cpus_per_task"] = max(1, min(node.cpus * job.gpus_per_rank // node.gpus_of(None) for node in fitting))
     if job.mem is None and not any(key.startswith("mem") for key in job.sbatch):
         shares = (node.memory_mib * job.gpus_per_node // node.gpus_of(None) for node in fitting)
         values["mem"] = f"{min(shares)}M"

@@ -71,7 +71,10 @@ class Context:
         self.rank, self.local_rank, self.node_rank = ranks.rank, ranks.local_rank, ranks.node_rank
         self.world_size, self.local_world_size = ranks.world_size, ranks.local_world_size
         self.seed = read.seed
-        self.device = process_group.device_of(ranks, read.device)
+        #: This rank's devices: one, or as many as the job's ``gpus_per_rank`` (the CPU so often, without GPUs).
+        self.devices = process_group.devices_of(ranks, read.device, read.gpus_per_rank)
+        #: The first of them, and with one per rank the only one.
+        self.device = self.devices[0]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._settings = read
@@ -122,11 +125,13 @@ class Context:
     def wrap(self, model: torch.nn.Module, *, all_used_once: bool = False, **options: Any) -> DistributedDataParallel:
         """The model on this rank's device, in DDP with ``options``; a resume of it is exact (see ``wrapping``).
 
+        With several devices per rank the model's parts stay where the script has put them.
+
         With ``static_graph=True`` only if ``all_used_once=True`` promises that every parameter takes part in every
         backward and gets its gradient in one piece: no unused parameters, no reentrant checkpointing. A broken promise
         is an error in one of the first two steps.
         """
-        return wrapping.wrap(model, self.device, all_used_once=all_used_once, **options)
+        return wrapping.wrap(model, self.devices, all_used_once=all_used_once, **options)
 
     def loader(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = True, **options: Any) -> data.Loader:
         """The training samples: ``batch_size`` per rank and step, in an order that a resume finds again.

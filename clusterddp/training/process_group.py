@@ -20,32 +20,43 @@ LEAVE_TIMEOUT_S = 30.0
 _OWNER, _LEFT, _ALL_LEFT = "clusterddp/owner", "left", "left/all"
 
 
-def choose_device(
-    asked: str | None, local_rank: int, local_world_size: int, visible_gpus: int, host: str, launcher: Launcher
-) -> torch.device:
-    """The device of a rank. ``asked`` is "cpu", "cuda", an explicit "cuda:N", or None: a GPU if any is visible.
+def choose_devices(
+    asked: str | None,
+    local_rank: int,
+    local_world_size: int,
+    visible_gpus: int,
+    host: str,
+    launcher: Launcher,
+    per_rank: int = 1,
+) -> tuple[torch.device, ...]:
+    """The devices of a rank, ``per_rank`` of them. ``asked`` is "cpu", "cuda", an explicit "cuda:N" (the first), or
+    None: a GPU if any is visible.
 
-    Slurm may have given each task a device of its own: then one is visible, and it is index 0. Several visible ones are
-    taken by local rank. Raises DeviceError when CUDA is asked for and absent, or has fewer devices than ranks.
+    Slurm may have given each task devices of its own: then no more are visible, and they begin at index 0. More than
+    that are taken by local rank. Without GPUs they are all the CPU. Raises DeviceError when CUDA is asked for and
+    absent, or has fewer devices than the ranks need.
     """
     if asked is None:
         asked = "cuda" if visible_gpus else "cpu"
     device = torch.device(asked)
     if device.type != "cuda":
-        return device
+        return (device,) * per_rank
     if not visible_gpus:
         raise DeviceError(
             f"device {asked} was asked for, but no GPU is visible on node {host}; ask for GPUs (--gpus-per-node), "
             "install a torch with CUDA, or say --device cpu"
         )
+    needed = local_world_size * per_rank
     if device.index is not None:
-        return device
-    if visible_gpus == 1 and launcher == "slurm":
-        return torch.device("cuda", 0)
-    if visible_gpus < local_world_size:
+        first = device.index
+    elif visible_gpus == per_rank and launcher == "slurm":
+        first = 0
+    elif visible_gpus < needed:
         giver = "Slurm gave" if launcher == "slurm" else "there are"
-        raise DeviceError(f"needs {_gpus(local_world_size)} on node {host}, {giver} {visible_gpus}")
-    return torch.device("cuda", local_rank)
+        raise DeviceError(f"needs {_gpus(needed)} on node {host}, {giver} {visible_gpus}")
+    else:
+        first = local_rank * per_rank
+    return tuple(torch.device("cuda", index) for index in range(first, first + per_rank))
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:
@@ -55,13 +66,11 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     return asked or ("nccl" if device.type == "cuda" else "gloo")
 
 
-def device_of(environment: RankEnvironment, asked: str | None) -> torch.device:
-    """``choose_device`` for this process, as its visible devices are now. CUDA_VISIBLE_DEVICES is left alone."""
-    local = environment.launcher == "local"  # All "nodes" are this machine, and share its GPUs.
-    rank = environment.rank if local else environment.local_rank
-    ranks = environment.world_size if local else environment.local_world_size
+def devices_of(environment: RankEnvironment, asked: str | None, per_rank: int) -> tuple[torch.device, ...]:
+    """``choose_devices`` for this process, as its visible devices are now. CUDA_VISIBLE_DEVICES is left alone."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return choose_device(asked, rank, ranks, visible, socket.gethostname(), environment.launcher)
+    place = environment.local_rank, environment.local_world_size
+    return choose_devices(asked, *place, visible, socket.gethostname(), environment.launcher, per_rank)
 
 
 @dataclass(frozen=True)

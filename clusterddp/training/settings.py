@@ -24,6 +24,7 @@ class Settings:
     run_dir: RunDirectory | None
     attempt: int | None
     device: str | None
+    gpus_per_rank: int
     backend: str | None
     seed: int
     steps: int | None
@@ -54,6 +55,7 @@ def read(
         run_dir=directory,
         attempt=int(environ["CLUSTERDDP_ATTEMPT"]) if supervised else None,
         device=environ.get("CLUSTERDDP_DEVICE") or device,
+        gpus_per_rank=job.gpus_per_rank if job else 1,
         backend=backend or (job.backend if job else None),
         seed=seed if seed is not None else job.seed if job else 0,
         steps=job.steps if job else None,

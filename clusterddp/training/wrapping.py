@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,16 +18,17 @@ class _SumOfParameters(torch.nn.Module):
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         super().__init__()
-        self._sums = lambda: [parameter.sum().abs().float() for parameter in parameters]
+        device = parameters[0].device if parameters else None  # they may be on several
+        self._sums = lambda: [parameter.sum().abs().float().to(device) for parameter in parameters]
 
     def forward(self) -> torch.Tensor:
         return torch.stack(self._sums()).sum() * 0  # type: ignore[no-untyped-call]
 
 
 def wrap(
-    model: torch.nn.Module, device: torch.device, *, all_used_once: bool = False, **options: Any
+    model: torch.nn.Module, devices: Sequence[torch.device], *, all_used_once: bool = False, **options: Any
 ) -> DistributedDataParallel:
-    """The model on its device, in DDP, with its gradient buckets in their final order.
+    """The model on its device, in DDP, with its gradient buckets in their final order. Over several, it is not moved.
 
     DDP rebuilds its buckets after the first iteration, by the order in which gradients came. A resumed run would make
     that first iteration at step S, sum it in the old order, and differ from the uninterrupted run from there on (seen
@@ -44,9 +46,10 @@ def wrap(
     static_graph = options.get("static_graph", False)
     if all_used_once and not static_graph:
         raise TypeError("all_used_once=True is for static_graph=True; without it a resume is exact as it is")
-    model = model.to(device)
-    if device.type == "cuda":
-        options = {"device_ids": [device.index], **options}
+    if len(devices) == 1:
+        model = model.to(devices[0])
+        if devices[0].type == "cuda":
+            options = {"device_ids": [devices[0].index], **options}
     wrapped = DistributedDataParallel(model, **options)
     if all_used_once or not static_graph:
         _settle_buckets(wrapped, passes=2 if static_graph else 1)

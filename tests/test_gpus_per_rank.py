@@ -1,0 +1,74 @@
+"""Several GPUs per rank: what each rank is shown, on a real Slurm and in local runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterddp.rundir import RunDirectory
+from tests.cluster import Cluster
+from tests.waiting import story, wait_for_outcome
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SCRIPT = "tests/scripts/gpus_seen.py"
+SHARED = ["--set", "gpus_per_rank=2"]
+
+
+def seen(run: RunDirectory) -> list[str]:
+    """What each rank says: rank, local rank, local world size, CUDA_VISIBLE_DEVICES."""
+    assert wait_for_outcome(run) == "completed", story(run)
+    logs = sorted(run.attempt_logs(0).glob("rank-*.out"))
+    return [log.read_text().strip() for log in logs]
+
+
+def test_on_slurm_a_rank_per_two_gpus_sees_all_of_its_nodes(cluster: Cluster, runs: Path) -> None:
+    """Two nodes with two GPUs, one rank each; beside it the same without, where two ranks share the node's two."""
+    ranks = {}
+    for name, options in {"two": SHARED, "one": []}.items():
+        run = ranks[name] = RunDirectory(runs / name)
+        command = [cluster.python, "-m", "clusterddp.submit", SCRIPT, "--run-dir", run.path, *options]
+        shape = ["--nodes", "1" if name == "one" else "2", "--gpus", "2", "--partition", "off"]
+        said = cluster.run([*command, *shape], cwd=cluster.source).stderr
+        assert ("2 nodes x 2 GPUs (2 per rank) per node = 2 ranks" in said) == (name == "two")
+    assert seen(ranks["two"]) == ["0 0 1 0,1", "1 0 1 0,1"]
+    assert seen(ranks["one"]) == ["0 0 2 0,1", "1 1 2 0,1"]
+
+
+def local(run: RunDirectory, *options: str, visible: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "clusterddp", "submit", SCRIPT, "--local", "--run-dir", str(run), *options]
+    # A user's own choice of GPUs, or none.
+    command = ["env", "-u", "CUDA_VISIBLE_DEVICES", *([f"CUDA_VISIBLE_DEVICES={visible}"] if visible else []), *command]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("shape", "visible", "expected"),
+    [
+        (["--gpus", "4", *SHARED], None, ["0 0 2 none", "1 1 2 none"]),
+        (
+            ["--nodes", "2", "--gpus", "4", *SHARED],
+            None,
+            ["0 0 2 0,1,2,3", "1 1 2 0,1,2,3", "2 0 2 4,5,6,7", "3 1 2 4,5,6,7"],
+        ),
+        (["--nodes", "2", "--gpus", "1"], "3,GPU-5", ["0 0 1 3", "1 0 1 GPU-5"]),
+        (["--nodes", "2", "--gpus", "2", "--device", "cpu", *SHARED], None, ["0 0 1 none", "1 0 1 none"]),
+    ],
+)
+def test_local_nodes_have_each_their_own_of_this_machines_gpus(
+    tmp_path: Path, shape: list[str], visible: str | None, expected: list[str]
+) -> None:
+    """So that a script's cuda:LOCAL_RANK is another GPU on each."""
+    run = RunDirectory(tmp_path / "run")
+    done = local(run, *shape, visible=visible)
+    assert done.returncode == 0, done.stderr
+    assert seen(run) == expected
+
+
+def test_gpus_that_cannot_be_shared_start_nothing(tmp_path: Path) -> None:
+    done = local(RunDirectory(tmp_path / "run"), "--gpus", "5", *SHARED)
+    assert done.returncode == 2
+    assert "--gpus 5 with gpus_per_rank 2: ranks of 2 GPUs each cannot share 5 on a node" in done.stderr
+    assert not (tmp_path / "run").exists()
