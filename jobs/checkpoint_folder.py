@@ -5,7 +5,7 @@ clusterddp may have the loop, ``ctx.run()`` does all this by itself: see basic.p
 """
 
 import argparse
-import os
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,13 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--folder", default=os.path.join(os.environ.get("CLUSTERDDP_RUN_DIR", "."), "own"))
+    parser.add_argument("--folder", help="where to save; the run directory's folder own/")
     args = parser.parse_args()
 
     ctx = clusterddp.init()
     model = ctx.wrap(torch.nn.Linear(10, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with clusterddp.CheckpointFolder(args.folder) as folder:
+    with clusterddp.CheckpointFolder(args.folder or (ctx.run_dir or Path()) / "own") as folder:
         first = folder.restore(model=model, optimizer=optimizer)
         print(f"rank {ctx.rank} starts at step {first}", flush=True)
         for step in range(first, args.steps):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -101,6 +102,16 @@ class Context:
     def is_main(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run's folder, for files of the script's own; None where neither a launcher nor ``init`` named one."""
+        return self._settings.run_dir.path if self._settings.run_dir is not None else None
+
+    @property
+    def attempt(self) -> int:
+        """Which start of this run it is, from 0 on; always 0 where there is no run directory to count them."""
+        return self._attempt
 
     def print(self, *values: object, **options: Any) -> None:
         """``print`` on rank 0 alone, at once."""
