@@ -115,6 +115,14 @@ def _choice(*choices: str) -> Callable[[Node], str]:
     return read
 
 
+def _backend(node: Node) -> str:
+    if node.text == "mpi":
+        raise _Wrong(
+            "expected nccl or gloo, got 'mpi': MPI ranks are mpirun's: give that a script that says backend='mpi'"
+        )
+    return _choice("nccl", "gloo")(node)
+
+
 def _whole(least: int) -> Callable[[Node], int]:
     def read(node: Node) -> int:
         if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < least:
@@ -405,6 +413,6 @@ READERS: dict[str, Reader] = {
     ),
     "policy": _field("policy", _choice("requeue", "resubmit")),
     "lift_hold": _field("lift_hold", _truth),
-    "backend": _field("backend", _choice("nccl", "gloo")),
+    "backend": _field("backend", _backend),
     "share": _field("share", _choice("private", "group")),
 }

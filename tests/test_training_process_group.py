@@ -68,6 +68,9 @@ def test_the_backend_of_a_device():
     assert choose_backend("gloo", gpu) == "gloo"
     with pytest.raises(DeviceError, match="backend nccl needs a GPU"):
         choose_backend("nccl", cpu)
+    assert choose_backend("cpu:gloo", cpu) == "cpu:gloo"
+    with pytest.raises(DeviceError, match="backend smoke: this torch was built without it; leave it out"):
+        choose_backend("smoke", cpu)
 
 
 HEAD = "import os, sys, time, torch, clusterddp\nimport torch.distributed as dist\nctx = clusterddp.init()\n"

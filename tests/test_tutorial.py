@@ -1,4 +1,4 @@
-"""The tutorial's scripts do what the tutorial says, and its messages are the ones that users see."""
+"""The scripts in the tutorial and its pages do what these say, and its messages are the ones that users see."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TEXT = (REPOSITORY / "docs" / "tutorial.md").read_text()
-BLOCKS = re.findall(r"```python\n# (\d) ranks\n(.*?)```\n\n```text\n(.*?)```", TEXT, re.DOTALL)
+RENDEZVOUS = (REPOSITORY / "docs" / "rendezvous.md").read_text()
+BLOCKS = [
+    pytest.param(*block, id=f"{page}-{number}")
+    for page, text in (("tutorial", TEXT), ("rendezvous", RENDEZVOUS))
+    for number, block in enumerate(
+        re.findall(r"```python\n# (\d) ranks\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
+    )
+]
 SECTIONS = re.findall(r"^## (.*)$", TEXT, re.MULTILINE)
 
 
 def test_every_block_of_python_is_run():
-    assert len(BLOCKS) == TEXT.count("```python") == 5
+    assert len(BLOCKS) == TEXT.count("```python") + RENDEZVOUS.count("```python") == 10
 
 
-@pytest.mark.parametrize(("ranks", "script", "printed"), BLOCKS, ids=[str(number) for number in range(len(BLOCKS))])
+@pytest.mark.parametrize(("ranks", "script", "printed"), BLOCKS)
 def test_a_script_prints_what_stands_below_it(tmp_path, ranks, script, printed):
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "-m", "clusterddp", "submit", "script.py", "--local", "--device", "cpu", "--gpus", ranks]

@@ -60,9 +60,13 @@ def choose_devices(
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:
-    """NCCL between GPUs, gloo between CPUs, or as asked; NCCL without a GPU is an error."""
+    """NCCL between GPUs, gloo between CPUs, or as asked; one that cannot work here is an error."""
     if asked == "nccl" and device.type != "cuda":
         raise DeviceError(f"backend nccl needs a GPU per rank, but the device is {device}; leave it out, or gloo")
+    if asked is not None and not dist.is_backend_available(asked):
+        raise DeviceError(
+            f"backend {asked}: this torch was built without it; leave it out for gloo on CPUs, NCCL on GPUs"
+        )
     return asked or ("nccl" if device.type == "cuda" else "gloo")
 
 
