@@ -57,6 +57,24 @@ class Timeouts:
 
 
 @dataclass(frozen=True)
+class Watchdog:
+    """When a run whose steps have ceased is taken to hang, and what happens then. YAML: the fields, or ``off``."""
+
+    step_s: float = 600.0
+    """Seconds that a rank may be without coming to a step's end (or another stop point); four times the longest that it
+    took so far, where that is more."""
+    start_s: float = 1800.0
+    """The same until its first step is done: compilation, the first batch."""
+    on_hang: Literal["restart", "end"] = "restart"
+    """Start all ranks anew on the same nodes, from the newest checkpoint, or end the run as failed."""
+
+    @property
+    def beat_s(self) -> float:
+        """How often a rank tells the supervisor where it is."""
+        return min(2.0, self.step_s / 4)
+
+
+@dataclass(frozen=True)
 class Limits:
     """How much a run may use before it is ended as failed; None: no bound."""
 
@@ -128,6 +146,8 @@ class Job:
     """YAML: ``{every: 500 steps | 5 minutes | 30 seconds | auto | never, keep: 3}``, or ``every: [500 steps, 5
     minutes]``, and ``keep: {last: 3, every: 5000, best: f1 max}``."""
     timeouts: Timeouts = field(default_factory=Timeouts)
+    watchdog: Watchdog | None = field(default_factory=Watchdog)
+    """None, in YAML ``off``: a run that hangs does so until its time limit, or the process group's time-out."""
     limits: Limits = field(default_factory=Limits)
     policy: Literal["requeue", "resubmit"] | None = None
     """How a preempted run goes on: requeue keeps the job id and its age, but Slurm holds it for a while; resubmit is a
@@ -211,6 +231,7 @@ def _written(job: Job) -> dict[str, Any]:
     values["gpus_per_node"] = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else job.gpus_per_node
     values["checkpoint"] = {"every": _every_text(job.checkpoint), "keep": _keep_values(job.checkpoint.keep)}
     values["timeouts"] = dataclasses.asdict(job.timeouts)
+    values["watchdog"] = dataclasses.asdict(job.watchdog) if job.watchdog else "off"
     values["limits"] = {name: value for name, value in dataclasses.asdict(job.limits).items() if value is not None}
     return {renamed.get(name, name): value for name, value in values.items() if name not in ("gpu_type", "min_nodes")}
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from clusterddp import yaml12
-from clusterddp.job import Checkpointing, Keep, Limits, Timeouts
+from clusterddp.job import Checkpointing, Keep, Limits, Timeouts, Watchdog
 from clusterddp.yaml12 import Key, Mistake, Node
 
 #: Fields as they were written, by their YAML key.
@@ -292,6 +292,20 @@ def _best(node: Node, _: list[Mistake]) -> dict[str, Any]:
     return {"best": match[1], "best_is": match[2]}
 
 
+def _watchdog(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
+    """A mapping, or off."""
+    if isinstance(node.value, dict):
+        return _section("watchdog", Watchdog, _WATCHDOG)(node, mistakes)
+    if node.text != "off":
+        raise _Wrong(f"expected off or a mapping with {', '.join(_WATCHDOG)}, got {quoted(node)}")
+    return {"watchdog": None}
+
+
+_WATCHDOG: dict[str, Reader] = {
+    **{name: _field(name, _positive("seconds")) for name in ("step_s", "start_s")},
+    "on_hang": _field("on_hang", _choice("restart", "end")),
+}
+
 _KEEP: dict[str, Reader] = {
     "last": _field("last", _whole(1)),
     "every": _field("every", _whole(1)),
@@ -406,6 +420,7 @@ READERS: dict[str, Reader] = {
     "timeouts": _section(
         "timeouts", Timeouts, {name: _field(name, _positive("seconds")) for name in ("start_s", "step_s", "notice_s")}
     ),
+    "watchdog": _watchdog,
     "limits": _section(
         "limits",
         Limits,

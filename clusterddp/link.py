@@ -1,9 +1,9 @@
 """The line between the supervisor and its ranks: one TCP connection per rank, JSON lines, standard library only.
 
-It carries three things. At the start every rank says hello with the attempt's token, and is told where rank 0's store
+It carries four things. At the start every rank says hello with the attempt's token, and is told where rank 0's store
 is (rank 0 chose and holds the port; its address is the one it was seen under, so that no name is ever looked up).
-While it runs, ranks report events, which the supervisor alone writes into the history. When it breaks, the rank is
-gone.
+While it runs, ranks report events, which the supervisor alone writes into the history, and the supervisor may tell them
+to leave. When it breaks, the rank is gone.
 
 A file in the run directory would not do for this: on NFS a new file may stay invisible on other nodes for a minute.
 """
@@ -84,6 +84,13 @@ class LinkServer:
     def tell(self, **values: Any) -> None:
         """Ranks that are greeted from now on hear this, too."""
         self._told = {**self._told, **values}
+
+    def say(self, **words: Any) -> None:
+        """Every rank that has joined hears this now. Never waits: who cannot be reached at once does not hear it."""
+        for peer in list(self._peers.values()):
+            if peer.rank is not None:
+                with suppress(OSError):
+                    _send_line(peer.connection, words)
 
     def close(self) -> None:
         """Hears out ranks that have ended, at most for a second (a node may be cut off), then drops all connections."""
@@ -270,18 +277,20 @@ class Link:
         address: str = self._connection.getsockname()[0]
         return address
 
-    def on_lost(self, act: Callable[[], None]) -> None:
-        """Calls ``act`` in a thread of its own when the supervisor is gone, or cut off."""
-        threading.Thread(target=self._await_loss, args=(act,), name="link", daemon=True).start()
+    def listen(self, on_lost: Callable[[], None], on_words: Callable[[Mapping[str, Any]], None]) -> None:
+        """In a thread of its own: ``on_words`` gets what the supervisor says to all ranks, and ``on_lost`` is called
+        when it is gone, or cut off."""
+        threading.Thread(target=self._listen, args=(on_lost, on_words), name="link", daemon=True).start()
 
-    def _await_loss(self, act: Callable[[], None]) -> None:
-        try:
-            while self._connection.recv(4096):
-                pass  # The supervisor says nothing after its first answer.
-        except OSError:
-            pass
+    def _listen(self, on_lost: Callable[[], None], on_words: Callable[[Mapping[str, Any]], None]) -> None:
+        rest = b""
+        with suppress(OSError):
+            while data := self._connection.recv(4096):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    on_words(json.loads(line))
         if not self._closed:
-            act()
+            on_lost()
 
     def close(self) -> None:
         """Leaves the supervisor."""

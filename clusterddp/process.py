@@ -1,10 +1,11 @@
-"""Processes of this machine: when one started, and that it dies with its parent. Linux, standard library only."""
+"""Processes of this machine: when one started, that it dies with its parent, how long it ran. For Linux."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -29,3 +30,22 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class RunningClock:
+    """Seconds for which this process has run, as one of its threads sees it that looks every ``tick_s`` seconds.
+
+    A job that was suspended (SIGSTOP, SIGCONT) lived through nothing in the meantime: between two looks no more than
+    three ticks pass.
+    """
+
+    def __init__(self, tick_s: float) -> None:
+        self._most_s, self._looked = 3 * tick_s, time.monotonic()
+        self.now = 0.0
+
+    def look(self) -> float:
+        """Moves on; returns the seconds since the last look that do not count."""
+        looked = time.monotonic()
+        passed, self._looked = looked - self._looked, looked
+        self.now += min(passed, self._most_s)
+        return max(0.0, passed - self._most_s)

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,7 +57,7 @@ def main() -> None:
         _leave(record, {**end, "end": "lost", "error": str(error)}, 1)
     if link.current is None:
         _leave(record, {**end, "end": "stopped", "reason": "a stop signal came before all ranks were there"}, 0)
-    link.current.on_lost(lambda: leave_if_superseded(run, record, end))
+    link.current.listen(lambda: leave_if_superseded(run, record, end), leave_when_told)
     _let_signals_through()
     values, code = run_script(sys.argv[1:])
     del held_port
@@ -104,6 +105,13 @@ def leave_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) ->
     words = f"attempt {own} superseded by attempt {run.newest_attempt()}"
     print(f"clusterddp: {words}; not writing, rank {end['rank']} ends", file=sys.stderr)
     _leave(record, {**end, "end": "superseded", "reason": words}, 1)
+
+
+def leave_when_told(words: Mapping[str, Any]) -> None:
+    """The supervisor ends this attempt: at once, as the main thread, and whatever it holds, may never come back."""
+    if "leave" in words:
+        os.write(2, f"clusterddp: told to leave: {words['leave']}\n".encode())
+        os._exit(1)
 
 
 def _superseded(run: RunDirectory, own: int) -> bool:

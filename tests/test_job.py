@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import JobDefinitionError
-from clusterddp.job import Checkpointing, Job, Keep, Limits, Timeouts
+from clusterddp.job import Checkpointing, Job, Keep, Limits, Timeouts, Watchdog
 from clusterddp.job_file import from_values, load, load_resolved, user_defaults
 
 EVERYTHING = """\
@@ -39,6 +39,7 @@ seed: 17
 global_batch: 64
 checkpoint: {every: 500 steps, keep: 5}
 timeouts: {start_s: 600, step_s: 90.5, notice_s: 60}
+watchdog: {step_s: 120, start_s: 900, on_hang: end}
 limits: {attempts: 20, gpu_hours: 1.5}
 policy: resubmit
 lift_hold: false
@@ -96,6 +97,7 @@ def test_every_field_is_read(folder: Path) -> None:
         seed=17,
         global_batch=64,
         checkpoint=Checkpointing(every_steps=500, every_s=None, keep=Keep(5)),
+        watchdog=Watchdog(120.0, 900.0, "end"),
         limits=Limits(attempts=20, gpu_hours=1.5),
         policy="resubmit",
         lift_hold=False,
@@ -206,6 +208,8 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("timeouts: {step_s: -1}", "timeouts.step_s: expected a positive number of seconds, got '-1'"),
         ("timeouts: {step_s: .inf}", "got '.inf'"),
         ("timeouts: {steps: 5}", "did you mean 'step_s'?"),
+        ("watchdog: no", "watchdog: expected off or a mapping with step_s, start_s, on_hang, got 'no'"),
+        ("watchdog: {on_hang: restrat}", "did you mean 'restart'?"),
         ("device: cpu\nbackend: nccl", "2:10: backend: 'nccl' needs a GPU, but device is cpu"),
         ("device: cpu\ngpus_per_node: a100:2", "'a100:2' needs a GPU"),
         ("steps: 0", "at least 1"),
@@ -460,6 +464,7 @@ AWKWARD += [
         Job(name="x", module="m", sbatch={"exclusive": True, "hold": False, "comment": "true", "nice": "100"}),
         Job(name="1e3", module="m", gpus_per_node=4, gpu_type="1g.5gb", time_s=217805, partition="on", account="007"),
         Job(name="x", module="m", checkpoint=Checkpointing(None, None, 1), timeouts=Timeouts(1.5, 1e20, 0.1)),
+        Job(name="x", module="m", watchdog=None),
         Job(name="x", module="m", nodes=4, min_nodes=2, gpus_per_node=8, global_batch=960),
         Job(name="x", module="m", checkpoint=Checkpointing(7, 0.1), device="cpu", seed=2**60, steps=1, share="group"),
         Job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import sys
@@ -16,6 +17,7 @@ from clusterddp.launch import slurm
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.code_state import changed, code_state
 from clusterddp.launch.controller import Controller
+from clusterddp.launch.hangs import Hang, Watch
 from clusterddp.launch.history import History
 from clusterddp.launch.launcher import Launcher, rank_command
 from clusterddp.launch.limits import exceeded
@@ -29,6 +31,8 @@ from clusterddp.rundir import RunDirectory, last_line, read_json, write_json
 RESTART = -1
 #: Pauses between two questions to a controller that does not answer: from the first to the longest, in seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+#: Seconds that the ranks of a run that hangs have to leave by themselves.
+LEAVE_S = 3.0
 
 
 class Attempt:
@@ -49,8 +53,10 @@ class Attempt:
         self._steps_before = (last_line(run.metrics_file) or {"step": -1})["step"] + 1
         self._hosts: dict[int, str] = {}
         self._lost_at: dict[int, float] = {}
-        self._recorded = threading.Event()
+        self._recorded, self._gone = threading.Event(), threading.Event()
         self._told = self._heard = False
+        self._watch = Watch(job.watchdog.beat_s, self._on_hang) if job.watchdog else None
+        self._hang: tuple[Hang, float] | None = None
 
     def supervise(self) -> int:
         """Runs the attempt to its end; returns this process's exit code, or RESTART."""
@@ -74,6 +80,7 @@ class Attempt:
             ADDRESS_VARIABLE: f"{self._launcher.supervisor_host}:{self._server.port}",
             TOKEN_VARIABLE: token,
             "CLUSTERDDP_USR2_NOTICE_S": str(self.lead_s()),
+            **({} if self._watch else {"CLUSTERDDP_WATCHDOG": "off"}),
         }
         logs = self._run.attempt_logs(self._number)
         self._launcher.start(rank_command(self._job, self._number), environment, logs)
@@ -87,8 +94,11 @@ class Attempt:
             self._recorded.set()
             return self._launcher.wait()
         finally:
+            self._gone.set()
             self._recorded.set()
             monitor.close()
+            if self._watch:
+                self._watch.close()
             self._server.close()
 
     def _tell_notice(self) -> None:
@@ -111,6 +121,10 @@ class Attempt:
         if event == "joined":
             self._hosts[rank] = values["host"]
             return
+        if event == "alive":
+            if self._watch:
+                self._watch.hear(rank, self._hosts[rank], values)
+            return
         if event == "signal":
             self._told = self._heard = True
         self._recorded.wait()  # the attempt's start comes first in the history
@@ -121,6 +135,18 @@ class Attempt:
 
     def _on_lost(self, rank: int) -> None:
         self._lost_at[rank] = time.time()
+        if self._watch:
+            self._watch.close()  # a lost rank, or node, is no hang
+
+    def _on_hang(self, hang: Hang) -> None:
+        """Ends all ranks: those that can leave by themselves do when they are told, and the launcher ends the rest."""
+        if self._gone.is_set():
+            return
+        self._hang = hang, time.time()
+        self._history.add("hung", rank=hang.ranks[0], **dataclasses.asdict(hang))
+        self._server.say(leave=hang.what)
+        if not self._gone.wait(LEAVE_S):
+            self._launcher.kill()
 
     # --- what the monitor asks and tells
 
@@ -159,8 +185,8 @@ class Attempt:
     # --- when the ranks are gone
 
     def _ends(self) -> list[RankEnd]:
-        """How every rank ended, from its own record where it could write one."""
-        return [
+        """How every rank ended, from its own record where it could; the one that hung comes first."""
+        ends = [
             RankEnd.from_record(
                 rank,
                 self._hosts.get(rank, "host unknown"),
@@ -169,6 +195,11 @@ class Attempt:
             )
             for rank in range(self._job.world_size)
         ]
+        if self._hang is not None and ends[self._hang[0].ranks[0]].failed:
+            hang, found_at = self._hang
+            end = "hung" if self._job.watchdog and self._job.watchdog.on_hang == "restart" else "hung for good"
+            ends[hang.ranks[0]] = RankEnd(hang.ranks[0], hang.host, end, found_at, hang.what, used_clusterddp=True)
+        return ends
 
     def _why(self) -> Cause:
         """The newer attempt and the mark that ``clusterddp cancel`` leaves come before the controller's word.
@@ -201,7 +232,8 @@ class Attempt:
             return 1
         if verdict.first_failure is not None:
             failure = verdict.first_failure
-            self._history.add("rank_failed", rank=failure.rank, host=failure.host, error=failure.error)
+            if self._hang is None:  # which is in the history already
+                self._history.add("rank_failed", rank=failure.rank, host=failure.host, error=failure.error)
             print(failure_box(self._run, self._number, failure), file=sys.stderr, flush=True)
         if verdict.action is Action.RESTART:
             return self._restart(verdict)
@@ -228,7 +260,8 @@ class Attempt:
         """The run goes on here and now, from the newest checkpoint, as a new attempt of the same job."""
         if self._bounded("restarted", verdict):
             return verdict.exit_code
-        self._add_end("restarted", verdict)
+        hung = self._hang and f"rank {self._hang[0].ranks[0]} ({self._hang[0].host}) hung"
+        self._add_end("restarted", verdict, hung)
         return RESTART
 
     def _bounded(self, event: str, verdict: Verdict) -> bool:

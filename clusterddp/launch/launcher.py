@@ -31,6 +31,9 @@ class Launcher(Protocol):
     def notify(self) -> None:
         """Tells all ranks to stop (USR2)."""
 
+    def kill(self) -> None:
+        """Ends all ranks that are within reach, whatever they are at."""
+
     def abandon(self) -> None:
         """Gives up waiting for ranks that may be out of reach."""
 
@@ -61,6 +64,10 @@ class SlurmLauncher:
     def notify(self) -> None:
         """srun hands the signal on to every task."""
         self._srun.send_signal(signal.SIGUSR2)
+
+    def kill(self) -> None:
+        """srun ends the step on a QUIT; a TERM it was started to ignore."""
+        self._srun.send_signal(signal.SIGQUIT)
 
     def abandon(self) -> None:
         """Leaves srun a few seconds, in which the ranks within reach end by themselves."""
@@ -129,9 +136,13 @@ class LocalLauncher:
         """Signals every rank that still runs."""
         self._signal_all(signal.SIGUSR2)
 
+    def kill(self) -> None:
+        """Even one that is stopped dies of a KILL."""
+        self._signal_all(signal.SIGKILL)
+
     def abandon(self) -> None:
         """Kills them: they are within reach."""
-        self._signal_all(signal.SIGKILL)
+        self.kill()
 
     def wait(self) -> int:
         """The first exit code that is not 0 (128 + signal for a killed rank); its peers are then killed, as by srun."""

@@ -84,6 +84,11 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "requeued": lambda e: _ended(e, "requeued"),
     "requeue_refused": lambda e: f"the requeue was refused ({e['error']}), resubmitting",
     "resubmitted": lambda e: _ended(e, f"resubmitted as job {e['job']}"),
+    "hung": lambda e: f"{e['what']}; ending all ranks",
+    "slow": lambda e: (
+        f"rank {e['rank']} ({e['host']}) is slow: {e['own_s']:.3g} s of its own in a step, {e['ratio']:.1f} times the "
+        "others' median; they wait for it"
+    ),
     "rank_failed": lambda e: f"rank {e['rank']} ({e['host']}) failed first: {e['error']}",
     "failed": _failed,
     "cancelled": lambda e: f"cancelled{at_step(e['step'])}; it will not run again",
@@ -94,11 +99,19 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
 def failure_box(run: RunDirectory, attempt: int, failure: RankEnd) -> str:
     """The first failure, boxed: who, where, and its traceback or the end of its log."""
     log = run.attempt_logs(attempt) / f"rank-{failure.rank}.err"
-    body = failure.traceback or _tail(log.read_text(errors="replace") if log.exists() else "", lines=12)
+    text = log.read_text(errors="replace") if log.exists() else ""
+    body = failure.traceback or _main_stack(text) or _tail(text, lines=12)
     lines = [failure.sentence(), "", *body.rstrip().splitlines(), "", f"log: {log}"]
     wrapped = [piece for line in lines for piece in (textwrap.wrap(line, 116, drop_whitespace=False) or [""])]
     rule = "-" * 118
     return "\n".join([f"+{rule}", *(f"| {line}" for line in wrapped), f"+{rule}"])
+
+
+def _main_stack(text: str) -> str:
+    """The main thread's stack, which faulthandler writes last, if it was written because the rank's time was over."""
+    stacks = text.rpartition("Timeout (")[2].partition("\nclusterddp: ")[0] if "Timeout (" in text else ""
+    lines = stacks.rpartition("Thread 0x")[2].splitlines()[1:]
+    return "\n".join(line for line in lines[:12] if "<frozen runpy>" not in line and "clusterddp/rank.py" not in line)
 
 
 def _tail(text: str, lines: int) -> str:

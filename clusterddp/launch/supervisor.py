@@ -56,10 +56,11 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
     """Runs one attempt as processes of this machine; returns the exit code."""
     die_with_parent()
     prepare_process()
-    if debug_rank is not None:
-        signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the debugged rank's
     run = RunDirectory(run_directory)
     job = load_resolved(run.job_file)
+    if debug_rank is not None:
+        signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the debugged rank's
+        job = dataclasses.replace(job, watchdog=None)  # and whoever looks at it may take all day
     for name in set(os.environ) - set(scrub(os.environ)):
         del os.environ[name]
     notice_file(run).unlink(missing_ok=True)  # of an attempt before

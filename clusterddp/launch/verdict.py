@@ -38,8 +38,9 @@ class RankEnd:
     """How one rank ended.
 
     ``end``: done, stopped (a clusterddp stop), exit (a code of its own), exception, lost (it never reached the
-    supervisor), declined (a callable's ``checkpoint()`` returned None), or died (no record of its own: killed by a
-    signal, or os._exit).
+    supervisor), declined (a callable's ``checkpoint()`` returned None), hung (all ranks had to be ended), hung for
+    good (and are not to be started again), or died (no record
+    of its own: killed by a signal, or os._exit).
     ``lost_at``: unix seconds on the supervisor's clock when its connection broke, infinity if it never joined.
     """
 
@@ -80,10 +81,12 @@ class RankEnd:
         """Whether a failure may have come from outside the user's code. A Python exception of its own never does."""
         if self.end == "exception":
             return _MAY_PASS.search(self.error) is not None
-        return self.end in ("died", "lost")
+        return self.end in ("died", "lost", "hung")
 
     def sentence(self) -> str:
         """One line that names the rank, its host and what happened to it."""
+        if self.end.startswith("hung"):
+            return self.error
         what = {"exception": "raised ", "exit": "left with ", "died": "was ", "lost": "never joined: ", "declined": ""}
         return f"rank {self.rank} ({self.host}) {what.get(self.end, self.end)}{self.error}"
 

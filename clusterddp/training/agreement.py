@@ -128,6 +128,11 @@ class Agreement:
             )
         return self._ballot.stops_at(number)
 
+    @property
+    def entered(self) -> int:
+        """How many boundaries this rank has come to."""
+        return self._ballot.entered + 1
+
     def request(self, reason: str) -> None:
         """Asks all ranks to stop at their next common boundary. Any rank, any thread, any number of times."""
         with self._asking:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from clusterddp.training import collectives, data, process_group, randomness, se
 from clusterddp.training.agreement import Agreement
 from clusterddp.training.deadline import Deadline
 from clusterddp.training.foreign import ForeignLoader, StatefulLoader
+from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.interrupts import SignalPipe
 from clusterddp.training.loop import Randomness, Run
 from clusterddp.training.saving import Saver
@@ -92,6 +93,7 @@ class Context:
         self._run: Run | None = None
         self._saver: Saver | None = None
         self._turns = 0
+        self._heartbeat = self._begin_heartbeat()
         self._closed = False
         atexit.register(self._close_at_exit)
         randomness.seed_all(randomness.hash32("init", self.seed), self.device)
@@ -210,6 +212,7 @@ class Context:
             saver=self._saver,
             report=self._report,
             deadline=self._deadline,
+            heartbeat=self._heartbeat,
         )
         return self._run
 
@@ -222,6 +225,27 @@ class Context:
                 "or one with state_dict() and load_state_dict(), as torchdata's StatefulDataLoader"
             )
         return ForeignLoader(loader, self._group)
+
+    # --- hanging
+
+    def _begin_heartbeat(self) -> Heartbeat:
+        """Nobody listens where no supervisor started this process."""
+        watched, directory = link.current is not None, self._settings.run_dir
+        logs = directory.attempt_logs(self._attempt) if directory else Path()
+        return Heartbeat(
+            self._settings.watchdog if watched else None,
+            boundaries=lambda: self._agreement.entered,
+            step=lambda: self._run.step if self._run is not None else 0,
+            send=link.report,
+            flight_record=logs / f"rank-{self.rank}.collectives.json",
+        )
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """``with ctx.unwatched():`` around what takes long without a step: the watchdog does not take it for a hang.
+
+        An evaluation with ``eval_loader`` needs it not: every batch of that is a sign of life.
+        """
+        return self._heartbeat.pause()
 
     # --- stopping
 
@@ -322,6 +346,7 @@ class Context:
         self._signals.close(restore_handlers=restore_handlers)
         self._agreement.close()
         self._deadline.end()
+        self._heartbeat.close()
         if self._saver is not None:
             self._saver.close()
         if clean:

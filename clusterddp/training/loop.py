@@ -21,6 +21,7 @@ from clusterddp.training.agreement import Agreement
 from clusterddp.training.data import Loader
 from clusterddp.training.deadline import Deadline
 from clusterddp.training.foreign import ForeignLoader
+from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.metrics import plain
 from clusterddp.training.micro import MicroBatches
 from clusterddp.training.process_group import ProcessGroup
@@ -52,8 +53,9 @@ class Run:
         saver: Saver,
         report: Callable[..., None],
         deadline: Deadline,
+        heartbeat: Heartbeat,
     ) -> None:
-        self._deadline = deadline
+        self._deadline, self._heartbeat = deadline, heartbeat
         if clash := _RESERVED & parts.keys():
             raise TypeError(f"{', '.join(sorted(clash))}: the checkpoint uses the name itself; give the part another")
         self.step = 0
@@ -90,6 +92,7 @@ class Run:
         self._begin(total)
         if self.step >= total:
             return
+        self._heartbeat.begin()
         self._boundary()
         batches = self._loader.batches(self.step)
         try:
@@ -102,6 +105,7 @@ class Run:
                 if self.step < total:
                     self._save_if_due()
         finally:
+            self._heartbeat.rest()
             batches.close()  # type: ignore[attr-defined]
         self._complete(total)
 
@@ -201,6 +205,7 @@ class Run:
     def _commit(self) -> tuple[int | None, str | None]:
         self._loader.gather()
         self._deadline.end()  # from here on the save takes as long as it may
+        self._heartbeat.rest()
         return self._saver.commit(self.step, self._content)
 
     def _save_if_due(self) -> None:

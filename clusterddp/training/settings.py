@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clusterddp import environment, link
-from clusterddp.job import Checkpointing, Timeouts
+from clusterddp.job import Checkpointing, Timeouts, Watchdog
 from clusterddp.job_file import load_resolved
 from clusterddp.rundir import RunDirectory
 from clusterddp.training.process_group import StoreAddress
@@ -31,6 +31,7 @@ class Settings:
     global_batch: int | None
     checkpoint: Checkpointing
     timeouts: Timeouts
+    watchdog: Watchdog | None
     store: StoreAddress
     notices: Mapping[str, float]
 
@@ -62,6 +63,7 @@ def read(
         global_batch=job.global_batch if job else None,
         checkpoint=job.checkpoint if job else checkpoint or Checkpointing(),
         timeouts=job.timeouts if job else Timeouts(),
+        watchdog=job.watchdog if job and environ.get("CLUSTERDDP_WATCHDOG") != "off" else None,
         store=_store(environ, ranks),
         notices={
             name: float(environ[variable])

@@ -1,0 +1,142 @@
+"""Does the run hang, and on which rank? From what the ranks say of themselves every few seconds.
+
+A rank says how many boundaries it has come to, for how long it has been without the next one, for how long it may be,
+and, meanwhile, what it is at. Time is the supervisor's own and stands still while the supervisor does (a suspended
+job); no clock is compared with another host's.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clusterddp.process import RunningClock
+
+#: Beats after a rank's time is over until the run counts as hung: in these the stacks get into the ranks' logs.
+PATIENCE_BEATS = 3
+#: Beats without which a rank is silent.
+SILENCE_BEATS = 4
+#: How many ranks a sentence names.
+NAMED = 4
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank last said of itself; ``moved`` and ``heard`` are seconds on the supervisor's clock.
+
+    ``count``: the boundaries it has come to. ``step``: how many steps it has done. ``allowed_s``: how long it may be
+    without moving; None: it has not begun to train; infinity: as long as it likes. ``place``: what it is at, '' while
+    it moves. ``waits``: whether that is waiting for other ranks.
+    """
+
+    rank: int
+    host: str
+    count: int
+    step: int
+    allowed_s: float | None
+    moved: float
+    heard: float
+    place: str = ""
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Which ranks the others wait for, in order; the first one's host and step; the sentence that says it all."""
+
+    ranks: tuple[int, ...]
+    host: str
+    step: int
+    seconds: float
+    what: str
+
+
+def find_hang(signs: Iterable[Sign], now: float, beat_s: float) -> Hang | None:
+    """The hang, once some rank's time is over, unless it waits for one that may take as long as it likes."""
+    signs = sorted(signs, key=lambda sign: sign.rank)
+    slack_s = PATIENCE_BEATS * beat_s
+    if not any(sign.allowed_s is not None and now - sign.moved > sign.allowed_s + slack_s for sign in signs):
+        return None
+    silent = [sign for sign in signs if _silent(sign, now, beat_s)]
+    late = _late(signs, silent)
+    if any(sign.allowed_s == math.inf for sign in late):
+        return None
+    seconds = now - min(sign.moved for sign in late)
+    what = f"{_names(late)} last at step {late[0].step}, {seconds:.0f} s ago"
+    if late == silent:
+        what += ", and not heard of since (stopped, or holding Python's lock)"
+    elif place := _most_common(late):
+        what += f", in {place}"
+    others = [sign for sign in signs if sign not in late]
+    if place := _most_common([sign for sign in others if sign.waits]):
+        what += f"; the others wait in {place}"
+    return Hang(tuple(sign.rank for sign in late), late[0].host, late[0].step, round(seconds, 1), what)
+
+
+def _silent(sign: Sign, now: float, beat_s: float) -> bool:
+    """Whether the whole process stands still: it has not been heard of for the better part of the time."""
+    return now - sign.heard > max(SILENCE_BEATS * beat_s, 0.5 * (now - sign.moved))
+
+
+def _late(signs: list[Sign], silent: list[Sign]) -> list[Sign]:
+    """Those that the others wait for, by the first mark that tells the ranks apart: they are not heard of, have come to
+    fewer boundaries, do not wait for others, are fewer at their place than the others are elsewhere."""
+    least = min(sign.count for sign in signs)
+    at = Counter(sign.place for sign in signs)
+    marked = [
+        silent,
+        [sign for sign in signs if sign.count == least],
+        [sign for sign in signs if not sign.waits],
+        [sign for sign in signs if 2 * at[sign.place] < len(signs)],
+    ]
+    return next((some for some in marked if 0 < len(some) < len(signs)), signs)
+
+
+def _names(signs: list[Sign]) -> str:
+    names = ", ".join(f"{sign.rank} ({sign.host})" for sign in signs[:NAMED])
+    more = f" and {len(signs) - NAMED} more" if len(signs) > NAMED else ""
+    return f"rank{'s' if len(signs) > 1 else ''} {names}{more}"
+
+
+def _most_common(signs: list[Sign]) -> str:
+    places = Counter(sign.place for sign in signs if sign.place)
+    return places.most_common(1)[0][0] if places else ""
+
+
+class Watch:
+    """A thread that looks for a hang until it is closed or has found one: ``on_hang`` is called once, in the thread.
+
+    Nothing is looked for any more when the line to a rank breaks: a lost node is no hang.
+    """
+
+    def __init__(self, beat_s: float, on_hang: Callable[[Hang], None]) -> None:
+        self._beat_s, self._on_hang = beat_s, on_hang
+        self._signs: dict[int, Sign] = {}
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._clock = RunningClock(beat_s)
+        threading.Thread(target=self._look, name="watch", daemon=True).start()
+
+    def hear(self, rank: int, host: str, beat: Mapping[str, Any]) -> None:
+        """A rank's word of itself has come."""
+        with self._lock:
+            told = {name: beat[name] for name in ("count", "step", "allowed_s", "place", "waits") if name in beat}
+            now = self._clock.now
+            self._signs[rank] = Sign(rank, host, moved=now - beat["age_s"], heard=now, **told)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._end.set()
+
+    def _look(self) -> None:
+        while not self._end.wait(self._beat_s):
+            with self._lock:
+                self._clock.look()
+                hang = find_hang(self._signs.values(), self._clock.now, self._beat_s)
+            if hang is not None:
+                self._on_hang(hang)
+                return

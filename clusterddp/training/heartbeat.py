@@ -1,0 +1,159 @@
+"""What a rank tells the supervisor of itself every few seconds: how far it is, and, while it does not move, what it is
+at. A thread reads what the main thread leaves behind anyway: a step does nothing for it.
+
+The supervisor finds out that the run hangs, and on which rank (``launch/hangs.py``). The stacks of all threads come
+from here: a timer of faulthandler's, which needs no lock of Python's, writes them to standard error when the rank's
+time is over.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clusterddp.job import Watchdog
+from clusterddp.process import RunningClock
+from clusterddp.training.whereabouts import place_of, sleeping
+
+#: A rank may be without a step for so many times as long as it was before.
+GAP_FACTOR = 4.0
+
+
+class Pace:
+    """How long a rank may be without moving, from how long it was before. Pure: seconds are the caller's."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+        self._seen: tuple[int, int | None, bool] | None = None
+        self._longest_s = 0.0
+        self._moved = 0.0
+        #: None: it has not begun to train. Infinity: as long as it likes.
+        self.allowed_s: float | None = None
+
+    def look(self, now: float, count: int, begun_at: int | None, paused: bool) -> float:
+        """For how long the rank has not moved; see ``Heartbeat`` for what it is told."""
+        seen = (count, begun_at, paused)
+        if seen == self._seen:
+            return now - self._moved
+        if self._seen and self._seen[1:] == seen[1:] and _past_first(*self._seen[:2]):
+            self._longest_s = max(self._longest_s, now - self._moved)
+        self._seen, self._moved = seen, now
+        if begun_at is None:
+            self.allowed_s = None if self.allowed_s is None else math.inf
+        elif paused:
+            self.allowed_s = math.inf
+        elif not _past_first(count, begun_at):
+            self.allowed_s = self._watchdog.start_s
+        else:
+            self.allowed_s = max(self._watchdog.step_s, GAP_FACTOR * self._longest_s)
+        return 0.0
+
+
+def _past_first(count: int, begun_at: int | None) -> bool:
+    """The loop comes to a boundary before its first step, and to one after."""
+    return begun_at is not None and count >= begun_at + 2
+
+
+class Heartbeat:
+    """One per process. It is watched from ``begin`` to ``rest``; a script that does neither never is.
+
+    Args:
+        watchdog: None turns it off.
+        boundaries: how many stop points the main thread has come to.
+        step: how many steps are done.
+        send: tells the supervisor.
+        flight_record: where torch's record of the last collectives goes when the rank's time is over.
+    """
+
+    def __init__(
+        self,
+        watchdog: Watchdog | None,
+        boundaries: Callable[[], int],
+        step: Callable[[], int],
+        send: Callable[..., None],
+        flight_record: Path,
+    ) -> None:
+        self._boundaries, self._step, self._send, self._flight_record = boundaries, step, send, flight_record
+        self._begun_at: int | None = None
+        self._paused = 0
+        self._end = threading.Event()
+        if watchdog is not None:
+            threading.Thread(target=self._beat, args=(watchdog,), name="heartbeat", daemon=True).start()
+
+    def begin(self) -> None:
+        """From now on one boundary follows the other."""
+        self._begun_at = self._boundaries()
+
+    def rest(self) -> None:
+        """What comes now takes as long as it likes."""
+        self._begun_at = None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What is done inside takes as long as it likes."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._end.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _beat(self, watchdog: Watchdog) -> None:
+        pace, clock = Pace(watchdog), RunningClock(watchdog.beat_s)
+        recorded = False
+        while not self._end.wait(watchdog.beat_s):
+            if stood_s := clock.look():
+                self._say(
+                    f"this process stood still for {stood_s:.0f} s, as in a suspended job; stacks above mean nothing"
+                )
+            count = self._boundaries()
+            age_s = pace.look(clock.now, count, self._begun_at, self._paused > 0)
+            beat: dict[str, Any] = {"count": count, "step": self._step(), "age_s": age_s, "allowed_s": pace.allowed_s}
+            if age_s == 0:
+                self._set_timer(pace.allowed_s)
+                recorded = False
+            else:
+                beat["place"], beat["waits"] = _main_thread_place()
+            self._send("alive", **beat)
+            if age_s > (pace.allowed_s or math.inf) and not recorded:
+                recorded = True
+                self._record_flight()
+
+    def _set_timer(self, allowed_s: float | None) -> None:
+        if self._end.is_set() or allowed_s is None or math.isinf(allowed_s):
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            faulthandler.dump_traceback_later(allowed_s, file=2)
+
+    def _record_flight(self) -> None:
+        """What the last collectives were, and which are not done: torch keeps it anyway, and prints it nowhere."""
+        bound: Any = torch._C._distributed_c10d
+        dump = getattr(bound, "_dump_nccl_trace_json", None) or getattr(bound, "_dump_fr_trace_json", None)
+        if dump is not None:  # torch 2.13 has both, or the second, depending on how it was built; earlier ones neither
+            try:
+                self._flight_record.write_bytes(dump())
+            except (OSError, RuntimeError) as error:
+                self._say(f"torch's flight record is not written: {error}")
+
+    @staticmethod
+    def _say(words: str) -> None:
+        print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+
+
+def _main_thread_place() -> tuple[str, bool]:
+    main = threading.main_thread()
+    assert main.ident is not None
+    assert main.native_id is not None
+    return place_of(sys._current_frames()[main.ident], sleeping(main.native_id))

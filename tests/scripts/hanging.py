@@ -1,0 +1,49 @@
+"""A small training in which one rank misbehaves in attempt 0: ``hanging.py HOW``, at step 40 of 60.
+
+HOW: lock (Python code waits for ever), extension (C code does, and holds Python's lock), slow (longer steps than the
+others', and, inside ``ctx.unwatched()``, a pause that is longer than the watchdog's time), or nothing.
+"""
+
+import ctypes
+import os
+import sys
+import threading
+import time
+
+import torch
+from torch.utils.data import TensorDataset
+
+import clusterddp
+
+HOW = sys.argv[1]
+PAUSE_S = 12
+
+
+def misbehave():
+    """What only the last rank of the first attempt does."""
+    if HOW == "lock":
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+    elif HOW == "extension":
+        ctypes.PyDLL(None).sleep(600)
+    elif HOW == "slow":
+        with ctx.unwatched():
+            time.sleep(PAUSE_S)
+
+
+ctx = clusterddp.init()
+odd = ctx.rank == ctx.world_size - 1 and os.environ["CLUSTERDDP_ATTEMPT"] == "0"
+model = ctx.wrap(torch.nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = ctx.loader(TensorDataset(torch.arange(3200.0).reshape(200, 16) / 3200), batch_size=4)
+run = ctx.run(model=model, optimizer=optimizer, loader=loader)
+for (x,) in run.steps(60):
+    if odd and run.step == 40:
+        misbehave()
+    time.sleep(0.15 if odd and HOW == "slow" else 0.05)
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    run.log(loss=loss)
