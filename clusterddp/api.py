@@ -26,7 +26,7 @@ from clusterddp.launch.narration import failure_box
 from clusterddp.launch.progress import Progress
 from clusterddp.launch.verdict import RankEnd
 from clusterddp.launch.watching import LOOK_S, Watcher
-from clusterddp.rundir import RunDirectory, read_json
+from clusterddp.rundir import RunDirectory
 
 #: Cannot be changed for a function: they name what runs.
 _OF_A_FUNCTION = {"script", "module", "args", "args_on_resume"}
@@ -182,7 +182,7 @@ class Handle:
         if not failures or (self._run.outcome() or {}).get("state") == "cancelled":
             return words
         attempt, rank, host = failures[-1]["attempt"], failures[-1]["rank"], failures[-1]["host"]
-        end = RankEnd.from_record(rank, host, 0.0, read_json(self._run.rank_record(attempt, rank)))
+        end = RankEnd.read(rank, host, 0.0, self._run.rank_record(attempt, rank))
         return f"{words}\n{failure_box(self._run, attempt, end)}"
 
 

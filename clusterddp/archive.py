@@ -125,7 +125,10 @@ def read(path: Path) -> Content:
         _check(file.fileno(), beginning, entries, memoryview(data))
     metadata = entries.pop("__metadata__")
     del entries[_CHECKSUMS]
-    return Content(entries, metadata, json.loads(metadata.pop("state")), data)
+    try:
+        return Content(entries, metadata, json.loads(metadata.pop("state")), data)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged("its state cannot be read") from error
 
 
 def memory(size: int) -> mmap.mmap | bytearray:
@@ -189,7 +192,8 @@ def _read_head(file: int) -> tuple[bytes, dict[str, Any]]:
     try:
         header = json.loads(text)
         found, end = header["__metadata__"]["format"], _places(header)[1]
-    except (ValueError, KeyError, TypeError) as error:
+        _check_entries(header)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged("its header cannot be read") from error
     if found != FORMAT:
         raise Damaged(f"its format is {found!r}, and this version reads {FORMAT!r}")
@@ -201,9 +205,25 @@ def _read_head(file: int) -> tuple[bytes, dict[str, Any]]:
 def _places(header: Mapping[str, Any]) -> tuple[int, int]:
     """Where the check sums begin and end in the data."""
     start, stop = header[_CHECKSUMS]["data_offsets"]
-    if not 0 <= start <= stop or stop - start != 4 * _checksum_count(start):
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
         raise ValueError("no place for the check sums")
+    if stop - start != 4 * _checksum_count(start):
+        raise ValueError("not as many check sums as there is data")
     return start, stop
+
+
+def _check_entries(header: Mapping[str, Any]) -> None:
+    """Raises ValueError, or what a wrong type leads to, unless the facts are texts and each tensor lies in the data."""
+    size = _places(header)[0]
+    for name, entry in header.items():
+        if name == "__metadata__":
+            if not all(isinstance(fact, str) for fact in entry.values()):
+                raise ValueError("a fact that is no text")
+            continue
+        start, stop = entry["data_offsets"]
+        whole = all(type(number) is int and number >= 0 for number in (start, stop, *entry["shape"]))
+        if not whole or not isinstance(entry["dtype"], str) or (name != _CHECKSUMS and not start <= stop <= size):
+            raise ValueError(f"tensor {name} does not lie in the data")
 
 
 def _check(file: int, beginning: bytes, header: Mapping[str, Any], into: memoryview | None) -> None:

@@ -22,10 +22,10 @@ from typing import TypeVar
 from clusterddp import archive
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.job import Keep
-from clusterddp.rundir import RunDirectory, fsync_directory, read_json, write_json
+from clusterddp.rundir import RunDirectory, fsync_directory, write_json
 
 _T = TypeVar("_T")
-_NAME = re.compile(r"step-(\d{12})\.attempt-(\d+)\.(safetensors|pt)")
+_NAME = re.compile(r"step-(\d{12})\.attempt-(\d{1,18})\.(safetensors|pt)", re.ASCII)
 _TEMPORARY = re.compile(r"\.step-\d{12}\.attempt-(\d+)\.safetensors\.[0-9a-f]+\.tmp")
 
 
@@ -62,9 +62,9 @@ class Checkpoint:
         """The value of a metric that was logged in the step before; None when there is none, or no telling."""
         try:
             value = json.loads(archive.read_facts(self.path)["metrics"])[name]
-        except (archive.Damaged, OSError, KeyError, ValueError):
+            return float(value)
+        except (archive.Damaged, OSError, KeyError, ValueError, TypeError, RecursionError):
             return None
-        return float(value)
 
 
 class Checkpoints:
@@ -195,12 +195,12 @@ def lineage(directory: RunDirectory, attempt: int) -> Iterator[tuple[int, float]
     """
     highest = float("inf")
     while attempt >= 0:
-        record = read_json(directory.resume_record(attempt))
+        record = directory.resumed(attempt)
         if record is None and highest == float("inf"):
             attempt -= 1
             continue
         yield attempt, highest
-        parent = record["parent"] if record else None
+        parent = record.get("parent") if record else None
         if parent is None:
             return
         attempt, highest = parent["attempt"], min(highest, parent["step"])

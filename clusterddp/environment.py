@@ -277,7 +277,7 @@ def _refuse_job_shell(environ: Mapping[str, str]) -> NoReturn:
 def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
     """MASTER_ADDR and MASTER_PORT as set; empty is unset."""
     port = environ.get("MASTER_PORT")
-    if port and not (port.isdecimal() and int(port) < 65536):
+    if port and not (re.fullmatch(r"[0-9]{1,5}", port) and int(port) < 65536):
         raise LauncherEnvironmentError(f"MASTER_PORT={port} is not a port: expected a number from 0 to 65535")
     return environ.get("MASTER_ADDR") or None, int(port) if port else None
 
@@ -285,7 +285,7 @@ def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
 def _number(environ: Mapping[str, str], name: str, launcher: Launcher) -> int:
     if name not in environ:
         raise LauncherEnvironmentError(f"launcher {launcher}: {name} is not set, though it sets it for every rank")
-    if not re.fullmatch(r"[0-9]+", environ[name]):
+    if not re.fullmatch(r"[0-9]{1,18}", environ[name]):
         raise LauncherEnvironmentError(f"launcher {launcher}: {name}={environ[name]!r}, expected a whole number")
     return int(environ[name])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import product
 
@@ -11,10 +12,10 @@ from clusterddp.errors import LauncherEnvironmentError
 _COMMA = re.compile(r",(?![^\[\]]*\])")
 _HOST = re.compile(r"(?:[\w.:-]|\[[^\[\]]*\])+", re.ASCII)
 _PIECE = re.compile(r"\[[^\[\]]*\]|[^\[\]]+")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
-#: Slurm refuses longer ranges too.
-_LONGEST_RANGE = 65536
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
+_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
+#: Slurm refuses longer ranges too; no cluster has so many nodes.
+_LONGEST_RANGE = _MOST_HOSTS = 65536
 
 
 def expand(hostlist: str) -> list[str]:
@@ -25,7 +26,12 @@ def expand(hostlist: str) -> list[str]:
     """
     if not hostlist:
         return []
-    return [name for part in _COMMA.split(hostlist) for name in _expand_part(part, hostlist)]
+    names: list[str] = []
+    for part in _COMMA.split(hostlist):
+        names += _expand_part(part, hostlist)
+        if len(names) > _MOST_HOSTS:
+            raise _malformed(hostlist, f"it names more than {_MOST_HOSTS} hosts")
+    return names
 
 
 def _expand_part(part: str, hostlist: str) -> list[str]:
@@ -35,6 +41,8 @@ def _expand_part(part: str, hostlist: str) -> list[str]:
     brackets = [index for index, piece in enumerate(_PIECE.findall(part)) if piece.startswith("[")]
     # Slurm's order: the last bracket varies fastest, then the first, then the second, and so on.
     slowest_first = [*reversed(brackets[:-1]), *brackets[-1:]]
+    if math.prod(map(len, pieces)) > _MOST_HOSTS:
+        raise _malformed(hostlist, f"{part} names more than {_MOST_HOSTS} hosts")
     names = []
     for chosen in product(*(pieces[index] for index in slowest_first)):
         texts = dict(zip(slowest_first, chosen, strict=True))
@@ -55,6 +63,8 @@ def _alternatives(piece: str, hostlist: str) -> list[str]:
         if not 0 <= int(last) - int(first) < _LONGEST_RANGE:
             raise _malformed(hostlist, f"the range {part} runs backwards or is longer than {_LONGEST_RANGE}")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        if len(numbers) > _MOST_HOSTS:
+            raise _malformed(hostlist, f"{piece[:40]} names more than {_MOST_HOSTS} hosts")
     return numbers
 
 
@@ -65,6 +75,8 @@ def tasks_per_node(text: str) -> list[int]:
         match = _COUNT.fullmatch(part)
         if not match:
             raise LauncherEnvironmentError(f"malformed tasks per node {text!r}: expected a form such as '2(x3),1'")
+        if len(counts) + int(match[2] or 1) > _MOST_HOSTS:
+            raise LauncherEnvironmentError(f"tasks per node {text!r} are of more than {_MOST_HOSTS} nodes")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

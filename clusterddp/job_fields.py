@@ -196,7 +196,7 @@ def _time(node: Node) -> int:
     return total
 
 
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+_TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)
 
 
 # --- readers of fields: from a node to dataclass values
@@ -238,17 +238,20 @@ def _table(name: str, check_key: Callable[[str, Node], None], read_value: Callab
 
 def _nodes(node: Node, _: list[Mistake]) -> dict[str, Any]:
     """A number, or Slurm's notation for a range."""
-    match = re.fullmatch(r"([1-9][0-9]*)-([1-9][0-9]*)", node.text, re.ASCII)
-    if match and int(match[1]) <= int(match[2]):
+    match = re.fullmatch(r"([1-9][0-9]{0,5})-([1-9][0-9]{0,5})", node.text, re.ASCII)
+    if match and int(match[1]) <= int(match[2]) <= _MOST_NODES:
         least, most = int(match[1]), int(match[2])
         return {"nodes": most, "min_nodes": least if least < most else None}
-    if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < 1:
-        raise _Wrong(f"expected a whole number, at least 1, or a range such as 2-4, got {quoted(node)}")
+    if isinstance(node.value, bool) or not isinstance(node.value, int) or not 1 <= node.value <= _MOST_NODES:
+        raise _Wrong(f"expected a whole number, 1 to {_MOST_NODES}, or a range such as 2-4, got {quoted(node)}")
     return {"nodes": node.value, "min_nodes": None}
 
 
+_MOST_NODES = 65536
+
+
 def _gpus_per_node(node: Node, _: list[Mistake]) -> dict[str, Any]:
-    match = re.fullmatch(r"(?:([A-Za-z0-9][\w.-]*):)?([1-9][0-9]*)", node.text, re.ASCII)
+    match = re.fullmatch(r"(?:([A-Za-z0-9][\w.-]*):)?([1-9][0-9]{0,5})", node.text, re.ASCII)
     if not match:
         instead = "; for ranks without GPUs write device: cpu and their number here" if node.text == "0" else ""
         raise _Wrong(f"expected a number of at least 1, or TYPE:NUMBER such as a100:4, got {quoted(node)}{instead}")

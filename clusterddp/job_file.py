@@ -185,7 +185,7 @@ def _resolve_program(
     if script and "script" in values:
         given = values["script"]
         values["script"] = os.path.normpath((folder / given).absolute())
-        if must_exist and not Path(values["script"]).is_file():
+        if must_exist and not _is_file(values["script"]):
             where = "" if Path(given).is_absolute() else f" in {folder.absolute()}"
             mistakes.append(Mistake(script.place, f"script {given!r} not found{where}{_nearest_file(given, folder)}"))
     program = Path(values.get("script", "")).stem or values.get("module", "").rpartition(".")[2]
@@ -197,9 +197,19 @@ def _given_node(fields: Fields, name: str) -> Node | None:
     return node if node is not None and node.value is not None else None
 
 
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:  # such as a name that is too long
+        return False
+
+
 def _nearest_file(script: str, folder: Path) -> str:
     path = folder / script
-    names = [entry.name for entry in path.parent.iterdir() if entry.is_file()] if path.parent.is_dir() else []
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+    except (OSError, ValueError):
+        return ""
     near = difflib.get_close_matches(path.name, names, 1)
     return f"; did you mean {str(Path(script).with_name(near[0]))!r}?" if near else ""
 

@@ -19,7 +19,53 @@ from typing import Any
 
 from clusterddp.errors import RunDirectoryError
 
-_ATTEMPT = re.compile(r"attempt-(\d+)")
+_ATTEMPT = re.compile(r"attempt-(\d{1,18})")
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value read from a file is a whole number that a step or an attempt can have."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_time(value: Any) -> bool:
+    """Whether it is a number of unix seconds."""
+    return type(value) in (int, float) and 0 <= value < 1e11
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is text."""
+    return isinstance(value, str)
+
+
+def if_given(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """The same check, of a value that may be missing."""
+    return lambda value: value is None or check(value)
+
+
+#: What a JSON object must hold: its keys, each with a check that gets None for a missing one.
+Form = Mapping[str, Callable[[Any], bool]]
+EVENT: Form = {
+    "time": is_time,
+    "attempt": is_count,
+    "event": is_text,
+    "step": if_given(is_count),
+    "redone": if_given(is_count),
+    "ranks": if_given(is_count),
+}
+METRICS: Form = {"step": is_count, "attempt": is_count}
+_OUTCOME: Form = {"state": is_text, "step": if_given(is_count), "reason": is_text}
+_RESUMED: Form = {
+    "step": is_count,
+    "parent": if_given(lambda parent: isinstance(parent, dict) and fault(parent, METRICS) is None),
+}
+
+
+def fault(value: Any, form: Form) -> str | None:
+    """What is wrong with a value that is to be an object of this form; None when nothing is."""
+    if not isinstance(value, dict):
+        return f"expected an object, got {json.dumps(value)[:60]}"
+    wrong = next((key for key, check in form.items() if not check(value.get(key))), None)
+    return None if wrong is None else f"{wrong!r} is {json.dumps(value.get(wrong))[:60]}"
 
 
 class RunDirectory:
@@ -112,26 +158,41 @@ class RunDirectory:
 
     def events(self) -> list[dict[str, Any]]:
         """The run's history, oldest first."""
-        return list(read_lines(self.events_file))
+        return list(read_lines(self.events_file, EVENT))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics lines that count, ordered by step.
 
         A line (attempt a, step s) counts if no later attempt resumed at a checkpoint S <= s.
         """
-        resumed = {event["attempt"]: event["step"] for event in self.events() if event["event"] == "resumed"}
+        resumed = {
+            event["attempt"]: event["step"]
+            for event in self.events()
+            if event["event"] == "resumed" and "step" in event
+        }
         floor = _resume_floors({**resumed, **self._resume_records()})
-        lines = (line for line in read_lines(self.metrics_file) if line["step"] < floor(line["attempt"]))
+        lines = (line for line in read_lines(self.metrics_file, METRICS) if line["step"] < floor(line["attempt"]))
         return sorted(lines, key=lambda line: (line["step"], line["attempt"]))
 
     def _resume_records(self) -> dict[int, int]:
         """The step that each attempt went on from, where its record may be read: the owner's alone, but surer than the
         event, which the supervisor may not have lived to write."""
         try:
-            records = {number: read_json(self.resume_record(number)) for number in self.attempts()}
+            records = {number: self.resumed(number) for number in self.attempts()}
         except PermissionError:
             return {}
         return {number: record["step"] for number, record in records.items() if record}
+
+    def resumed(self, attempt: int) -> dict[str, Any] | None:
+        """An attempt's resume record: "step", and "parent" with "attempt" and "step"; None when it made none."""
+        record = read_json(self.resume_record(attempt), _RESUMED)
+        if record and record.get("parent") and record["parent"]["attempt"] >= attempt:
+            raise RunDirectoryError(f"{self.resume_record(attempt)}: an attempt cannot go on from a later one's state")
+        return record
+
+    def last_metrics(self) -> dict[str, Any] | None:
+        """The last line of the metrics; None before the first."""
+        return last_line(self.metrics_file, METRICS)
 
     def mark_cancelled(self) -> None:
         """Says that nothing may start this run again; to be called before what trains it is ended."""
@@ -144,7 +205,8 @@ class RunDirectory:
 
     def outcome(self) -> dict[str, Any] | None:
         """How the run ended, None while it is not over."""
-        return read_json(self.outcome_file)
+        outcome = read_json(self.outcome_file, _OUTCOME)
+        return outcome and {"step": None, **outcome}
 
 
 def _resume_floors(resumed: Mapping[int, int]) -> Callable[[int], float]:
@@ -178,36 +240,45 @@ def write_json(path: Path, value: Mapping[str, Any], mode: int = 0o644) -> None:
     write_atomically(path, json.dumps(value, indent=1) + "\n", mode)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in ``path``; None when there is no such file."""
+def read_json(path: Path, form: Form | None = None) -> dict[str, Any] | None:
+    """The JSON object in ``path``; None when there is no such file. RunDirectoryError unless it has the form."""
     try:
-        text = path.read_text()
+        text = path.read_bytes()
     except FileNotFoundError:
         return None
     try:
         value: dict[str, Any] = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunDirectoryError(
             f"{path} is not JSON ({error}); it was written whole, so something else changed it"
         ) from error
+    if wrong := fault(value, form or {}):
+        raise RunDirectoryError(f"{path}: {wrong}; it was written otherwise, so something else changed it")
     return value
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file, without a torn last line. Nothing when the file is absent."""
+def read_lines(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON lines file, without a torn last line. Nothing when the file is absent.
+
+    Raises RunDirectoryError, with the place, for a line that is no object of this form.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
-            yield json.loads(_written(line))
-        except ValueError as error:
+            value = json.loads(_written(line))
+        except (ValueError, RecursionError) as error:
             if b"\0" not in line:
                 raise RunDirectoryError(f"{path}:{number} is not JSON ({error}): something else wrote there") from error
+            continue
+        if wrong := fault(value, form or {}):
+            raise RunDirectoryError(f"{path}:{number}: {wrong}: something else wrote there")
+        yield value
 
 
-def last_line(path: Path) -> dict[str, Any] | None:
+def last_line(path: Path, form: Form | None = None) -> dict[str, Any] | None:
     """The last whole line's object, read from the file's end; None when there is none."""
     try:
         file = open(path, "rb")
@@ -217,7 +288,14 @@ def last_line(path: Path) -> dict[str, Any] | None:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
         lines = file.read().split(b"\n")[:-1]
     whole = next((line for line in reversed(lines) if b"\0" not in line), None)
-    value: dict[str, Any] | None = json.loads(whole) if whole else None
+    if not whole:
+        return None
+    try:
+        value: dict[str, Any] = json.loads(whole)
+    except (ValueError, RecursionError) as error:
+        raise RunDirectoryError(f"{path}: its last line is not JSON ({error}): something else wrote there") from error
+    if wrong := fault(value, form or {}):
+        raise RunDirectoryError(f"{path}: {wrong} in its last line: something else wrote there")
     return value
 
 

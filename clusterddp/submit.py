@@ -94,6 +94,8 @@ def submit(arguments: argparse.Namespace, script_arguments: Sequence[str] | None
 
 def job_or_code(arguments: argparse.Namespace, given: Job | None, script_arguments: Sequence[str] | None) -> Job | int:
     """The job to start or continue, or the exit code where the run in ``--run-dir`` is over."""
+    if arguments.run_dir:
+        check_folder(arguments.run_dir)
     continued = continue_run(arguments, given, script_arguments) if arguments.run_dir else None
     if isinstance(continued, int):
         return continued
@@ -104,6 +106,18 @@ def job_or_code(arguments: argparse.Namespace, given: Job | None, script_argumen
     check_tasks_are_ranks(arguments, job)
     say(f"{job.name}: {job.shape}")
     return job
+
+
+def check_folder(path: str) -> None:
+    """A name that a folder can have, and that stays on its line in a batch script."""
+    if not path.isprintable():
+        raise UsageError(f"--run-dir {path!r}: line breaks and control characters are not allowed in it")
+    try:
+        Path(path).stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise UsageError(f"--run-dir {path[:200]}: {error.strerror}") from error
 
 
 def bench(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import struct
+import zlib
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,61 @@ def test_what_is_no_checkpoint_is_called_one_that_cannot_be_read(tmp_path):
         (tmp_path / "file").write_bytes(data)
         with pytest.raises(archive.Damaged):
             archive.read(tmp_path / "file")
+
+
+def liar(path: Path, change: Any) -> Path:
+    """A file with a header that was changed, and check sums that are right."""
+    content = file_bytes({"a": torch.zeros(3)})
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    head, data = struct.pack("<Q", len(text)) + text, content[8 + size : -8]
+    path.write_bytes(head + data + b"".join(struct.pack("<I", zlib.crc32(part)) for part in (head, data)))
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header["a"].update(data_offsets=[0, 10**15]),
+        lambda header: header["a"].update(data_offsets=[-4, 8]),
+        lambda header: header["a"].update(data_offsets="x"),
+        lambda header: header["a"].update(shape=[-3]),
+        lambda header: header["a"].update(dtype=3),
+        lambda header: header["checksums"].update(data_offsets=[0.0, 4.0]),
+        lambda header: header["__metadata__"].update(state="["),
+        lambda header: header["__metadata__"].update(state="[" * 99999),
+        lambda header: header["__metadata__"].update(step=1),
+        lambda header: header["__metadata__"].pop("state"),
+    ],
+)
+def test_a_header_that_lies_is_damage(tmp_path, change):
+    """Whoever wrote it had the check sums right; no memory is taken, and nothing crashes."""
+    with pytest.raises(archive.Damaged):
+        archive.read(liar(tmp_path / "x", change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header["a"].update(shape=[10**12]),
+        lambda header: header["a"].update(data_offsets=[0, 0], shape=[10**12]),
+        lambda header: header["a"].update(dtype="F99"),
+        lambda header: header["__metadata__"].update(state='{"$tensor": "b"}'),
+        lambda header: header["__metadata__"].update(state='{"$dtype": "load"}'),
+        lambda header: header["__metadata__"].update(state='{"$set": 1}'),
+        lambda header: header["__metadata__"].update(state='{"$nothing": 1}'),
+    ],
+)
+def test_a_state_that_does_not_fit_its_tensors_is_refused(tmp_path, change):
+    """The file is whole, and something else wrote it."""
+    with pytest.raises(CheckpointError, match="something else than clusterddp wrote it"):
+        content_of(liar(tmp_path / "x", change))
+
+
+def test_brackets_without_end_are_no_header(tmp_path):
+    """Python's reader of JSON gives up with an error of its own."""
+    (tmp_path / "x").write_bytes(struct.pack("<Q", 50_000) + b"[" * 60_000)
+    with pytest.raises(archive.Damaged):
+        archive.verify(tmp_path / "x")

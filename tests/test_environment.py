@@ -361,3 +361,10 @@ def test_a_new_submission_inherits_only_what_was_exported_on_purpose() -> None:
 def test_output_to_parse_has_its_default_form() -> None:
     """The variables that change Slurm's output are dropped as well."""
     assert list(for_parsing(dict.fromkeys([*KEPT, *DROPPED, *FORMATS], "x"))) == KEPT
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_a_number_of_five_thousand_digits_is_an_error_that_names_the_variable(name: str) -> None:
+    """Python reads none of more than 4300."""
+    with pytest.raises(LauncherEnvironmentError, match=name):
+        read({**TORCHRUN, name: "9" * 5000})

@@ -85,3 +85,19 @@ def test_malformed_tasks_per_node_are_an_error_that_quotes_them(text: str) -> No
     with pytest.raises(LauncherEnvironmentError) as caught:
         tasks_per_node(text)
     assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["n[1-65536][1-65536]", "n[1-65536,1-65536]", "n[1-65536],m[1-2]", f"n[{'9' * 5000}]", f"n[1-{'9' * 19}]"]
+)
+def test_a_host_list_of_more_than_any_cluster_has_is_refused_at_once(text: str) -> None:
+    """Four billion names would take all memory."""
+    with pytest.raises(LauncherEnvironmentError, match="malformed host list"):
+        expand(text)
+
+
+@pytest.mark.parametrize("text", ["2(x999999999)", f"{'9' * 5000}", f"1(x{'9' * 5000})"])
+def test_tasks_on_more_nodes_than_any_cluster_has_are_refused_at_once(text: str) -> None:
+    """A list of a billion numbers, or a number that Python does not read."""
+    with pytest.raises(LauncherEnvironmentError, match="tasks per node"):
+        tasks_per_node(text)

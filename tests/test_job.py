@@ -133,7 +133,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         "--set seed=one: expected a whole number, at least 0, got 'one'",
         f"job.yaml:1:9: script 'trian.py' not found in {folder}; did you mean 'train.py'?",
         "job.yaml:2:1: unknown key 'partitoin'; did you mean 'partition'?",
-        "job.yaml:3:8: nodes: expected a whole number, at least 1, or a range such as 2-4, got 'two'",
+        "job.yaml:3:8: nodes: expected a whole number, 1 to 65536, or a range such as 2-4, got 'two'",
         "job.yaml:4:1: key 'nodes' is given twice; first in line 3",
         "job.yaml:5:14: unknown key 'checkpoint.evry'; did you mean 'every'?",
         "job.yaml:5:37: checkpoint.keep: expected a whole number, at least 1, or {last: 3, every: 5000, best: f1 max}, "
@@ -146,9 +146,11 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nodes: 0", "1:8: nodes: expected a whole number, at least 1, or a range such as 2-4, got '0'"),
+        ("nodes: 0", "1:8: nodes: expected a whole number, 1 to 65536, or a range such as 2-4, got '0'"),
         ("nodes: 4-2", "or a range such as 2-4, got '4-2'"),
         ("nodes: 2-", "got '2-'"),
+        ("nodes: 1-999999999", "1 to 65536, or a range such as 2-4, got '1-999999999'"),
+        (f"time: {'9' * 5000}", "such as 30, 1:30:00 or 2-12"),
         ("nodes: 0-2", "got '0-2'"),
         ("nodes: 1.0", "got '1.0'"),
         ("nodes: true", "got 'true'"),
@@ -413,7 +415,7 @@ def test_the_command_lines_mistakes_are_named(folder: Path) -> None:
     with pytest.raises(JobDefinitionError) as caught:
         from_values({"script": "train.py", "nodes": "two", "partitoin": "x"}, "launch()", folder)
     assert str(caught.value).splitlines() == [
-        "launch(): nodes: expected a whole number, at least 1, or a range such as 2-4, got 'two'",
+        "launch(): nodes: expected a whole number, 1 to 65536, or a range such as 2-4, got 'two'",
         "launch(): unknown key 'partitoin'; did you mean 'partition'?",
     ]
 
@@ -556,3 +558,9 @@ def test_reading_a_definition_leaves_torch_alone() -> None:
 
     code = "import sys, clusterddp.job_file, clusterddp.environment; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_name_that_no_file_can_have_is_a_script_that_is_not_there(folder: Path) -> None:
+    """The system's own error for it is no reason for a traceback."""
+    with pytest.raises(JobDefinitionError, match="not found"):
+        from_values({"script": "x" * 5000}, folder=folder)

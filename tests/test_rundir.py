@@ -6,10 +6,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clusterddp.checkpoints import lineage
 from clusterddp.errors import RunDirectoryError
+from clusterddp.launch.progress import Progress
+from clusterddp.launch.status import end_for_good
+from clusterddp.launch.verdict import RankEnd
 from clusterddp.rundir import (
     RunDirectory,
     append_line,
@@ -58,7 +63,7 @@ def test_metrics_redone_by_a_later_attempt_do_not_count(run: RunDirectory) -> No
     for attempt, steps in ((0, range(5)), (1, range(3, 7))):
         for step in steps:
             append_line(run.metrics_file, {"step": step, "attempt": attempt})
-    append_line(run.events_file, {"event": "resumed", "attempt": 1, "step": 3})
+    append_line(run.events_file, {"time": 1.0, "event": "resumed", "attempt": 1, "step": 3})
     counted = [(line["step"], line["attempt"]) for line in run.metrics()]
     assert counted == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 1)]
 
@@ -165,3 +170,58 @@ def test_a_changed_json_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(RunDirectoryError, match="outcome.json is not JSON"):
         read_json(path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["1", "[]", "null", '{"attempt": 0}', '{"step": "1", "attempt": 0}', '{"step": -1, "attempt": 0}', "[" * 9999],
+)
+def test_a_line_of_another_form_is_named_with_its_place(run: RunDirectory, line: str) -> None:
+    """JSON, but nothing that we wrote; deep brackets, too, are an error and no crash."""
+    run.metrics_file.write_text(f'{{"step": 0, "attempt": 0}}\n{line}\n')
+    with pytest.raises(RunDirectoryError, match="metrics.jsonl:2"):
+        run.metrics()
+    with pytest.raises(RunDirectoryError, match="metrics.jsonl"):
+        run.last_metrics()
+
+
+def test_a_resume_record_that_points_to_itself_is_an_error_and_no_loop(run: RunDirectory) -> None:
+    """The walk along an attempt's parents must end."""
+    assert run.create_attempt() == 0
+    write_json(run.resume_record(0), {"attempt": 0, "step": 0, "parent": {"attempt": 0, "step": 3}})
+    with pytest.raises(RunDirectoryError, match="a later one"):
+        list(lineage(run, 0))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"kind": "local", "host": "x", "pid": 0, "process_start": "1"},
+        {"kind": "local", "host": "x", "pid": -1, "process_start": "1"},
+        {"kind": "slurm", "job": "--user=all"},
+        {"kind": "slurm", "job": 3},
+        {"kind": "other"},
+    ],
+)
+def test_a_holder_that_is_neither_a_job_nor_a_process_is_never_ended(run: RunDirectory, entry: dict[str, Any]) -> None:
+    """``cancel`` would end every process of the user, or hand scancel an option."""
+    write_json(run.submitted_file, entry)
+    with pytest.raises(RunDirectoryError, match="submitted.json"):
+        end_for_good(run)
+
+
+def test_a_ranks_record_that_cannot_be_read_is_a_rank_that_died(run: RunDirectory) -> None:
+    """The supervisor must not end of it: the run would not be requeued."""
+    run.create_attempt()
+    run.rank_record(0, 1).write_text('{"end": 5}')
+    end = RankEnd.read(1, "n1", 1.0, run.rank_record(0, 1))
+    assert (end.end, end.failed, "rank-1.json" in end.sentence()) == ("died", True, True)
+
+
+def test_who_only_looks_on_passes_over_a_line_that_is_none(run: RunDirectory, capsys: pytest.CaptureFixture) -> None:
+    """The loop of a local run must not end for it."""
+    progress = Progress(run, None)
+    run.events_file.write_text('nonsense\n[]\n{"time": 1.0, "attempt": 0, "event": "submitted", "job": "7"}\n')
+    run.metrics_file.write_text('{"step": []}\n{"step": 4, "attempt": 0}\n')
+    progress.update()
+    assert (progress.steps_done, capsys.readouterr().err) == (5, "attempt 0: submitted as job 7\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clusterddp.errors import SlurmUnavailable
+from clusterddp.errors import SlurmError, SlurmUnavailable
 from clusterddp.launch import slurm
 
 # scontrol show job -o, 22.05.8, shortened at the end; the job's name imitates Slurm's own fields.
@@ -67,3 +67,20 @@ def test_a_missing_command_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SlurmUnavailable, match=r"squeue not found on PATH \(/nowhere\).*login node.*--local"):
         slurm.run("squeue")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("JobState=RUNNING", "JobState RUNNING"), ("Restarts=2", "Restarts=two"), ("Restarts=2", "Restarts=")],
+)
+def test_an_answer_in_an_unknown_form_is_slurms_error_with_its_words(old: str, new: str) -> None:
+    """Of a version to come: the supervisor goes on asking, and does not end on the way."""
+    with pytest.raises(SlurmError, match="scontrol answered in a form that is not known here.*JobId=12"):
+        slurm.parse_job(RUNNING.replace(f" {old} ", f" {new} "))
+
+
+def test_a_partition_in_an_unknown_form_is_slurms_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a ValueError at submit time."""
+    monkeypatch.setattr(slurm, "run", lambda *_: "low|low*|n1|many|3900|gpu:2\n")
+    with pytest.raises(SlurmError, match="sinfo answered"):
+        slurm.partition_nodes("low")

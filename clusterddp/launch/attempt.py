@@ -25,7 +25,7 @@ from clusterddp.launch.monitor import Monitor, lead_s
 from clusterddp.launch.narration import failure_box
 from clusterddp.launch.verdict import Action, RankEnd, Verdict, judge
 from clusterddp.link import ADDRESS_VARIABLE, TOKEN_VARIABLE, LinkServer
-from clusterddp.rundir import RunDirectory, last_line, read_json, write_json
+from clusterddp.rundir import RunDirectory, write_json
 
 #: What ``supervise`` returns when the ranks are to be started anew in this very job.
 RESTART = -1
@@ -50,7 +50,7 @@ class Attempt:
         self._run, self._job, self._number, self._submission = run, job, number, submission
         self._launcher, self._controller = launcher, controller
         self._history = History(run, number)
-        self._steps_before = (last_line(run.metrics_file) or {"step": -1})["step"] + 1
+        self._steps_before = (run.last_metrics() or {"step": -1})["step"] + 1
         self._hosts: dict[int, str] = {}
         self._lost_at: dict[int, float] = {}
         self._recorded, self._gone = threading.Event(), threading.Event()
@@ -112,7 +112,7 @@ class Attempt:
         if self._submission is not None:
             self._history.add("submitted", job=self._submission["job"], submitted=self._submission["time"])
         state = code_state(self._job)
-        before = [event["code"] for event in self._run.events() if event["event"] == "started"]
+        before = [event.get("code") or {} for event in self._run.events() if event["event"] == "started"]
         differences = changed(before[-1], state) if before else []
         started = {**self._controller.describe(), "ranks": self._job.world_size}
         self._history.add("started", **started, code=state, changed=differences)
@@ -187,11 +187,11 @@ class Attempt:
     def _ends(self) -> list[RankEnd]:
         """How every rank ended, from its own record where it could; the one that hung comes first."""
         ends = [
-            RankEnd.from_record(
+            RankEnd.read(
                 rank,
                 self._hosts.get(rank, "host unknown"),
                 self._lost_at.get(rank, float("inf")),
-                read_json(self._run.rank_record(self._number, rank)),
+                self._run.rank_record(self._number, rank),
             )
             for rank in range(self._job.world_size)
         ]

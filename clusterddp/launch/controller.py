@@ -160,7 +160,7 @@ class LocalController:
     def why(self, notice_s: float) -> Cause:
         """What the loop wrote before it sent the signal."""
         del notice_s
-        notice = read_json(self._notice)
+        notice = read_json(self._notice, {"cause": lambda cause: cause in [known.value for known in Cause]})
         return Cause(notice["cause"]) if notice else Cause.NONE
 
     def term_notice_s(self) -> float | None:

@@ -75,7 +75,7 @@ def _await_end(job_id: str, folder: Path) -> float | None:
 
 def last_save_s(run: RunDirectory | None) -> float | None:
     """How long the last save of a run took until it was durable, in seconds."""
-    saves = [event["durable_s"] for event in run.events() if event["event"] == "checkpoint"] if run else []
+    saves = [event["durable_s"] for event in run.events() if event.get("durable_s")] if run else []
     return float(saves[-1]) if saves else None
 
 

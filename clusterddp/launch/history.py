@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from clusterddp.errors import RunDirectoryError
 from clusterddp.launch.narration import sentence
-from clusterddp.rundir import RunDirectory, append_line, drop_torn_line, last_line, write_json
+from clusterddp.rundir import RunDirectory, append_line, drop_torn_line, write_json
 
 
 class History:
@@ -55,7 +56,11 @@ class History:
 
     def saved(self) -> dict[str, Any]:
         """Where this attempt came to (0: no further; None: it records no steps), and its newest checkpoint, if any."""
-        line = last_line(self._run.metrics_file)
+        try:
+            line = self._run.last_metrics()
+        except RunDirectoryError as error:  # the run goes on all the same: its checkpoints are what counts
+            print(f"clusterddp: {error}", flush=True)
+            line = None
         done = line["step"] + 1 if line and line["attempt"] == self._attempt else self.newest_checkpoint
         if done is None and self.newest_step is not None:
             done = 0

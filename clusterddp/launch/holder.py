@@ -7,14 +7,16 @@ attempt's supervisor (``private/attempt-N/holder.json``). A holder that is dead 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from clusterddp.launch import slurm
 from clusterddp.process import process_start
-from clusterddp.rundir import RunDirectory, read_json, remove, write_json
+from clusterddp.rundir import Form, RunDirectory, if_given, is_text, read_json, remove, write_json
 
 
 def of_job(job_id: str) -> dict[str, Any]:
@@ -35,14 +37,14 @@ def submitted(run: RunDirectory, job_id: str) -> None:
 
 def local_loop_alive(run: RunDirectory) -> bool:
     """Whether the loop of a local run is there: it holds the run between two attempts, too."""
-    loop = read_json(run.loop_file)
+    loop = _read(run.loop_file)
     return loop is not None and _held_by_process(loop) is not None
 
 
 def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, Any] | None:
     """An attempt's supervisor holds the run from now on; returns the entry of the submission that led to it."""
     write_json(run.holder_file(attempt), me, mode=0o600)
-    pending = read_json(run.submitted_file)
+    pending = _read(run.submitted_file)
     if pending is None or _identity(pending) != _identity(me):
         return None
     remove(run.submitted_file)
@@ -51,9 +53,9 @@ def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, An
 
 def holders(run: RunDirectory) -> list[dict[str, Any]]:
     """Who may hold the run, the newest claim first."""
-    pending = read_json(run.submitted_file)
+    pending = _read(run.submitted_file)
     # An attempt that is just being claimed has no entry yet: the one before still counts.
-    taken = (read_json(run.holder_file(number)) for number in reversed(run.attempts()))
+    taken = (_read(run.holder_file(number)) for number in reversed(run.attempts()))
     return [entry for entry in (pending, next(filter(None, taken), None)) if entry is not None]
 
 
@@ -69,6 +71,22 @@ def held_by_other(run: RunDirectory, me: Mapping[str, Any] | None = None) -> str
         if held:
             return held
     return None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """An entry; None when there is none. RunDirectoryError unless it names a job or a process, which may be ended."""
+    entry = read_json(path, {"kind": lambda kind: kind in ("slurm", "local")})
+    if entry is None:
+        return None
+    return read_json(path, _JOB if entry["kind"] == "slurm" else _PROCESS)
+
+
+_JOB: Form = {"job": lambda job: is_text(job) and re.fullmatch(r"\d+(_\d+)?", job, re.ASCII) is not None}
+_PROCESS: Form = {
+    "host": is_text,
+    "pid": lambda pid: type(pid) is int and 1 < pid < 2**31,
+    "process_start": if_given(is_text),
+}
 
 
 def _identity(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def sentence(event: Event) -> str | None:
     words = _SENTENCES.get(event["event"])
     try:
         text = words(event) if words else None
-    except KeyError:  # an event of another version of clusterddp
+    except (KeyError, TypeError, ValueError, AttributeError):  # an event of another version of clusterddp
         text = event["event"]
     return f"attempt {event['attempt']}: {text}" if text else None
 

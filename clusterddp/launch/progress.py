@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.launch.narration import sentence
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir import EVENT, METRICS, Form, RunDirectory, fault, is_count
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -34,6 +35,17 @@ class Tail:
             return []
         self._offset += len(whole) + 1
         return whole.decode(errors="replace").split("\n")
+
+
+def _objects(lines: list[str], form: Form) -> Iterator[dict[str, Any]]:
+    """The objects in lines of JSON. One that is none is passed over: who only looks on must not end for it."""
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if fault(value, form) is None:
+            yield value
 
 
 class Progress:
@@ -65,19 +77,19 @@ class Progress:
 
     def update(self) -> None:
         """Shows what is new."""
-        for line in self._events.lines():
-            self._event(json.loads(line))
+        for event in _objects(self._events.lines(), EVENT):
+            self._event(event)
         for line in self._output.lines():
             self._say(line)
-        for line in self._metrics.lines():
-            self.steps_done = json.loads(line)["step"] + 1
+        for metrics in _objects(self._metrics.lines(), METRICS):
+            self.steps_done = metrics["step"] + 1
         if self._bar:
             self._bar.update(self._task, completed=self.steps_done, total=self._total)
 
     def _event(self, event: dict[str, Any]) -> None:
         if event["event"] == "started" and self._wants_output:
             self._output = Tail(self._run.attempt_logs(event["attempt"]) / "rank-0.out")
-        self._total = event.get("steps", self._total)
+        self._total = event["steps"] if is_count(event.get("steps")) else self._total
         for line in [*self._output.lines(), sentence(event)]:
             if line:
                 self._say(line)

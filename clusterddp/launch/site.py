@@ -62,21 +62,25 @@ class Preemption:
 
 def preemption(partition: str | None, qos: str | None) -> Preemption:
     """Asks the controller about a partition (None: the default one). With preempt/qos the QOS decides."""
-    config = fields(slurm.run("scontrol", "show", "config"))
+    text = slurm.run("scontrol", "show", "config")
+    config = fields(text)
     partition = partition or slurm.default_partition()
-    values = fields(slurm.run("scontrol", "show", "partition", "-o", partition).replace(" ", "\n"))
-    name, mode, grace_s = partition, values.get("PreemptMode", "OFF"), int(values.get("GraceTime", 0))
+    shown = slurm.run("scontrol", "show", "partition", "-o", partition)
+    with slurm.understood("scontrol", shown):
+        values = fields(shown.replace(" ", "\n"))
+        name, mode, grace_s = partition, values.get("PreemptMode", "OFF"), int(values.get("GraceTime", 0))
     if config.get("PreemptType") == "preempt/qos":
         name = qos or "normal"
         mode, grace_s = _of_qos(name, config.get("PreemptMode", "OFF").split(",")[-1])
     expires = re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
-    return Preemption(
-        partition=name,
-        mode=mode,
-        grace_s=grace_s,
-        kill_wait_s=int(config.get("KillWait", "30").split()[0]),
-        hold_s=int(expires[1] if expires else 120) + 1,
-    )
+    with slurm.understood("scontrol", text):
+        return Preemption(
+            partition=name,
+            mode=mode,
+            grace_s=grace_s,
+            kill_wait_s=int(config.get("KillWait", "30").split()[0]),
+            hold_s=int(expires[1] if expires else 120) + 1,
+        )
 
 
 def _of_qos(name: str, default_mode: str) -> tuple[str, int]:
@@ -84,7 +88,8 @@ def _of_qos(name: str, default_mode: str) -> tuple[str, int]:
     line = slurm.run("sacctmgr", "-nP", "show", "qos", f"name={name}", "format=PreemptMode,GraceTime").strip()
     mode, _, grace = line.partition("|")
     units = zip(reversed(grace.split(":")), (1, 60, 3600), strict=False)
-    return (default_mode if mode in ("", "cluster") else mode.upper()), sum(int(n) * unit for n, unit in units if n)
+    with slurm.understood("sacctmgr", line):
+        return (default_mode if mode in ("", "cluster") else mode.upper()), sum(int(n) * unit for n, unit in units if n)
 
 
 def fields(text: str) -> dict[str, str]:

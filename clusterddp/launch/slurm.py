@@ -10,7 +10,8 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,16 +166,29 @@ def default_partition() -> str:
 
 def partition_nodes(partition: str | None) -> list[NodeShape]:
     """The nodes of a partition, of the default one when None. SlurmError, with the names, when there is none such."""
-    lines = [line.split("|") for line in run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%c|%m|%G").splitlines()]
-    wanted = [line for line in lines if (line[0] == partition if partition else line[1].endswith("*"))]
-    if not wanted:
+    text = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%c|%m|%G")
+    with understood("sinfo", text):
+        lines = [line.split("|") for line in text.splitlines()]
+        wanted = [line for line in lines if (line[0] == partition if partition else line[1].endswith("*"))]
+        nodes = [
+            NodeShape(name, int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gres(gres))
+            for _, _, name, cpus, memory, gres in wanted
+        ]
+    if not nodes:
         names = ", ".join(sorted({line[0] for line in lines})) or "none"
         missing = f"partition {partition!r}" if partition else "a default partition (name one with -p)"
         raise SlurmError(f"this cluster has not {missing}; it has: {names}")
-    return [
-        NodeShape(name, int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gres(gres))
-        for _, _, name, cpus, memory, gres in wanted
-    ]
+    return nodes
+
+
+@contextmanager
+def understood(command: str, text: str) -> Iterator[None]:
+    """Raises SlurmError, with the answer's beginning, where the body cannot read it."""
+    try:
+        yield
+    except (ValueError, KeyError, IndexError, OverflowError) as error:
+        said = f"{text[:200]!r}{' ...' if len(text) > 200 else ''}"
+        raise SlurmError(f"{command} answered in a form that is not known here ({error!r:.80}): {said}") from error
 
 
 def parse_gres(text: str) -> dict[str, int]:
@@ -197,23 +211,24 @@ def parse_job(text: str) -> JobInfo | None:
     # The job's name comes first and its command last, both in the user's words: what stands between is Slurm's own.
     own = text.rpartition(" UserId=")[2].partition(" Command=")[0]
     fields = dict(re.findall(r"(\w+)=(\S*)", own))
-    return JobInfo(
-        job_id=f"{array[1]}_{array[2]}" if array else job_id[1] if job_id else "",
-        state=fields["JobState"],
-        reason=fields.get("Reason", "None"),
-        nodes=fields.get("NodeList", "").replace("(null)", ""),
-        restarts=int(fields.get("Restarts", 0)),
-        requeue=fields.get("Requeue") == "1",
-        preempt_time=_time(fields.get("PreemptTime")),
-        end_time=_time(fields.get("EndTime")),
-        run_time_s=_seconds(fields.get("RunTime")),
-        time_limit_s=_seconds(fields.get("TimeLimit")),
-    )
+    with understood("scontrol", text):
+        return JobInfo(
+            job_id=f"{array[1]}_{array[2]}" if array else job_id[1] if job_id else "",
+            state=fields["JobState"],
+            reason=fields.get("Reason", "None"),
+            nodes=fields.get("NodeList", "").replace("(null)", ""),
+            restarts=int(fields.get("Restarts", 0)),
+            requeue=fields.get("Requeue") == "1",
+            preempt_time=_time(fields.get("PreemptTime")),
+            end_time=_time(fields.get("EndTime")),
+            run_time_s=_seconds(fields.get("RunTime")),
+            time_limit_s=_seconds(fields.get("TimeLimit")),
+        )
 
 
 def _seconds(text: str | None) -> float:
     """Of Slurm's D-HH:MM:SS; 0 for UNLIMITED and the like."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text or "")
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9}):(\d{1,9}):(\d{1,9})", text or "")
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
     return 86400 * days + 3600 * hours + 60 * minutes + seconds
 
@@ -222,5 +237,5 @@ def _time(text: str | None) -> float | None:
     """Unix seconds of Slurm's ``2026-01-31T12:00:00`` (local time); None for None, Unknown, N/A and the like."""
     try:
         return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

@@ -6,9 +6,12 @@ import enum
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from clusterddp.errors import RunDirectoryError
 from clusterddp.launch.cause import Cause
+from clusterddp.rundir import Form, if_given, is_count, is_text, read_json
 
 #: Exceptions that tell of a device, a network or a peer rather than of the user's code: another try may go well.
 _MAY_PASS = re.compile(
@@ -33,6 +36,16 @@ class Action(enum.Enum):
     LEAVE = "leave"  # the job ends as it is, the run is not over, and someone may continue it
 
 
+_RECORD: Form = {
+    "host": is_text,
+    "end": is_text,
+    "error": if_given(is_text),
+    "traceback": if_given(is_text),
+    "step": if_given(is_count),
+    "exit_code": if_given(lambda code: type(code) is int),
+}
+
+
 @dataclass(frozen=True)
 class RankEnd:
     """How one rank ended.
@@ -53,6 +66,14 @@ class RankEnd:
     step: int | None = None
     exit_code: int | None = None
     used_clusterddp: bool = False
+
+    @classmethod
+    def read(cls, rank: int, host: str, lost_at: float, path: Path) -> RankEnd:
+        """From the file that the rank shim wrote. One that cannot be read tells no more than a missing one."""
+        try:
+            return cls.from_record(rank, host, lost_at, read_json(path, _RECORD))
+        except RunDirectoryError as error:
+            return cls(rank, host, "died", lost_at, error=f"gone, and its record cannot be read: {error}")
 
     @classmethod
     def from_record(cls, rank: int, host: str, lost_at: float, record: Mapping[str, Any] | None) -> RankEnd:

@@ -84,8 +84,17 @@ def _broadcast(
 
 
 def unpacked(content: Content) -> Any:
-    """The nested state in a checkpoint's content. Its tensors lie in the content's memory; ``load_state`` copies."""
-    return unpack(content.state, tensors(content))
+    """The nested state in a checkpoint's content. Its tensors lie in the content's memory; ``load_state`` copies.
+
+    Raises CheckpointError where state and tensors do not fit: the file is whole, and not of our own making.
+    """
+    try:
+        return unpack(content.state, tensors(content))
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        raise CheckpointError(
+            f"the state in the checkpoint of step {content.facts.get('step')} does not fit its tensors "
+            f"({error!r:.200}): something else than clusterddp wrote it"
+        ) from error
 
 
 def tensors(content: Content) -> dict[str, torch.Tensor]:
@@ -109,6 +118,6 @@ def _tensor(entry: dict[str, Any], data: mmap.mmap | bytearray) -> torch.Tensor:
     start, stop = entry["data_offsets"]
     dtype = TORCH_DTYPES[entry["dtype"]]
     if start == stop:
-        return torch.empty(entry["shape"], dtype=dtype)
+        return torch.empty(0, dtype=dtype).reshape(entry["shape"])
     view = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=stop - start)
     return view.view(dtype).reshape(entry["shape"])

@@ -122,6 +122,13 @@ class _Kind:
         self.types, self.to_plain, self.from_plain = types, to_plain, from_plain or types[0]
 
 
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return found
+
+
 def _pairs(mapping: Mapping[Any, Any]) -> list[list[Any]]:
     return [[key, value] for key, value in mapping.items()]
 
@@ -134,9 +141,7 @@ _KINDS = {
     "counter": _Kind(Counter, to_plain=_pairs, from_plain=lambda pairs: Counter(dict(pairs))),
     "set": _Kind(set),
     "bytes": _Kind(bytes, to_plain=lambda data: base64.b64encode(data).decode(), from_plain=base64.b64decode),
-    "dtype": _Kind(
-        torch.dtype, to_plain=lambda dtype: str(dtype).removeprefix("torch."), from_plain=lambda n: getattr(torch, n)
-    ),
+    "dtype": _Kind(torch.dtype, to_plain=lambda dtype: str(dtype).removeprefix("torch."), from_plain=_dtype),
 }
 
 
