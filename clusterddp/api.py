@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +181,13 @@ class Handle:
             return f"{words}\n{log.read_text(errors='replace')}" if log.exists() else words
         if not failures or (self._run.outcome() or {}).get("state") == "cancelled":
             return words
-        attempt, rank, host = failures[-1]["attempt"], failures[-1]["rank"], failures[-1]["host"]
-        end = RankEnd.read(rank, host, 0.0, self._run.rank_record(attempt, rank))
-        return f"{words}\n{failure_box(self._run, attempt, end)}"
+        event = failures[-1]
+        attempt, rank, when = event["attempt"], event["rank"], event["time"]
+        path = self._run.rank_record(attempt, rank)
+        end = RankEnd.read(rank, event["host"], when, path)
+        if end.end == "died":  # the supervisor knew more of how it was killed
+            end = replace(end, error=event["error"])
+        return f"{words}\n{failure_box(self._run, attempt, end, (), event.get('step'), when)}"
 
 
 # --- starting

@@ -3,13 +3,14 @@
 It carries four things. At the start every rank says hello with the attempt's token, and is told where rank 0's store
 is (rank 0 chose and holds the port; its address is the one it was seen under, so that no name is ever looked up).
 While it runs, ranks report events, which the supervisor alone writes into the history, and the supervisor may tell them
-to leave. When it breaks, the rank is gone.
+to leave. When it breaks, the rank is gone; when it falls silent, the rank's node is.
 
 A file in the run directory would not do for this: on NFS a new file may stay invisible on other nodes for a minute.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import os
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from clusterddp.errors import LauncherEnvironmentError
@@ -34,8 +36,17 @@ _HELLO_S = 30.0
 _MOST_STRANGERS = 256
 #: How often a rank that was turned away without a word tries again: a flood of strangers may have pushed it out.
 _TRIES = 5
-# A peer whose cable is cut sends no goodbye: after about 30 s of silence the kernel calls the connection broken.
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
+#: A peer whose node is dead or cut off sends no goodbye: after so long a silence the kernel breaks the connection.
+#: A cable that is plugged in again within that breaks nothing.
+SILENCE_S = 15
+_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 5,
+    socket.TCP_KEEPINTVL: 2,
+    socket.TCP_KEEPCNT: 5,
+    socket.TCP_USER_TIMEOUT: 1000 * SILENCE_S,  # the same where an event is on its way, which keepalive does not see
+}
+#: How the kernel says it.
+_SILENT = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
 _LAST_WORDS_S = 1.0
 
 
@@ -53,7 +64,8 @@ class _Peer:
 class LinkServer:
     """The supervisor's end. Answers hellos once rank 0's address is known, and hands every event to ``on_event``.
 
-    ``on_event(rank, event, values)`` and ``on_lost(rank)`` are called from the server's own thread, one at a time.
+    ``on_event(rank, event, values)`` and ``on_lost(rank, silent)`` are called from the server's own thread, one at a
+    time. ``silent``: the rank did not end, it is its node that does not answer.
     ``ranks``: how many there are, None where any number may join. Each may join once.
     """
 
@@ -61,7 +73,7 @@ class LinkServer:
         self,
         token: str,
         on_event: Callable[[int, str, Mapping[str, Any]], None],
-        on_lost: Callable[[int], None] = lambda _rank: None,
+        on_lost: Callable[[int, bool], None] = lambda _rank, _silent: None,
         host: str = "",
         ranks: int | None = None,
     ) -> None:
@@ -143,18 +155,19 @@ class LinkServer:
             self._drop(peer)
 
     def _receive(self, peer: _Peer) -> None:
+        silent = False
         try:
             data = peer.connection.recv(65536)
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
+        except OSError as error:
+            data, silent = b"", error.errno in _SILENT
         peer.pending += data
         *lines, rest = bytes(peer.pending).split(b"\n")
         peer.pending = bytearray(rest)
         stays = all(self._handle(peer, line) for line in lines)
         if not stays or not data or len(rest) > (_LONGEST_HELLO if peer.rank is None else _LONGEST_LINE):
-            self._drop(peer)
+            self._drop(peer, silent)
 
     def _handle(self, peer: _Peer, line: bytes) -> bool:
         """Whether the peer may stay."""
@@ -206,13 +219,13 @@ class LinkServer:
             return f"rank 0's port is {port!r}: expected a number from 1 to 65535"
         return None
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: _Peer, silent: bool = False) -> None:
         self._selector.unregister(peer.connection)
         del self._peers[peer.connection]
         self._strangers.pop(peer.connection, None)
         peer.connection.close()
         if peer.rank is not None:
-            self._on_lost(peer.rank)
+            self._on_lost(peer.rank, silent)
 
 
 class Link:
@@ -222,9 +235,14 @@ class Link:
     """
 
     def __init__(
-        self, connection: socket.socket, store_host: str, store_port: int, term_notice_s: float | None = None
+        self,
+        connection: socket.socket,
+        store_host: str,
+        store_port: int,
+        term_notice_s: float | None = None,
+        heard: bytes = b"",
     ) -> None:
-        self._connection = connection
+        self._connection, self._heard = connection, heard
         self.term_notice_s = term_notice_s
         self._lock = threading.Lock()
         self._closed = False
@@ -269,7 +287,8 @@ class Link:
             raise LauncherEnvironmentError(f"the supervisor at {address} is not this attempt's: it refused the token")
         connection.settimeout(None)
         _keep_alive(connection)
-        return cls(connection, *_answer(line, address))
+        answer, _, more = line.partition(b"\n")
+        return cls(connection, *_answer(answer, address), more)
 
     @property
     def local_address(self) -> str:
@@ -285,7 +304,7 @@ class Link:
     def _listen(self, on_lost: Callable[[], None], on_words: Callable[[Mapping[str, Any]], None]) -> None:
         rest = b""
         with suppress(OSError):
-            while data := self._connection.recv(4096):
+            for data in chain([self._heard], iter(lambda: self._connection.recv(4096), b"")):
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     on_words(json.loads(line))
@@ -346,7 +365,10 @@ def _connect(host: str, port: int, timeout: float) -> socket.socket:
 
 
 def _receive_line(connection: socket.socket, timeout: float, give_up: Callable[[], bool]) -> bytes | None:
-    """The first line that comes (empty: the peer left without one); None when given up. Raises OSError in the end."""
+    """The first line that comes, and what came with it (empty: the peer left without one); None when given up.
+
+    Raises OSError in the end.
+    """
     deadline = time.monotonic() + timeout
     connection.settimeout(0.5)
     data = b""

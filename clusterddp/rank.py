@@ -37,6 +37,8 @@ from clusterddp.rundir import RunDirectory, write_json
 KNOWING = {"clusterddp.training.context", "clusterddp.function"}
 JOIN_TIMEOUT_S = 600.0
 FENCE_S = 2.0
+#: Characters of a traceback that are recorded: its end.
+LONGEST_TRACEBACK = 100_000
 
 
 def main() -> None:
@@ -57,7 +59,7 @@ def main() -> None:
         _leave(record, {**end, "end": "lost", "error": str(error)}, 1)
     if link.current is None:
         _leave(record, {**end, "end": "stopped", "reason": "a stop signal came before all ranks were there"}, 0)
-    link.current.listen(lambda: leave_if_superseded(run, record, end), leave_when_told)
+    link.current.listen(lambda: leave_if_superseded(run, record, end), lambda words: leave_when_told(words, end))
     _let_signals_through()
     values, code = run_script(sys.argv[1:])
     del held_port
@@ -107,10 +109,14 @@ def leave_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) ->
     _leave(record, {**end, "end": "superseded", "reason": words}, 1)
 
 
-def leave_when_told(words: Mapping[str, Any]) -> None:
-    """The supervisor ends this attempt: at once, as the main thread, and whatever it holds, may never come back."""
-    if "leave" in words:
+def leave_when_told(words: Mapping[str, Any], end: Mapping[str, Any]) -> None:
+    """The supervisor ends this attempt: at once, as the main thread, and whatever it holds, may never come back.
+
+    A script that knows nothing of clusterddp is left to its launcher: it may be saving.
+    """
+    if "leave" in words and KNOWING & sys.modules.keys():
         os.write(2, f"clusterddp: told to leave: {words['leave']}\n".encode())
+        link.report("left", **{**end, "end": "dismissed", "error": words["leave"], "used_clusterddp": True})
         os._exit(1)
 
 
@@ -160,18 +166,23 @@ def _raised(error: BaseException) -> dict[str, Any]:
         inner = inner.tb_next
     error.__traceback__ = inner
     sys.excepthook(type(error), error, inner)
-    text = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
     return {"end": "exception", "error": f"{type(error).__name__}: {error}", "traceback": text}
 
 
 def _leave(record: Path, end: dict[str, Any], code: int) -> NoReturn:
-    """Records the end and goes, at once.
+    """Records the end, with the supervisor and in a file, and goes, at once.
 
     After a failure nothing may hold the process: not a process group, not a thread. After a good end other threads and
     exit handlers run as ever; only the interpreter's own teardown is left out, which takes torch a second or two on a
     busy node (seen: 2.1 s for 4 ranks on 2 cores) that the preempting job is waiting for.
     """
-    write_json(record, {**end, "ended": time.time()}, mode=0o600)
+    end = {**end, "ended": time.time()}
+    link.report("left", **end)  # first: a failure's order counts, and a file may stay unseen, or unwritten
+    try:
+        write_json(record, end, mode=0o600)
+    except OSError as error:
+        print(f"clusterddp: the end of rank {end['rank']} cannot be recorded ({error})", file=sys.stderr)
     if code == 0:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

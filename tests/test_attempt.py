@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,23 @@ import pytest
 from clusterddp.errors import SlurmError, SlurmUnavailable
 from clusterddp.job import Job, Limits, Timeouts
 from clusterddp.launch import attempt as attempts
+from clusterddp.launch import holder
 from clusterddp.launch.attempt import Attempt
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import Notice
+from clusterddp.launch.deaths import Death
 from clusterddp.launch.launcher import srun_command
 from clusterddp.launch.limits import exceeded
 from clusterddp.launch.supervisor import as_started, supervise
 from clusterddp.rundir import RunDirectory, append_line, write_json
+from tests.waiting import wait_until
 
 
 class FakeController:
     """Answers what it was given, in order, the last answer for ever; exceptions are raised."""
 
     leave_code, again_code, resubmits = 3, 4, True
+    nodes = ["n1"]
 
     def __init__(self, *causes: Cause | Exception, requeue: list[Exception | None] | None = None) -> None:
         self._causes, self._requeue = list(causes), requeue or [None]
@@ -52,8 +57,11 @@ class FakeController:
         self.asked.append("requeue")
         _next(self._requeue)
 
-    def resubmit(self) -> str:
-        self.asked.append("resubmit")
+    def usable_nodes(self) -> list[str]:
+        return self.nodes
+
+    def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
+        self.asked.append(" ".join(["resubmit", *without]))
         return "42"
 
 
@@ -84,6 +92,9 @@ class FakeRanks:
 
     def wait(self) -> int:
         return 0 if self._end["end"] in ("done", "stopped") else 1
+
+    def deaths(self) -> Mapping[int, Death]:
+        return {}
 
 
 JOB = Job(name="x", module="x", gpus_per_node=2, device="cpu")
@@ -224,7 +235,7 @@ def test_ranks_that_are_killed_again_and_again_are_started_three_times_without_a
     """Each start is an attempt of its own in the same job; then the run has failed, and says why."""
     killed = FakeRanks(run, {"end": "died", "error": "killed"})
     assert supervise(run, JOB, lambda: killed, FakeController(Cause.NONE)) == 1
-    names = [event["event"] for event in run.events()]
+    names = [event["event"] for event in run.events() if event["event"] != "not_excluded"]
     assert names == ["started", "rank_failed", "restarted"] * 2 + ["started", "rank_failed", "failed"]
     assert "3 attempts in a row came to a failure without a checkpoint" in (run.outcome() or {})["reason"]
 
@@ -240,6 +251,82 @@ def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirect
 
     assert supervise(run, JOB, ranks, FakeController(Cause.NONE)) == 0
     assert run.outcome() == {"state": "completed", "step": 1, "attempts": 6, "reason": "all ranks finished"}
+
+
+# ---- nodes that fail
+
+
+def test_a_node_that_failed_twice_is_left_out_of_the_next_job(run: RunDirectory) -> None:
+    """Restarted in place once; then the run goes on in a new job, and status has a letter to the administrator."""
+    killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
+    controller = FakeController(Cause.NONE)
+    controller.nodes = ["n1", "n2", "n3"]
+    assert supervise(run, JOB, lambda: killed, controller) == 4
+    names = [event["event"] for event in run.events()]
+    assert names == [
+        *("started", "rank_failed", "restarted"), *("started", "rank_failed", "excluded", "resubmitted"),
+    ]  # fmt: skip
+    assert controller.asked == ["resubmit n1"]
+
+
+def test_where_too_few_nodes_would_remain_slurms_choice_is_taken_and_that_is_said(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run goes on where it is."""
+    killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
+    controller = FakeController(Cause.NONE)
+    assert supervise(run, JOB, lambda: killed, controller) == 1
+    assert controller.asked == []
+    said = capsys.readouterr().out
+    assert "attempt 1: no node is left out: without n1 the partition has 0 usable nodes, and the run needs 1" in said
+
+
+def test_a_node_that_does_not_answer_is_lost_and_the_run_goes_on_without_it(run: RunDirectory) -> None:
+    """The other ranks are told to leave, srun is not waited for, and the job does not hold the run any more."""
+    controller = FakeController(Cause.NONE)
+    controller.nodes = ["n1", "n2"]
+    gone = threading.Event()
+
+    class Cut(FakeRanks):
+        def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None: ...
+
+        def abandon(self) -> None:
+            gone.set()
+
+        def wait(self) -> int:
+            attempt._hosts.update({0: "n1", 1: "n1"})
+            attempt._on_lost(1, True)
+            assert gone.wait(10)
+            return 137
+
+    number = run.create_attempt()
+    holder.take(run, number, controller.holder())
+    attempt = Attempt(run, JOB, number, Cut(run, {"end": "died"}), controller)
+    assert attempt.supervise() == 4
+    assert [event["event"] for event in run.events()] == ["started", "node_lost", "rank_failed", "resubmitted"]
+    assert run.events()[2]["error"] == "lost with its node n1"
+    assert controller.asked == ["resubmit n1"]
+    assert holder.holders(run) == []
+
+
+def test_a_silent_node_is_not_called_lost_by_a_supervisor_that_is_cut_off_itself(run: RunDirectory) -> None:
+    """The controller does not answer it either. It waits until it is superseded, or hears again."""
+    controller = FakeController(Cause.SUPERSEDED)
+    asked = threading.Event()
+
+    def notice() -> Notice:
+        asked.set()
+        raise SlurmUnavailable("Unable to contact slurm controller")
+
+    controller.notice = notice  # type: ignore[method-assign]
+    attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, STOPPED), controller)
+    attempt._recorded.set()
+    attempt._on_lost(1, True)
+    assert asked.wait(10)
+    run.create_attempt()
+    attempt._gone.set()
+    wait_until(lambda: "silence" not in {thread.name for thread in threading.enumerate()}, "the thread to end")
+    assert run.events() == []
 
 
 # ---- limits

@@ -23,9 +23,10 @@ class Heard:
 
     def __init__(self, ranks: int | None = None) -> None:
         self.events: queue.Queue[tuple[int, str, dict[str, Any]]] = queue.Queue()
-        self.lost: queue.Queue[int] = queue.Queue()
+        self.lost: queue.Queue[tuple[int, bool]] = queue.Queue()
         hear = lambda r, e, v: self.events.put((r, e, dict(v)))  # noqa: E731
-        self.server = LinkServer(TOKEN, hear, self.lost.put, "127.0.0.1", ranks)
+        lose = lambda rank, silent: self.lost.put((rank, silent))  # noqa: E731
+        self.server = LinkServer(TOKEN, hear, lose, "127.0.0.1", ranks)
         self.address = f"127.0.0.1:{self.server.port}"
 
 
@@ -98,7 +99,17 @@ def test_a_rank_that_dies_is_noticed(heard: Heard) -> None:
     """The broken connection tells which rank is gone."""
     link = join(heard, 0, port=1)
     link.close()
-    assert heard.lost.get(timeout=10) == 0
+    assert heard.lost.get(timeout=10) == (0, False)
+
+
+def test_what_the_supervisor_says_reaches_every_rank_that_is_there(heard: Heard) -> None:
+    """Also before the rank listens."""
+    links = [join(heard, 0, port=1), join(heard, 1)]
+    heard.server.say(leave="node n2 lost")
+    words: queue.Queue[dict[str, Any]] = queue.Queue()
+    for link in links:
+        link.listen(lambda: None, lambda said: words.put(dict(said)))
+    assert [words.get(timeout=10) for _ in links] == [{"leave": "node n2 lost"}] * 2
 
 
 def test_sending_to_a_supervisor_that_is_gone_does_not_stop_training() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from clusterddp.errors import SlurmError, SlurmUnavailable
@@ -60,6 +63,48 @@ def test_an_arrays_member_keeps_its_own_id() -> None:
 def test_gpus_are_counted_by_type(gres: str, gpus: dict[str, int]) -> None:
     """As sinfo prints a node's GRES."""
     assert slurm.parse_gres(gres) == gpus
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+        "Unexpected message received for job 1",
+    ],
+)
+def test_no_answer_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    """As scontrol's show and requeue say it of a controller that is down, on 22.05.8."""
+    command = tmp_path / "scontrol"
+    command.write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(SlurmUnavailable, match=words.split(":")[0]):
+        slurm.requeue("1")
+
+
+def test_a_controller_that_does_not_answer_is_asked_again_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With growing pauses; an answer, or another error, ends it."""
+    pauses: list[float] = []
+    monkeypatch.setattr(slurm.time, "sleep", pauses.append)
+    answers: list[Any] = [SlurmUnavailable("Unable to contact slurm controller")] * 3 + ["yes"]
+
+    def ask() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    assert slurm.patiently(ask) == "yes"
+    assert pauses == [1, 2, 4]
+    assert "asking again in 1 s: Unable to contact" in capsys.readouterr().err
+    answers = [SlurmError("Invalid job id specified")]
+    with pytest.raises(SlurmError, match="Invalid"):
+        slurm.patiently(ask)
+    answers = [SlurmUnavailable("Unable to contact slurm controller")]
+    with pytest.raises(SlurmUnavailable):
+        slurm.patiently(ask, patience_s=0.5)
 
 
 def test_a_missing_command_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:

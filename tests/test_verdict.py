@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clusterddp.launch.cause import Cause, read_cause
+from clusterddp.launch.deaths import Death, in_order, of_tasks
 from clusterddp.launch.slurm import JobInfo
 from clusterddp.launch.verdict import Action, RankEnd, judge
 
@@ -153,7 +154,78 @@ def test_what_may_pass_is_tried_again_in_place_and_the_users_own_errors_never(fa
     assert judge([failure], 1, True, lambda: Cause.CANCELLED).action is not Action.RESTART
 
 
-def test_a_rank_without_a_record_is_named_as_killed() -> None:
-    """SIGKILL leaves no traceback; the rank and its host are named all the same."""
-    lost = RankEnd.from_record(3, "n2", 1.0, None)
-    assert lost.sentence() == "rank 3 (n2) was killed without a traceback, or left by os._exit"
+@pytest.mark.parametrize(
+    ("death", "sentence"),
+    [
+        (None, "killed without a traceback, or left by os._exit"),
+        (Death.of_code(-9), "killed by signal 9, no traceback; check memory"),
+        (Death.of_code(-11), "killed by signal 11 (SIGSEGV)"),
+        (Death.of_code(-6), "killed by signal 6 (SIGABRT)"),
+        (Death.of_code(3), "left by os._exit(3), no traceback"),
+        (Death(out_of_memory=True), "killed: out of memory (the job's limit; ask for more with --mem)"),
+    ],
+)
+def test_a_rank_without_a_record_is_named_with_what_killed_it(death: Death | None, sentence: str) -> None:
+    """SIGKILL leaves no traceback; the rank, its host and the signal are named all the same."""
+    assert RankEnd.from_record(3, "n2", 1.0, None, death).sentence() == f"rank 3 (n2) {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("MemoryError: ", "ran out of memory: MemoryError:"),
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory: you tried to "
+         "allocate 9 bytes. Error code 12", "ran out of memory: RuntimeError: "),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "ran out of memory: OutOfMemoryError: "),
+        ("ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+         "  File 'x'\nValueError: bad sample 7\n",
+         "raised ValueError: Caught ValueError in DataLoader worker process 0. ... ValueError: bad sample 7"),
+    ],
+)  # fmt: skip
+def test_an_exception_is_named_in_one_line(error: str, words: str) -> None:
+    """Out of memory as such; a worker's own exception behind torch's."""
+    assert end("exception", error=error).words().startswith(words)
+
+
+def test_srun_tells_how_each_task_ended() -> None:
+    """As seen on 22.05.8; what --kill-on-bad-exit did to the others comes after the first failure."""
+    deaths = of_tasks(
+        """srun: error: n2: task 3: Segmentation fault (core dumped)
+srun: launch/slurm: _step_signal: Terminating StepId=1.0
+slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-20T12:46:39 ***
+srun: error: n2: task 2: Terminated
+srun: error: n1: tasks 0-1,4: Killed
+srun: error: n1: task 5: Out Of Memory
+srun: error: n1: task 6: Exited with exit code 3
+srun: error: n1: task 3: Killed
+srun: Force Terminated StepId=1.0
+"""
+    )
+    killed = Death(signal=9)
+    assert deaths == {
+        3: Death(signal=11),
+        2: Death(signal=15),
+        0: killed,
+        1: killed,
+        4: killed,
+        5: Death(out_of_memory=True),
+        6: Death(exit_code=3),
+    }
+
+
+def test_a_segfault_comes_before_the_kills_that_it_led_to() -> None:
+    """The launcher's KILL of a peer arrives within the jitter; so does the peer's word of a closed connection."""
+    peer = end("exception", 0, lost_at=4.0, error="RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed")
+    ended = end("died", 2, lost_at=4.1, death=Death(signal=9))
+    crashed = end("died", 1, lost_at=4.2, death=Death(signal=11))
+    verdict = judge([peer, crashed, ended], 139, False, lambda: Cause.NONE)
+    assert verdict.first_failure == crashed
+    assert verdict.others == (peer, ended)
+
+
+def test_a_killed_rank_comes_before_the_peers_that_miss_it() -> None:
+    """Its connection may break a moment after a peer has failed of it; the launcher saw it end first."""
+    peer = end("exception", 0, lost_at=4.0, error="RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed")
+    deaths = in_order({1: Death(signal=9), 0: Death(exit_code=1), 2: Death(signal=9)})
+    killed, ended = (end("died", rank, lost_at=4.01, death=deaths[rank]) for rank in (1, 2))
+    assert judge([peer, killed, ended], 137, False, lambda: Cause.NONE).first_failure == killed

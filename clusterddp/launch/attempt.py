@@ -8,22 +8,24 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.errors import ClusterddpError, SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.hostlist import expand
 from clusterddp.job import Job
-from clusterddp.launch import slurm
+from clusterddp.launch import exclusion, holder, slurm
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.code_state import changed, code_state
 from clusterddp.launch.controller import Controller
+from clusterddp.launch.deaths import Death, in_order
 from clusterddp.launch.hangs import Hang, Watch
 from clusterddp.launch.history import History
 from clusterddp.launch.launcher import Launcher, rank_command
 from clusterddp.launch.limits import exceeded
 from clusterddp.launch.monitor import Monitor, lead_s
 from clusterddp.launch.narration import failure_box
-from clusterddp.launch.verdict import Action, RankEnd, Verdict, judge
+from clusterddp.launch.verdict import Action, RankEnd, Verdict, check_record, judge
 from clusterddp.link import ADDRESS_VARIABLE, TOKEN_VARIABLE, LinkServer
 from clusterddp.rundir import RunDirectory, write_json
 
@@ -31,8 +33,12 @@ from clusterddp.rundir import RunDirectory, write_json
 RESTART = -1
 #: Pauses between two questions to a controller that does not answer: from the first to the longest, in seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-#: Seconds that the ranks of a run that hangs have to leave by themselves.
-LEAVE_S = 3.0
+#: Seconds that the ranks of a run that hangs have to leave by themselves; and that the peers of a rank that failed have
+#: to fail of it, with words of their own, before they are told to leave, too. The launcher ends them as well, but Slurm
+#: waits for KillWait where they take no TERM.
+LEAVE_S = LET_GO_S = 3.0
+#: From one question to a controller that does not answer to the next, while a node is silent, in seconds.
+SILENT_PAUSE_S = 2.0
 
 
 class Attempt:
@@ -53,6 +59,9 @@ class Attempt:
         self._steps_before = (run.last_metrics() or {"step": -1})["step"] + 1
         self._hosts: dict[int, str] = {}
         self._lost_at: dict[int, float] = {}
+        self._left: dict[int, Mapping[str, Any]] = {}
+        self._silent: set[int] = set()
+        self._letting_go: threading.Timer | None = None
         self._recorded, self._gone = threading.Event(), threading.Event()
         self._told = self._heard = False
         self._watch = Watch(job.watchdog.beat_s, self._on_hang) if job.watchdog else None
@@ -96,6 +105,8 @@ class Attempt:
         finally:
             self._gone.set()
             self._recorded.set()
+            if self._letting_go is not None:
+                self._letting_go.cancel()
             monitor.close()
             if self._watch:
                 self._watch.close()
@@ -125,6 +136,10 @@ class Attempt:
             if self._watch:
                 self._watch.hear(rank, self._hosts[rank], values)
             return
+        if event == "left":
+            self._on_left(rank, values)
+            return
+            return
         if event == "signal":
             self._told = self._heard = True
         self._recorded.wait()  # the attempt's start comes first in the history
@@ -133,10 +148,72 @@ class Attempt:
             values["redone"] = max(0, self._steps_before - values["step"])
         self._history.add(event, **values)
 
-    def _on_lost(self, rank: int) -> None:
-        self._lost_at[rank] = time.time()
+    def _on_left(self, rank: int, values: Mapping[str, Any]) -> None:
+        """A rank's last words: the record of its end."""
+        check_record(values)
+        self._left.setdefault(rank, values)
+        if values["end"] not in ("done", "stopped"):
+            self._lost_at.setdefault(rank, time.time())
+            self._let_go(f"rank {rank} ({values['host']}) failed")
+
+    def _on_lost(self, rank: int, silent: bool) -> None:
+        self._lost_at.setdefault(rank, time.time())
         if self._watch:
             self._watch.close()  # a lost rank, or node, is no hang
+        if silent and rank not in self._left:
+            first = not self._silent
+            self._silent.add(rank)
+            if first:
+                threading.Thread(target=self._on_silence, args=(rank,), name="silence", daemon=True).start()
+        elif rank not in self._left:
+            self._let_go(f"rank {rank} ({self._hosts[rank]}) is gone")
+
+    def _let_go(self, why: str) -> None:
+        """Tells the other ranks to leave, soon; in a stop, and without a word of it, they may be saving."""
+        if self._letting_go is None and not self._told:
+            self._letting_go = threading.Timer(LET_GO_S, self._tell_to_leave, args=(why,))
+            self._letting_go.daemon = True
+            self._letting_go.start()
+
+    def _tell_to_leave(self, why: str) -> None:
+        if not self._told:
+            self._server.say(leave=why)
+
+    def _on_silence(self, rank: int) -> None:
+        """A rank's node does not answer. It is lost, unless this one is cut off: the controller is out of reach then.
+
+        srun would wait for it until Slurm gives the node up, and so would the ranks on other nodes.
+        """
+        node, waiting = self._node_of(rank), False
+        while not self._controller_answers():
+            if not waiting:
+                print(f"clusterddp: neither {node} nor the controller answers, waiting", flush=True)
+            waiting = True
+            if self._gone.wait(SILENT_PAUSE_S) or self.superseded():
+                return
+        self._recorded.wait()
+        if self._gone.is_set():
+            return
+        self._history.add("node_lost", node=node, suspect=node, silent=sorted(self._silent))
+        self._server.say(leave=f"node {node} lost")
+        self._launcher.abandon()
+
+    def _controller_answers(self) -> bool:
+        try:
+            self._controller.notice()
+        except SlurmUnavailable:
+            return False
+        except SlurmError:
+            pass
+        return True
+
+    def _node_of(self, rank: int) -> str:
+        """The node that the launcher puts a rank on, also one that has not been heard of."""
+        try:
+            nodes = expand(self._controller.describe()["nodes"])
+            return nodes[rank // self._job.gpus_per_node]
+        except (ClusterddpError, IndexError):
+            return self._hosts.get(rank, "unknown")
 
     def _on_hang(self, hang: Hang) -> None:
         """Ends all ranks: those that can leave by themselves do when they are told, and the launcher ends the rest."""
@@ -182,24 +259,37 @@ class Attempt:
         self._server.close()
         self._launcher.abandon()
 
+    def on_controller(self, away: str | None) -> None:
+        """Training goes on without it."""
+        self._recorded.wait()
+        if away is None:
+            self._history.add("controller_back")
+        else:
+            self._history.add("controller_away", error=away)
+
     # --- when the ranks are gone
 
     def _ends(self) -> list[RankEnd]:
-        """How every rank ended, from its own record where it could; the one that hung comes first."""
-        ends = [
-            RankEnd.read(
-                rank,
-                self._hosts.get(rank, "host unknown"),
-                self._lost_at.get(rank, float("inf")),
-                self._run.rank_record(self._number, rank),
-            )
-            for rank in range(self._job.world_size)
-        ]
+        """How every rank ended: by its last words, else its record, else what the launcher knows of its process.
+
+        The one that hung comes first.
+        """
+        deaths = in_order(self._launcher.deaths())
+        ends = [self._end_of(rank, deaths.get(rank)) for rank in range(self._job.world_size)]
         if self._hang is not None and ends[self._hang[0].ranks[0]].failed:
             hang, found_at = self._hang
             end = "hung" if self._job.watchdog and self._job.watchdog.on_hang == "restart" else "hung for good"
             ends[hang.ranks[0]] = RankEnd(hang.ranks[0], hang.host, end, found_at, hang.what, used_clusterddp=True)
         return ends
+
+    def _end_of(self, rank: int, death: Death | None) -> RankEnd:
+        host, lost_at = self._hosts.get(rank) or self._node_of(rank), self._lost_at.get(rank, float("inf"))
+        if rank in self._left:
+            return RankEnd.from_record(rank, host, lost_at, self._left[rank])
+        end = RankEnd.read(rank, host, lost_at, self._run.rank_record(self._number, rank), death)
+        if rank in self._silent and end.end == "died":
+            return RankEnd(rank, host, "silent", lost_at, error=f"lost with its node {self._node_of(rank)}")
+        return end
 
     def _why(self) -> Cause:
         """The newer attempt and the mark that ``clusterddp cancel`` leaves come before the controller's word.
@@ -218,7 +308,7 @@ class Attempt:
             except SlurmMissing:
                 return Cause.UNKNOWN
             except SlurmUnavailable as error:
-                print(f"clusterddp: asking again in {pause_s:.0f} s: {error}", flush=True)
+                print(f"clusterddp: asking again in {pause_s:g} s: {error}", flush=True)
                 time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
             except SlurmError as error:
@@ -231,10 +321,7 @@ class Attempt:
             print(f"clusterddp: attempt {self._number} superseded by attempt {newest}; not writing", flush=True)
             return 1
         if verdict.first_failure is not None:
-            failure = verdict.first_failure
-            if self._hang is None:  # which is in the history already
-                self._history.add("rank_failed", rank=failure.rank, host=failure.host, error=failure.error)
-            print(failure_box(self._run, self._number, failure), file=sys.stderr, flush=True)
+            self._tell_failure(verdict.first_failure, verdict.others)
         if verdict.action is Action.RESTART:
             return self._restart(verdict)
         if verdict.action is Action.AGAIN or (verdict.action is Action.LEAVE_TO_SLURM and self._ends_for_good()):
@@ -248,6 +335,22 @@ class Attempt:
         self._history.conclude(verdict.action.value, verdict.reason)
         return verdict.exit_code
 
+    def _tell_failure(self, failure: RankEnd, others: Sequence[RankEnd]) -> None:
+        """In the history, and as a box in the job's log."""
+        step = self._history.saved()["step"]
+        if self._hang is None:  # which is in the history already
+            self._add_failure(failure, step)
+        box = failure_box(self._run, self._number, failure, others, step, time.time())
+        print(box, file=sys.stderr, flush=True)
+
+    def _add_failure(self, failure: RankEnd, step: int | None) -> None:
+        values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
+        if step is not None:
+            values["step"] = step
+        if failure.of_the_node and self._controller.resubmits:
+            values["suspect"] = self._node_of(failure.rank)
+        self._history.add("rank_failed", **values)
+
     def _ends_for_good(self) -> bool:
         """Whether Slurm, which has ended the job for a preemption, will not run it again."""
         try:
@@ -257,12 +360,39 @@ class Attempt:
             return False
 
     def _restart(self, verdict: Verdict) -> int:
-        """The run goes on here and now, from the newest checkpoint, as a new attempt of the same job."""
+        """The run goes on here and now, from the newest checkpoint, as a new attempt of the same job.
+
+        In a new job where a node of this one is to be left out: Slurm changes no nodes of a job that runs.
+        """
         if self._bounded("restarted", verdict):
             return verdict.exit_code
+        if self._controller.resubmits:
+            lost = self._node_of(min(self._silent)) if self._silent else None
+            choice = self._choose_nodes(lost)
+            here = {self._node_of(rank) for rank in range(self._job.world_size)}
+            if lost is not None or here & set(choice.nodes):
+                return self._resubmit(verdict, choice.nodes, lost is not None)
         hung = self._hang and f"rank {self._hang[0].ranks[0]} ({self._hang[0].host}) hung"
         self._add_end("restarted", verdict, hung)
         return RESTART
+
+    def _choose_nodes(self, lost: str | None) -> exclusion.Choice:
+        """Which nodes the next job leaves out; says so where that is new, or cannot be."""
+        events, now = self._run.events(), time.time()
+        if lost is None and not set(exclusion.failed(events, now)) - set(exclusion.excluded(events, now)):
+            return exclusion.Choice()
+        try:
+            usable = self._controller.usable_nodes()
+        except SlurmError as error:
+            print(f"clusterddp: cannot ask which nodes there are, none is left out: {error}", flush=True)
+            return exclusion.Choice()
+        choice = exclusion.choose(events, lost, usable, self._job.min_nodes or self._job.nodes, now)
+        if choice.refused:
+            self._history.add("not_excluded", reason=choice.refused)
+        if choice.new:
+            times = [len(exclusion.failures(events, node, now)) for node in choice.new]
+            self._history.add("excluded", nodes=list(choice.new), failures=times)
+        return choice
 
     def _bounded(self, event: str, verdict: Verdict) -> bool:
         """Ends the run as failed when it may not have another attempt; whether it did."""
@@ -307,17 +437,22 @@ class Attempt:
             except SlurmMissing:
                 raise
             except SlurmUnavailable as error:
-                print(f"clusterddp: trying again in {pause_s:.0f} s: {error}", flush=True)
+                print(f"clusterddp: trying again in {pause_s:g} s: {error}", flush=True)
                 time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
     def _judge_anew(self, cause: Cause) -> Verdict:
         return judge(self._ends(), 0, self._told, lambda: cause)
 
-    def _resubmit(self, verdict: Verdict) -> int:
-        """Continues the run in a new job. scancel of this job at any moment up to here ends the new one, too."""
+    def _resubmit(self, verdict: Verdict, without: Sequence[str] = (), node_lost: bool = False) -> int:
+        """Continues the run in a new job. scancel of this job at any moment up to here ends the new one, too.
+
+        Slurm may take minutes to end a job with a lost node: the new one does not wait for it.
+        """
+        if node_lost:
+            holder.let_go(self._run, self._number)
         try:
-            new = self._controller.resubmit()
+            new = self._controller.resubmit(without, after_this=not node_lost)
         except SlurmError as error:
             self._ask_watcher()
             self._add_end("stopped", verdict, f"{verdict.reason}; not resubmitted: {error}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from clusterddp.errors import LauncherEnvironmentError, SlurmError
+from clusterddp.hostlist import expand
 from clusterddp.job import Job
 from clusterddp.launch import holder, site, slurm
 from clusterddp.launch.cause import Cause, read_cause
@@ -59,8 +60,11 @@ class Controller(Protocol):
     def requeue(self) -> None:
         """Asks for another start of this job. The caller ends at once."""
 
-    def resubmit(self) -> str:
-        """Submits the run again, to start when this job is over; returns the new job's id."""
+    def usable_nodes(self) -> list[str]:
+        """The nodes that the job could be given, busy ones included."""
+
+    def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
+        """Submits the run again, ``without`` some nodes, to start when this job is over; returns the new job's id."""
 
 
 class SlurmController:
@@ -82,6 +86,7 @@ class SlurmController:
         # What the job got, which SBATCH_PARTITION or an administrator may have made another than was asked for.
         self._partition = environ.get("SLURM_JOB_PARTITION") or job.partition
         self._qos = environ.get("SLURM_JOB_QOS") or job.qos
+        self._exclude = job.exclude
 
     def holder(self) -> dict[str, Any]:
         """The job, whose state the controller knows."""
@@ -121,8 +126,13 @@ class SlurmController:
         """Slurm ends this process then, if it has not left before."""
         slurm.requeue(self._job_id)
 
-    def resubmit(self) -> str:
-        """The new job waits for the end of this one, and holds the run from now on.
+    def usable_nodes(self) -> list[str]:
+        """Those of its partition that work, less those that the job definition excludes."""
+        excluded = expand(self._exclude or "")
+        return [node for node in slurm.usable_nodes(self._partition) if node not in excluded]
+
+    def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
+        """The new job holds the run from now on, and waits for the end of this one unless told otherwise.
 
         This one must not come back: Slurm 24.11 requeues by itself what leaves within a grace.
         """
@@ -130,7 +140,10 @@ class SlurmController:
             raise SlurmError(f"{self._run.batch_script} is missing, which a resubmission needs")
         with suppress(SlurmError):  # refused where the job is ending already, and comes back no more
             slurm.forbid_requeue(self._job_id)
-        new = slurm.submit(self._run.batch_script, f"--dependency=afterany:{self._job_id}")
+        options = [f"--dependency=afterany:{self._job_id}"] if after_this else []
+        if without:
+            options.append(f"--exclude={','.join(filter(None, [self._exclude, *without]))}")
+        new = slurm.submit(self._run.batch_script, *options)
         holder.submitted(self._run, new)
         return new
 
@@ -174,7 +187,11 @@ class LocalController:
     def requeue(self) -> None:
         """The loop reads the exit code."""
 
-    def resubmit(self) -> str:
+    def usable_nodes(self) -> list[str]:
+        """There is this machine alone."""
+        return []
+
+    def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
         """There is no queue."""
         raise NotImplementedError("a local run is started again by its loop")
 

@@ -51,12 +51,19 @@ def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, An
     return pending
 
 
+def let_go(run: RunDirectory, attempt: int) -> None:
+    """An attempt's job holds the run no longer, though Slurm may not have ended it: no rank of it is left in reach."""
+    entry = read_json(run.holder_file(attempt)) or {}
+    write_json(run.holder_file(attempt), {**entry, "let_go": True}, mode=0o600)
+
+
 def holders(run: RunDirectory) -> list[dict[str, Any]]:
     """Who may hold the run, the newest claim first."""
     pending = _read(run.submitted_file)
     # An attempt that is just being claimed has no entry yet: the one before still counts.
     taken = (_read(run.holder_file(number)) for number in reversed(run.attempts()))
-    return [entry for entry in (pending, next(filter(None, taken), None)) if entry is not None]
+    newest = next(filter(None, taken), {})
+    return [entry for entry in (pending, newest) if entry and not entry.get("let_go")]
 
 
 def held_by_other(run: RunDirectory, me: Mapping[str, Any] | None = None) -> str | None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from clusterddp.job import Job
+from clusterddp.launch import deaths
+from clusterddp.launch.deaths import Death
 
 ABANDON_S = 5.0
 
@@ -40,6 +42,9 @@ class Launcher(Protocol):
     def wait(self) -> int:
         """Waits until every rank is gone; the first exit code that is not 0, or 0. A failed rank ends its peers."""
 
+    def deaths(self) -> Mapping[int, Death]:
+        """How ranks ended that did not end well, as far as it is known, when all are gone; the first one in front."""
+
 
 class SlurmLauncher:
     """The ranks as one job step, a task per rank."""
@@ -52,8 +57,9 @@ class SlurmLauncher:
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts srun. Its own messages go to ``logs/srun.err``."""
+        self._messages = logs / "srun.err"
         # srun inherits that TERM is ignored (the batch script's trap), and must: it would end, and the ranks with it.
-        with open(logs / "srun.err", "ab") as messages:
+        with open(self._messages, "ab") as messages:
             self._srun = subprocess.Popen(
                 [*srun_command(self._job, logs), *command],
                 env={"OMP_NUM_THREADS": str(cpus_per_rank(self._job)), **environment},
@@ -79,6 +85,13 @@ class SlurmLauncher:
     def wait(self) -> int:
         """srun's exit code. It is 137 for a peer killed by --kill-on-bad-exit, whatever the first failure was."""
         return self._srun.wait()
+
+    def deaths(self) -> Mapping[int, Death]:
+        """From srun's messages; nothing where they cannot be read."""
+        try:
+            return deaths.of_tasks(self._messages.read_text(errors="replace"))
+        except OSError:
+            return {}
 
 
 def srun_command(job: Job, logs: Path) -> list[str]:
@@ -117,12 +130,14 @@ class LocalLauncher:
     def __init__(self, job: Job, terminal_rank: int | None = None) -> None:
         self._job, self._terminal_rank = job, terminal_rank
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._numbers: dict[int, int] = {}
+        self._deaths: dict[int, Death] = {}
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts one process per rank."""
         for rank in range(self._job.world_size):
             process = self._start_rank(rank, command, {**environment, **local_variables(self._job, rank)}, logs)
-            self._ranks[process.pid] = process
+            self._ranks[process.pid], self._numbers[process.pid] = process, rank
 
     def _start_rank(
         self, rank: int, command: list[str], environment: Mapping[str, str], logs: Path
@@ -154,10 +169,16 @@ class LocalLauncher:
                 continue
             code = os.waitstatus_to_exitcode(status)
             process.returncode = code
+            if code != 0:
+                self._deaths[self._numbers[pid]] = Death.of_code(code)
             if code != 0 and first == 0:
                 first = code if code > 0 else 128 - code
                 self._signal_all(signal.SIGKILL)
         return first
+
+    def deaths(self) -> Mapping[int, Death]:
+        """From waitpid."""
+        return self._deaths
 
     def _signal_all(self, signum: int) -> None:
         for pid in list(self._ranks):

@@ -59,11 +59,17 @@ def _fruitless(events: list[Mapping[str, Any]]) -> int:
     count, records = 0, any(event.get("step") is not None for event in events)
     for attempt in sorted({event["attempt"] for event in events if event["event"] == "started"}, reverse=True):
         own = [event for event in events if event["attempt"] == attempt]
-        failed, timed = any(event["event"] == "restarted" for event in own), any(map(_timed, own))
+        failed, timed = any(map(_failed, own)), any(map(_timed, own))
         if not (failed or (timed and records)) or any(event["event"] == "checkpoint" for event in own):
             break
         count += 1
     return count
+
+
+def _failed(event: Mapping[str, Any]) -> bool:
+    """In a new job, for a cause that the controller does not know: a node failed, and is left out."""
+    elsewhere = event["event"] == "resubmitted" and event.get("cause") == Cause.NONE.value
+    return event["event"] == "restarted" or elsewhere
 
 
 def _timed(event: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from clusterddp.job import Job
 from clusterddp.launch.controller import Controller, Notice
 
 LOOK_S = 2.0
-#: How often the controller is asked: while the ranks come up, and later.
+#: How often the controller is asked: while the ranks come up or it does not answer, and later.
 ASK_STARTING_S, ASK_S = 5.0, 20.0
 
 
@@ -50,6 +50,9 @@ class Watched(Protocol):
     def on_superseded(self) -> None:
         """A newer attempt trains the run. Called once."""
 
+    def on_controller(self, away: str | None) -> None:
+        """The controller cannot be asked, and why; None: it answers again. Called once each time."""
+
 
 class Monitor:
     """A thread that watches over one attempt until it is closed."""
@@ -77,7 +80,8 @@ class Monitor:
                 print(f"clusterddp: the run directory cannot be looked at ({error}); training goes on", flush=True)
             if time.monotonic() >= ask_at:
                 ahead = self._ask(ahead)
-                ask_at = time.monotonic() + (ASK_S if self._watched.training() else ASK_STARTING_S)
+                often = self._silent or not self._watched.training()
+                ask_at = time.monotonic() + (ASK_STARTING_S if often else ASK_S)
             why = self._due(ahead)
             if why is not None and not self._watched.heard():
                 self._watched.on_notice(why)
@@ -92,17 +96,17 @@ class Monitor:
         return None
 
     def _ask(self, known: Notice) -> Notice:
-        """What is ahead; as far as known when the controller does not answer, which is said once each time."""
+        """What is ahead; as far as known when the controller does not answer, which is told once each time."""
         try:
             ahead = self._controller.notice()
         except SlurmMissing:
             return known
         except SlurmError as error:
             if not self._silent:
-                print(f"clusterddp: the controller cannot be asked, training goes on: {error}", flush=True)
+                self._watched.on_controller(str(error))
             self._silent = True
             return known
         if self._silent:
-            print("clusterddp: the controller answers again", flush=True)
+            self._watched.on_controller(None)
         self._silent = False
         return ahead

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from clusterddp.launch.verdict import RankEnd
@@ -78,6 +79,8 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"saving every {e['seconds']:.0f} s: a save blocks training for {1000 * e['stall_s']:.0f} ms, and it is "
         f"interrupted every {e['between_s'] / 3600:.1f} hours as far as the history tells"
     ),
+    "controller_away": lambda e: f"the controller cannot be asked, training goes on: {e['error']}",
+    "controller_back": lambda _: "the controller answers again",
     "notice": lambda e: f"{e['why']}: telling the ranks to stop",
     "stopped": _stopped,
     "restarted": lambda e: _ended(e, "starting all ranks anew on the same nodes"),
@@ -89,19 +92,36 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"rank {e['rank']} ({e['host']}) is slow: {e['own_s']:.3g} s of its own in a step, {e['ratio']:.1f} times the "
         "others' median; they wait for it"
     ),
-    "rank_failed": lambda e: f"rank {e['rank']} ({e['host']}) failed first: {e['error']}",
+    "rank_failed": lambda e: f"rank {e['rank']} ({e['host']}) failed first{at_step(e.get('step'))}: {e['error']}",
+    "node_lost": lambda e: f"node {e['node']} lost: it does not answer any more",
+    "excluded": lambda e: (
+        f"{' and '.join(e['nodes'])} failed this run {' and '.join(map(str, e['failures']))} times: "
+        "left out of its jobs for 24 hours"
+    ),
+    "not_excluded": lambda e: f"no node is left out: {e['reason']}",
     "failed": _failed,
     "cancelled": lambda e: f"cancelled{at_step(e['step'])}; it will not run again",
     "completed": lambda e: f"completed{at_step(e['step'])} after {e['attempts']} attempt{'s'[: e['attempts'] != 1]}",
 }
 
 
-def failure_box(run: RunDirectory, attempt: int, failure: RankEnd) -> str:
-    """The first failure, boxed: who, where, and its traceback or the end of its log."""
+#: How many of the other ranks' ends a box shows.
+MOST_OTHERS = 8
+
+
+def failure_box(
+    run: RunDirectory, attempt: int, failure: RankEnd, others: Sequence[RankEnd], step: int | None, now: float
+) -> str:
+    """The first failure, boxed: who, where, when, its traceback or the end of its log, and what came of it.
+
+    ``step``: how many were done, as far as is known.
+    """
     log = run.attempt_logs(attempt) / f"rank-{failure.rank}.err"
     text = log.read_text(errors="replace") if log.exists() else ""
-    body = failure.traceback or _main_stack(text) or _tail(text, lines=12)
-    lines = [failure.sentence(), "", *body.rstrip().splitlines(), "", f"log: {log}"]
+    body = failure.traceback or _main_stack(text) or last_words(text)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(failure.lost_at, now)))
+    lines = [failure.sentence(), f"attempt {attempt},{at_step(step)} {when}", "", *body.rstrip().splitlines(), ""]
+    lines += [f"log: {log}", *_other_ends(others)]
     wrapped = [piece for line in lines for piece in (textwrap.wrap(line, 116, drop_whitespace=False) or [""])]
     rule = "-" * 118
     return "\n".join([f"+{rule}", *(f"| {line}" for line in wrapped), f"+{rule}"])
@@ -116,3 +136,17 @@ def _main_stack(text: str) -> str:
 
 def _tail(text: str, lines: int) -> str:
     return "\n".join(text.splitlines()[-lines:])
+
+
+def _other_ends(others: Sequence[RankEnd]) -> list[str]:
+    """The other ranks' ends, those by themselves first."""
+    ordered = sorted(others, key=lambda end: (not end.own, end.rank))
+    lines = [f"{'besides' if end.own else 'in consequence'}: {end.sentence()}" for end in ordered[:MOST_OTHERS]]
+    left = len(ordered) - MOST_OTHERS
+    return ["", *lines, *([f"in consequence: {left} ranks more"] if left > 0 else [])] if lines else []
+
+
+def last_words(text: str) -> str:
+    """The end of a rank's log; from where Python's fault handler begins, if it does: the stack of what crashed."""
+    crash = text.rfind("Fatal Python error:")
+    return "\n".join(text.splitlines()[-12:] if crash < 0 else text[crash:].splitlines()[:30])

@@ -9,14 +9,18 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from clusterddp.environment import for_parsing
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
+
+T = TypeVar("T")
 
 TIMEOUT_S = 60.0
 
@@ -41,7 +45,15 @@ LIVE_STATES = frozenset(
 
 
 #: Slurm's words, in any of its commands, for a controller that is not configured here or does not answer.
-_NO_ANSWER = ("configuration source", "Unable to contact slurm controller", "Connection refused", "timed out")
+#: `scontrol requeue` has words of its own (seen on 22.05.8).
+_NO_ANSWER = (
+    *("configuration source", "Unable to contact slurm controller", "Connection refused", "timed out"),
+    "Unexpected message received",
+)
+
+
+#: How the states of nodes begin that no job is given to.
+_UNUSABLE = ("down", "drain", "fail", "error", "unknown", "maint", "reboot", "inval", "powered_down", "powering_down")
 
 
 @dataclass(frozen=True)
@@ -131,6 +143,25 @@ def show_job(job_id: str) -> JobInfo | None:
         raise
 
 
+def patiently(ask: Callable[[], T], patience_s: float = 15.0) -> T:
+    """The answer to a question; asked again, and saying so, while the controller does not answer.
+
+    Slurm's commands try for up to 10 s themselves.
+    """
+    deadline, pause_s = time.monotonic() + patience_s, 1.0
+    while True:
+        try:
+            return ask()
+        except SlurmMissing:
+            raise
+        except SlurmUnavailable as error:
+            if time.monotonic() + pause_s > deadline:
+                raise
+            print(f"clusterddp: asking again in {pause_s:g} s: {error}", file=sys.stderr, flush=True)
+            time.sleep(pause_s)
+            pause_s *= 2
+
+
 def requeue(job_id: str) -> None:
     """Ends the running job and queues it again under the same id."""
     run("scontrol", "requeue", job_id)
@@ -189,6 +220,19 @@ def understood(command: str, text: str) -> Iterator[None]:
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         said = f"{text[:200]!r}{' ...' if len(text) > 200 else ''}"
         raise SlurmError(f"{command} answered in a form that is not known here ({error!r:.80}): {said}") from error
+
+
+def usable_nodes(partition: str | None) -> list[str]:
+    """The nodes of a partition, of the default one when None, that jobs run on or could."""
+    lines = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%T").splitlines()
+    return parse_usable(lines, partition)
+
+
+def parse_usable(lines: list[str], partition: str | None) -> list[str]:
+    """Of lines ``PARTITION|PARTITION*|NODE|STATE``; a state that ends in ``*`` does not answer."""
+    rows = [line.split("|") for line in lines]
+    wanted = [row for row in rows if (row[0] == partition if partition else row[1].endswith("*"))]
+    return [node for _, _, node, state in wanted if not state.endswith("*") and not state.startswith(_UNUSABLE)]
 
 
 def parse_gres(text: str) -> dict[str, int]:

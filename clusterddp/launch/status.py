@@ -13,7 +13,7 @@ from typing import Any
 
 from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.job_file import load_resolved
-from clusterddp.launch import slurm
+from clusterddp.launch import exclusion, slurm
 from clusterddp.launch.accounting import cost
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import give_notice
@@ -60,6 +60,8 @@ def show(path: str) -> int:
         words = sentence(event)
         if words:
             print(f"  {time.strftime('%m-%d %H:%M:%S', time.localtime(event['time']))}  {words}")
+    for node in exclusion.excluded(events, time.time()):
+        print(f"\nto send to the cluster's administrator:\n\n{exclusion.letter(events, node, time.time())}")
     return 0
 
 
@@ -78,7 +80,7 @@ def state_of(run: RunDirectory) -> tuple[str, str]:
     if outcome is not None:
         return outcome["state"], f"{outcome['state']}{at_step(outcome['step'])}: {outcome['reason']}"
     try:
-        held = held_by_other(run)
+        held = slurm.patiently(lambda: held_by_other(run))
         ended = None if held else _ended_job(run)
     except SlurmError as error:
         return "unknown", f"unknown, the controller cannot be asked: {error}"

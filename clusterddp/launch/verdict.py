@@ -11,14 +11,19 @@ from typing import Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.launch.cause import Cause
-from clusterddp.rundir import Form, if_given, is_count, is_text, read_json
+from clusterddp.launch.deaths import Death
+from clusterddp.rundir import Form, fault, if_given, is_count, is_text, read_json
 
 #: Exceptions that tell of a device, a network or a peer rather than of the user's code: another try may go well.
 _MAY_PASS = re.compile(
     r"(Dist(Backend|Network|Store)Error|AcceleratorError|ConnectionError|ConnectionResetError|BrokenPipeError): "
     r"|CUDA error|NCCL error|gloo/transport/|rank 0's store is gone"
 )
-
+#: Of these, what tells of the rank's own device, or of its node's.
+_OF_THE_NODE = re.compile(r"CUDA error|NCCL error|AcceleratorError: ")
+_OUT_OF_MEMORY = re.compile(
+    r"^(MemoryError|OutOfMemoryError)\b|can't allocate memory|std::bad_alloc|Cannot allocate memory"
+)
 
 #: Seconds within which the order of two connections' ends tells nothing.
 JITTER_S = 0.5
@@ -46,15 +51,22 @@ _RECORD: Form = {
 }
 
 
+def check_record(record: Any) -> None:
+    """ValueError, with what is wrong, unless it is the record of a rank's end."""
+    if wrong := fault(record, _RECORD):
+        raise ValueError(wrong)
+
+
 @dataclass(frozen=True)
 class RankEnd:
     """How one rank ended.
 
     ``end``: done, stopped (a clusterddp stop), exit (a code of its own), exception, lost (it never reached the
     supervisor), declined (a callable's ``checkpoint()`` returned None), hung (all ranks had to be ended), hung for
-    good (and are not to be started again), or died (no record
-    of its own: killed by a signal, or os._exit).
-    ``lost_at``: unix seconds on the supervisor's clock when its connection broke, infinity if it never joined.
+    good (and are not to be started again), dismissed (told to leave, as another was lost), silent (its node does not
+    answer), or died (no record of its own: killed by a signal, or os._exit).
+    ``lost_at``: unix seconds on the supervisor's clock when it said that it failed, or its connection broke; infinity
+    if it never joined.
     """
 
     rank: int
@@ -66,20 +78,24 @@ class RankEnd:
     step: int | None = None
     exit_code: int | None = None
     used_clusterddp: bool = False
+    death: Death | None = None
 
     @classmethod
-    def read(cls, rank: int, host: str, lost_at: float, path: Path) -> RankEnd:
+    def read(cls, rank: int, host: str, lost_at: float, path: Path, death: Death | None = None) -> RankEnd:
         """From the file that the rank shim wrote. One that cannot be read tells no more than a missing one."""
         try:
-            return cls.from_record(rank, host, lost_at, read_json(path, _RECORD))
+            return cls.from_record(rank, host, lost_at, read_json(path, _RECORD), death)
         except RunDirectoryError as error:
             return cls(rank, host, "died", lost_at, error=f"gone, and its record cannot be read: {error}")
 
     @classmethod
-    def from_record(cls, rank: int, host: str, lost_at: float, record: Mapping[str, Any] | None) -> RankEnd:
-        """From the record that the rank shim wrote; None when it had no time to."""
+    def from_record(
+        cls, rank: int, host: str, lost_at: float, record: Mapping[str, Any] | None, death: Death | None = None
+    ) -> RankEnd:
+        """From the record that the rank shim wrote; None when it had no time to: then ``death`` may be known."""
         if record is None:
-            return cls(rank, host, "died", lost_at, error="killed without a traceback, or left by os._exit")
+            error = death.words() if death else "killed without a traceback, or left by os._exit"
+            return cls(rank, host, "died", lost_at, error=error, death=death)
         return cls(
             rank,
             record["host"],
@@ -102,24 +118,48 @@ class RankEnd:
         """Whether a failure may have come from outside the user's code. A Python exception of its own never does."""
         if self.end == "exception":
             return _MAY_PASS.search(self.error) is not None
-        return self.end in ("died", "lost", "hung")
+        return self.end in ("died", "lost", "silent", "hung")
+
+    @property
+    def of_the_node(self) -> bool:
+        """Whether the failure may be its node's rather than the script's, or a peer's."""
+        return self.end in ("died", "lost", "silent") or bool(_OF_THE_NODE.search(self.error))
+
+    @property
+    def own(self) -> bool:
+        """Whether the rank failed by itself: not for a lost peer, nor ended by its launcher for a peer's failure."""
+        if self.end == "died":
+            return self.death is not None and self.death.by_itself
+        return self.end == "exit" or (self.end == "exception" and not self.may_pass)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether an exception says so."""
+        return self.end == "exception" and _OUT_OF_MEMORY.search(self.error) is not None
 
     def sentence(self) -> str:
         """One line that names the rank, its host and what happened to it."""
         if self.end.startswith("hung"):
             return self.error
-        what = {"exception": "raised ", "exit": "left with ", "died": "was ", "lost": "never joined: ", "declined": ""}
-        return f"rank {self.rank} ({self.host}) {what.get(self.end, self.end)}{self.error}"
+        return f"rank {self.rank} ({self.host}) {self.words()}"
+
+    def words(self) -> str:
+        """What happened to it, in one line: a long error's first, and its last, which has a worker's own exception."""
+        what = {"exception": "raised ", "exit": "left with ", "lost": "never joined: ", "dismissed": "ended: "}
+        lines = [line.strip() for line in self.error.splitlines() if line.strip()] or [self.end]
+        error = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+        return f"{'ran out of memory: ' if self.out_of_memory else what.get(self.end, '')}{error}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The supervisor's next action, the reason in one sentence, and the first failure if there was one."""
+    """The supervisor's next action, the reason in one sentence, the first failure if there was one, and the others."""
 
     action: Action
     reason: str
     cause: Cause = Cause.NONE
     first_failure: RankEnd | None = None
+    others: tuple[RankEnd, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -154,8 +194,9 @@ def judge(ends: list[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cau
         return Verdict(Action.COMPLETE, "all ranks finished")
     failures = _in_order([end for end in ends if end.failed])
     raised = failures[0] if failures and failures[0].end == "exception" else None
+    others = tuple(failures[1:])
     if raised is not None and raised.used_clusterddp and not raised.may_pass and not told:
-        return Verdict(Action.FAIL, raised.sentence(), Cause.NONE, raised)
+        return Verdict(Action.FAIL, raised.sentence(), Cause.NONE, raised, others)
     if failures and failures[0].end == "declined":
         return Verdict(Action.FAIL, failures[0].sentence(), Cause.NONE, failures[0])
     cause = ask()
@@ -163,12 +204,12 @@ def judge(ends: list[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cau
         cause = Cause.NONE
     # A script that knows nothing of clusterddp ends with exit code 0 after a notice, too: stopped, not done.
     if cause in _FOLLOWS and not (all_done and cause is Cause.INTERRUPTED) and not (raised and cause is Cause.UNKNOWN):
-        return Verdict(_FOLLOWS[cause], cause.value, cause, raised)
+        return Verdict(_FOLLOWS[cause], cause.value, cause, raised, others if raised else ())
     if all_done:
         return Verdict(Action.COMPLETE, "all ranks finished")
     if failures:
         again = failures[0].may_pass and cause is Cause.NONE
-        return Verdict(Action.RESTART if again else Action.FAIL, failures[0].sentence(), cause, failures[0])
+        return Verdict(Action.RESTART if again else Action.FAIL, failures[0].sentence(), cause, failures[0], others)
     if any(end.end == "stopped" for end in ends):
         return Verdict(Action.LEAVE, cause.value, cause)
     return Verdict(Action.FAIL, f"all ranks finished, but the launcher returned {exit_code}")
@@ -177,11 +218,11 @@ def judge(ends: list[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cau
 def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
     """The failures, the true first one in front: whose connection broke first.
 
-    Where the order is within the network's jitter, an exception of the user's own comes before one that tells of a lost
-    peer, which is likely its consequence.
+    Where the order is within the network's jitter, a rank that failed by itself comes before one that tells of a lost
+    peer, or was killed for one, which is likely its consequence.
     """
     failures = sorted(failures, key=lambda end: (end.lost_at, end.rank))
     near = [end for end in failures if end.lost_at <= failures[0].lost_at + JITTER_S]
-    own = [end for end in near if end.end == "exception" and not end.may_pass]
+    own = [end for end in near if end.own]
     first = (own or near)[:1]
     return first + [end for end in failures if end not in first]

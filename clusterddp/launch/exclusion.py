@@ -1,0 +1,94 @@
+"""Nodes that fail a run: which of them its next jobs leave out, and what to write to their administrator. Pure.
+
+Slurm chooses a job's nodes, and keeps them for as long as the job runs. A node that fails the run again and again is
+left out of the jobs that the run goes on in, with ``sbatch --exclude``: few nodes, for a day, and only where enough
+others remain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Event = Mapping[str, Any]
+
+#: So many failures within FOR_S seconds, and a node is left out for as long; no more than MOST nodes at a time.
+FAILURES, MOST, FOR_S = 2, 2, 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The nodes to leave out of the next job, those among them that are so for the first time, and why not more."""
+
+    nodes: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+    refused: str | None = None
+
+
+def choose(events: Iterable[Event], lost: str | None, usable: Sequence[str], needed: int, now: float) -> Choice:
+    """Which nodes the next job leaves out.
+
+    ``lost``: a node that does not answer just now. ``usable``: the nodes that Slurm could give the job, of which it
+    needs ``needed``: where leaving one out leaves too few, Slurm's own choice is taken.
+    """
+    events = list(events)
+    before = excluded(events, now)
+    new = [node for node in failed(events, now) if node not in before]
+    nodes = [*before, *new, *([lost] if lost and lost not in [*before, *new] else [])]
+    fresh = [node for node in nodes if node not in before]
+    if not fresh:
+        return Choice(tuple(before))
+    if len(nodes) > MOST:
+        refused = f"{' and '.join(fresh)} failed, and {' and '.join(before)} is left out already; {MOST} nodes at most"
+        return Choice(tuple(before), refused=refused)
+    left = set(usable) - set(nodes)
+    if len(left) < needed:
+        words = f"without {' and '.join(nodes)} the partition has {len(left)} usable nodes, and the run needs {needed}"
+        return Choice(tuple(before), refused=words)
+    return Choice(tuple(nodes), tuple(new))
+
+
+def failures(events: Iterable[Event], node: str, now: float) -> list[Event]:
+    """What a node did to the run: a rank on it was the first to fail, other than by its own code, or the node died."""
+    kinds = ("rank_failed", "node_lost")
+    return [
+        event
+        for event in events
+        if event["event"] in kinds and event.get("suspect") == node and event["time"] > now - FOR_S
+    ]
+
+
+def failed(events: Iterable[Event], now: float) -> list[str]:
+    """The nodes that failed the run often enough to be left out."""
+    events = list(events)
+    nodes = dict.fromkeys(event["suspect"] for event in events if event.get("suspect"))
+    return [node for node in nodes if len({e["attempt"] for e in failures(events, node, now)}) >= FAILURES]
+
+
+def excluded(events: Iterable[Event], now: float) -> list[str]:
+    """The nodes that are left out at present."""
+    recent = [event for event in events if event["event"] == "excluded" and event["time"] > now - FOR_S]
+    return list(dict.fromkeys(node for event in recent for node in event["nodes"]))
+
+
+def letter(events: Iterable[Event], node: str, now: float) -> str:
+    """What a user can send to the cluster's administrator."""
+    events = list(events)
+    jobs = {event["attempt"]: event["job"] for event in events if event["event"] == "started" and "job" in event}
+    lines = [_line(event, jobs.get(event["attempt"])) for event in failures(events, node, now)]
+    return "\n".join(
+        [
+            f"Node {node} failed one of our training runs {len(lines)} times:",
+            *lines,
+            "The ranks on other nodes did not fail first. Could you check the node (memory, GPUs, network, disk)?",
+            f"Until then our jobs leave it out (sbatch --exclude={node}).",
+        ]
+    )
+
+
+def _line(event: Event, job: str | None) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
+    what = event["error"] if event["event"] == "rank_failed" else "the node stopped answering"
+    return f"  {when}  job {job}: {what.splitlines()[0]}"

@@ -1,0 +1,95 @@
+"""Which nodes a run's next jobs leave out: the decision alone, over histories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clusterddp.launch.exclusion import FOR_S, Choice, choose, excluded, letter
+from clusterddp.launch.slurm import parse_usable
+
+NOW = 1_000_000.0
+ALL = ["n1", "n2", "n3", "n4"]
+
+
+def failed(*nodes: str, kind: str = "rank_failed", age_s: float = 60.0) -> list[dict[str, Any]]:
+    """An attempt for each node, in which it failed; the newest last."""
+    return [
+        {"event": kind, "attempt": number, "time": NOW - age_s + number, "suspect": node, "error": "killed by signal 9"}
+        for number, node in enumerate(nodes)
+    ]
+
+
+def left_out(*nodes: str, age_s: float = 30.0) -> dict[str, Any]:
+    return {"event": "excluded", "attempt": 9, "time": NOW - age_s, "nodes": list(nodes), "failures": [2]}
+
+
+@pytest.mark.parametrize(
+    ("events", "lost", "usable", "choice"),
+    [
+        ([], None, ALL, Choice()),
+        (failed("n2"), None, ALL, Choice()),
+        (failed("n2", "n3"), None, ALL, Choice()),
+        (failed("n2", "n2"), None, ALL, Choice(("n2",), ("n2",))),
+        (failed("n2", kind="node_lost") + failed("n1", "n2"), None, ALL, Choice(("n2",), ("n2",))),
+        (failed("n2", "n2", age_s=FOR_S + 60), None, ALL, Choice()),
+        ([*failed("n2", "n2"), left_out("n2")], None, ALL, Choice(("n2",))),
+        ([left_out("n2", age_s=FOR_S + 1)], None, ALL, Choice()),
+        ([*failed("n2", "n2", "n3", "n3"), left_out("n2")], None, ALL, Choice(("n2", "n3"), ("n3",))),
+        (failed("n2"), "n2", ALL, Choice(("n2",))),
+        ([left_out("n1")], "n2", ALL, Choice(("n1", "n2"))),
+    ],
+)
+def test_a_node_is_left_out_after_two_failures_within_a_day_or_while_it_is_lost(
+    events: list[dict[str, Any]], lost: str | None, usable: list[str], choice: Choice
+) -> None:
+    """Of a run that needs two nodes, on a partition of four."""
+    assert choose(events, lost, usable, 2, NOW) == choice
+
+
+def test_two_events_of_one_attempt_are_one_failure() -> None:
+    """A node that is lost takes its rank with it."""
+    events = failed("n2", kind="node_lost") + failed("n2")
+    assert choose(events, None, ALL, 2, NOW) == Choice()
+
+
+@pytest.mark.parametrize(
+    ("events", "lost", "usable", "words"),
+    [
+        (failed("n2", "n2"), None, ["n1", "n2"], "without n2 the partition has 1 usable nodes, and the run needs 2"),
+        ([left_out("n1", "n3")], "n2", ["n1", "n2", "n3", "n4", "n5"],
+         "n2 failed, and n1 and n3 is left out already; 2 nodes at most"),
+    ],
+)  # fmt: skip
+def test_slurms_own_choice_is_taken_where_leaving_out_would_leave_too_few(
+    events: list[dict[str, Any]], lost: str | None, usable: list[str], words: str
+) -> None:
+    """What was left out before stays so."""
+    choice = choose(events, lost, usable, 2, NOW)
+    assert (choice.nodes, choice.new, choice.refused) == (tuple(excluded(events, NOW)), (), words)
+
+
+def test_the_administrator_is_told_what_failed_and_when() -> None:
+    """Ready to be sent."""
+    started = [{"event": "started", "attempt": number, "time": NOW - 90, "job": "41"} for number in range(2)]
+    text = letter([*started, *failed("n2", "n2")], "n2", NOW)
+    assert text.startswith("Node n2 failed one of our training runs 2 times:\n")
+    assert text.count("job 41: killed by signal 9") == 2
+    assert "sbatch --exclude=n2" in text
+
+
+def test_usable_nodes_are_those_that_answer_and_take_jobs() -> None:
+    """As sinfo -N shows them; a busy node will be free."""
+    states = [
+        "n1|idle",
+        "n2|completing*",
+        "n3|mixed",
+        "n4|down",
+        "n5|drained",
+        "n6|draining",
+        "n7|allocated",
+        "n8|idle~",
+    ]
+    lines = [f"low|low*|{state}" for state in states] + ["high|high|n9|idle"]
+    assert parse_usable(lines, None) == parse_usable(lines, "low") == ["n1", "n3", "n7", "n8"]

@@ -1,0 +1,174 @@
+"""Ranks, nodes, cables and the controller fail under a training on a real Slurm; docs/faults.md has all faults.
+
+Four nodes without accounting, and a SlurmdTimeout of two minutes: who waits for Slurm to give a node up waits long.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.hostlist import expand
+from clusterddp.rundir import RunDirectory, read_lines
+from tests.cluster import Cluster, ClusterConfig
+from tests.cluster.system import Process
+from tests.conftest import Clusters
+from tests.trainings import Training, check_same_run, events_of
+from tests.waiting import story, wait_for_step, wait_until
+
+CONFIG = ClusterConfig(nodes=4, cpus=2, slurmdbd=False, slurmd_timeout=120, release=Clusters.standard.release)
+OFTEN = ["--set", "checkpoint.every=5 steps"]
+
+
+@pytest.fixture
+def cluster(clusters: Any, uninterrupted_training: RunDirectory) -> Iterator[Cluster]:
+    """In place of the standard one, after the reference was made there."""
+    up = clusters.get(CONFIG)
+    yield up
+    up.drain_jobs()
+
+
+def ranks_on(cluster: Cluster, node: str) -> list[Process]:
+    """The ranks' own processes; srun has their command line behind its own."""
+    shims = [process for process in cluster.processes(node) if "-m clusterddp.rank" in process.command()]
+    return [process for process in shims if "srun" not in process.command()]
+
+
+def log_of(training: Training) -> str:
+    """What the supervisors of the run's first job said."""
+    job_id = events_of(training.run, "submitted")[0]["job"]
+    return (training.run.logs / f"job-{job_id}.log").read_text()
+
+
+def wait_for_steps_of(training: Training, attempt: int) -> None:
+    training.wait(
+        lambda: any(line["attempt"] == attempt for line in read_lines(training.run.metrics_file)),
+        f"a step of attempt {attempt}",
+    )
+
+
+def follow_resubmission(training: Training) -> None:
+    """Until the run goes on in a new job, which is then looked after."""
+    training.wait(lambda: events_of(training.run, "resubmitted"), "the run to go on in a new job")
+    training.job_id = str(events_of(training.run, "resubmitted")[-1]["job"])
+
+
+def held_requeue(cluster: Cluster, runs: Path) -> Path:
+    """A folder with a scontrol that waits before it requeues: until ``RUNS/away`` is there."""
+    folder = runs / "bin"
+    folder.mkdir()
+    scontrol = folder / "scontrol"
+    scontrol.write_text(
+        f"""#!/bin/bash
+if [ "$1" = requeue ]; then
+    touch {runs}/requeueing
+    until [ -e {runs}/away ]; do sleep 0.05; done
+fi
+exec "$(PATH=${{PATH#*:}} command -v scontrol)" "$@"
+"""
+    )
+    scontrol.chmod(0o755)
+    return folder
+
+
+def test_a_controller_that_is_away_at_a_requeue_and_in_training_and_a_restarted_slurmd_cost_nothing(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """The requeue is asked for until it is answered; status asks again, and then tells what the run's files say."""
+    path = f"{held_requeue(cluster, runs)}:{cluster.environment['PATH']}"
+    training = Training.submit(cluster, runs, "--moments", "first step", "--pause", "0.2", env={"PATH": path})
+    training.wait_at_moment(0)
+    training.preempt()
+    training.go(0)
+    wait_until(lambda: (runs / "requeueing").exists(), f"the requeue\n{story(training.run)}")
+    cluster.stop_controller()
+    (runs / "away").touch()
+    wait_until(lambda: "trying again in 0.5 s" in log_of(training), "the requeue to fail", 30)
+    cluster.start_controller()
+    wait_for_steps_of(training, 1)
+    cluster.stop_controller()
+    command = [cluster.python, "-m", "clusterddp", "status", training.run.path]
+    status = cluster.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    before = training.run.metrics()[-1]["step"]
+    wait_for_step(training.run, before + 1)
+    assert status.stderr is not None
+    assert "asking again in 1 s: `scontrol show job" in status.stderr.readline()
+    cluster.start_controller()
+    assert f"state     with job {training.job_id} (RUNNING on n[1-2])" in status.communicate(timeout=60)[0]
+    cluster.restart_slurmd("n2")
+    assert training.finish() == "completed", story(training.run)
+    check_same_run(training.run, uninterrupted_training)
+    assert len(training.run.attempts()) == 2
+
+
+def test_a_node_whose_ranks_die_twice_is_not_used_a_third_time(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """Once restarted in place; then the run goes on in a new job elsewhere, with a letter to the administrator."""
+    training = Training.submit(cluster, runs, "--pause", "0.2", options=OFTEN)
+    for attempt, signum in enumerate((signal.SIGKILL, signal.SIGSEGV)):
+        wait_for_steps_of(training, attempt)
+        (victim,) = ranks_on(cluster, "n2")
+        victim.kill(signum)
+        training.wait_for_attempt(attempt + 1)
+    follow_resubmission(training)
+    assert training.finish() == "completed", story(training.run)
+    check_same_run(training.run, uninterrupted_training, redone=True)
+    nodes = [expand(event["nodes"]) for event in events_of(training.run, "started")]
+    assert nodes[0] == nodes[1] == ["n1", "n2"]
+    assert "n2" not in nodes[2]
+    assert cluster.job(training.job_id)["ExcNodeList"] == "n2"
+    log = log_of(training)
+    assert "rank 1 (n2) killed by signal 9, no traceback; check memory" in log
+    assert re.search(
+        r"rank 1 \(n2\) killed by signal 11 \(SIGSEGV\).*Fatal Python error: Segmentation fault", log, re.S
+    )
+    assert re.search(r"in consequence: rank 0 \(n1\) ", log)
+    shown = cluster.run([cluster.python, "-m", "clusterddp", "status", training.run.path]).stdout
+    assert "n2 failed this run 2 times: left out of its jobs for 24 hours" in shown
+    assert "Node n2 failed one of our training runs 2 times:" in shown
+
+
+def test_a_dead_node_is_noticed_and_the_run_goes_on_without_it(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """Long before Slurm gives it up: its power fails, and nothing of it says goodbye."""
+    training = Training.submit(cluster, runs, "--pause", "0.3", options=OFTEN)
+    wait_for_step(training.run, 7)
+    cluster.cut("n2")
+    cluster.kill_node("n2")
+    wait_until(lambda: events_of(training.run, "node_lost"), f"the loss to be noticed\n{story(training.run)}", 30)
+    wait_until(lambda: not ranks_on(cluster, "n1"), f"the ranks on n1 to end\n{story(training.run)}", 10)
+    follow_resubmission(training)
+    assert training.finish() == "completed", story(training.run)
+    check_same_run(training.run, uninterrupted_training, redone=True)
+    assert "attempt 0: node n2 lost: it does not answer any more" in log_of(training)
+    assert "n2" not in expand(events_of(training.run, "started")[1]["nodes"])
+    assert events_of(training.run, "rank_failed")[0]["error"] == "lost with its node n2"
+
+
+def test_a_cut_that_heals_within_seconds_and_a_slow_network_end_nothing(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """The ranks wait, and go on: one attempt, no step redone."""
+    training = Training.submit(cluster, runs, "--pause", "0.1")
+    wait_for_step(training.run, 3)
+    cluster.cut("n2")
+    time.sleep(4)  # the fault's length
+    cluster.heal("n2")
+    slow = "root tbf rate 300kbit burst 4kb latency 300ms".split()
+    cluster.root(["tc", "qdisc", "add", "dev", cluster.cable("n2"), *slow])
+    try:
+        assert training.finish() == "completed", story(training.run)
+    finally:
+        cluster.root(["tc", "qdisc", "del", "dev", cluster.cable("n2"), "root"])
+    check_same_run(training.run, uninterrupted_training)
+    assert training.run.attempts() == [0]
+    assert not events_of(training.run, "node_lost")
