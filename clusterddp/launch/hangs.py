@@ -87,8 +87,9 @@ def _late(signs: list[Sign], silent: list[Sign]) -> list[Sign]:
     fewer boundaries, do not wait for others, are fewer at their place than the others are elsewhere."""
     least = min(sign.count for sign in signs)
     at = Counter(sign.place for sign in signs)
+    if silent:
+        return silent
     marked = [
-        silent,
         [sign for sign in signs if sign.count == least],
         [sign for sign in signs if not sign.waits],
         [sign for sign in signs if 2 * at[sign.place] < len(signs)],

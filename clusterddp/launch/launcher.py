@@ -72,7 +72,8 @@ class SlurmLauncher:
         self._srun.send_signal(signal.SIGUSR2)
 
     def kill(self) -> None:
-        """srun ends the step on a QUIT; a TERM it was started to ignore."""
+        """srun forces the step to end on a QUIT, also tasks that are stopped (22.05: at once); `scancel -s KILL` of the
+        job would end the batch step, too."""
         self._srun.send_signal(signal.SIGQUIT)
 
     def abandon(self) -> None:

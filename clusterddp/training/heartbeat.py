@@ -115,9 +115,7 @@ class Heartbeat:
         recorded = False
         while not self._end.wait(watchdog.beat_s):
             if stood_s := clock.look():
-                self._say(
-                    f"this process stood still for {stood_s:.0f} s, as in a suspended job; stacks above mean nothing"
-                )
+                self._say(f"this process stood still for {stood_s:.0f} s: it was stopped, or its job suspended")
             count = self._boundaries()
             age_s = pace.look(clock.now, count, self._begun_at, self._paused > 0)
             beat: dict[str, Any] = {"count": count, "step": self._step(), "age_s": age_s, "allowed_s": pace.allowed_s}

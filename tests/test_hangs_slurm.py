@@ -1,0 +1,70 @@
+"""Hangs on a real Slurm: a rank on another node, a whole step, and a suspended job, which is none."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from clusterddp.rundir import RunDirectory
+from tests.cluster import Cluster
+from tests.cluster.system import Process
+from tests.trainings import Training, check_same_run, events_of
+from tests.waiting import story, wait_until
+
+WATCHDOG = ["--set", "watchdog.step_s=4", "--set", "checkpoint.every=5 steps"]
+#: Longer than the watchdog waits: its time, and three beats.
+LONG_S = 10.0
+
+
+def ranks_on(cluster: Cluster, node: str, attempt: int) -> list[Process]:
+    """An attempt's ranks on a node, without srun, whose command line names them, too."""
+    mine = f"CLUSTERDDP_ATTEMPT={attempt}"
+    ranks = [process for process in cluster.processes(node) if " -u -m clusterddp.rank" in process.command()]
+    ranks = [process for process in ranks if not process.command().startswith("srun")]
+    return [process for process in ranks if mine in Path(f"/proc/{process.pid}/environ").read_text().split("\0")]
+
+
+def stop_ranks(training: Training, attempt: int, *nodes: str) -> None:
+    """SIGSTOP once the attempt has made a few steps, and is past its start."""
+    made = lambda: [line for line in training.run.metrics() if line["attempt"] == attempt]  # noqa: E731
+    training.wait(lambda: len(made()) >= 10, f"steps of attempt {attempt}")
+    for process in [process for node in nodes for process in ranks_on(training.cluster, node, attempt)]:
+        process.kill(signal.SIGSTOP)
+    training.wait(lambda: attempt + 1 in training.run.attempts(), f"attempt {attempt + 1}")
+
+
+def test_a_rank_that_is_stopped_on_another_node_and_then_all_of_them_cost_a_restart_in_place_each(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """The one is named with its node; nobody can leave by themselves when all are stopped."""
+    training = Training.submit(cluster, runs, "--pause", "0.2", options=WATCHDOG)
+    stop_ranks(training, 0, "n2")
+    stop_ranks(training, 1, "n1", "n2")
+    assert training.finish() == "completed", story(training.run)
+    one, both = events_of(training.run, "hung")
+    assert (one["ranks"], one["host"], both["ranks"]) == ([1], "n2", [0, 1])
+    assert "; the others wait in the all_reduce of backward" in one["what"]
+    assert "_engine_run_backward" in (training.run.attempt_logs(0) / "rank-0.err").read_text()
+    assert [event["reason"] for event in events_of(training.run, "restarted")] == [
+        "rank 1 (n2) hung",
+        "rank 0 (n1) hung",
+    ]
+    assert len({event["job"] for event in events_of(training.run, "started")}) == 1
+    check_same_run(training.run, uninterrupted_training, redone=True)
+
+
+def test_a_job_that_is_suspended_for_longer_than_the_watchdog_waits_does_not_hang(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """scontrol suspend stops supervisor and ranks; their time stands still."""
+    training = Training.submit(cluster, runs, "--pause", "0.2", options=WATCHDOG)
+    training.wait(lambda: len(training.run.metrics()) >= 10, "steps")
+    cluster.root(["scontrol", "suspend", training.job_id])
+    cluster.wait_for(training.job_id, lambda job: job.get("JobState") == "SUSPENDED", "to be suspended")
+    suspended = time.monotonic()
+    wait_until(lambda: time.monotonic() - suspended > LONG_S, "time to pass")
+    cluster.root(["scontrol", "resume", training.job_id])
+    assert training.finish() == "completed", story(training.run)
+    assert (training.run.attempts(), events_of(training.run, "hung")) == ([0], [])
+    check_same_run(training.run, uninterrupted_training)
