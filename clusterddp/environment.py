@@ -69,7 +69,7 @@ def read(environ: Mapping[str, str]) -> RankEnvironment:
         return _from_torchrun(environ, "torchrun")
     if "OMPI_COMM_WORLD_RANK" in environ:  # before Slurm: mpirun starts its daemons in a step of their own
         return _from_openmpi(environ)
-    if _in_slurm_step(environ):
+    if in_step(environ):
         return _from_slurm(environ)
     if "RANK" in environ:
         return _from_torchrun(environ, "torchrun")
@@ -185,7 +185,15 @@ def _from_openmpi(environ: Mapping[str, str]) -> RankEnvironment:
 # --- Slurm
 
 
-def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+def in_batch_step(environ: Mapping[str, str]) -> bool:
+    """Whether this process is in a job's batch step. Of the shells outside srun, it alone has SLURM_PROCID.
+
+    salloc's shell has none, or is an interactive step.
+    """
+    return "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID") in (None, "batch", str(0xFFFFFFFB))
+
+
+def in_step(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process. The batch shell, too, has SLURM_PROCID (0), but it is no rank."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     return "SLURM_PROCID" in environ and step is not None and step not in _PSEUDO_STEPS
@@ -262,9 +270,7 @@ def default_port(job_id: int, step_id: int, restart: int) -> int:
 
 
 def _refuse_job_shell(environ: Mapping[str, str]) -> NoReturn:
-    # Only the batch shell has SLURM_PROCID without a step; salloc's shell has none, or is an interactive step.
-    batch = "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID") in (None, "batch", str(0xFFFFFFFB))
-    shell = "the batch shell" if batch else "a shell"
+    shell = "the batch shell" if in_batch_step(environ) else "a shell"
     raise LauncherEnvironmentError(
         f"this is {shell} of job {environ['SLURM_JOB_ID']}, not a rank: start with srun (srun -N1 -n1 for a single "
         "process), or `clusterddp submit`"

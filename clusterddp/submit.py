@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp import job_file as jobs
-from clusterddp.environment import scrub
+from clusterddp.environment import in_batch_step, in_step, scrub
 from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
+from clusterddp.hostlist import tasks_per_node
 from clusterddp.job import Job
 from clusterddp.launch.fork import Fork
 from clusterddp.launch.narration import at_step
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wait", action="store_true", help="wait until the run is over, whatever its jobs do")
     parser.add_argument("-f", "--follow", action="store_true", help="wait, and show rank 0's output")
     parser.add_argument(
-        "--here", action="store_true", help="run in the allocation that this shell is in (sbatch scripts)"
+        "--here", action="store_true", help="run in the allocation that this shell is in (salloc, sbatch scripts)"
     )
     local = parser.add_argument_group("without Slurm")
     local.add_argument("--local", action="store_true", help="the same ranks as processes of this machine")
@@ -215,11 +216,24 @@ def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str]
 
 def allocation_shape(environ: Mapping[str, str]) -> dict[str, Any]:
     """The nodes and tasks per node of the allocation around, for ``--here``."""
-    nodes, tasks = environ.get("SLURM_JOB_NUM_NODES"), environ.get("SLURM_NTASKS_PER_NODE")
-    if nodes is None or tasks is None:
+    if "SLURM_JOB_ID" not in environ:
         raise UsageError(
-            f"--here: expected a job's shell with SLURM_JOB_NUM_NODES ({nodes}), SLURM_NTASKS_PER_NODE ({tasks}) set: "
-            "use it in an sbatch script that has --nodes and --ntasks-per-node, as slurm/train.sbatch does"
+            "--here: this shell is in no allocation (SLURM_JOB_ID is not set): expected one of "
+            "`salloc --nodes=2 --ntasks-per-node=8 --gpus-per-node=8`, or an sbatch script such as slurm/train.sbatch; "
+            "without --here, submit asks Slurm for the nodes by itself"
+        )
+    if in_step(environ):
+        raise UsageError(
+            f"--here: this shell is itself a task of job {environ['SLURM_JOB_ID']} (srun --pty?) and holds what the "
+            "ranks would need: expected the shell of salloc, or an sbatch script"
+        )
+    nodes, counts = environ.get("SLURM_JOB_NUM_NODES", ""), set(tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")))
+    tasks = environ.get("SLURM_NTASKS_PER_NODE") or (str(*counts) if len(counts) == 1 else "")
+    if not (nodes and tasks):
+        given = {name: environ.get(name) for name in ("SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE")}
+        raise UsageError(
+            f"--here: {given} give no number of ranks that is the same on every node: expected an allocation with "
+            "--nodes and --ntasks-per-node, as slurm/train.sbatch has"
         )
     return {"nodes": int(nodes), "gpus_per_node": int(tasks)}
 
@@ -381,9 +395,15 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
 
 
 def submit_here(arguments: argparse.Namespace, job: Job) -> int:
-    """Runs the supervisor in this process, which is a job's batch step; the same run directory continues the run."""
+    """Runs the job in the allocation around; the same run directory continues the run.
+
+    In a batch step, as the supervisor, in this very process. In salloc's shell it shows progress, and waits.
+    """
     from clusterddp.launch import plan
+    from clusterddp.launch.allocated import AllocatedRun
     from clusterddp.launch.batch import RunExecutor
+    from clusterddp.launch.local import INTERRUPTED
+    from clusterddp.launch.progress import Progress
     from clusterddp.launch.supervisor import supervise_slurm
 
     run, created = claim(arguments, job)
@@ -391,7 +411,14 @@ def submit_here(arguments: argparse.Namespace, job: Job) -> int:
         with recorded(run, job, created):
             script = RunExecutor(plan.as_allocated(job, os.environ), run, Path.cwd()).script()
             write_atomically(run.batch_script, script)
-    return supervise_slurm(str(run))
+    if in_batch_step(os.environ):
+        return supervise_slurm(str(run))
+    say(f"run directory: {run}")
+    with Progress(run, job.steps) as progress:
+        code = AllocatedRun(run, job).loop(progress)
+    if code == INTERRUPTED:
+        say(f"stopped; continue with: clusterddp submit --here --run-dir {run}, or sbatch {run.batch_script}")
+    return code
 
 
 def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:

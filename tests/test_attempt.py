@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 class FakeController:
     """Answers what it was given, in order, the last answer for ever; exceptions are raised."""
 
-    leave_code, again_code, resubmits = 3, 4, True
+    leave_code, again_code, resubmits, starts_again = 3, 4, True, True
     nodes = ["n1"]
 
     def __init__(self, *causes: Cause | Exception, requeue: list[Exception | None] | None = None) -> None:

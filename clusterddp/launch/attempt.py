@@ -406,6 +406,9 @@ class Attempt:
         """The run goes on: by a requeue where that is possible and wanted, else in a new job."""
         if self._bounded("stopped", verdict):
             return 1
+        if not self._controller.starts_again:
+            self._add_end("stopped", verdict)
+            return self._controller.leave_code
         wanted = self._job.policy != "resubmit" or not self._controller.resubmits
         if not (wanted and verdict.cause in (Cause.PREEMPTED, Cause.TIME_LIMIT)):
             return self._resubmit(verdict)

@@ -38,6 +38,8 @@ class Controller(Protocol):
     again_code: int
     #: Whether a run can go on in another job.
     resubmits: bool
+    #: Whether it starts a run again at all.
+    starts_again: bool
 
     def holder(self) -> dict[str, Any]:
         """What names this attempt's process in the run directory."""
@@ -71,7 +73,7 @@ class SlurmController:
     """slurmctld, asked through scontrol about the job that this process is the batch step of."""
 
     leave_code = again_code = 0
-    resubmits = True
+    resubmits = starts_again = True
 
     def __init__(self, environ: Mapping[str, str], run: RunDirectory, job: Job) -> None:
         job_id = slurm.own_job_id(environ)
@@ -148,12 +150,29 @@ class SlurmController:
         return new
 
 
+class AllocationController(SlurmController):
+    """The same for an allocation of one's own (salloc), which Slurm never starts again, and clusterddp neither."""
+
+    leave_code = 130
+    starts_again = False
+
+    def why(self, notice_s: float) -> Cause:
+        """What whoever waits wrote before it sent a signal, else what slurmctld knows."""
+        notice = read_json(notice_file(self._run))
+        return Cause(notice["cause"]) if notice else super().why(notice_s)
+
+    def ends_what_it_preempts(self) -> bool:
+        """Slurm requeues batch jobs only."""
+        return True
+
+
 class LocalController:
     """The loop of a local run. It says why in a file before it sends a signal, and starts again on exit code 75."""
 
     leave_code = 130
     again_code = AGAIN
     resubmits = False
+    starts_again = True
 
     def __init__(self, run: RunDirectory) -> None:
         self._notice = notice_file(run)

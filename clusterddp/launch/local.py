@@ -75,10 +75,8 @@ class LocalRun:
     def _supervisor(self) -> Iterator[subprocess.Popen[bytes]]:
         # As the batch script does: TERM is ignored before Python starts.
         shell = ["/bin/sh", "-c", "trap '' TERM; exec \"$@\"", "sh"]
-        command = [*shell, sys.executable, "-m", "clusterddp.launch.supervisor", str(self.run), "--local"]
+        command = [*shell, sys.executable, "-m", "clusterddp.launch.supervisor", str(self.run), *self._options()]
         debugging = self.debug_rank is not None
-        if debugging:
-            command += ["--debug", str(self.debug_rank)]
         # A debugged rank keeps the terminal, which a session of its own would take from it.
         stdout: IO[Any] | None = None if debugging else open(self.run.logs / "supervisor.log", "ab")
         process = subprocess.Popen(command, start_new_session=not debugging, stdout=stdout)
@@ -90,6 +88,9 @@ class LocalRun:
                 self._kill()
             if stdout:
                 stdout.close()
+
+    def _options(self) -> list[str]:
+        return ["--local", *(["--debug", str(self.debug_rank)] if self.debug_rank is not None else [])]
 
     def _watch(self, process: subprocess.Popen[bytes], progress: Progress) -> int:
         started = time.monotonic()

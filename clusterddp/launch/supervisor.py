@@ -17,13 +17,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from clusterddp.environment import scrub
+from clusterddp.environment import in_batch_step, scrub
 from clusterddp.errors import ClusterddpError, RunDirectoryError
 from clusterddp.job import Job
 from clusterddp.job_file import load_resolved
 from clusterddp.launch import holder
 from clusterddp.launch.attempt import RESTART, Attempt
-from clusterddp.launch.controller import Controller, LocalController, SlurmController, notice_file
+from clusterddp.launch.controller import (
+    AllocationController,
+    Controller,
+    LocalController,
+    SlurmController,
+    notice_file,
+)
 from clusterddp.launch.history import History
 from clusterddp.launch.launcher import Launcher, LocalLauncher, SlurmLauncher
 from clusterddp.launch.limits import exceeded
@@ -34,11 +40,13 @@ from clusterddp.rundir import RunDirectory, read_json, remove
 
 
 def supervise_slurm(run_directory: str) -> int:
-    """Runs one attempt in the batch step of a Slurm job; returns the exit code."""
+    """Runs one attempt in the batch step of a Slurm job, or in salloc's shell; returns the exit code."""
     prepare_process()
     run = RunDirectory(run_directory)
     job = as_started(load_resolved(run.job_file), os.environ)
-    return supervise(run, job, lambda: SlurmLauncher(job), SlurmController(os.environ, run, job))
+    controller = SlurmController if in_batch_step(os.environ) else AllocationController
+    notice_file(run).unlink(missing_ok=True)  # of an attempt before
+    return supervise(run, job, lambda: SlurmLauncher(job), controller(os.environ, run, job))
 
 
 def as_started(job: Job, environ: Mapping[str, str]) -> Job:
@@ -117,6 +125,7 @@ def finished(run: RunDirectory, controller: Controller) -> int | None:
         return 0
     newest = run.newest_attempt()
     same_job = newest is not None and read_json(run.holder_file(newest)) == controller.holder()
+    same_job = same_job and controller.starts_again  # else it was someone at a terminal
     if outcome.get("state") == Action.FAIL.value and same_job:
         print(f"{run}: failed{at_step(outcome['step'])} in this very job: not started again by a requeue", flush=True)
         return 1

@@ -1,0 +1,95 @@
+"""``submit --here`` in an allocation of one's own: the ranks start there, and nothing starts them again."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clusterddp.rundir import RunDirectory
+from tests.cluster import Cluster
+from tests.trainings import events_of
+from tests.waiting import story, wait_for_outcome, wait_for_step
+
+STEPS = 1200
+
+
+def here(cluster: Cluster, run: RunDirectory, *words: object) -> list[str]:
+    return [str(word) for word in (cluster.python, "-m", "clusterddp.submit", "--here", "--run-dir", run.path, *words)]
+
+
+def salloc(cluster: Cluster, command: list[str], **options: object) -> subprocess.Popen[str]:
+    """The command in an allocation of two nodes with a task each, as from a terminal."""
+    words = ["salloc", "--partition=low", "--nodes=2", "--ntasks-per-node=1", *command]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return cluster.popen(words, cwd=cluster.source, **pipes, **options)  # type: ignore[arg-type]
+
+
+def test_a_preempted_allocation_ends_the_attempt_and_the_next_one_goes_on(cluster: Cluster, runs: Path) -> None:
+    """All ranks save within the grace; Slurm starts nothing again, and the run is continued by hand, in a batch job."""
+    run = RunDirectory(runs / "run")
+    script = ["jobs/digits.py", "--device", "cpu", "--", "--steps", STEPS]
+    first = salloc(cluster, here(cluster, run, *script))
+    wait_for_step(run, 50)
+    cluster.preempt(seconds=0.1)
+    words, _ = first.communicate(timeout=60)
+    assert first.returncode == 130, words
+    assert f"stopped; continue with: clusterddp submit --here --run-dir {run}, or sbatch" in words
+    (stopped,) = events_of(run, "stopped")
+    assert stopped["cause"] == "preempted", story(run)
+    assert run.outcome() is None
+    cluster.run(["sbatch", "--parsable", run.batch_script])
+    assert wait_for_outcome(run) == "completed", story(run)
+    (resumed,) = events_of(run, "resumed")
+    assert (resumed["step"], resumed["redone"]) == (stopped["step"], 0), story(run)
+
+
+def test_ctrl_c_saves_and_stops_and_the_same_command_goes_on(cluster: Cluster, runs: Path) -> None:
+    """In one allocation: interrupted, continued, and completed."""
+    run = RunDirectory(runs / "run")
+    pid = runs / "pid"
+    script = here(cluster, run, "jobs/digits.py", "--device", "cpu", "--", "--steps", STEPS)
+    twice = f"({shlex.join(script)} & echo $! > {pid}; wait $!; echo code $?); {shlex.join(here(cluster, run))}"
+    shell = salloc(cluster, ["bash", "-c", twice])
+    wait_for_step(run, 50)
+    cluster.run(["kill", f"-{signal.SIGINT.value}", pid.read_text().strip()])
+    words, _ = shell.communicate(timeout=90)
+    assert "saving and stopping" in words and "code 130" in words, words
+    assert shell.returncode == 0, words
+    (stopped,) = events_of(run, "stopped")
+    assert stopped["cause"] == "interrupted"
+    (resumed,) = events_of(run, "resumed")
+    assert (resumed["step"], resumed["redone"]) == (stopped["step"], 0), story(run)
+    assert ", 359 images, 2 ranks" in words
+
+
+def test_a_failed_training_gives_its_exit_code_and_can_be_tried_again_there(cluster: Cluster, runs: Path) -> None:
+    """A person has seen the failure and starts the run again, in the same allocation."""
+    script, run = runs / "once.py", RunDirectory(runs / "run")
+    script.write_text("import os, sys\nsys.exit(7 if os.environ['CLUSTERDDP_ATTEMPT'] == '0' else 0)\n")
+    command = shlex.join(here(cluster, run, script, "--device", "cpu"))
+    shell = salloc(cluster, ["bash", "-c", f"{command}; echo code $?; {command}"])
+    words, _ = shell.communicate(timeout=60)
+    assert "code 7" in words and shell.returncode == 0, words
+    assert run.attempts() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("around", "words"),
+    [
+        ("", "this shell is in no allocation (SLURM_JOB_ID is not set)"),
+        ("srun --partition=low --ntasks=1", "this shell is itself a task of job"),
+        ("salloc --partition=low --nodes=2 --ntasks=3", "give no number of ranks that is the same on every node"),
+    ],
+)
+def test_a_shell_in_no_allocation_of_its_own_is_refused(cluster: Cluster, runs: Path, around: str, words: str) -> None:
+    """With what to do instead; nothing is written."""
+    run = RunDirectory(runs / "run")
+    command = [*around.split(), *here(cluster, run, "jobs/digits.py", "--device", "cpu")]
+    refused = cluster.run(command, cwd=cluster.source, check=False)
+    assert refused.returncode != 0
+    assert words in refused.stderr and "Traceback" not in refused.stderr
+    assert not run.path.exists()
