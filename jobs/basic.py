@@ -41,6 +41,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=20, help="per rank")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="of torch.distributed.launch; not needed")
     args = parser.parse_args()
 
     ctx = clusterddp.init()  # seeds all ranks alike: they make the same data and the same model

@@ -36,6 +36,7 @@ def main():
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--folder", default=os.environ.get("CLUSTERDDP_RUN_DIR", "."), help="the run directory")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="of torch.distributed.launch; not needed")
     args = parser.parse_args()
 
     cuda = os.environ.get("CLUSTERDDP_DEVICE", "cuda" if torch.cuda.is_available() else "cpu") == "cuda"

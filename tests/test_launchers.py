@@ -1,4 +1,4 @@
-"""The same small script under every launcher that people start ranks with."""
+"""The same scripts under every launcher that people start ranks with on one machine, as docs/launchers.md has them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ import pytest
 
 from clusterddp.environment import scrub
 from clusterddp.rundir import RunDirectory
+from tests import launchers
 from tests.ddp import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+HERE = "On one machine"
 SMALL = "tests/scripts/small.py"
 MPIRUN = [
-    *"mpirun --allow-run-as-root --oversubscribe --bind-to none -n 2".split(),
+    *"mpirun --allow-run-as-root --oversubscribe --bind-to none".split(),
     *"--mca plm isolated --mca oob_tcp_if_include lo".split(),
 ]
 
 
-def execute(*command: str) -> str:
+def execute(*command: str, **variables: str) -> str:
     """What a launcher prints; it must end with 0."""
     # torch's store looks up the name of every client, and one lost answer of a DNS server would cost 5 s.
     dns = {"RES_OPTIONS": "timeout:1 attempts:1"}
-    environ = {**scrub(os.environ), **dns, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environ = {**scrub(os.environ), **dns, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
     done = subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def check_two_ranks(run: RunDirectory, *launcher: str, starts: tuple[int, ...] = (0,)) -> None:
@@ -61,8 +63,7 @@ def test_the_old_launch_module_with_its_local_rank_argument(run: RunDirectory) -
 
 def test_torch_multiprocessing_spawn(run: RunDirectory) -> None:
     """jobs/spawn.py, which is written to be copied."""
-    assert "done at step 20 on 2 ranks" in execute(sys.executable, "jobs/spawn.py", "2", str(run))
-    assert [line["step"] for line in run.metrics()] == list(range(20))
+    check_two_ranks(run, sys.executable, "jobs/spawn.py", "2", starts=(0, 2))
 
 
 def test_no_launcher_at_all(run: RunDirectory) -> None:
@@ -74,6 +75,36 @@ def test_no_launcher_at_all(run: RunDirectory) -> None:
 
 def test_openmpi(run: RunDirectory) -> None:
     """mpirun, without mpi4py: only its variables are read."""
+    require_mpirun()
+    check_two_ranks(run, *MPIRUN, "-n", "2", sys.executable)
+
+
+def require_mpirun() -> None:
     if shutil.which("mpirun") is None:
         (pytest.fail if "CI" in os.environ else pytest.skip)("mpirun not found: apt-get install openmpi-bin")
-    check_two_ranks(run, *MPIRUN, sys.executable)
+
+
+@pytest.mark.parametrize(("launcher", "job"), launchers.cases(HERE))
+def test_a_job_comes_to_the_same_under_every_launcher(tmp_path: Path, launcher: str, job: str) -> None:
+    """The command is that in the launcher's row."""
+    command = launchers.commands(HERE)[launcher]
+    port = str(free_port())
+    programs = {
+        "python": [sys.executable],
+        "clusterddp": [sys.executable, "-m", "clusterddp"],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+        "--master-port=PORT": [f"--master-port={port}"],
+        "mpirun": MPIRUN,
+    }
+    if "mpirun" in command:
+        require_mpirun()
+    own = {"MASTER_PORT": port} if "as-torchrun" in command else {}
+    said = execute(*launchers.words(command, job, tmp_path, programs), CLUSTERDDP_RUNS=str(tmp_path), **own)
+    launchers.check_result(job, 1 if launcher == "none: one rank" else 2, said)
+
+
+def test_the_tables_have_the_launchers_that_are_promised() -> None:
+    """A row that is lost, or cannot be read, would go untested."""
+    text = (REPOSITORY / "docs" / "launchers.md").read_text()
+    assert text.count(" ARGS` |") == len(launchers.commands(HERE)) + len(launchers.commands("On Slurm")) == 11
+    assert {job for _, job in launchers.cases(HERE)} == set(launchers.ARGUMENTS)

@@ -1,4 +1,4 @@
-"""The templates in slurm/ are shell scripts without a mistake that shellcheck knows."""
+"""The files in slurm/ are shell scripts without a mistake that shellcheck knows."""
 
 from __future__ import annotations
 

@@ -63,6 +63,7 @@ def main():
     parser.add_argument("--folds", type=int, default=5, help="the test pairs are one of so many parts of the data")
     parser.add_argument("--fold", type=int, default=4, help="which one, from 0")
     parser.add_argument("--eval-every", type=int, help="steps from one test to the next (only one, at the end)")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="of torch.distributed.launch; not needed")
     args = parser.parse_args()
     if not 0 <= args.fold < args.folds:
         parser.error(f"--fold {args.fold}: expected one from 0 to {args.folds - 1}, as there are --folds {args.folds}")
