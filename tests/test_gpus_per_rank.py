@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import clusterddp
 from clusterddp.rundir import RunDirectory
 from tests.cluster import Cluster
+from tests.conftest import Launch
 from tests.waiting import story, wait_for_outcome
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -71,4 +74,31 @@ def test_gpus_that_cannot_be_shared_start_nothing(tmp_path: Path) -> None:
     done = local(RunDirectory(tmp_path / "run"), "--gpus", "5", *SHARED)
     assert done.returncode == 2
     assert "--gpus 5 with gpus_per_rank 2: ranks of 2 GPUs each cannot share 5 on a node" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_without_gpus_has_the_cpu_in_place_of_each(launch: Launch) -> None:
+    """Four of them are two ranks of two, as they would be GPUs; the model's parts stay where the script put them."""
+
+    def train() -> tuple[int, list[str], int]:
+        ctx = clusterddp.init()
+        model = ctx.wrap(torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.ones(8, 2), batch_size=2))
+        for batch in run.steps(3):
+            model(batch).sum().backward()
+            optimizer.step()
+        return ctx.world_size, [str(device) for device in ctx.devices], run.step
+
+    handle = launch(train, gpus_per_node=4, gpus_per_rank=2)
+    assert handle.result(all_ranks=True) == [(2, ["cpu", "cpu"], 3)] * 2
+
+
+def test_in_an_allocation_its_tasks_are_the_ranks(tmp_path: Path) -> None:
+    """``--here`` cannot make one of two."""
+    command = ["env", "SLURM_JOB_ID=7", "SLURM_JOB_NUM_NODES=1", "SLURM_NTASKS_PER_NODE=4", sys.executable]
+    command += ["-m", "clusterddp", "submit", SCRIPT, "--here", "--run-dir", str(tmp_path / "run"), *SHARED]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "gpus_per_rank 2 with --here: there is a rank for each of the allocation's tasks" in done.stderr
     assert not (tmp_path / "run").exists()
