@@ -96,8 +96,20 @@ def test_a_rank_without_gpus_has_the_cpu_in_place_of_each(launch: Launch) -> Non
 
 def test_in_an_allocation_its_tasks_are_the_ranks(tmp_path: Path) -> None:
     """``--here`` cannot make one of two."""
-    command = ["env", "SLURM_JOB_ID=7", "SLURM_JOB_NUM_NODES=1", "SLURM_NTASKS_PER_NODE=4", sys.executable]
-    command += ["-m", "clusterddp", "submit", SCRIPT, "--here", "--run-dir", str(tmp_path / "run"), *SHARED]
+    allocation = ["SLURM_JOB_ID=7", "SLURM_JOB_NUM_NODES=1", "SLURM_NTASKS_PER_NODE=4", "SLURM_TASKS_PER_NODE=4"]
+    command = [
+        "env",
+        *allocation,
+        sys.executable,
+        "-m",
+        "clusterddp",
+        "submit",
+        SCRIPT,
+        "--here",
+        "--run-dir",
+        str(tmp_path / "run"),
+        *SHARED,
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "gpus_per_rank 2 with --here: there is a rank for each of the allocation's tasks" in done.stderr
