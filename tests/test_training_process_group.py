@@ -8,7 +8,9 @@ import sys
 import pytest
 import torch
 
+from clusterddp import environment
 from clusterddp.errors import DeviceError
+from clusterddp.training import settings
 from clusterddp.training.process_group import choose_backend, choose_devices
 from clusterddp.training.wrapping import wrap
 from tests import ddp
@@ -100,13 +102,27 @@ def test_the_shorter_time_out_is_taken_by_the_group(tmp_path):
 def test_a_strangers_store_is_recognised(tmp_path):
     path = script(tmp_path, "print('joined', flush=True); time.sleep(3)\n")
     port = str(ddp.free_port())
-    mine = ddp.start(path, ranks=2, folder=tmp_path / "out", MASTER_PORT=port, CLUSTERDDP_TOKEN="one")
+    mine = ddp.start(path, ranks=2, folder=tmp_path / "out", MASTER_PORT=port, CLUSTERDDP_TOKEN="one", SLURM_JOB_ID="7")
     mine.wait_for(1, "joined")
     other = ddp.start(path, ranks=2, folder=tmp_path / "out", MASTER_PORT=port, CLUSTERDDP_TOKEN="two").wait()
     assert other.codes == [1, 1]
-    assert f"found another run's store at 127.0.0.1:{port}" in other.output(1)
+    assert f"found another run's store at 127.0.0.1:{port}, which belongs to job 7:" in other.output(1)
     assert "could not open rank 0's store" in other.output(0)
     mine.expect(0)
+
+
+def test_a_store_says_whose_it_is_and_never_the_token():
+    """It shows what it holds to anyone who connects."""
+    environ = {
+        "CLUSTERDDP_RUN_DIR": "/home/me/runs/net-3",
+        "CLUSTERDDP_ATTEMPT": "4",
+        "CLUSTERDDP_TOKEN": "secret",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }
+    address = settings._store(environ, environment.read(environ))
+    assert address.owner == "attempt 4 of run net-3"
+    assert "secret" not in address.digest
 
 
 def test_two_single_processes_need_no_port(tmp_path):

@@ -82,12 +82,14 @@ class StoreAddress:
     """Where the attempt's store is, and what tells it from a stranger's.
 
     ``token`` is known to the attempt's ranks alone. ``agent`` says that torchrun's agent holds the store, not rank 0.
+    ``owner``: whose it is, in words, for those who come to the wrong one.
     """
 
     host: str
     port: int
     token: str
     agent: bool = False
+    owner: str = "another run"
 
     @property
     def digest(self) -> str:
@@ -160,17 +162,19 @@ class ProcessGroup:
                 timeout=timedelta(seconds=self._start_s),
             )
             if owns:
-                store.set(_OWNER, address.digest)
-            owner = address.digest if address.agent else store.get(_OWNER).decode()
+                store.set(_OWNER, f"{address.digest} {address.owner}")
+            mark = address.digest if address.agent else store.get(_OWNER).decode(errors="replace")
         except RuntimeError as error:
             doing = "open" if owns else "reach"
             raise LauncherEnvironmentError(
                 f"rank {self.rank} could not {doing} {where} ({time.monotonic() - started:.0f} s): {error}"
             ) from error
-        if owner != address.digest:
+        digest, _, owner = mark.partition(" ")
+        if digest != address.digest:
             raise LauncherEnvironmentError(
-                f"rank {self.rank} found another run's store at {address.host}:{address.port}: two runs have chosen "
-                "the same MASTER_PORT; leave it unset, or give each its own"
+                f"rank {self.rank} of {address.owner} found another run's store at {address.host}:{address.port}, "
+                f"which belongs to {ascii(owner)[1:-1][:200] or 'nobody knows whom'}: two runs have chosen the same "
+                "MASTER_PORT; leave it unset, or give each its own"
             )
         return store, address
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from clusterddp import environment, link
 from clusterddp.job import Checkpointing, Timeouts, Watchdog
@@ -80,4 +81,11 @@ def _store(environ: Mapping[str, str], ranks: environment.RankEnvironment) -> St
         *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE"),
     )
     token = environ.get(link.TOKEN_VARIABLE) or "/".join(environ.get(name, "") for name in names)
-    return StoreAddress(ranks.master_addr or "127.0.0.1", ranks.master_port or 0, token, agent)
+    return StoreAddress(ranks.master_addr or "127.0.0.1", ranks.master_port or 0, token, agent, _owner(environ))
+
+
+def _owner(environ: Mapping[str, str]) -> str:
+    """Whose store it is, in words that any user of the node may read."""
+    if "CLUSTERDDP_ATTEMPT" in environ:
+        return f"attempt {environ['CLUSTERDDP_ATTEMPT']} of run {Path(environ['CLUSTERDDP_RUN_DIR']).name}"
+    return f"job {environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environ else f"a run of user {os.geteuid()}"
