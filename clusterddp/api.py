@@ -26,7 +26,7 @@ from clusterddp.launch.narration import failure_box
 from clusterddp.launch.progress import Progress
 from clusterddp.launch.verdict import RankEnd
 from clusterddp.launch.watching import LOOK_S, Watcher
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir import RunDirectory, create_file
 
 #: Cannot be changed for a function: they name what runs.
 _OF_A_FUNCTION = {"script", "module", "args", "args_on_resume"}
@@ -242,7 +242,7 @@ def _start_local(arguments: argparse.Namespace, job: Job, plant: submit.Plant) -
     """Records the run, and leaves it to a process of its own, which continues it as anyone might."""
     run = submit.record_local(arguments, job, plant)
     command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run)]
-    with open(_loop_log(run), "ab") as log:
+    with open(_loop_log(run), "ab", opener=create_file) as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )  # Ctrl-C here is not meant for it

@@ -210,10 +210,16 @@ class Job:
         return yaml.dump(_plain(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
 
     def differences(self, other: Job) -> list[str]:
-        """A line for each value that differs, with this one as recorded: ``nodes: 2 recorded, 4 given``."""
+        """A line for each value that differs, with this one as recorded: ``nodes: 2 recorded, 4 given``.
+
+        Secret values are masked.
+        """
+        from clusterddp.masking import without_secrets  # which needs this module
+
         recorded, given = _flat(_written(self)), _flat(_written(other))
+        before, after = (_flat(_written(without_secrets(job)[0])) for job in (self, other))
         return [
-            f"{key}: {_shown(recorded.get(key))} recorded, {_shown(given.get(key))} given"
+            f"{key}: {_shown(before.get(key))} recorded, {_shown(after.get(key))} given"
             for key in dict.fromkeys([*recorded, *given])
             if recorded.get(key) != given.get(key)
         ]

@@ -10,6 +10,7 @@ from typing import Any
 
 from clusterddp import yaml12
 from clusterddp.job import Checkpointing, Keep, Limits, Timeouts, Watchdog
+from clusterddp.masking import is_secret
 from clusterddp.yaml12 import Key, Mistake, Node
 
 #: Fields as they were written, by their YAML key.
@@ -169,7 +170,17 @@ def _shell_lines(node: Node) -> tuple[str, ...]:
     for line in lines:
         if any(unicodedata.category(character) == "Cc" and character != "\t" for character in line):
             raise _Wrong(f"control characters are not allowed in shell lines, got {line!r}")
+        for name in _ASSIGNMENT.findall(line):
+            if is_secret(name):
+                raise _Wrong(
+                    f"{name} would be in the batch script, which Slurm keeps; write it under env:, or read it from a "
+                    f"file of yours: export {name}=$(cat FILE)"
+                )
     return tuple(lines)
+
+
+#: A variable that is given a value which stands there.
+_ASSIGNMENT = re.compile(r"""(?:^|[\s;&|(])(\w+)=["']?[^\s"'$`;]""")
 
 
 def _block(node: Node) -> str:
@@ -344,6 +355,10 @@ def _check_option(name: str, node: Node) -> None:
         raise _Wrong("expected a long option of Slurm: small letters, digits and dashes")
     if name in _INSTEAD_OF_OPTION:
         raise _Wrong(f"this option has no place here: {_INSTEAD_OF_OPTION[name]}")
+    if name == "export" and (
+        secret := next((word for word in _ASSIGNMENT.findall(node.text.replace(",", " ")) if is_secret(word)), None)
+    ):
+        raise _Wrong(f"{secret} would be in the batch script, which Slurm keeps; write it under env:")
     if name in ("gres", "tres-per-task", "tres-per-node") and "gpu" in node.text:
         raise _Wrong(f"clusterddp asks for GPUs itself: {_GPUS}")
 

@@ -19,6 +19,7 @@ from clusterddp import yaml12
 from clusterddp.errors import JobDefinitionError
 from clusterddp.job import Job
 from clusterddp.job_fields import READERS, Fields, check_keys, quoted, read_fields
+from clusterddp.masking import MASK, is_secret, revealed
 from clusterddp.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
 
 #: What makes a job this job has no default for all of a user's jobs.
@@ -40,7 +41,7 @@ def load(
     mistakes: list[Mistake] = []
     fields = _file_fields(Path(path), mistakes)
     layers = [defaults or {}, fields, _fields(node_of(values or {}, "command line"), mistakes)]
-    return _job(layers, overrides or {}, Path(path).parent, Place(str(path)), mistakes)
+    return revealed(_job(layers, overrides or {}, Path(path).parent, Place(str(path)), mistakes), Path(path))
 
 
 def from_values(
@@ -61,10 +62,14 @@ def from_values(
 
 
 def load_resolved(path: str | os.PathLike[str]) -> Job:
-    """Reads what ``Job.to_yaml`` wrote; the script need not be there any more, so that an old run can be looked at."""
+    """Reads what ``Job.to_yaml`` wrote, and the secrets that were left out of it, where this user may read them.
+
+    The script need not be there any more, so that an old run can be looked at.
+    """
     mistakes: list[Mistake] = []
     fields = _file_fields(Path(path), mistakes)
-    return _job([fields], {}, Path(path).parent, Place(str(path)), mistakes, script_must_exist=False)
+    job = _job([fields], {}, Path(path).parent, Place(str(path)), mistakes, script_must_exist=False)
+    return revealed(job, Path(path))
 
 
 def user_defaults(cluster: str | None, path: str | os.PathLike[str] | None = None) -> Fields:
@@ -139,7 +144,7 @@ def _merged(layers: Iterable[Fields]) -> Fields:
 
 
 def _override(name: str, text: str) -> Fields:
-    place = Place(f"--set {name}={text}")
+    place = Place(f"--set {name}={MASK if any(map(is_secret, name.split('.'))) else text}")
     outer, *inner = name.split(".")
     node = Node(yaml12.scalar(text), text, place)
     for key in reversed(inner):

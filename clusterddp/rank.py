@@ -61,9 +61,22 @@ def main() -> None:
         _leave(record, {**end, "end": "stopped", "reason": "a stop signal came before all ranks were there"}, 0)
     link.current.listen(lambda: leave_if_superseded(run, record, end), lambda words: leave_when_told(words, end))
     _let_signals_through()
-    values, code = run_script(sys.argv[1:])
+    values, code = run_script(whole_command(sys.argv[1:], run))
     del held_port
     _leave(record, {**end, **values, "used_clusterddp": bool(KNOWING & sys.modules.keys())}, code)
+
+
+def whole_command(command: list[str], run: RunDirectory) -> list[str]:
+    """The script and its arguments, with the secrets among them, which the command line does not have."""
+    from clusterddp.masking import MASK
+
+    if not any(word.endswith(MASK) for word in command):
+        return command
+    from clusterddp.job_file import load_resolved
+
+    job = load_resolved(run.job_file)
+    resume = job.args_on_resume if int(os.environ["CLUSTERDDP_ATTEMPT"]) > 0 else ()
+    return [*command[: len(command) - len(job.args) - len(resume)], *job.args, *resume]
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -93,13 +94,32 @@ class RunDirectory:
         """Whether a run was made here: it has a job definition."""
         return self.job_file.exists()
 
-    def create(self) -> None:
-        """Makes the folders, durably; ``private`` is closed to others. Folders that exist are kept."""
+    def create(self, share: str | None = None) -> None:
+        """Makes the folders, durably; ``private`` is closed to others. Folders that exist are kept.
+
+        ``share``: "private" (nobody else may look into the run) or "group" (its group may read all but ``private``);
+        None leaves the run's own folder as it is. What is made in it later follows, whatever the umask.
+        """
         make_folder(self.path)
+        if share is not None:
+            self._open_to(0o2750 if share == "group" else 0o700)
         for folder in (self.checkpoints, self.logs):
-            folder.mkdir(exist_ok=True)
+            make_inside(folder, exist_ok=True)
         self.private.mkdir(mode=0o700, exist_ok=True)
         fsync_directory(self.path)
+
+    def _open_to(self, mode: int) -> None:
+        """Sets the run's own folder's rights, and those of all that is in it already."""
+        changed = folder_mode(self.path) != mode
+        self.path.chmod(mode)
+        if not changed:
+            return
+        for folder, folders, files in os.walk(self.path):
+            folders[:] = [name for name in folders if Path(folder, name) != self.private]
+            for name in folders:
+                Path(folder, name).chmod(mode)
+            for name in files:
+                Path(folder, name).chmod(file_mode(Path(folder)))
 
     # --- attempts
 
@@ -126,7 +146,7 @@ class RunDirectory:
             newest = self.newest_attempt()
             number = 0 if newest is None else newest + 1
             try:
-                self.attempt_logs(number).mkdir()
+                make_inside(self.attempt_logs(number))
             except FileExistsError:
                 continue
             self.attempt_private(number).mkdir(mode=0o700, exist_ok=True)
@@ -218,11 +238,52 @@ def _resume_floors(resumed: Mapping[int, int]) -> Callable[[int], float]:
     return floor
 
 
-def write_atomically(path: Path, content: str | bytes, mode: int = 0o644) -> None:
-    """Replaces ``path`` by ``content``: a reader, or a crash at any moment, sees the old file or the new one."""
+def folder_mode(folder: Path) -> int:
+    """A folder's rights, without those to write for others: what a folder made in it gets."""
+    return stat.S_IMODE(folder.stat().st_mode) & 0o2755 | 0o700
+
+
+def file_mode(folder: Path) -> int:
+    """The rights of a new file in a folder: those may read it who may look into the folder."""
+    return folder_mode(folder) & 0o044 | 0o600
+
+
+def make_inside(path: Path, exist_ok: bool = False) -> None:
+    """Makes a folder that is as open as the one around it, whatever the umask."""
+    path.mkdir(exist_ok=exist_ok)
+    mode = folder_mode(path.parent)
+    if stat.S_IMODE(path.stat().st_mode) != mode:
+        path.chmod(mode)
+
+
+def create_file(path: str | os.PathLike[str], flags: int) -> int:
+    """Opens a file, for ``open(opener=...)``; one that is made now is as open as its folder, whatever the umask."""
+    mode = file_mode(Path(path).parent)
+    descriptor = os.open(path, flags | os.O_CREAT, mode)
+    if os.fstat(descriptor).st_size == 0:
+        follow_folder(descriptor, Path(path).parent)
+    return descriptor
+
+
+def follow_folder(descriptor: int, folder: Path) -> None:
+    """Makes an open, own file as open as the folder that it is in; without effect on anything else."""
+    status = os.fstat(descriptor)
+    own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    if own and stat.S_IMODE(status.st_mode) != file_mode(folder):
+        os.fchmod(descriptor, file_mode(folder))
+
+
+def write_atomically(path: Path, content: str | bytes, mode: int | None = None) -> None:
+    """Replaces ``path`` by ``content``: a reader, or a crash at any moment, sees the old file or the new one.
+
+    It may be read by those who may look into its folder, unless ``mode`` says otherwise.
+    """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    if mode is None:
+        descriptor = create_file(temporary, os.O_WRONLY | os.O_EXCL)
+    else:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
@@ -235,7 +296,7 @@ def write_atomically(path: Path, content: str | bytes, mode: int = 0o644) -> Non
     fsync_directory(path.parent)
 
 
-def write_json(path: Path, value: Mapping[str, Any], mode: int = 0o644) -> None:
+def write_json(path: Path, value: Mapping[str, Any], mode: int | None = None) -> None:
     """``write_atomically`` for one JSON object."""
     write_atomically(path, json.dumps(value, indent=1) + "\n", mode)
 
@@ -306,7 +367,7 @@ def _written(line: bytes) -> bytes:
 
 def append_line(path: Path, value: Mapping[str, Any]) -> None:
     """Appends one JSON object as a line, durably; on an OSError nothing is appended. The caller is the only writer."""
-    with open(path, "ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=create_file) as file:
         size = file.seek(0, os.SEEK_END)
         data = (json.dumps(value) + "\n").encode()
         try:

@@ -24,7 +24,9 @@ from clusterddp.hostlist import tasks_per_node
 from clusterddp.job import Job
 from clusterddp.launch.fork import Fork
 from clusterddp.launch.narration import at_step
+from clusterddp.masking import secrets_file, without_secrets
 from clusterddp.rundir import RunDirectory, make_folder, remove, write_atomically, write_json
+from clusterddp.trust import check_run
 
 #: Adds something to a run directory that is about to be recorded.
 Plant = Callable[[RunDirectory], None]
@@ -275,6 +277,7 @@ def continue_run(
         if run.path.exists() and any(run.path.iterdir()):
             raise RunDirectoryError(f"{run} is not empty and holds no run (no job.yaml): name another --run-dir")
         return None
+    check_run(run)
     recorded = jobs.load_resolved(run.job_file)
     if given is None:
         values = option_values(arguments, script_arguments)
@@ -308,17 +311,18 @@ def recorded(run: RunDirectory, job: Job, created: bool, plant: Plant = lambda _
     run besides. An outcome that the run goes on after (a failure, or an extended completion) is history from here on.
     Whatever else goes wrong in the body, the job may be there, and nothing is undone.
     """
-    files = (run.job_file, run.batch_script, run.outcome_file)
+    files = (secrets_file(run.job_file), run.job_file, run.batch_script, run.outcome_file)
     before = {path: path.read_bytes() for path in files if path.exists()}
-    run.create()
-    run.path.chmod(0o750 if job.share == "group" else 0o700)
+    run.create(share=job.share)
+    shown, secrets = without_secrets(job)
     try:
         plant(run)
     except BaseException:
         if created:  # a fork without its checkpoint would begin at step 0
             shutil.rmtree(run.path)
         raise
-    write_atomically(run.job_file, job.to_yaml())
+    write_json(secrets_file(run.job_file), secrets)
+    write_atomically(run.job_file, shown.to_yaml())
     remove(run.outcome_file)
     try:
         yield

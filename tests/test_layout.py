@@ -21,6 +21,8 @@ GROUND = {
     "process",
     "archive",
     "checkpoints",
+    "masking",
+    "trust",
 }
 
 

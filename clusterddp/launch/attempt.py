@@ -27,6 +27,7 @@ from clusterddp.launch.monitor import Monitor, lead_s
 from clusterddp.launch.narration import failure_box
 from clusterddp.launch.verdict import Action, RankEnd, Verdict, check_record, judge
 from clusterddp.link import ADDRESS_VARIABLE, TOKEN_VARIABLE, LinkServer
+from clusterddp.masking import secret_values
 from clusterddp.rundir import RunDirectory, write_json
 
 #: What ``supervise`` returns when the ranks are to be started anew in this very job.
@@ -57,6 +58,7 @@ class Attempt:
         self._launcher, self._controller = launcher, controller
         self._history = History(run, number)
         self._steps_before = (run.last_metrics() or {"step": -1})["step"] + 1
+        self._secrets = secret_values(job, os.environ)
         self._hosts: dict[int, str] = {}
         self._lost_at: dict[int, float] = {}
         self._left: dict[int, Mapping[str, Any]] = {}
@@ -280,7 +282,7 @@ class Attempt:
             hang, found_at = self._hang
             end = "hung" if self._job.watchdog and self._job.watchdog.on_hang == "restart" else "hung for good"
             ends[hang.ranks[0]] = RankEnd(hang.ranks[0], hang.host, end, found_at, hang.what, used_clusterddp=True)
-        return ends
+        return [end.without(self._secrets) for end in ends]
 
     def _end_of(self, rank: int, death: Death | None) -> RankEnd:
         host, lost_at = self._hosts.get(rank) or self._node_of(rank), self._lost_at.get(rank, float("inf"))

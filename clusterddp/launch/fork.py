@@ -11,7 +11,7 @@ from clusterddp.checkpoints import Checkpoint, Checkpoints, choose
 from clusterddp.errors import CheckpointError, RunDirectoryError
 from clusterddp.job import Keep
 from clusterddp.launch.narration import sentence
-from clusterddp.rundir import RunDirectory, append_line
+from clusterddp.rundir import RunDirectory, append_line, file_mode
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Fork:
         temporary = checkpoints.temporary(source.step)
         try:
             shutil.copyfile(source.path, temporary)
+            temporary.chmod(file_mode(temporary.parent))
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             Checkpoint(temporary, source.step, number).verify()

@@ -15,6 +15,8 @@ from typing import Protocol
 from clusterddp.job import Job
 from clusterddp.launch import deaths
 from clusterddp.launch.deaths import Death
+from clusterddp.masking import without_secrets
+from clusterddp.rundir import create_file
 
 ABANDON_S = 5.0
 
@@ -58,8 +60,12 @@ class SlurmLauncher:
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts srun. Its own messages go to ``logs/srun.err``."""
         self._messages = logs / "srun.err"
+        if self._job.share == "group":  # slurmd would make them by the umask
+            for rank in range(self._job.world_size):
+                for name in ("out", "err"):
+                    os.close(create_file(logs / f"rank-{rank}.{name}", os.O_WRONLY))
         # srun inherits that TERM is ignored (the batch script's trap), and must: it would end, and the ranks with it.
-        with open(self._messages, "ab") as messages:
+        with open(self._messages, "ab", opener=create_file) as messages:
             self._srun = subprocess.Popen(
                 [*srun_command(self._job, logs), *command],
                 env={"OMP_NUM_THREADS": str(cpus_per_rank(self._job)), **environment},
@@ -145,7 +151,8 @@ class LocalLauncher:
     ) -> subprocess.Popen[bytes]:
         if rank == self._terminal_rank:
             return subprocess.Popen(command, env=environment)
-        with open(logs / f"rank-{rank}.out", "ab") as out, open(logs / f"rank-{rank}.err", "ab") as err:
+        out_file, err_file = (logs / f"rank-{rank}.{name}" for name in ("out", "err"))
+        with open(out_file, "ab", opener=create_file) as out, open(err_file, "ab", opener=create_file) as err:
             return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
 
     def notify(self) -> None:
@@ -210,6 +217,7 @@ def local_variables(job: Job, rank: int) -> dict[str, str]:
 
 def rank_command(job: Job, attempt: int) -> list[str]:
     """The command of every rank, without the launcher's part."""
+    job = without_secrets(job)[0]  # anyone on the node may see a command line: the shim puts them back
     target = ["-m", job.module] if job.module else [str(job.script)]
     resume = job.args_on_resume if attempt > 0 else ()
     return [job.python or sys.executable, "-u", "-m", "clusterddp.rank", *target, *job.args, *resume]

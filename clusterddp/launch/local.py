@@ -21,7 +21,7 @@ from clusterddp.job import Job
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import AGAIN, give_notice
 from clusterddp.launch.progress import Progress
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir import RunDirectory, create_file
 
 POLL_S = 0.05
 #: The exit code of a run that was interrupted and can go on: that of a shell command ended by Ctrl-C.
@@ -78,7 +78,7 @@ class LocalRun:
         command = [*shell, sys.executable, "-m", "clusterddp.launch.supervisor", str(self.run), *self._options()]
         debugging = self.debug_rank is not None
         # A debugged rank keeps the terminal, which a session of its own would take from it.
-        stdout: IO[Any] | None = None if debugging else open(self.run.logs / "supervisor.log", "ab")
+        stdout: IO[Any] | None = None if debugging else open(self.run.logs / "supervisor.log", "ab", opener=create_file)
         process = subprocess.Popen(command, start_new_session=not debugging, stdout=stdout)
         self._process = process
         try:

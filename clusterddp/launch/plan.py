@@ -13,6 +13,7 @@ from clusterddp.launch import slurm
 from clusterddp.launch.site import preemption
 from clusterddp.launch.slurm import NodeShape
 from clusterddp.launch.source import calls_method, module_file
+from clusterddp.masking import MASK, is_secret
 
 #: Variables that people export on purpose and that sbatch takes options from: shown, so that nothing acts unseen.
 _TELLING = ("SBATCH_", "SLURM_ACCOUNT", "SLURM_CLUSTERS", "SLURM_CONF")
@@ -100,7 +101,8 @@ def share_of_node(job: Job, nodes: list[NodeShape]) -> tuple[Job, list[str]]:
 
 
 def _exported() -> list[str]:
-    names = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(_TELLING)]
+    found = {name: MASK if is_secret(name) else value for name, value in os.environ.items()}
+    names = [f"{name}={value}" for name, value in found.items() if name.startswith(_TELLING)]
     return [f"from the environment: {' '.join(sorted(names))}"] if names else []
 
 

@@ -16,6 +16,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from clusterddp.environment import in_batch_step, scrub
 from clusterddp.errors import ClusterddpError, RunDirectoryError
@@ -35,18 +37,36 @@ from clusterddp.launch.launcher import Launcher, LocalLauncher, SlurmLauncher
 from clusterddp.launch.limits import exceeded
 from clusterddp.launch.narration import at_step
 from clusterddp.launch.verdict import Action
+from clusterddp.masking import check_revealed
 from clusterddp.process import die_with_parent
-from clusterddp.rundir import RunDirectory, read_json, remove
+from clusterddp.rundir import RunDirectory, follow_folder, read_json, remove
+from clusterddp.trust import check_run
 
 
 def supervise_slurm(run_directory: str) -> int:
     """Runs one attempt in the batch step of a Slurm job, or in salloc's shell; returns the exit code."""
     prepare_process()
     run = RunDirectory(run_directory)
-    job = as_started(load_resolved(run.job_file), os.environ)
+    _open_own_log(run)
+    job = as_started(load_trusted(run), os.environ)
     controller = SlurmController if in_batch_step(os.environ) else AllocationController
     notice_file(run).unlink(missing_ok=True)  # of an attempt before
     return supervise(run, job, lambda: SlurmLauncher(job), controller(os.environ, run, job))
+
+
+def _open_own_log(run: RunDirectory) -> None:
+    """The job's log was made by Slurm, by the umask of who submitted."""
+    with suppress(OSError):
+        if Path("/proc/self/fd/1").readlink().parent == run.logs.resolve():
+            follow_folder(1, run.logs)
+
+
+def load_trusted(run: RunDirectory) -> Job:
+    """The job to run, if nobody else can have written it, with its secrets. Raises RunDirectoryError."""
+    check_run(run)
+    job = load_resolved(run.job_file)
+    check_revealed(job, run.job_file)
+    return job
 
 
 def as_started(job: Job, environ: Mapping[str, str]) -> Job:
@@ -65,7 +85,7 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
     die_with_parent()
     prepare_process()
     run = RunDirectory(run_directory)
-    job = load_resolved(run.job_file)
+    job = load_trusted(run)
     if debug_rank is not None:
         signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the debugged rank's
         job = dataclasses.replace(job, watchdog=None)  # and whoever looks at it may take all day

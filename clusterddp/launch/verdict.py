@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from clusterddp.errors import RunDirectoryError
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.deaths import Death
+from clusterddp.masking import masked
 from clusterddp.rundir import Form, fault, if_given, is_count, is_text, read_json
 
 #: Exceptions that tell of a device, a network or a peer rather than of the user's code: another try may go well.
@@ -107,6 +109,10 @@ class RankEnd:
             exit_code=record.get("exit_code"),
             used_clusterddp=record.get("used_clusterddp", False),
         )
+
+    def without(self, secrets: Sequence[str]) -> RankEnd:
+        """Its words without these values, which no history and no log of ours is to hold."""
+        return dataclasses.replace(self, error=masked(self.error, secrets), traceback=masked(self.traceback, secrets))
 
     @property
     def failed(self) -> bool:

@@ -19,6 +19,7 @@ from clusterddp.launch.holder import holders, submitted
 from clusterddp.launch.progress import Progress
 from clusterddp.launch.slurm import JobInfo
 from clusterddp.rundir import RunDirectory, read_json
+from clusterddp.trust import check_run
 
 LOOK_S = 0.2
 #: How often the controller is asked: often while a job is between two starts, seldom while it runs.
@@ -117,6 +118,7 @@ class Watcher:
         return job.state == "FAILED" and bool(started) and not known
 
     def _resubmit(self, ended: str) -> bool:
+        check_run(self._run)
         new = slurm.submit(self._run.batch_script)
         submitted(self._run, new)
         self._run.request_file.unlink(missing_ok=True)

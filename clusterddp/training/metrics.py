@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clusterddp.rundir import drop_torn_line, fsync_directory, write_atomically
+from clusterddp.rundir import create_file, drop_torn_line, fsync_directory, write_atomically
 
 
 class Metrics:
@@ -56,7 +56,7 @@ class Metrics:
         self._doubtful = True
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        return create_file(self._path, os.O_WRONLY | os.O_APPEND)
 
     def _renew(self) -> None:
         write_atomically(self._path, self._path.read_bytes())

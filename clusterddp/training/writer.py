@@ -29,7 +29,7 @@ from clusterddp import archive
 from clusterddp.checkpoints import Checkpoints
 from clusterddp.errors import Superseded
 from clusterddp.job import Keep
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir import RunDirectory, create_file
 
 NICENESS = 10
 LOOK_S = 1.0
@@ -165,7 +165,7 @@ class Writer:
         """Writes, verifies and commits the snapshot, chunk by chunk; returns the file's size."""
         temporary = self._checkpoints.temporary(step)
         try:
-            with open(temporary, "xb", buffering=0) as file:
+            with open(temporary, "xb", buffering=0, opener=create_file) as file:
                 yield from archive.write(file.fileno(), beginning, data, self._begin)
                 yield
                 # An fsync that fails is never repeated on the same file: its pages count as clean.

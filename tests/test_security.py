@@ -1,0 +1,259 @@
+"""Who may see, and who may change, what a run is made of; docs/security.md says it in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clusterddp import job_file
+from clusterddp.errors import JobDefinitionError, RunDirectoryError
+from clusterddp.job import Job
+from clusterddp.launch.launcher import rank_command
+from clusterddp.launch.supervisor import load_trusted
+from clusterddp.launch.verdict import RankEnd
+from clusterddp.masking import MASK, is_secret, masked, secret_values, with_secrets, without_secrets
+from clusterddp.rundir import RunDirectory, append_line, write_atomically, write_json
+from clusterddp.submit import recorded
+from clusterddp.trust import check_own
+from tests.waiting import story
+
+JOB = Job(
+    name="net",
+    module="net",
+    args=("--lr", "0.1", "--api-key", "s3cret-argument", "db.password=s3cret-override", "--sort-keys"),
+    args_on_resume=("--hf_token=s3cret-resume",),
+    env={"HF_TOKEN": "s3cret-environment", "HF_HOME": "/data", "EMPTY_KEY": ""},
+    device="cpu",
+)
+SECRETS = ("s3cret-argument", "s3cret-override", "s3cret-resume", "s3cret-environment")
+
+
+@pytest.fixture(params=[0o022, 0o077, 0o002], ids=oct)
+def any_umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What users have."""
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+# --- secrets
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        *[
+            (name, True)
+            for name in ("HF_TOKEN", "WANDB_API_KEY", "--api-key", "db.password", "secretSauce", "authToken")
+        ],
+        *[(name, True) for name in ("AWS_SECRET_ACCESS_KEY", "MY_PASSPHRASE", "KEY")],
+        *[
+            (name, False)
+            for name in ("--tokenizer", "MAX_TOKENS", "KEYS", "HF_TOKEN_FILE", "monkey", "pad_token_id", "")
+        ],
+    ],
+)
+def test_a_secret_is_known_by_its_name(name: str, secret: bool) -> None:
+    """The last word of it, or a password anywhere; not where a secret is to be found."""
+    assert is_secret(name) == secret
+
+
+def test_secrets_are_left_out_and_come_back() -> None:
+    """What may be seen has none of them, and both together are the job."""
+    shown, secrets = without_secrets(JOB)
+    assert shown.args == ("--lr", "0.1", "--api-key", MASK, f"db.password={MASK}", "--sort-keys")
+    assert not [value for value in SECRETS if value in shown.to_yaml()]
+    assert with_secrets(shown, secrets) == JOB
+
+
+def test_a_recorded_job_has_its_secrets_in_the_private_folder_alone(tmp_path: Path) -> None:
+    """0600, for the owner; a run whose secrets are gone does not start with a mask for a password."""
+    run = RunDirectory(tmp_path / "run")
+    with recorded(run, JOB, created=True):
+        pass
+    holding = [path for path in run.path.rglob("*") if path.is_file() and "s3cret" in path.read_text()]
+    assert holding == [run.private / "secrets.json"]
+    assert stat.S_IMODE(holding[0].stat().st_mode) == 0o600
+    assert load_trusted(run) == JOB
+    holding[0].unlink()
+    with pytest.raises(RunDirectoryError, match=r"has \*\*\* for env.HF_TOKEN, args.3, args.4, args_on_resume.0"):
+        load_trusted(run)
+
+
+def test_what_differs_is_said_without_the_secrets() -> None:
+    """`submit` lists it on the terminal."""
+    other = Job(
+        name="net", module="net", args=("--api-key", "s3cret-other"), env={"HF_TOKEN": "s3cret-new"}, device="cpu"
+    )
+    lines = JOB.differences(other)
+    assert f"env.HF_TOKEN: {MASK} recorded, {MASK} given" in lines
+    assert "s3cret" not in "".join(lines)
+
+
+def test_no_command_line_has_a_secret() -> None:
+    """Everyone on a node may see those of all processes."""
+    assert "s3cret" not in " ".join(rank_command(JOB, 1))
+
+
+def test_a_secret_in_a_mistake_is_not_repeated() -> None:
+    """Nor in what `--set` says is wrong."""
+    with pytest.raises(JobDefinitionError) as caught:
+        job_file.from_values({"module": "net"}, overrides={"env.HF_TOKEN.x": "s3cret-value", "api_key": "s3cret-value"})
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"setup": ["export HF_TOKEN=s3cret-value"]},
+        {"setup": ["cd /data; API_KEY='s3cret-value' ./prepare"]},
+        {"sbatch": {"export": "ALL,HF_TOKEN=s3cret-value"}},
+    ],
+)
+def test_a_secret_is_refused_where_the_batch_script_would_have_it(values: dict[str, object]) -> None:
+    """Slurm keeps the script and shows it; the message says where to write it instead."""
+    with pytest.raises(JobDefinitionError, match="under env:") as caught:
+        job_file.from_values({"module": "net", **values})
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_setup_line_may_read_a_secret_from_a_file() -> None:
+    """Then the script has none."""
+    lines = ["export HF_TOKEN=$(cat ~/.hf)", 'export API_KEY="$OTHER"', "MAX_TOKENS=5", "KEYS=a"]
+    assert job_file.from_values({"module": "net", "setup": lines}).setup == tuple(lines)
+
+
+def test_a_failures_words_are_shown_without_the_secrets(tmp_path: Path) -> None:
+    """An exception's text often has the address it was about."""
+    write_json(
+        tmp_path / "rank-0.json",
+        {"host": "n1", "end": "exception", "error": "no answer from https://x?key=s3cret-environment",
+         "traceback": "connect('s3cret-exported')"},
+    )  # fmt: skip
+    secrets = secret_values(JOB, {"GITHUB_TOKEN": "s3cret-exported", "SHORT_KEY": "no", "HOME": "/root"})
+    end = RankEnd.read(0, "n1", 1.0, tmp_path / "rank-0.json").without(secrets)
+    assert (end.error, end.traceback) == (f"no answer from https://x?key={MASK}", f"connect('{MASK}')")
+    assert masked("nothing here", secrets) == "nothing here"
+
+
+def test_a_run_gets_its_secrets_and_shows_none(tmp_path: Path) -> None:
+    """The script has all of them, and what it printed is in its log; nothing that we write or show has one."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\nassert sys.argv[1:] == ['--api-key', 's3cret-argument']\n"
+        "print(open('/proc/self/cmdline').read().split('\\0'))\n"
+        "raise ValueError('with ' + os.environ['HF_TOKEN'])\n"
+    )
+    (tmp_path / "job.yaml").write_text(f"script: train.py\ndevice: cpu\nenv: {{HF_TOKEN: {SECRETS[3]}}}\n")
+    command = [sys.executable, "-m", "clusterddp.submit", "job.yaml", "--local", "--run-dir", "run"]
+    done = subprocess.run(
+        [*command, "--", "--api-key", SECRETS[0]], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    run = RunDirectory(tmp_path / "run")
+    logs = run.attempt_logs(0)
+    assert f"'--api-key', '{MASK}'" in (logs / "rank-0.out").read_text(), story(run)
+    assert f"ValueError: with {SECRETS[3]}" in (logs / "rank-0.err").read_text()
+    assert f"with {MASK}" in done.stderr + (logs.parent / "supervisor.log").read_text()
+    holding = {path for path in run.path.rglob("*") if path.is_file() and "s3cret" in path.read_text()}
+    expected = {run.private / "secrets.json", run.rank_record(0, 0), logs / "rank-0.err"}
+    assert holding == expected
+    assert "s3cret" not in done.stdout + done.stderr
+
+
+# --- who may read
+
+
+def modes(run: RunDirectory) -> dict[str, int]:
+    """Of all that is in a run, by path."""
+    return {str(path.relative_to(run.path)): stat.S_IMODE(path.stat().st_mode) for path in run.path.rglob("*")}
+
+
+@pytest.mark.usefixtures("any_umask")
+@pytest.mark.parametrize(("share", "folder", "file"), [("private", 0o700, 0o600), ("group", 0o2750, 0o640)])
+def test_a_run_is_as_open_as_it_says_whatever_the_umask(tmp_path: Path, share: str, folder: int, file: int) -> None:
+    """Nobody but the owner may write; `private` is closed in any case."""
+    run = RunDirectory(tmp_path / "run")
+    job = Job(name="net", module="net", share=share, device="cpu")  # type: ignore[arg-type]
+    with recorded(run, job, created=True):
+        pass
+    run.create_attempt()
+    append_line(run.events_file, {"event": "started"})
+    write_atomically(run.attempt_logs(0) / "x", "")
+    write_atomically(run.attempt_private(0) / "x", "")
+    assert stat.S_IMODE(run.path.stat().st_mode) == folder
+    assert modes(run) == {
+        "job.yaml": file,
+        "events.jsonl": file,
+        "checkpoints": folder,
+        "logs": folder,
+        "logs/attempt-0": folder,
+        "logs/attempt-0/x": file,
+        "private/attempt-0/x": 0o600,
+        "private/secrets.json": 0o600,
+        **{name: modes(run)[name] for name in ("private", "private/attempt-0")},
+    }
+    assert {modes(run)[name] & 0o777 for name in ("private", "private/attempt-0")} == {0o700}
+
+
+def test_a_run_that_is_shared_later_is_shared_with_all_that_it_has(tmp_path: Path) -> None:
+    """And the other way round."""
+    run = RunDirectory(tmp_path / "run")
+    for share, folder, file in (("private", 0o700, 0o600), ("group", 0o2750, 0o640), ("private", 0o700, 0o600)):
+        with recorded(run, Job(name="net", module="net", share=share, device="cpu"), created=False):  # type: ignore[arg-type]
+            pass
+        append_line(run.events_file, {"event": "started"})
+        found = modes(run)
+        assert (found["logs"], found["events.jsonl"], found["private"] & 0o777) == (folder, file, 0o700)
+
+
+# --- who may have written what is executed
+
+
+def test_what_others_may_have_written_is_not_run(tmp_path: Path) -> None:
+    """The error names the file, its owner, its mode and the remedy."""
+    run = RunDirectory(tmp_path / "run")
+    with recorded(run, JOB, created=True):
+        pass
+    for path in (run.job_file, run.path, run.logs, run.private):
+        before = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(before | 0o020)
+        words = (
+            f"{path} .user {os.geteuid()}, mode {before | 0o020:04o}. can be written by others.*chmod -R go-w {path}"
+        )
+        with pytest.raises(RunDirectoryError, match=words):
+            load_trusted(run)
+        path.chmod(before)
+    assert load_trusted(run) == JOB
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_what_another_user_has_written_is_not_run(tmp_path: Path) -> None:
+    """Not even where nobody can change it any more."""
+    path = tmp_path / "job.yaml"
+    path.write_text("")
+    path.chmod(0o644)
+    check_own(path)
+    os.chown(path, 65534, -1)
+    with pytest.raises(RunDirectoryError, match=r"belongs to user 65534 \(mode 0644\).*expected user 0 or root"):
+        check_own(path)
+
+
+def test_a_run_that_others_may_write_is_neither_continued_nor_resubmitted(tmp_path: Path) -> None:
+    """Said at once by submit; the job that Slurm starts later says the same."""
+    run = RunDirectory(tmp_path / "run")
+    with recorded(run, JOB, created=True):
+        pass
+    run.job_file.chmod(0o666)
+    for command in (["clusterddp.submit", "--local", "--run-dir"], ["clusterddp.launch.supervisor", "--local"]):
+        done = subprocess.run(
+            [sys.executable, "-m", *command, str(run)], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, "can be written by others" in done.stderr) == (1, True), done.stderr
+    assert json.loads((run.private / "secrets.json").read_text())
