@@ -43,9 +43,10 @@ class RunningClock:
         self._most_s, self._looked = 3 * tick_s, time.monotonic()
         self.now = 0.0
 
-    def look(self) -> float:
-        """Moves on; returns the seconds since the last look that do not count."""
+    def look(self, counts: bool = True) -> float:
+        """Moves on, unless the time since the last look does not count; returns the seconds that do not."""
         looked = time.monotonic()
         passed, self._looked = looked - self._looked, looked
-        self.now += min(passed, self._most_s)
-        return max(0.0, passed - self._most_s)
+        counted = min(passed, self._most_s) if counts else 0.0
+        self.now += counted
+        return passed - counted

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clusterddp.launch.hangs import Sign, Slow, find_hang, find_slow
 from clusterddp.rundir import RunDirectory
 from tests.test_local import ranks_of, variable
 from tests.trainings import events_of
@@ -50,6 +53,16 @@ def test_a_pause_that_was_announced_is_no_hang(slow: tuple[RunDirectory, str]) -
     assert run.attempts() == [0], story(run)
 
 
+def test_a_slow_rank_is_named_once_and_left_alone(slow: tuple[RunDirectory, str]) -> None:
+    """Every step of it takes longer than the other's, which waits for it."""
+    run, said = slow
+    (event,) = events_of(run, "slow")
+    assert event["rank"] == 1
+    assert event["ratio"] > 1.5
+    words = r"attempt 0: rank 1 \(\S+\) is slow: 0\.\d+ s of its own in a step, \d\.\d times the others' median"
+    assert re.search(words, said), said
+
+
 @pytest.mark.parametrize("how", ["lock", "extension", "stopped"])
 def test_a_rank_that_hangs_is_named_with_its_stack_and_all_start_anew_in_place(
     run: RunDirectory, slow: tuple[RunDirectory, str], how: str
@@ -57,12 +70,12 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_all_start_anew_in_place(
     """Python code that waits for ever; C code that does, and holds Python's lock; a process that is stopped."""
     process = start(run, how)
     if how == "stopped":
-        wait_for_step(run, 40)
+        wait_for_step(run, 100)
         (victim,) = [pid for pid in ranks_of(run) if variable(pid, "RANK") == "1"]
         os.kill(victim, signal.SIGSTOP)
     said = finished(process, run)
     (hung,) = events_of(run, "hung")
-    assert hung["ranks"] == [1]
+    assert hung["late"] == [1]
     silent = r", and not heard of since \(stopped, or holding Python's lock\)"
     where = r", in hanging.py:\d+ \(misbehave\)" if how == "lock" else silent
     sentence = rf"rank 1 \(\S+\) last at step \d+, \d+ s ago{where}; the others wait in the all_reduce of backward"
@@ -74,3 +87,67 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_all_start_anew_in_place(
     assert [event["event"] for event in run.events() if event["event"] in ("restarted", "rank_failed")] == ["restarted"]
     assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in slow[0].metrics()]
     assert differing(final_state(run), final_state(slow[0])) == []
+
+
+# ---- the decisions alone
+
+
+IN_BACKWARD = {"place": "the all_reduce of backward", "waits": True}
+NOW = 1000.0
+
+
+def sign(rank: int, age: float, silent: float = 1.0, count: int = 90, allowed: float | None = 600, **at: Any) -> Sign:
+    """Rank r on node n<r>: it moved ``age`` seconds ago, and was heard of ``silent`` seconds ago."""
+    return Sign(rank, f"n{rank}", count, count - 1, allowed, NOW - age, NOW - silent, **at)
+
+
+def what(*signs: Sign) -> str | None:
+    hang = find_hang(signs, NOW, beat_s=2.0)
+    return hang and hang.what
+
+
+def test_who_holds_the_others_up_is_told_by_what_all_of_them_say() -> None:
+    """The first mark that tells them apart: silence, fewer steps, no waiting for others, the smaller number."""
+    waiting = [sign(rank, 610, **IN_BACKWARD) for rank in range(3)]
+    silent = "and not heard of since (stopped, or holding Python's lock)"
+    wait = "the others wait in the all_reduce of backward"
+    assert what(*waiting, sign(5, 611, silent=611)) == f"rank 5 (n5) last at step 89, 611 s ago, {silent}; {wait}"
+    behind = sign(5, 611, count=89, place="x.py:1 (f)")
+    assert what(*waiting, behind) == f"rank 5 (n5) last at step 88, 611 s ago, in x.py:1 (f); {wait}"
+    elsewhere = sign(5, 611, place="x.py:1 (f)")
+    assert what(*waiting, elsewhere) == f"rank 5 (n5) last at step 89, 611 s ago, in x.py:1 (f); {wait}"
+    at_gpu = [sign(rank, 610, place="x.py:9 (g)") for rank in range(3)]
+    assert what(*at_gpu, elsewhere) == "rank 5 (n5) last at step 89, 611 s ago, in x.py:1 (f)"
+    assert what(*waiting) == "ranks 0 (n0), 1 (n1), 2 (n2) last at step 89, 610 s ago, in the all_reduce of backward"
+    many = what(*[sign(rank, 620, silent=620) for rank in range(100)])
+    assert many == f"ranks 0 (n0), 1 (n1), 2 (n2), 3 (n3) and 96 more last at step 89, 620 s ago, {silent}"
+
+
+@pytest.mark.parametrize(
+    "signs",
+    [
+        [],
+        [sign(0, 599), sign(1, 600)],
+        [sign(0, 604, **IN_BACKWARD), sign(1, 606)],  # its time is over; its stacks are being written
+        [sign(0, 9000, allowed=None), sign(1, 1)],  # it has not begun to train
+        [sign(0, 9000, allowed=math.inf, place="x.py:1 (f)"), sign(1, 9000, **IN_BACKWARD)],  # ctx.unwatched()
+        [sign(0, 1700, allowed=1800, place="compiler"), sign(1, 1700, allowed=1800)],
+        [sign(0, 1200, allowed=4 * 400), sign(1, 1200, allowed=4 * 400)],
+    ],
+)
+def test_a_rank_within_its_time_does_not_hang(signs: list[Sign]) -> None:
+    """Nor do those that wait for one which may take as long as it likes."""
+    assert find_hang(signs, NOW, beat_s=2.0) is None
+
+
+def test_a_rank_is_slow_by_its_own_part_of_a_step_against_the_others_median() -> None:
+    """What is much in itself, and much of the step: not two milliseconds instead of one in a step of a second."""
+
+    def slow(*own: float | None, step: float = 1.0) -> list[Slow]:
+        return find_slow([sign(rank, 1, own_s=seconds, step_s=step) for rank, seconds in enumerate(own)])
+
+    assert slow(0.3, 0.3, 0.9, 0.4) == [Slow(2, "n2", 0.9, 3.0)]
+    assert slow(0.3, 0.3, 0.4, 0.4) == []
+    assert slow(0.001, 0.002) == []
+    assert slow(0.9) == slow(None, 0.9) == []
+    assert slow(0.0, 0.9) == [Slow(1, "n1", 0.9, 900.0)]

@@ -232,3 +232,15 @@ def test_a_rank_that_reaches_something_else_says_what_it_heard(answer: bytes) ->
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(LauncherEnvironmentError, match="is no supervisor of clusterddp's"):
             Link.join(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, 1, None, timeout=10)
+
+
+def test_what_the_supervisor_says_reaches_every_rank(heard: Heard) -> None:
+    """In a thread of the rank's own, whatever its main thread is at; and the end of the line is heard after it."""
+    links = [join(heard, 0, port=1), join(heard, 1)]
+    words: queue.Queue[object] = queue.Queue()
+    for link in links:
+        link.listen(lambda: words.put("lost"), words.put)
+    heard.server.say(leave="rank 5 hangs")
+    assert [words.get(timeout=10), words.get(timeout=10)] == [{"leave": "rank 5 hangs"}] * 2
+    heard.server.close()
+    assert [words.get(timeout=10), words.get(timeout=10)] == ["lost"] * 2

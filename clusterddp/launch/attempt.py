@@ -19,7 +19,7 @@ from clusterddp.launch.cause import Cause
 from clusterddp.launch.code_state import changed, code_state
 from clusterddp.launch.controller import Controller
 from clusterddp.launch.deaths import Death, in_order
-from clusterddp.launch.hangs import Hang, Watch
+from clusterddp.launch.hangs import Hang, Slow, Watch
 from clusterddp.launch.history import History
 from clusterddp.launch.launcher import Launcher, rank_command
 from clusterddp.launch.limits import exceeded
@@ -65,8 +65,10 @@ class Attempt:
         self._silent: set[int] = set()
         self._letting_go: threading.Timer | None = None
         self._recorded, self._gone = threading.Event(), threading.Event()
-        self._told = self._heard = False
-        self._watch = Watch(job.watchdog.beat_s, self._on_hang) if job.watchdog else None
+        self._told = self._heard = self._deaf = False
+        self._watch: Watch | None = None
+        if job.watchdog:
+            self._watch = Watch(job.watchdog.beat_s, self._on_hang, self._on_slow, lambda: self._deaf)
         self._hang: tuple[Hang, float] | None = None
 
     def supervise(self) -> int:
@@ -141,14 +143,17 @@ class Attempt:
         if event == "left":
             self._on_left(rank, values)
             return
-            return
         if event == "signal":
             self._told = self._heard = True
-        self._recorded.wait()  # the attempt's start comes first in the history
         values = {"rank": rank, **values}
         if event == "resumed" and self._steps_before:
             values["redone"] = max(0, self._steps_before - values["step"])
-        self._history.add(event, **values)
+        self._deaf = True  # no other event, and no sign of life, is heard meanwhile
+        try:
+            self._recorded.wait()  # the attempt's start comes first in the history
+            self._history.add(event, **values)
+        finally:
+            self._deaf = False
 
     def _on_left(self, rank: int, values: Mapping[str, Any]) -> None:
         """A rank's last words: the record of its end."""
@@ -217,12 +222,15 @@ class Attempt:
         except (ClusterddpError, IndexError):
             return self._hosts.get(rank, "unknown")
 
+    def _on_slow(self, slow: Slow) -> None:
+        self._history.add("slow", **dataclasses.asdict(slow))
+
     def _on_hang(self, hang: Hang) -> None:
         """Ends all ranks: those that can leave by themselves do when they are told, and the launcher ends the rest."""
         if self._gone.is_set():
             return
         self._hang = hang, time.time()
-        self._history.add("hung", rank=hang.ranks[0], **dataclasses.asdict(hang))
+        self._history.add("hung", rank=hang.late[0], **dataclasses.asdict(hang))
         self._server.say(leave=hang.what)
         if not self._gone.wait(LEAVE_S):
             self._launcher.kill()
@@ -278,10 +286,10 @@ class Attempt:
         """
         deaths = in_order(self._launcher.deaths())
         ends = [self._end_of(rank, deaths.get(rank)) for rank in range(self._job.world_size)]
-        if self._hang is not None and ends[self._hang[0].ranks[0]].failed:
+        if self._hang is not None and ends[self._hang[0].late[0]].failed:
             hang, found_at = self._hang
             end = "hung" if self._job.watchdog and self._job.watchdog.on_hang == "restart" else "hung for good"
-            ends[hang.ranks[0]] = RankEnd(hang.ranks[0], hang.host, end, found_at, hang.what, used_clusterddp=True)
+            ends[hang.late[0]] = RankEnd(hang.late[0], hang.host, end, found_at, hang.what, used_clusterddp=True)
         return [end.without(self._secrets) for end in ends]
 
     def _end_of(self, rank: int, death: Death | None) -> RankEnd:
@@ -374,7 +382,7 @@ class Attempt:
             here = {self._node_of(rank) for rank in range(self._job.world_size)}
             if lost is not None or here & set(choice.nodes):
                 return self._resubmit(verdict, choice.nodes, lost is not None)
-        hung = self._hang and f"rank {self._hang[0].ranks[0]} ({self._hang[0].host}) hung"
+        hung = self._hang and f"rank {self._hang[0].late[0]} ({self._hang[0].host}) hung"
         self._add_end("restarted", verdict, hung)
         return RESTART
 

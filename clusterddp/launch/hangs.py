@@ -1,4 +1,4 @@
-"""Does the run hang, and on which rank? From what the ranks say of themselves every few seconds.
+"""Does the run hang, and on which rank? Is a rank slow? From what the ranks say of themselves every few seconds.
 
 A rank says how many boundaries it has come to, for how long it has been without the next one, for how long it may be,
 and, meanwhile, what it is at. Time is the supervisor's own and stands still while the supervisor does (a suspended
@@ -8,6 +8,7 @@ job); no clock is compared with another host's.
 from __future__ import annotations
 
 import math
+import statistics
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,9 @@ PATIENCE_BEATS = 3
 SILENCE_BEATS = 4
 #: How many ranks a sentence names.
 NAMED = 4
+#: A rank is slow when its own part of a step is so many times the others', and the difference such a part of a step.
+SLOW_RATIO, SLOW_SHARE = 1.5, 0.1
+_TOLD = ("count", "step", "allowed_s", "place", "waits", "own_s", "step_s")
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class Sign:
 
     ``count``: the boundaries it has come to. ``step``: how many steps it has done. ``allowed_s``: how long it may be
     without moving; None: it has not begun to train; infinity: as long as it likes. ``place``: what it is at, '' while
-    it moves. ``waits``: whether that is waiting for other ranks.
+    it moves. ``waits``: whether that is waiting for other ranks. ``own_s``, ``step_s``: how long its own part of a step
+    takes, and a whole step.
     """
 
     rank: int
@@ -42,13 +47,25 @@ class Sign:
     heard: float
     place: str = ""
     waits: bool = False
+    own_s: float | None = None
+    step_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank that all others wait for in every step: its own seconds, and how many times the others' that is."""
+
+    rank: int
+    host: str
+    own_s: float
+    ratio: float
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Which ranks the others wait for, in order; the first one's host and step; the sentence that says it all."""
+    """The ranks that the others wait for, in order; the first one's host and step; the sentence that says it all."""
 
-    ranks: tuple[int, ...]
+    late: tuple[int, ...]
     host: str
     step: int
     seconds: float
@@ -108,14 +125,38 @@ def _most_common(signs: list[Sign]) -> str:
     return places.most_common(1)[0][0] if places else ""
 
 
+def find_slow(signs: Iterable[Sign]) -> list[Slow]:
+    """The ranks whose own part of a step is much longer than the others' median, and much of the step."""
+    known = [sign for sign in signs if sign.own_s is not None]
+    found = []
+    for sign in known:
+        others = [other.own_s for other in known if other is not sign and other.own_s is not None]
+        if not others or sign.own_s is None or sign.step_s is None:
+            continue
+        usual = statistics.median(others)
+        if sign.own_s > SLOW_RATIO * usual and sign.own_s - usual > SLOW_SHARE * sign.step_s:
+            ratio = sign.own_s / max(usual, 1e-3 * sign.step_s)
+            found.append(Slow(sign.rank, sign.host, round(sign.own_s, 4), round(ratio, 2)))
+    return found
+
+
 class Watch:
     """A thread that looks for a hang until it is closed or has found one: ``on_hang`` is called once, in the thread.
 
-    Nothing is looked for any more when the line to a rank breaks: a lost node is no hang.
+    Nothing is looked for any more when the line to a rank breaks: a lost node is no hang. ``on_slow`` is called for a
+    slow rank, and again when it becomes slower by as much again. Time in which nobody listens to the ranks (``deaf``: a
+    history on a disk that does not answer) does not count.
     """
 
-    def __init__(self, beat_s: float, on_hang: Callable[[Hang], None]) -> None:
-        self._beat_s, self._on_hang = beat_s, on_hang
+    def __init__(
+        self,
+        beat_s: float,
+        on_hang: Callable[[Hang], None],
+        on_slow: Callable[[Slow], None],
+        deaf: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._beat_s, self._on_hang, self._on_slow, self._deaf = beat_s, on_hang, on_slow, deaf
+        self._warned: dict[int, float] = {}
         self._signs: dict[int, Sign] = {}
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -125,8 +166,7 @@ class Watch:
     def hear(self, rank: int, host: str, beat: Mapping[str, Any]) -> None:
         """A rank's word of itself has come."""
         with self._lock:
-            told = {name: beat[name] for name in ("count", "step", "allowed_s", "place", "waits") if name in beat}
-            now = self._clock.now
+            now, told = self._clock.now, {name: beat[name] for name in _TOLD if name in beat}
             self._signs[rank] = Sign(rank, host, moved=now - beat["age_s"], heard=now, **told)
 
     def close(self) -> None:
@@ -136,8 +176,13 @@ class Watch:
     def _look(self) -> None:
         while not self._end.wait(self._beat_s):
             with self._lock:
-                self._clock.look()
-                hang = find_hang(self._signs.values(), self._clock.now, self._beat_s)
+                self._clock.look(counts=not self._deaf())
+                signs = list(self._signs.values())
+            hang = find_hang(signs, self._clock.now, self._beat_s)
+            for slow in find_slow(signs):
+                if slow.ratio > 2 * self._warned.get(slow.rank, 0.0):
+                    self._warned[slow.rank] = slow.ratio
+                    self._on_slow(slow)
             if hang is not None:
                 self._on_hang(hang)
                 return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -82,6 +83,8 @@ class Heartbeat:
         flight_record: Path,
     ) -> None:
         self._boundaries, self._step, self._send, self._flight_record = boundaries, step, send, flight_record
+        #: Seconds of a step that are this rank's own, and all of them; None: not known yet.
+        self.pace: tuple[float, float] | None = None
         self._begun_at: int | None = None
         self._paused = 0
         self._end = threading.Event()
@@ -111,6 +114,12 @@ class Heartbeat:
         faulthandler.cancel_dump_traceback_later()
 
     def _beat(self, watchdog: Watchdog) -> None:
+        try:
+            self._beat_on(watchdog)
+        finally:  # whoever says nothing more of itself is not to be taken for one that hangs
+            self._send("alive", count=self._boundaries(), step=self._step(), age_s=0.0, allowed_s=math.inf)
+
+    def _beat_on(self, watchdog: Watchdog) -> None:
         pace, clock = Pace(watchdog), RunningClock(watchdog.beat_s)
         recorded = False
         while not self._end.wait(watchdog.beat_s):
@@ -119,15 +128,17 @@ class Heartbeat:
             count = self._boundaries()
             age_s = pace.look(clock.now, count, self._begun_at, self._paused > 0)
             beat: dict[str, Any] = {"count": count, "step": self._step(), "age_s": age_s, "allowed_s": pace.allowed_s}
+            if self.pace is not None:
+                beat["own_s"], beat["step_s"] = self.pace
             if age_s == 0:
                 self._set_timer(pace.allowed_s)
                 recorded = False
             else:
-                beat["place"], beat["waits"] = _main_thread_place()
+                beat["place"], beat["waits"] = main_thread_place()
             self._send("alive", **beat)
             if age_s > (pace.allowed_s or math.inf) and not recorded:
                 recorded = True
-                self._record_flight()
+                threading.Thread(target=self._record_flight, name="flight record", daemon=True).start()
 
     def _set_timer(self, allowed_s: float | None) -> None:
         if self._end.is_set() or allowed_s is None or math.isinf(allowed_s):
@@ -150,8 +161,8 @@ class Heartbeat:
         print(f"clusterddp: {words}", file=sys.stderr, flush=True)
 
 
-def _main_thread_place() -> tuple[str, bool]:
-    main = threading.main_thread()
-    assert main.ident is not None
-    assert main.native_id is not None
-    return place_of(sys._current_frames()[main.ident], sleeping(main.native_id))
+def main_thread_place() -> tuple[str, bool]:
+    """What the main thread is at, and whether it waits there for other ranks."""
+    main = threading.main_thread().ident
+    assert main is not None
+    return place_of(sys._current_frames()[main], sleeping(os.getpid()))  # Linux: the main thread has the process's id

@@ -24,6 +24,7 @@ from clusterddp.training.foreign import ForeignLoader
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.metrics import plain
 from clusterddp.training.micro import MicroBatches
+from clusterddp.training.own_time import OwnTime
 from clusterddp.training.process_group import ProcessGroup
 from clusterddp.training.saving import Saver
 from clusterddp.training.state import Stateful, load_state, pack, state_of
@@ -65,6 +66,7 @@ class Run:
         self._values: dict[str, Any] = {}
         self._parent: tuple[int, int] | None = None
         self._inexact = self._reasons_for_doubt()
+        self._own_time = OwnTime(parts.values())
         self._micro = MicroBatches(parts.values(), loader)
         self._begun = self._in_step = self._optimizer_stepped = self._past_first = False
         self._watch_optimizer()
@@ -188,6 +190,7 @@ class Run:
         self._values = {}
         self.step += 1
         self._in_step = self._optimizer_stepped = False
+        self._heartbeat.pace = self._own_time.step_done() or self._heartbeat.pace
         if not self._past_first:
             self._past_first = True
             self._group.shorten_timeout(self._step_timeout_s)

@@ -1,4 +1,4 @@
-"""A small training in which one rank misbehaves in attempt 0: ``hanging.py HOW``, at step 40 of 60.
+"""A small training in which one rank misbehaves in attempt 0: ``hanging.py HOW``, at step 100 of 160.
 
 HOW: lock (Python code waits for ever), extension (C code does, and holds Python's lock), slow (longer steps than the
 others', and, inside ``ctx.unwatched()``, a pause that is longer than the watchdog's time), or nothing.
@@ -38,10 +38,10 @@ model = ctx.wrap(torch.nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = ctx.loader(TensorDataset(torch.arange(3200.0).reshape(200, 16) / 3200), batch_size=4)
 run = ctx.run(model=model, optimizer=optimizer, loader=loader)
-for (x,) in run.steps(60):
-    if odd and run.step == 40:
+for (x,) in run.steps(160):
+    if odd and run.step == 100:
         misbehave()
-    time.sleep(0.15 if odd and HOW == "slow" else 0.05)
+    time.sleep(0.08 if odd and HOW == "slow" else 0.03)
     loss = model(x).square().mean()
     optimizer.zero_grad()
     loss.backward()

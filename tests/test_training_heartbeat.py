@@ -1,0 +1,99 @@
+"""What a rank says of itself: how long it may be without a step, what it is at, and how much of a step is its own."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clusterddp import process
+from clusterddp.job import Watchdog
+from clusterddp.process import RunningClock
+from clusterddp.training.heartbeat import Pace
+from clusterddp.training.whereabouts import place_of, sleeping
+from tests import ddp
+
+WATCHDOG = Watchdog(step_s=600, start_s=1800)
+
+
+def test_the_time_that_a_rank_may_be_without_a_step_follows_what_it_did() -> None:
+    """Its own until the first step is done; then as set, or four times the longest so far; none when it rests."""
+    pace = Pace(WATCHDOG)
+    assert (pace.look(5, 0, None, False), pace.allowed_s) == (0.0, None)
+    assert (pace.look(9, 0, None, False), pace.allowed_s) == (4.0, None)
+    assert (pace.look(10, 0, 0, False), pace.allowed_s) == (0.0, 1800)  # begun
+    assert (pace.look(12, 1, 0, False), pace.allowed_s) == (0.0, 1800)  # the boundary before the first step
+    assert (pace.look(900, 2, 0, False), pace.allowed_s) == (0.0, 600)  # compilation was no step's time
+    assert (pace.look(1100, 3, 0, False), pace.allowed_s) == (0.0, 800)
+    assert (pace.look(1150, 3, 0, False), pace.allowed_s) == (50.0, 800)
+    assert (pace.look(1160, 3, 0, True), pace.allowed_s) == (0.0, math.inf)  # paused
+    assert (pace.look(9000, 3, 0, False), pace.allowed_s) == (0.0, 800)  # which was no step's time either
+    assert (pace.look(9001, 4, 0, False), pace.allowed_s) == (0.0, 800)
+    assert (pace.look(9002, 4, None, False), pace.allowed_s) == (0.0, math.inf)  # done
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ticks at most pass between two looks."""
+    now = 100.0
+    monkeypatch.setattr(process.time, "monotonic", lambda: now)
+    clock = RunningClock(2.0)
+    for passed, counted, forgiven in [(2.0, 2.0, 0.0), (5.0, 5.0, 0.0), (3606.0, 6.0, 3600.0)]:
+        before, now = clock.now, now + passed
+        assert clock.look() == forgiven
+        assert clock.now - before == counted
+    now += 3.0
+    assert (clock.look(counts=False), clock.now) == (3.0, 13.0)
+
+
+def seen_in(work: Callable[[], object]) -> tuple[str, bool]:
+    """Where ``work``, which waits for ever, is seen to be."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert thread.ident is not None
+    assert thread.native_id is not None
+    while not sleeping(thread.native_id):
+        pass
+    return place_of(sys._current_frames()[thread.ident], sleeping=True)
+
+
+def test_the_users_line_is_named_not_what_it_calls() -> None:
+    """With what it has called, where that is not in the same place."""
+    place, waits = seen_in(lambda: threading.Event().wait())
+    assert place.startswith("test_training_heartbeat.py:")
+    assert place.endswith("(<lambda>), wait")
+    assert not waits
+
+
+WAITING = """
+import threading
+import time
+import torch.distributed as dist
+import clusterddp
+from clusterddp.training import heartbeat
+
+ctx = clusterddp.init(device="cpu")
+store = ctx._group.store
+
+def look():
+    while not heartbeat.main_thread_place()[1]:
+        time.sleep(0.01)
+    print(heartbeat.main_thread_place(), flush=True)
+    store.set("seen", "")
+
+if ctx.rank == 0:
+    threading.Thread(target=look).start()
+else:
+    store.wait(["seen"])
+ctx.all_reduce_sum(1.0)
+"""
+
+
+def test_a_rank_that_waits_for_others_names_the_collective(tmp_path: Path) -> None:
+    """It is not the one that they wait for."""
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    assert "('all_reduce', True)" in ddp.run(script, ranks=2, folder=tmp_path / "out").output(0)
