@@ -82,6 +82,7 @@ def submit_training(
         "device": "cpu",
         "partition": "low",
         "timeouts": {"notice_s": 15},
+        "watchdog": {"step_s": 12},
         "checkpoint": {"every": "20 steps"},
         "setup": [stamp_line(folder / "starts")],
         **({"policy": policy} if policy else {}),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks import agreement, checkpoint, handover, report, runs, soak
+from benchmarks import agreement, checkpoint, faults, handover, report, runs, soak
 from clusterddp.rundir import RunDirectory, append_line, write_json
 from clusterddp.training.agreement import Agreement
 from tests.checkpoint_files import file_bytes
@@ -121,6 +121,34 @@ def test_the_cases_follow_from_the_seed():
     assert any(preemption.second_term is not None for preemption in made)
 
 
+def test_a_mixed_soak_has_every_kind_of_fault():
+    cases = [soak.make_case(1, "cgroup", number, [0, 20], mixed=True) for number in range(60)]
+    kinds = {getattr(fault, "kind", "preemption") for case in cases for fault in case.preemptions}
+    assert kinds == set(faults.WORDS)
+
+
+def test_a_fault_costs_the_time_to_the_next_new_step_and_the_steps_redone_after_it():
+    lines = [{"step": step, "time": time} for step, time in [(0, 1.0), (1, 2.0), (1, 8.0), (2, 9.0), (3, 14.0)]]
+    events = [{"event": "resumed", "attempt": 1, "time": 7.0, "redone": 1}]
+    events += [{"event": "started", "attempt": attempt, "time": 6.0 * attempt} for attempt in range(2)]
+    made = [{"kind": "kill", "asked": 2.5}, {"kind": "slurmd", "asked": 10.0}, {"kind": "cut", "asked": 12.0}]
+    assert faults.costs(made, events, lines) == [
+        {"kind": "kill", "seconds": 6.5, "redone": 1},
+        {"kind": "slurmd", "seconds": None, "redone": 0},  # the next fault came before
+        {"kind": "cut", "seconds": 2.0, "redone": 0},
+    ]
+    assert faults.unannounced_redone(made, events) == (0, 1)
+    assert faults.unannounced_redone([{"kind": "preemption", "asked": 2.5}], events) == (1, 0)
+
+
+def test_two_attempts_without_a_checkpoint_are_spared_a_third():
+    def attempt(number: int, *names: str) -> list[dict[str, Any]]:
+        return [{"event": name, "attempt": number} for name in ("started", *names)]
+
+    assert faults.fruitless(attempt(0, "checkpoint") + attempt(1) + attempt(2) + attempt(3)) == 2
+    assert faults.fruitless(attempt(0) + attempt(1, "checkpoint") + attempt(2)) == 0
+
+
 def test_an_interrupted_soak_goes_on_and_another_ones_state_is_refused(tmp_path):
     settings = {"preemptions": 10, "graces": [0], "proctracks": ["cgroup"], "seed": 1}
     soak.Soak(tmp_path, settings)
@@ -166,11 +194,11 @@ def made_run(path: Path, attempts: list[tuple[int, int, int]], weight: float = 1
         event(run, attempt, "started")
         if attempt:
             done = max(before_end for number, _, before_end in attempts if number < attempt)
-            event(run, attempt, "resumed", step=first, redone=done - first)
+            event(run, attempt, "resumed", step=first, redone=max(0, done - first))
         for step in range(first, end):
             append_line(run.metrics_file, {"step": step, "time": float(step), "attempt": attempt, "loss": step / 7})
     event(run, attempts[-1][0], "completed")
-    write_json(run.outcome_file, {"state": "completed"})
+    write_json(run.outcome_file, {"state": "completed", "reason": "all ranks finished"})
     content = {"model": {"weight": torch.tensor([weight])}, "optimizer": {}}
     path = run.checkpoints / f"step-{soak.STEPS:012d}.attempt-{attempts[-1][0]}.safetensors"
     path.write_bytes(file_bytes(content))
