@@ -15,6 +15,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -115,7 +116,13 @@ class Checkpoints:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        fsync_directory(checkpoint.path.parent)
+        try:
+            fsync_directory(checkpoint.path.parent)
+        except OSError:
+            # A crash might still take its name away, and no attempt must have gone on from it then.
+            with suppress(OSError):
+                checkpoint.path.unlink(missing_ok=True)
+            raise
         return checkpoint
 
     def delete_old(self) -> None:
