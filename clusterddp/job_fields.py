@@ -428,7 +428,7 @@ READERS: dict[str, Reader] = {
     "cpus_per_task": _field("cpus_per_task", _whole(1)),
     "setup": _field("setup", _shell_lines),
     "env": _table("env", _check_variable, _variable),
-    "python": _field("python", _text),
+    "python": _field("python", _matching(r"[^-].*", "an interpreter's path or name")),
     "sbatch": _table("sbatch", _check_option, _option),
     "srun": _table("srun", _check_srun_option, _option),
     "steps": _field("steps", _whole(1)),

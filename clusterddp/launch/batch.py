@@ -10,7 +10,7 @@ from typing import Any
 from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from clusterddp.errors import RunDirectoryError, SlurmError
+from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
 from clusterddp.job import Job
 from clusterddp.launch.supervisor import supervise_slurm
 from clusterddp.rundir import RunDirectory, write_atomically
@@ -25,6 +25,7 @@ class RunExecutor(SlurmExecutor):
     """
 
     def __init__(self, job: Job, run: RunDirectory, folder: Path) -> None:
+        check_lines(job, run, folder)
         super().__init__(run.private / "submitit")
         self._run = run
         self._ranks = job.world_size
@@ -62,6 +63,20 @@ class RunExecutor(SlurmExecutor):
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         del submission_file_path  # submitit's copy of the same text
         return ["sbatch", str(self._run.batch_script)]
+
+
+def check_lines(job: Job, run: RunDirectory, folder: Path) -> None:
+    """Raises UsageError for what would not stay on its line of the script, where the rest of it would be a command.
+
+    Values of the job definition are checked as they are read; these are not.
+    """
+    names = {"the run directory": str(run), "the folder to run in": str(folder), "the interpreter": sys.executable}
+    for what, text in {**names, "python:": job.python or "python"}.items():
+        if not text.isprintable():
+            raise UsageError(f"{what} {text!r} has line breaks or control characters, which a batch script cannot hold")
+    for character in "%\\":  # such a job never starts, or logs elsewhere: %% is no escape (seen on 22.05.8)
+        if character in str(run):
+            raise UsageError(f"the run directory {run} has a {character}, which Slurm replaces in the names of logs")
 
 
 def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any]:

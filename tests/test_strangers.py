@@ -1,0 +1,103 @@
+"""Another user of a real cluster's nodes, and what that user gets of a run and does to it: nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.link import Link
+from clusterddp.rundir import read_lines
+from tests.cluster import Cluster
+from tests.cluster.system import Process
+from tests.trainings import STEPS, Training, events_of
+from tests.waiting import story
+
+NOBODY = 65534
+
+LOOK = """
+import json, os, sys
+seen = []
+for path in sys.argv[1:]:
+    try:
+        seen.append([path, os.listdir(path) if os.path.isdir(path) else open(path, errors="replace").read()])
+    except OSError:
+        pass
+print(json.dumps(seen))
+"""
+
+DISTURB = """
+import socket, sys
+place = sys.argv[1], int(sys.argv[2])
+def said(words):
+    with socket.create_connection(place, timeout=20) as line:
+        try:
+            line.sendall(words)
+            return line.makefile("rb").read()
+        except OSError:
+            return b""
+words = [b"x" * 2**20, b"[" * 4000 + b"\\n", b"GET / HTTP/1.1\\r\\n\\r\\n", b"\\x16\\x03\\x01" * 99 + b"\\n",
+         b'{"token": "guess", "rank": 0, "port": 9, "host": "x", "pid": 1}\\n', b"null\\n", b"\\n"]
+answers = [said(each) for each in words]
+held = [socket.create_connection(place, timeout=20) for _ in range(600)]
+for line in held[::2]:
+    line.sendall(b'{"token": ')
+print(b"".join(answers), flush=True)
+sys.stdin.read()
+"""
+
+
+def as_nobody(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """A program of another ordinary user's."""
+    return subprocess.Popen(
+        ["/usr/bin/python3", "-I", "-c", code, *map(str, arguments)],
+        user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", env={},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def variables(process: Process) -> dict[str, str]:
+    """What a process was started with; root may look."""
+    pairs = [pair.decode().partition("=") for pair in process.environment()]
+    return {name: value for name, _, value in pairs}
+
+
+def test_another_user_sees_nothing_of_a_run_and_cannot_disturb_it(cluster: Cluster, runs: Path) -> None:
+    """Files, the ranks' environment, the supervisor's port: while hundreds of strangers hold it, the run goes on."""
+    secret = {"options": ["--set", "env.HF_TOKEN=s3cret-value"]}
+    training = Training.submit(cluster, runs, "--moments", "first step", **secret)  # type: ignore[arg-type]
+    training.wait_at_moment(0)
+    run, host = training.run, cluster.job(training.job_id)["BatchHost"]
+    ranks = [each for node in cluster.nodes for each in cluster.processes(node) if "clusterddp.rank" in each.command()]
+    tasks = [each for each in ranks if "CLUSTERDDP_TOKEN" in variables(each) and "RANK" not in variables(each)]
+    known = variables(tasks[0])
+    token, port = known["CLUSTERDDP_TOKEN"], int(known["CLUSTERDDP_SUPERVISOR"].rpartition(":")[2])
+    assert known["HF_TOKEN"] == "s3cret-value"
+
+    files = [run.path, run.job_file, run.private, run.private / "secrets.json", run.attempt_private(0), run.events_file]
+    files += [Path(f"/proc/{each.pid}/{name}") for each in ranks for name in ("environ", "cmdline")]
+    seen = json.loads(as_nobody(LOOK, *files).communicate(timeout=30)[0])
+    assert {Path(path).name for path, _ in seen} <= {"cmdline"}
+    everything = json.dumps(seen) + cluster.root(["scontrol", "show", "job", training.job_id]).stdout
+    assert token not in everything
+    assert "s3cret" not in everything + run.job_file.read_text() + run.batch_script.read_text()
+
+    address = cluster.address(host)
+    stranger = as_nobody(DISTURB, address, port)
+    assert stranger.stdout is not None and stranger.stdout.readline() == "b''\n"
+    for rank, words in ((0, "rank 0 has joined already"), (2, "no rank 2 among 2")):
+        with pytest.raises(LauncherEnvironmentError, match=words):
+            Link.join(f"{address}:{port}", token, rank, 1, timeout=10)
+    supervisor = next(each for each in cluster.processes(host) if "clusterddp.launch.supervisor" in each.command())
+    assert len(list(Path(f"/proc/{supervisor.pid}/fd").iterdir())) < 300
+    training.go(0)
+    assert training.finish() == "completed", story(run)
+    stranger.communicate(timeout=30)
+    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(STEPS))
+    assert not events_of(run, "rank_failed")
+    with pytest.raises(OSError):
+        socket.create_connection((address, port), timeout=5).close()
