@@ -3,6 +3,7 @@
 # make lint   ruff and mypy
 # make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination
 # make soak     200 preemptions at random moments; make bench-handover, bench-agreement: what stopping costs
+# make bench-heartbeat    what the watchdog costs
 # make bench-checkpoint   what saving and restoring costs, beside torch, Lightning and accelerate
 # make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, gone when the shell ends
 #
@@ -17,7 +18,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-24.11 test-product soak bench-handover bench-agreement bench-checkpoint lint cluster slurm clean
+.PHONY: demo test test-24.11 test-product soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -61,6 +62,9 @@ bench-handover: .venv/ready slurm
 
 bench-agreement: .venv/ready
 	.venv/bin/python -m benchmarks.agreement
+
+bench-heartbeat: .venv/ready
+	.venv/bin/python -m benchmarks.heartbeat
 
 bench-checkpoint: .venv/bench
 	.venv/bin/python -m benchmarks.checkpoint

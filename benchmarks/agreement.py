@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class CountingStore:
 
 @dataclass(frozen=True)
 class Pair:
-    """Seconds of a block with the agreement and of one without, and of two without, taken next to each other."""
+    """Seconds of a block with what is measured and of one without, and of two without, taken next to each other."""
 
     on: float
     off: float
@@ -78,7 +79,7 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """What the agreement makes of a step."""
+        """What it makes of a step."""
         return self.on / self.off
 
     @property
@@ -95,8 +96,8 @@ class Trainer:
 
     def __init__(self, size: int = 160) -> None:
         torch.manual_seed(0)
-        self._model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
+        self.model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self._batch, self._matrix = torch.randn(16, 64), torch.randn(size, size)
         self._products = 1
 
@@ -105,7 +106,7 @@ class Trainer:
         for _ in range(self._products):
             result = torch.tanh(self._matrix @ result)
         self._optimizer.zero_grad()
-        self._model(self._batch).square().mean().backward()
+        self.model(self._batch).square().mean().backward()
         self._optimizer.step()
 
     def block(self, steps: int, boundary: Callable[[], bool] | None) -> float:
@@ -173,7 +174,8 @@ def measure(pairs: int, steps: int, step_s: float) -> dict[str, Any]:
     dist.init_process_group("gloo", store=PrefixStore("group", store), rank=rank, world_size=RANKS)
     trainer, agreements = Trainer(), Agreements(store, watched, rank)
     trainer.calibrate(step_s)
-    results = [_pair(trainer, agreements, steps, number) for number in range(pairs)]
+    with_it, without = partial(agreements.time, trainer, steps), partial(trainer.block, steps, None)
+    results = [pair(with_it, without, number) for number in range(pairs)]
     messages = torch.tensor([agreements.messages.total()])
     dist.all_reduce(messages)
     dist.barrier()
@@ -188,15 +190,8 @@ def measure(pairs: int, steps: int, step_s: float) -> dict[str, Any]:
     }
 
 
-def _pair(trainer: Trainer, agreements: Agreements, steps: int, number: int) -> Pair:
+def pair(with_it: Callable[[], float], without: Callable[[], float], number: int) -> Pair:
     """Which block comes first alternates, so that a drift of the machine's speed is on neither side."""
-
-    def with_it() -> float:
-        return agreements.time(trainer, steps)
-
-    def without() -> float:
-        return trainer.block(steps, None)
-
     if number % 2:
         on, off = with_it(), without()
         first, second = without(), without()
@@ -209,17 +204,17 @@ def _pair(trainer: Trainer, agreements: Agreements, steps: int, number: int) -> 
 # ---- around them
 
 
-def run_ranks(arguments: list[str]) -> dict[str, Any]:
-    """Starts the ranks with torchrun's variables; returns rank 0's figures."""
+def run_ranks(module: str, arguments: list[str], **environment: str) -> dict[str, Any]:
+    """Starts a benchmark's ranks with torchrun's variables; returns rank 0's figures."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
         probe.close()
         result = Path(folder) / "figures.json"
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        environments = [{**os.environ, **common, "RANK": str(rank), RANK_FILE: str(result)} for rank in range(RANKS)]
-        command = [sys.executable, "-m", "benchmarks.agreement", *arguments]
-        ranks = [subprocess.Popen(command, env=environment) for environment in environments]
+        common = {**os.environ, **common, **environment, RANK_FILE: str(result)}
+        command = [sys.executable, "-m", module, *arguments]
+        ranks = [subprocess.Popen(command, env={**common, "RANK": str(rank)}) for rank in range(RANKS)]
         try:
             codes = [rank.wait() for rank in ranks]
         finally:
@@ -231,9 +226,8 @@ def run_ranks(arguments: list[str]) -> dict[str, Any]:
         return figures
 
 
-def describe(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The report, and the figures with what follows from them."""
-    pairs = [Pair(**pair) for pair in figures["pairs"]]
+def compare(pairs: list[Pair]) -> tuple[str, dict[str, dict[str, float]]]:
+    """The table of the ratios, and their medians and intervals."""
     rows, summary = [], {}
     for name, ratios in (
         ("with / without", [pair.ratio for pair in pairs]),
@@ -242,13 +236,19 @@ def describe(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         low, high = report.bootstrap_interval(ratios)
         rows.append([name, len(ratios), f"{report.median(ratios):.4f}", f"{low:.4f} to {high:.4f}"])
         summary[name] = {"median": report.median(ratios), "low": low, "high": high}
+    return report.table(["blocks compared", "pairs", "median ratio", "95% interval of the median"], rows), summary
+
+
+def describe(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The report, and the figures with what follows from them."""
+    table, summary = compare([Pair(**pair) for pair in figures["pairs"]])
     met = summary["with / without"]["high"] < BAR and figures["messages"] == 0
     text = f"""# What the stop agreement costs per step
 
 {report.place()} {RANKS} gloo ranks, steps of {figures["step_ms"]:.1f} ms,
 blocks of {figures["steps"]} steps, `python -m benchmarks.agreement`.
 
-{report.table(["blocks compared", "pairs", "median ratio", "95% interval of the median"], rows)}
+{table}
 
 Messages to the store during {figures["boundaries"]} boundaries: {figures["messages"]}.
 
@@ -269,7 +269,7 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             Path(os.environ[RANK_FILE]).write_text(json.dumps(figures))
         return
-    report.write(options.out, "agreement", *describe(run_ranks(sys.argv[1:])))
+    report.write(options.out, "agreement", *describe(run_ranks("benchmarks.agreement", sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,148 @@
+"""What the watchdog costs per step: ``python -m benchmarks.heartbeat`` (``make bench-heartbeat``), 7 minutes.
+
+As in ``benchmarks.agreement``: two gloo ranks on this machine in steps of about 10 ms, blocks of 100 steps in pairs,
+and pairs without anything (A/A). With it, a rank has its heartbeat thread, which talks to a supervisor's link in a
+third process, and times its own part of the steps. Its heart beats four times as often as by default.
+
+The bar: the interval's upper end is below 1.02.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import sys
+import threading
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import report
+from benchmarks.agreement import BAR, RANK_FILE, RANKS, Pair, Trainer, compare, pair, run_ranks
+from clusterddp.job import Watchdog
+from clusterddp.launch.hangs import Watch
+from clusterddp.link import Link, LinkServer
+from clusterddp.training.heartbeat import Heartbeat
+from clusterddp.training.own_time import OwnTime
+
+WATCHDOG = Watchdog(step_s=2.0)
+ADDRESS, TOKEN = "BENCHMARK_LINK", "BENCHMARK_TOKEN"
+#: How often DDP times a step where nobody asks it to.
+TORCHS_SAMPLE_STEPS = 100
+
+
+class Watched:
+    """A rank's part of the watchdog, new for every block: in the blocks without it, there is no thread either."""
+
+    def __init__(self, trainer: Trainer, link: Link) -> None:
+        self._trainer, self._link = trainer, link
+        self._steps = 0
+
+    def time(self, steps: int) -> float:
+        """``trainer.block`` with it. Collective."""
+        heartbeat = Heartbeat(
+            WATCHDOG,
+            boundaries=lambda: self._steps,
+            step=lambda: self._steps,
+            send=self._link.send,
+            flight_record=Path(os.devnull),
+        )
+        own_time = OwnTime([self._trainer.model])
+
+        def boundary() -> bool:
+            self._steps += 1
+            heartbeat.pace = own_time.step_done() or heartbeat.pace
+            return False
+
+        heartbeat.begin()
+        try:
+            return self._trainer.block(steps, boundary)
+        finally:
+            heartbeat.rest()
+            heartbeat.close()
+            self._trainer.model._set_ddp_runtime_logging_sample_rate(TORCHS_SAMPLE_STEPS)
+
+
+def measure(pairs: int, steps: int, step_s: float) -> dict[str, Any]:
+    """The measurement of one rank; rank 0's figures are the ones to show."""
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    link = Link.join(os.environ[ADDRESS], os.environ[TOKEN], rank, 1 if rank == 0 else None, timeout=60)
+    assert link is not None
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    trainer = Trainer()
+    trainer.calibrate(step_s)
+    watched, without = Watched(trainer, link), partial(trainer.block, steps, None)
+    results = [pair(partial(watched.time, steps), without, number) for number in range(pairs)]
+    dist.barrier()
+    dist.destroy_process_group()
+    step_ms = 1000 * report.median([pair.off for pair in results]) / steps
+    return {"pairs": [asdict(pair) for pair in results], "steps": steps, "step_ms": step_ms}
+
+
+def supervised(arguments: list[str]) -> dict[str, Any]:
+    """Runs the ranks with a supervisor's link and watch in this process; counts the beats."""
+    beats, hangs, lock = [0], [0], threading.Lock()
+
+    def count(into: list[int]) -> None:
+        with lock:
+            into[0] += 1
+
+    watch = Watch(WATCHDOG.beat_s, lambda _: count(hangs), lambda _: None)
+
+    def hear(rank: int, event: str, values: Any) -> None:
+        if event == "alive":
+            count(beats)
+            watch.hear(rank, "localhost", values)
+
+    token = secrets.token_hex(16)
+    server = LinkServer(token, hear, host="127.0.0.1")
+    figures = run_ranks("benchmarks.heartbeat", arguments, **{ADDRESS: f"127.0.0.1:{server.port}", TOKEN: token})
+    watch.close()
+    server.close()
+    return {**figures, "beats": beats[0], "hangs": hangs[0]}
+
+
+def describe(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The report, and the figures with what follows from them."""
+    table, summary = compare([Pair(**pair) for pair in figures["pairs"]])
+    met = summary["with / without"]["high"] < BAR and figures["hangs"] == 0
+    watched = RANKS * len(figures["pairs"]) * figures["steps"]
+    text = f"""# What the watchdog costs per step
+
+{report.place()} {RANKS} gloo ranks, steps of {figures["step_ms"]:.1f} ms,
+blocks of {figures["steps"]} steps, `python -m benchmarks.heartbeat`. With it, every rank beats each
+{WATCHDOG.beat_s:g} s (by default: each {Watchdog().beat_s:g} s) and times its own part of the steps.
+
+{table}
+
+Beats heard in {watched} steps: {figures["beats"]}. Hangs seen: {figures["hangs"]}.
+
+The bar, an upper end below {BAR}, is {report.verdict(met)}."""
+    return text, {**figures, "summary": summary, "met": met}
+
+
+def main() -> None:
+    """The command line; also what each rank runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100, help="in each block")
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    options = parser.parse_args()
+    if RANK_FILE in os.environ:
+        figures = measure(options.pairs, options.steps, options.step_ms / 1000)
+        if os.environ["RANK"] == "0":
+            Path(os.environ[RANK_FILE]).write_text(json.dumps(figures))
+        return
+    report.write(options.out, "heartbeat", *describe(supervised(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()
