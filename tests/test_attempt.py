@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import SlurmError, SlurmUnavailable
-from clusterddp.job import Job, Limits, Timeouts
+from clusterddp.job import Job, Limits, Timeouts, Watchdog
 from clusterddp.launch import attempt as attempts
 from clusterddp.launch import holder
 from clusterddp.launch.attempt import Attempt
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import Notice
 from clusterddp.launch.deaths import Death
+from clusterddp.launch.hangs import Hang
 from clusterddp.launch.launcher import srun_command
 from clusterddp.launch.limits import exceeded
 from clusterddp.launch.supervisor import as_started, supervise
@@ -327,6 +328,41 @@ def test_a_silent_node_is_not_called_lost_by_a_supervisor_that_is_cut_off_itself
     attempt._gone.set()
     wait_until(lambda: "silence" not in {thread.name for thread in threading.enumerate()}, "the thread to end")
     assert run.events() == []
+
+
+# ---- hangs
+
+
+@pytest.mark.parametrize(
+    ("watchdog", "code", "names"),
+    [
+        (Watchdog(), attempts.RESTART, ["started", "hung", "restarted"]),
+        (Watchdog(on_hang="end"), 1, ["started", "hung", "failed"]),
+    ],
+)
+def test_a_run_that_hangs_is_killed_and_then_started_anew_or_ended_as_its_definition_says(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog, code: int, names: list[str]
+) -> None:
+    """No rank leaves when it is told to; the one that hung is the first failure, whatever the others leave."""
+    monkeypatch.setattr(attempts, "LEAVE_S", 0.0)
+    hang = Hang((1,), "n1", 7, 606.0, "rank 1 (n1) last at step 7, 606 s ago")
+    killed: list[bool] = []
+
+    class Hanging(FakeRanks):
+        def wait(self) -> int:
+            attempt._on_hang(hang)
+            return 137
+
+        def kill(self) -> None:
+            killed.append(True)
+
+    job = dataclasses.replace(JOB, watchdog=watchdog)
+    ranks = Hanging(run, {"end": "died", "error": "killed"})
+    attempt = Attempt(run, job, run.create_attempt(), ranks, FakeController(Cause.NONE))
+    assert (attempt.supervise(), killed) == (code, [True])
+    assert [event["event"] for event in run.events()] == names
+    reason = run.events()[-1]["reason"]
+    assert reason == ("rank 1 (n1) hung" if watchdog.on_hang == "restart" else hang.what)
 
 
 # ---- limits

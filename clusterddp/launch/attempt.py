@@ -93,7 +93,7 @@ class Attempt:
             ADDRESS_VARIABLE: f"{self._launcher.supervisor_host}:{self._server.port}",
             TOKEN_VARIABLE: token,
             "CLUSTERDDP_USR2_NOTICE_S": str(self.lead_s()),
-            **({} if self._watch else {"CLUSTERDDP_WATCHDOG": "off"}),
+            "CLUSTERDDP_WATCHDOG": "on" if self._watch else "off",
         }
         logs = self._run.attempt_logs(self._number)
         self._launcher.start(rank_command(self._job, self._number), environment, logs)
