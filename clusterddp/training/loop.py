@@ -105,7 +105,8 @@ class Run:
                 self._finish_step()
                 self._boundary()
                 if self.step < total:
-                    self._save_if_due()
+                    with self._heartbeat.pause():  # a save before this one may be waited for, on a slow disk
+                        self._save_if_due()
         finally:
             self._heartbeat.rest()
             batches.close()  # type: ignore[attr-defined]
