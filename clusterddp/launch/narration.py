@@ -120,7 +120,7 @@ def failure_box(
     text = log.read_text(errors="replace") if log.exists() else ""
     body = failure.traceback or _main_stack(text) or last_words(text)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(failure.lost_at, now)))
-    lines = [failure.sentence(), f"attempt {attempt},{at_step(step)} {when}", "", *body.rstrip().splitlines(), ""]
+    lines = [failure.sentence(), f"attempt {attempt}{at_step(step)}, {when}", "", *body.rstrip().splitlines(), ""]
     lines += [f"log: {log}", *_other_ends(others)]
     wrapped = [piece for line in lines for piece in (textwrap.wrap(line, 116, drop_whitespace=False) or [""])]
     rule = "-" * 118

@@ -1,0 +1,91 @@
+"""Several ranks fail, and the box names the one that failed first, how, where and when: real processes, local runs."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from clusterddp.launch import attempt as attempts
+from clusterddp.launch.attempt import Attempt
+from clusterddp.launch.cause import Cause
+from clusterddp.link import Link
+from clusterddp.rundir import RunDirectory
+from tests.test_attempt import JOB, FakeController, FakeRanks
+from tests.test_local import submit
+from tests.waiting import story
+
+HEAD = r"\| rank {rank} \(\S+\) {words}(?:.|\n)*?\n\| attempt 0{step}, \d\d\d\d-\d\d-\d\d \d\d:\d\d:\d\d\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "gpus", "words", "body", "over"),
+    [
+        ("raise", [0], 4, "raised ValueError: bad label on rank 0", "failing.py", True),
+        ("raise", [3], 4, "raised ValueError: bad label on rank 3", "failing.py", True),
+        ("raise", [1, 2], 4, "raised ValueError: bad label on rank [12]", "failing.py", True),
+        ("worker", [1], 2, r"raised ValueError: Caught ValueError in DataLoader worker process 0. ... ValueError: bad",
+         "in __getitem__", True),
+        ("memory", [1], 2, "ran out of memory: RuntimeError: ", "failing.py", True),
+        ("segfault", [1], 2, r"killed by signal 11 \(SIGSEGV\)", "Fatal Python error: Segmentation fault", False),
+        ("abort", [0], 2, r"killed by signal 6 \(SIGABRT\)", "Fatal Python error: Aborted", False),
+        ("exit", [1], 2, r"left by os._exit\(3\), no traceback", "log: ", False),
+    ],
+)  # fmt: skip
+def test_the_box_names_the_true_first_failure(
+    run: RunDirectory, how: str, ranks: list[int], gpus: int, words: str, body: str, over: bool
+) -> None:
+    """With host, step, time and stack; the others' ends are named as its consequences. Own errors end the run."""
+    numbers = [str(rank) for rank in ranks]
+    done = submit(
+        run, "tests/scripts/failing.py", "--device", "cpu", "--gpus", str(gpus), "--set", "checkpoint.every=2 steps",
+        "--", how, *numbers,
+    )  # fmt: skip
+    assert (done.returncode, run.attempts()) == ((1, [0]) if over else (0, [0, 1])), story(run)
+    first = f"[{''.join(numbers)}]"
+    # A worker reads ahead of the steps.
+    step = r"( at step \d)?" if how == "worker" else " at step 5"
+    head = re.search(HEAD.format(rank=first, words=words, step=step), done.stderr)
+    assert head, done.stderr
+    box = done.stderr[head.start() :].partition("\n+---")[0]
+    assert body in box
+    others = re.findall(r"\| (besides|in consequence): rank (\d)", box)
+    assert sorted(number for _, number in others) == [str(r) for r in range(gpus) if f"| rank {r} " not in head[0]], box
+    besides = [number for kind, number in others if kind == "besides"]
+    assert set(besides) <= set(numbers), box
+
+
+def test_the_peers_of_a_failed_rank_are_told_to_leave_wherever_they_are(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm would wait for KillWait for a rank that sits in a collective; a process group, for its time-out."""
+    monkeypatch.setattr(attempts, "LET_GO_S", 0.05)
+    run.create()
+    told: list[str] = []
+
+    class Waiting(FakeRanks):
+        """Rank 1 raises; rank 0 waits for it, until the supervisor says something."""
+
+        def start(self, command: list[str], environment: object, logs: Path) -> None: ...
+
+        def wait(self) -> int:
+            address, token = f"127.0.0.1:{attempt._server.port}", attempt._server._token
+            links = [Link.join(address, token, rank, 1, timeout=10) for rank in (0, 1)]
+            assert links[0] is not None and links[1] is not None
+            links[1].send("left", host="n2", end="exception", error="ValueError: no", used_clusterddp=True)
+            heard = threading.Event()
+            links[0].listen(heard.set, lambda words: (told.append(words["leave"]), heard.set()))
+            assert heard.wait(10)
+            return 1
+
+    attempt = Attempt(run, JOB, run.create_attempt(), Waiting(run, {"end": "died"}), FakeController(Cause.NONE))
+    assert attempt.supervise() == 1
+    assert told == ["rank 1 (n2) failed"]
+    assert (run.outcome() or {})["reason"] == "rank 1 (n2) raised ValueError: no"
