@@ -23,6 +23,8 @@ WEIGHTS = {"kill": 16, "segv": 8, "hang": 2, "controller": 7, "slurmd": 7, "cut"
 PREEMPTIONS = 50
 #: Those after which a new attempt starts.
 ENDING = frozenset(("kill", "segv", "hang", "power"))
+#: Events that tell of them.
+TOLD = frozenset(("rank_failed", "node_lost", "hung"))
 WORDS = {
     "preemption": "preemption",
     "kill": "SIGKILL of a rank",
@@ -154,7 +156,8 @@ def fruitless(events: Sequence[dict[str, Any]]) -> int:
 def costs(
     made: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Of each fault that was made: its kind, the seconds to the next step that was not done before, the steps redone.
+    """Of each fault that was made: its kind, the seconds until the history tells of it and to the next step that was not
+    done before, the steps redone.
 
     A step that is redone belongs to the newest fault before the attempt that redoes it.
     """
@@ -165,9 +168,11 @@ def costs(
         done = max((line["step"] for line in lines if line["time"] <= asked), default=-1)
         new = min((line["time"] for line in lines if line["time"] > asked and line["step"] > done), default=None)
         redone = sum(e.get("redone") or 0 for e in events if e["event"] == "resumed" and asked <= e["time"] < end)
+        told = min((e["time"] for e in events if e["event"] in TOLD and asked <= e["time"] < end), default=None)
         # What the next fault delayed is not this one's.
         seconds = round(new - asked, 3) if new is not None and new <= end else None
-        figures.append({"kind": fault["kind"], "seconds": seconds, "redone": redone})
+        said = round(told - asked, 3) if told is not None and fault["kind"] in ENDING else None
+        figures.append({"kind": fault["kind"], "said": said, "seconds": seconds, "redone": redone})
     return figures
 
 
@@ -195,6 +200,7 @@ def table(results: Sequence[Any]) -> str:
         own = [(figure, result) for figure, result in figures if kind is None or figure["kind"] == kind]
         seconds = [figure["seconds"] for figure, _ in own if figure["seconds"] is not None]
         redone = [figure["redone"] for figure, _ in own]
+        said = [figure["said"] for figure, _ in own if figure["said"] is not None]
         lost = len({result.case for _, result in own if result.lost})
         rows.append(
             [
@@ -203,7 +209,8 @@ def table(results: Sequence[Any]) -> str:
                 lost,
                 sum(redone),
                 max(redone, default=0),
-                f"{report.median(seconds):.1f} / {report.worst(seconds):.1f}" if seconds else "-",
+                f"{report.median(said):.1f} / {report.worst(said):.1f}" if said and kind else "-",
+                f"{report.median(seconds):.1f} / {report.worst(seconds):.1f}" if seconds and kind else "-",
             ]
         )
     head = [
@@ -212,6 +219,7 @@ def table(results: Sequence[Any]) -> str:
         "runs lost",
         "steps redone",
         "most at once",
-        "seconds to the next new step: median / worst",
+        "seconds until it is said: median / worst",
+        "to the next new step: median / worst",
     ]
     return report.table(head, rows)

@@ -129,13 +129,14 @@ def test_a_mixed_soak_has_every_kind_of_fault():
 
 def test_a_fault_costs_the_time_to_the_next_new_step_and_the_steps_redone_after_it():
     lines = [{"step": step, "time": time} for step, time in [(0, 1.0), (1, 2.0), (1, 8.0), (2, 9.0), (3, 14.0)]]
-    events = [{"event": "resumed", "attempt": 1, "time": 7.0, "redone": 1}]
+    events = [{"event": "rank_failed", "attempt": 0, "time": 3.0}]
+    events += [{"event": "resumed", "attempt": 1, "time": 7.0, "redone": 1}]
     events += [{"event": "started", "attempt": attempt, "time": 6.0 * attempt} for attempt in range(2)]
     made = [{"kind": "kill", "asked": 2.5}, {"kind": "slurmd", "asked": 10.0}, {"kind": "cut", "asked": 12.0}]
     assert faults.costs(made, events, lines) == [
-        {"kind": "kill", "seconds": 6.5, "redone": 1},
-        {"kind": "slurmd", "seconds": None, "redone": 0},  # the next fault came before
-        {"kind": "cut", "seconds": 2.0, "redone": 0},
+        {"kind": "kill", "said": 0.5, "seconds": 6.5, "redone": 1},
+        {"kind": "slurmd", "said": None, "seconds": None, "redone": 0},  # the next fault came before
+        {"kind": "cut", "said": None, "seconds": 2.0, "redone": 0},
     ]
     assert faults.unannounced_redone(made, events) == (0, 1)
     assert faults.unannounced_redone([{"kind": "preemption", "asked": 2.5}], events) == (1, 0)
