@@ -20,7 +20,7 @@ from tests.trainings import Training
 
 #: How often each kind is drawn, in proportion; the rest of a soak's faults are preemptions.
 WEIGHTS = {"kill": 16, "segv": 8, "hang": 2, "controller": 7, "slurmd": 7, "cut": 7, "power": 2}
-PREEMPTIONS = 50
+PREEMPTIONS = 30
 #: Those after which a new attempt starts.
 ENDING = frozenset(("kill", "segv", "hang", "power"))
 #: Events that tell of them.
@@ -156,8 +156,8 @@ def fruitless(events: Sequence[dict[str, Any]]) -> int:
 def costs(
     made: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Of each fault that was made: its kind, the seconds until the history tells of it and to the next step that was not
-    done before, the steps redone.
+    """Of each fault that was made: its kind, the seconds until the history tells of it, those to the next step that was
+    not done before, and the steps redone.
 
     A step that is redone belongs to the newest fault before the attempt that redoes it.
     """
