@@ -528,20 +528,28 @@ def summary(results: Sequence[Result]) -> list[Any]:
 def describe(soak: Soak) -> tuple[str, dict[str, Any]]:
     """The report and the raw figures."""
     results, settings = soak.results, soak.settings
+    mixed = bool(settings.get("faults"))
     groups = {
         f"{proctrack}, grace {grace} s": [r for r in results if (r.proctrack, r.grace) == (proctrack, grace)]
         for proctrack in settings["proctracks"]
         for grace in settings["graces"]
     }
     head = [
-        *("", "preemptions", "before the attempt's first step", "runs", "lost", "doubled", "steps redone"),
+        *(
+            "",
+            "new attempts" if mixed else "preemptions",
+            "before the attempt's first step",
+            "runs",
+            "lost",
+            "doubled",
+            "steps redone",
+        ),
         *("samples wrong", "weights differ", "any fault", "handover: median / worst", "taking: median / worst"),
         "resume: median / worst",
     ]
     rows = [[name, *summary(own)] for name, own in {**groups, "all": results}.items()]
     slurm = f"Slurm {', '.join(sorted({result.slurm for result in results}))}"
-    faults = [f"- {result.case}: {'; '.join(result.problems)}" for result in results if result.problems]
-    mixed = bool(settings.get("faults"))
+    problems = [f"- {result.case}: {'; '.join(result.problems)}" for result in results if result.problems]
     text = f"""# Soak: preemptions {"and other faults " if mixed else ""}at random moments
 
 {report.place(slurm)}
@@ -549,13 +557,13 @@ def describe(soak: Soak) -> tuple[str, dict[str, Any]]:
 {_faults_text(soak) if mixed else ""}
 {report.table(head, rows)}
 
-A preemption is counted when a new attempt followed. Seconds: handover, from the TERM to the ranks until the job that
+{"A preemption is counted when a new attempt followed. " * (not mixed)}Seconds: handover, from the TERM to the ranks until the job that
 takes the nodes runs; taking, the same from that job's submission, with the scheduler's own time, also where there were
 no ranks to signal; resume, from the first line of the restarted batch script to the first new step.
-Faults: {"none." if not faults else ""}
-{chr(10).join(faults)}""".rstrip()
+{"Problems" if mixed else "Faults"}: {"none." if not problems else ""}
+{chr(10).join(problems)}""".rstrip()
     figures = {"empty_ddp_s": soak.empty} if mixed else {}
-    return text, {**settings, **figures, "runs": [asdict(result) for result in results], "met": not faults}
+    return text, {**settings, **figures, "runs": [asdict(result) for result in results], "met": not problems}
 
 
 def _faults_text(soak: Soak) -> str:

@@ -1,0 +1,83 @@
+"""Faults that need no cluster: a second TERM, a port that is taken, clocks that differ."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from clusterddp import rank
+from clusterddp.checkpoints import Checkpoints
+from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.job import Keep
+from clusterddp.rundir import RunDirectory, append_line, read_lines
+from tests.checkpoint_files import save
+from tests.test_local import start
+from tests.trainings import events_of
+from tests.waiting import preempt_local, wait_for_step, wait_until
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+def test_a_second_term_changes_nothing(run: RunDirectory) -> None:
+    """One save, one requeue, nothing redone: the second comes while the ranks stop."""
+    process = start(run, "tests/scripts/hanging.py", "--device", "cpu", "--gpus", "2", "--", "nothing")
+    wait_for_step(run, 10)
+    preempt_local(run)
+    wait_until(lambda: events_of(run, "signal"), "the first TERM")
+    preempt_local(run)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    (requeued,) = events_of(run, "requeued")
+    assert [event["step"] for event in events_of(run, "checkpoint")] == [requeued["checkpoint"], 60]
+    assert re.search(r"attempt 1: resumed from step \d+, 0 steps redone", err), err
+    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(60))
+
+
+def test_rank_0_takes_another_port_than_one_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs on one head node choose alike; the second one's first choice is the first one's port."""
+    first = rank.reserve_port(None)
+    taken = first.getsockname()[1]
+    choices = iter([taken, taken, taken + 1 if taken % 2 else taken - 1])
+    monkeypatch.setattr(rank.random, "choice", lambda _: next(choices))
+    second = rank.reserve_port(None)
+    assert second.getsockname()[1] != taken
+    first.close()
+    second.close()
+
+
+def test_a_port_that_the_user_chose_and_another_has_is_an_error_that_names_it() -> None:
+    """MASTER_PORT wins, so that there is no other to take."""
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(LauncherEnvironmentError, match=rf"port {port} \(MASTER_PORT\) is taken on "):
+            rank.reserve_port(str(port))
+
+
+def test_clocks_that_differ_between_nodes_change_no_order(run: RunDirectory) -> None:
+    """The second attempt's node is an hour behind: its files and lines look older, and are the newer ones."""
+    run.create()
+    for attempt, (first, last, clock) in enumerate([(0, 8, 7200.0), (6, 10, 3600.0)]):
+        number = run.create_attempt()
+        Checkpoints(run, number, Keep(9)).record_resume((0, 6) if attempt else None)
+        append_line(run.events_file, {"time": clock, "attempt": number, "event": "resumed", "step": first})
+        for step in range(first, last):
+            append_line(run.metrics_file, {"step": step, "attempt": number, "time": clock + step, "loss": attempt})
+        for step in (6, 8) if attempt == 0 else (10,):
+            save(run, number, step, {"model": {"weight": torch.ones(2)}}, keep=Keep(9))
+    for path in run.checkpoints.glob("step-*"):
+        clock = 7200 if path.name.endswith("attempt-0.safetensors") else 3600
+        os.utime(path, (clock, clock))
+    newest = Checkpoints(run, run.create_attempt(), Keep(9)).candidates()
+    assert [(checkpoint.attempt, checkpoint.step) for checkpoint in newest] == [(1, 10), (0, 6)]
+    assert [(line["step"], line["loss"]) for line in run.metrics()] == [
+        *((s, 0) for s in range(6)),
+        *((s, 1) for s in range(6, 10)),
+    ]
