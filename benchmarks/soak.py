@@ -557,9 +557,10 @@ def describe(soak: Soak) -> tuple[str, dict[str, Any]]:
 {_faults_text(soak) if mixed else ""}
 {report.table(head, rows)}
 
-{"A preemption is counted when a new attempt followed. " * (not mixed)}Seconds: handover, from the TERM to the ranks until the job that
-takes the nodes runs; taking, the same from that job's submission, with the scheduler's own time, also where there were
-no ranks to signal; resume, from the first line of the restarted batch script to the first new step.
+{"" if mixed else "A preemption is counted when a new attempt followed."}
+Seconds: handover, from the TERM to the ranks until the job that takes the nodes runs; taking, the same from that job's
+submission, with the scheduler's own time, also where there were no ranks to signal; resume, from the first line of the
+restarted batch script to the first new step.
 {"Problems" if mixed else "Faults"}: {"none." if not problems else ""}
 {chr(10).join(problems)}""".rstrip()
     figures = {"empty_ddp_s": soak.empty} if mixed else {}

@@ -154,7 +154,7 @@ def test_a_dead_node_is_noticed_and_the_run_goes_on_without_it(
     assert events_of(training.run, "rank_failed")[0]["error"] == "lost with its node n2"
 
 
-def test_a_cut_that_heals_within_seconds_and_a_slow_network_end_nothing(
+def test_a_cut_that_heals_and_a_slow_network_end_nothing_nor_does_a_requeue_of_the_completed_run(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
     """The ranks wait, and go on: one attempt, no step redone."""
@@ -172,3 +172,10 @@ def test_a_cut_that_heals_within_seconds_and_a_slow_network_end_nothing(
     check_same_run(training.run, uninterrupted_training)
     assert training.run.attempts() == [0]
     assert not events_of(training.run, "node_lost")
+    cluster.wait_job(training.job_id, {"COMPLETED"})
+    history = training.run.events()
+    cluster.root(["scontrol", "requeue", training.job_id])  # a run that is over trains no more
+    again = lambda: cluster.job(training.job_id)["Restarts"] == "1"  # noqa: E731
+    training.wait(lambda: again() and cluster.job(training.job_id)["JobState"] == "COMPLETED", "the second end")
+    assert (training.run.events(), training.run.attempts()) == (history, [0])
+    assert "completed at step 40 already; nothing to do" in log_of(training)

@@ -1,0 +1,27 @@
+"""docs/faults.md: every fault has its row, and every test that is named there exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (REPOSITORY / "docs" / "faults.md").read_text().splitlines()
+    if re.match(r"\| \d+ \|", line)
+]
+
+
+def test_the_faults_are_numbered_without_gaps_and_each_has_a_test() -> None:
+    """33 rows, six cells each."""
+    assert [int(row[0]) for row in ROWS] == list(range(1, 34))
+    assert {len(row) for row in ROWS} == {6}
+    assert all("::test_" in row[5] for row in ROWS)
+
+
+def test_every_named_test_exists() -> None:
+    """By its file and function."""
+    for file, name in (found for row in ROWS for found in re.findall(r"`(\w+\.py)::(\w+)`", row[5])):
+        text = (REPOSITORY / "tests" / file).read_text()
+        assert re.search(rf"^(async )?def {name}\(", text, re.MULTILINE), f"{file} has no {name}"
