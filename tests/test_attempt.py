@@ -270,6 +270,25 @@ def test_a_node_that_failed_twice_is_left_out_of_the_next_job(run: RunDirectory)
     assert controller.asked == ["resubmit n1"]
 
 
+@pytest.mark.parametrize(
+    ("hosts", "rank", "node"),
+    [
+        ({}, 1, "n1"),
+        ({}, 2, "n2"),  # ranks of two GPUs each: two on a node, not four
+        ({2: "n2.example.org"}, 2, "n2"),
+        ({1: "n2"}, 1, "n2"),  # srun was told another distribution
+    ],
+)
+def test_a_rank_is_looked_for_on_its_own_node(run: RunDirectory, hosts: dict[int, str], rank: int, node: str) -> None:
+    """That is the node which is blamed, and left out."""
+    controller = FakeController(Cause.NONE)
+    controller.describe = lambda: {"nodes": "n[1-2]"}  # type: ignore[method-assign]
+    job = dataclasses.replace(JOB, nodes=2, gpus_per_node=4, gpus_per_rank=2)
+    attempt = Attempt(run, job, run.create_attempt(), FakeRanks(run, STOPPED), controller)
+    attempt._hosts.update(hosts)
+    assert attempt._node_of(rank) == node
+
+
 def test_where_too_few_nodes_would_remain_slurms_choice_is_taken_and_that_is_said(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:

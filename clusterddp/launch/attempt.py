@@ -215,12 +215,13 @@ class Attempt:
         return True
 
     def _node_of(self, rank: int) -> str:
-        """The node that the launcher puts a rank on, also one that has not been heard of."""
+        """The node that a rank is on: its host, where Slurm calls it so, else where the launcher puts that rank."""
+        host = self._hosts.get(rank, "unknown")
         try:
             nodes = expand(self._controller.describe()["nodes"])
-            return nodes[rank // self._job.gpus_per_node]
+            return host if host in nodes else nodes[rank // self._job.ranks_per_node]
         except (ClusterddpError, IndexError):
-            return self._hosts.get(rank, "unknown")
+            return host
 
     def _on_slow(self, slow: Slow) -> None:
         self._history.add("slow", **dataclasses.asdict(slow))
