@@ -51,7 +51,7 @@ class CheckpointFolder:
         Raises CheckpointError, on all ranks, when no checkpoint is whole, or when it lacks a part.
         """
         restored = restore(self._checkpoints, self._device, _say_damaged)
-        if self._checkpoints is not None:
+        if self._checkpoints is not None and not self._restored:  # else the state is perhaps this process's own
             self._restored = True
             self._checkpoints.record_resume(None if restored is None else restored[1])
         if restored is None:
