@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import SlurmError, SlurmUnavailable
+from clusterddp.hostlist import expand
 from clusterddp.job import Job, Limits, Timeouts, Watchdog
 from clusterddp.launch import attempt as attempts
 from clusterddp.launch import holder
@@ -71,6 +73,14 @@ def _next(answers: list[Any]) -> Any:
     if isinstance(answer, Exception):
         raise answer
     return answer
+
+
+class Refusing(FakeController):
+    """No job can be submitted to it."""
+
+    def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
+        super().resubmit(without, after_this)
+        raise SlurmError("sbatch: error: AssocMaxSubmitJobLimit")
 
 
 class FakeRanks:
@@ -301,32 +311,86 @@ def test_where_too_few_nodes_would_remain_slurms_choice_is_taken_and_that_is_sai
     assert "attempt 1: no node is left out: without n1 the partition has 0 usable nodes, and the run needs 1" in said
 
 
+class Cut(FakeRanks):
+    """The second rank's node does not answer after the start. To be told the attempt before that."""
+
+    attempt: Attempt
+
+    def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+        self._abandoned = threading.Event()
+
+    def abandon(self) -> None:
+        self._abandoned.set()
+
+    def wait(self) -> int:
+        self.attempt._hosts.update({0: "n1", 1: "n1"})
+        self.attempt._on_lost(1, True)
+        assert self._abandoned.wait(10)
+        return 137
+
+
+def cut(run: RunDirectory, controller: FakeController) -> int:
+    """The exit code of an attempt that loses its second rank's node."""
+    number = run.create_attempt()
+    holder.take(run, number, controller.holder())
+    ranks = Cut(run, {"end": "died"})
+    ranks.attempt = Attempt(run, JOB, number, ranks, controller)
+    return ranks.attempt.supervise()
+
+
 def test_a_node_that_does_not_answer_is_lost_and_the_run_goes_on_without_it(run: RunDirectory) -> None:
     """The other ranks are told to leave, srun is not waited for, and the job does not hold the run any more."""
     controller = FakeController(Cause.NONE)
     controller.nodes = ["n1", "n2"]
-    gone = threading.Event()
-
-    class Cut(FakeRanks):
-        def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None: ...
-
-        def abandon(self) -> None:
-            gone.set()
-
-        def wait(self) -> int:
-            attempt._hosts.update({0: "n1", 1: "n1"})
-            attempt._on_lost(1, True)
-            assert gone.wait(10)
-            return 137
-
-    number = run.create_attempt()
-    holder.take(run, number, controller.holder())
-    attempt = Attempt(run, JOB, number, Cut(run, {"end": "died"}), controller)
-    assert attempt.supervise() == 4
+    assert cut(run, controller) == 4
     assert [event["event"] for event in run.events()] == ["started", "node_lost", "rank_failed", "resubmitted"]
     assert run.events()[2]["error"] == "lost with its node n1"
     assert controller.asked == ["resubmit n1"]
     assert holder.holders(run) == []
+
+
+def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(run: RunDirectory) -> None:
+    """A watcher asks that job, whose end is Slurm's word for what happened, and nobody else trains meanwhile."""
+    controller = Refusing(Cause.NONE)
+    controller.nodes = ["n1", "n2"]
+    assert cut(run, controller) == 3
+    assert run.events()[-1]["reason"].endswith("not resubmitted: sbatch: error: AssocMaxSubmitJobLimit")
+    assert run.request_file.exists()
+    assert holder.holders(run) == [controller.holder()]
+
+
+def test_an_allocation_of_ones_own_that_loses_a_node_is_left_and_nothing_submitted(run: RunDirectory) -> None:
+    """Who has made it continues the run."""
+    controller = FakeController(Cause.NONE)
+    controller.nodes, controller.starts_again = ["n1", "n2"], False
+    assert cut(run, controller) == 3
+    assert controller.asked == []
+    assert run.events()[-1]["event"] == "stopped"
+
+
+def test_a_run_that_gets_no_new_job_without_a_bad_node_goes_on_where_it_is(run: RunDirectory) -> None:
+    """The node is left out of nothing then, which is said."""
+    killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
+    controller = Refusing(Cause.NONE)
+    controller.nodes = ["n1", "n2"]
+    assert supervise(run, JOB, lambda: killed, controller) == 1
+    names = [event["event"] for event in run.events()]
+    assert names[3:] == [
+        *("started", "rank_failed", "excluded", "not_excluded", "restarted"), *("started", "rank_failed", "failed"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "without"), [(["n1", "n7"], " n7"), (["n7"], ""), ("n[1-", "")])
+def test_a_node_that_is_left_out_stays_so_in_a_new_job_where_others_work(
+    run: RunDirectory, nodes: list[str] | str, without: str
+) -> None:
+    """Also where the run goes on in one for another reason. Slurm's own choice is taken, if nobody knows the nodes."""
+    left_out = {"attempt": 0, "time": time.time(), "event": "excluded", "nodes": ["n7"], "failures": [2]}
+    append_line(run.events_file, left_out)
+    controller = FakeController(Cause.PREEMPTED)
+    controller.usable_nodes = lambda: nodes if isinstance(nodes, list) else expand(nodes)  # type: ignore[method-assign]
+    supervised(run, controller, job=dataclasses.replace(JOB, policy="resubmit"))
+    assert controller.asked == [f"resubmit{without}"]
 
 
 def test_a_silent_node_is_not_called_lost_by_a_supervisor_that_is_cut_off_itself(run: RunDirectory) -> None:

@@ -377,12 +377,19 @@ class Attempt:
         """
         if self._bounded("restarted", verdict):
             return verdict.exit_code
-        if self._controller.resubmits:
-            lost = self._node_of(min(self._silent)) if self._silent else None
+        lost = self._node_of(min(self._silent)) if self._silent else None
+        if lost is not None and not self._controller.starts_again:
+            self._add_end("stopped", verdict)  # no step of this shape starts in what is left of the allocation
+            return self._controller.leave_code
+        if self._controller.resubmits and self._controller.starts_again:
             choice = self._choose_nodes(lost)
-            here = {self._node_of(rank) for rank in range(self._job.world_size)}
-            if lost is not None or here & set(choice.nodes):
-                return self._resubmit(verdict, choice.nodes, lost is not None)
+            if lost is not None:
+                return self._resubmit(verdict, choice.nodes, node_lost=True)
+            if {self._node_of(rank) for rank in range(self._job.world_size)} & set(choice.nodes):
+                try:
+                    return self._hand_over(verdict, self._controller.resubmit(choice.nodes))
+                except SlurmError as error:
+                    self._history.add("not_excluded", reason=f"no new job can be had ({error})")
         hung = self._hang and f"rank {self._hang[0].late[0]} ({self._hang[0].host}) hung"
         self._add_end("restarted", verdict, hung)
         return RESTART
@@ -392,18 +399,34 @@ class Attempt:
         events, now = self._run.events(), time.time()
         if lost is None and not set(exclusion.failed(events, now)) - set(exclusion.excluded(events, now)):
             return exclusion.Choice()
-        try:
-            usable = self._controller.usable_nodes()
-        except SlurmError as error:
-            print(f"clusterddp: cannot ask which nodes there are, none is left out: {error}", flush=True)
+        usable = self._usable_nodes()
+        if usable is None:
             return exclusion.Choice()
-        choice = exclusion.choose(events, lost, usable, self._job.min_nodes or self._job.nodes, now)
+        choice = exclusion.choose(events, lost, usable, self._needed_nodes, now)
         if choice.refused:
             self._history.add("not_excluded", reason=choice.refused)
         if choice.new:
             times = [len(exclusion.failures(events, node, now)) for node in choice.new]
             self._history.add("excluded", nodes=list(choice.new), failures=times)
         return choice
+
+    def _excluded(self) -> list[str]:
+        """The nodes that a new job is to go without, as the ones before did: only as long as enough others work."""
+        nodes = exclusion.excluded(self._run.events(), time.time())
+        usable = self._usable_nodes() if nodes else None
+        return nodes if usable is not None and len(set(usable) - set(nodes)) >= self._needed_nodes else []
+
+    def _usable_nodes(self) -> list[str] | None:
+        """Those that the job could be given; None when that cannot be told."""
+        try:
+            return self._controller.usable_nodes()
+        except ClusterddpError as error:  # Slurm's silence, or the job's `exclude` names a file
+            print(f"clusterddp: cannot tell which nodes there are, none is left out: {error}", flush=True)
+            return None
+
+    @property
+    def _needed_nodes(self) -> int:
+        return self._job.min_nodes or self._job.nodes
 
     def _bounded(self, event: str, verdict: Verdict) -> bool:
         """Ends the run as failed when it may not have another attempt; whether it did."""
@@ -422,14 +445,14 @@ class Attempt:
             return self._controller.leave_code
         wanted = self._job.policy != "resubmit" or not self._controller.resubmits
         if not (wanted and verdict.cause in (Cause.PREEMPTED, Cause.TIME_LIMIT)):
-            return self._resubmit(verdict)
+            return self._resubmit(verdict, self._excluded())
         try:
             window_s = self._requeue(verdict.cause)
         except _Changed as changed_to:
             return self._act(changed_to.verdict)
         except SlurmError as error:
             self._history.add("requeue_refused", error=str(error))
-            return self._resubmit(verdict)
+            return self._resubmit(verdict, self._excluded())
         self._add_end("requeued", verdict, window_s=window_s)
         return self._controller.again_code
 
@@ -459,7 +482,7 @@ class Attempt:
         return judge(self._ends(), 0, self._told, lambda: cause)
 
     def _resubmit(self, verdict: Verdict, without: Sequence[str] = (), node_lost: bool = False) -> int:
-        """Continues the run in a new job. scancel of this job at any moment up to here ends the new one, too.
+        """Continues the run in a new job; where that is refused, the run waits for someone to do so.
 
         Slurm may take minutes to end a job with a lost node: the new one does not wait for it.
         """
@@ -468,9 +491,15 @@ class Attempt:
         try:
             new = self._controller.resubmit(without, after_this=not node_lost)
         except SlurmError as error:
+            if node_lost:
+                holder.take(self._run, self._number, self._controller.holder())
             self._ask_watcher()
             self._add_end("stopped", verdict, f"{verdict.reason}; not resubmitted: {error}")
             return self._controller.leave_code
+        return self._hand_over(verdict, new)
+
+    def _hand_over(self, verdict: Verdict, new: str) -> int:
+        """The run goes on in the job ``new``. scancel of this job at any moment up to here ends that one, too."""
         if self._why() in (Cause.CANCELLED, Cause.ENDED_IN_GRACE):
             slurm.cancel(new)
             self._history.conclude(Action.CANCEL.value, "cancelled while it was being resubmitted")
