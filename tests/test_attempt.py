@@ -15,10 +15,10 @@ from clusterddp.errors import SlurmError, SlurmUnavailable
 from clusterddp.hostlist import expand
 from clusterddp.job import Job, Limits, Timeouts, Watchdog
 from clusterddp.launch import attempt as attempts
-from clusterddp.launch import holder
+from clusterddp.launch import holder, slurm
 from clusterddp.launch.attempt import Attempt
 from clusterddp.launch.cause import Cause
-from clusterddp.launch.controller import Notice
+from clusterddp.launch.controller import Notice, SlurmController
 from clusterddp.launch.deaths import Death
 from clusterddp.launch.hangs import Hang
 from clusterddp.launch.launcher import srun_command
@@ -378,6 +378,23 @@ def test_a_run_that_gets_no_new_job_without_a_bad_node_goes_on_where_it_is(run: 
     assert names[3:] == [
         *("started", "rank_failed", "excluded", "not_excluded", "restarted"), *("started", "rank_failed", "failed"),
     ]  # fmt: skip
+
+
+def test_a_job_that_gets_no_successor_may_be_requeued_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without grace only Slurm itself starts it again after a preemption."""
+    asked = []
+
+    def answer(*command: str) -> str:
+        asked.append(command[0] if command[0] == "sbatch" else command[-1])
+        if command[0] == "sbatch":
+            raise SlurmError("AssocMaxSubmitJobLimit")
+        return ""
+
+    monkeypatch.setattr(slurm, "run", answer)
+    run.batch_script.write_text("#!/bin/sh\n")
+    with pytest.raises(SlurmError, match="AssocMaxSubmitJobLimit"):
+        SlurmController({"SLURM_JOB_ID": "41"}, run, JOB).resubmit()
+    assert asked == ["Requeue=0", "sbatch", "Requeue=1"]
 
 
 @pytest.mark.parametrize(("nodes", "without"), [(["n1", "n7"], " n7"), (["n7"], ""), ("n[1-", "")])

@@ -136,7 +136,8 @@ class SlurmController:
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
         """The new job holds the run from now on, and waits for the end of this one unless told otherwise.
 
-        This one must not come back: Slurm 24.11 requeues by itself what leaves within a grace.
+        This one must not come back, unless there is no new one: Slurm 24.11 requeues by itself what leaves within a
+        grace.
         """
         if not self._run.batch_script.exists():
             raise SlurmError(f"{self._run.batch_script} is missing, which a resubmission needs")
@@ -145,7 +146,12 @@ class SlurmController:
         options = [f"--dependency=afterany:{self._job_id}"] if after_this else []
         if without:
             options.append(f"--exclude={','.join(filter(None, [self._exclude, *without]))}")
-        new = slurm.submit(self._run.batch_script, *options)
+        try:
+            new = slurm.submit(self._run.batch_script, *options)
+        except SlurmError:
+            with suppress(SlurmError):
+                slurm.allow_requeue(self._job_id)
+            raise
         holder.submitted(self._run, new)
         return new
 

@@ -182,6 +182,11 @@ def forbid_requeue(job_id: str) -> None:
     run("scontrol", "update", f"JobId={job_id}", "Requeue=0")
 
 
+def allow_requeue(job_id: str) -> None:
+    """Slurm may requeue the job again, as its batch script asked for."""
+    run("scontrol", "update", f"JobId={job_id}", "Requeue=1")
+
+
 def cancel(job_id: str) -> None:
     """Cancels a job; one that is over already is no error."""
     run("scancel", job_id)
