@@ -24,6 +24,7 @@ from clusterddp.launch.hangs import Hang
 from clusterddp.launch.launcher import srun_command
 from clusterddp.launch.limits import exceeded
 from clusterddp.launch.supervisor import as_started, supervise
+from clusterddp.launch.verdict import judge
 from clusterddp.rundir import RunDirectory, append_line, write_json
 from tests.waiting import wait_until
 
@@ -347,6 +348,44 @@ def test_a_node_that_does_not_answer_is_lost_and_the_run_goes_on_without_it(run:
     assert run.events()[2]["error"] == "lost with its node n1"
     assert controller.asked == ["resubmit n1"]
     assert holder.holders(run) == []
+
+
+def test_a_peer_that_fails_for_a_lost_node_before_that_is_known_is_not_blamed(run: RunDirectory) -> None:
+    """Its network says so at once, and the kernel calls a node silent after a while."""
+    attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.NONE))
+    attempt._told = True
+    attempt._hosts.update({0: "n1", 1: "n2"})
+    error = {"host": "n1", "end": "exception", "error": "DistBackendError: NCCL error: remote process exited"}
+    attempt._on_left(0, error)
+    attempt._silent.add(1)
+    attempt._on_lost(1, True)
+    verdict = judge(attempt._ends(), 137, False, lambda: Cause.NONE)
+    assert verdict.first_failure and verdict.first_failure.rank == 1
+
+
+def test_rank_0_is_left_to_save_when_a_node_is_lost_while_all_stop(run: RunDirectory) -> None:
+    """It is told to leave, and srun is given up, when it has gone."""
+    said: list[str] = []
+
+    class Server:
+        def say(self, **words: str) -> None:
+            said.append("leave")
+
+    class Ranks(FakeRanks):
+        def abandon(self) -> None:
+            said.append("abandoned")
+
+    attempt = Attempt(run, JOB, run.create_attempt(), Ranks(run, STOPPED), FakeController(Cause.PREEMPTED))
+    attempt._server = Server()  # type: ignore[assignment]
+    attempt._recorded.set()
+    attempt._on_event(0, "joined", {"host": "n1"})
+    attempt._on_event(0, "stopping", {"step": 7, "reason": "signal TERM"})
+    attempt._on_lost(1, True)
+    wait_until(lambda: "node_lost" in [event["event"] for event in run.events()], "the node to be lost")
+    assert said == []
+    attempt._on_left(0, {"host": "n1", **STOPPED})
+    attempt._on_lost(0, False)
+    wait_until(lambda: said == ["leave", "abandoned"], "the attempt to be given up")
 
 
 def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(run: RunDirectory) -> None:

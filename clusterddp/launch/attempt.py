@@ -26,7 +26,7 @@ from clusterddp.launch.limits import exceeded
 from clusterddp.launch.monitor import Monitor, lead_s
 from clusterddp.launch.narration import failure_box
 from clusterddp.launch.verdict import Action, RankEnd, Verdict, check_record, judge
-from clusterddp.link import ADDRESS_VARIABLE, TOKEN_VARIABLE, LinkServer
+from clusterddp.link import ADDRESS_VARIABLE, SILENCE_S, TOKEN_VARIABLE, LinkServer
 from clusterddp.masking import secret_values
 from clusterddp.rundir import RunDirectory, write_json
 
@@ -65,6 +65,9 @@ class Attempt:
         self._silent: set[int] = set()
         self._letting_go: threading.Timer | None = None
         self._recorded, self._gone = threading.Event(), threading.Event()
+        #: Cleared from when all ranks stop until rank 0, which saves then, is gone.
+        self._saved = threading.Event()
+        self._saved.set()
         self._told = self._heard = self._deaf = False
         self._watch: Watch | None = None
         if job.watchdog:
@@ -107,8 +110,8 @@ class Attempt:
             self._recorded.set()
             return self._launcher.wait()
         finally:
-            self._gone.set()
-            self._recorded.set()
+            for happened in (self._gone, self._recorded, self._saved):
+                happened.set()
             if self._letting_go is not None:
                 self._letting_go.cancel()
             monitor.close()
@@ -143,6 +146,8 @@ class Attempt:
         if event == "left":
             self._on_left(rank, values)
             return
+        if event == "stopping":
+            self._saved.clear()
         if event == "signal":
             self._told = self._heard = True
         values = {"rank": rank, **values}
@@ -164,7 +169,10 @@ class Attempt:
             self._let_go(f"rank {rank} ({values['host']}) failed")
 
     def _on_lost(self, rank: int, silent: bool) -> None:
-        self._lost_at.setdefault(rank, time.time())
+        # A peer that fails for want of a silent rank may say so before the silence is long enough.
+        self._lost_at.setdefault(rank, time.time() - (SILENCE_S if silent else 0.0))
+        if rank == 0:
+            self._saved.set()
         if self._watch:
             self._watch.close()  # a lost rank, or node, is no hang
         if silent and rank not in self._left:
@@ -183,7 +191,7 @@ class Attempt:
             self._letting_go.start()
 
     def _tell_to_leave(self, why: str) -> None:
-        if not self._told:
+        if not self._told and self._saved.is_set():
             self._server.say(leave=why)
 
     def _on_silence(self, rank: int) -> None:
@@ -202,6 +210,7 @@ class Attempt:
         if self._gone.is_set():
             return
         self._history.add("node_lost", node=node, suspect=node, silent=sorted(self._silent))
+        self._saved.wait()  # all ranks have agreed to stop: rank 0 needs nobody any more, and time
         self._server.say(leave=f"node {node} lost")
         self._launcher.abandon()
 
