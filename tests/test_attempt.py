@@ -504,6 +504,27 @@ def test_a_run_that_hangs_is_killed_and_then_started_anew_or_ended_as_its_defini
     assert reason == ("rank 1 (n1) hung" if watchdog.on_hang == "restart" else hang.what)
 
 
+def test_a_disk_that_takes_the_history_late_is_no_hang_of_the_ranks(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for the disk hears nothing of the ranks meanwhile; their time goes on when it does again."""
+    hung, blocked, disk = threading.Event(), threading.Event(), threading.Event()
+    monkeypatch.setattr(Attempt, "_on_hang", lambda *_: hung.set())
+    job = dataclasses.replace(JOB, watchdog=Watchdog(step_s=0.1))
+    attempt = Attempt(run, job, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.NONE))
+    attempt._recorded.set()
+    attempt._on_event(0, "joined", {"host": "n1"})
+    attempt._on_event(0, "alive", {"count": 5, "step": 4, "age_s": 0.0, "allowed_s": 0.1})
+    monkeypatch.setattr(attempt._history, "add", lambda *_, **__: (blocked.set(), disk.wait(20)))
+    report = threading.Thread(target=attempt._on_event, args=(0, "checkpoint", {"step": 4}))
+    report.start()
+    assert blocked.wait(10)
+    assert not hung.wait(1.0)  # several times what a rank may take
+    disk.set()
+    report.join()
+    assert hung.wait(10)
+
+
 # ---- limits
 
 
