@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,8 @@ class Heartbeat:
 
     @staticmethod
     def _say(words: str) -> None:
-        print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full disk: a heart that stopped for it would look like a hang
+            print(f"clusterddp: {words}", file=sys.stderr, flush=True)
 
 
 def main_thread_place() -> tuple[str, bool]:

@@ -38,8 +38,11 @@ def place_of(frame: FrameType, sleeping: bool) -> tuple[str, bool]:
 
 
 def sleeping(native_id: int) -> bool:
-    """Whether a thread of this process waits for something in the kernel (proc(5), state S or D)."""
-    text = Path(f"/proc/self/task/{native_id}/stat").read_text()
+    """Whether a thread of this process waits for something in the kernel (proc(5), state S or D); no, if unknown."""
+    try:
+        text = Path(f"/proc/self/task/{native_id}/stat").read_text()
+    except OSError:  # such as no file descriptor left
+        return False
     return text.rpartition(")")[2].split()[0] in ("S", "D")
 
 
