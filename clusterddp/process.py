@@ -1,12 +1,21 @@
-"""Processes of this machine: when one started, that it dies with its parent, how long it ran. For Linux."""
+"""Processes of this machine: when one started, that it dies with its parent, how long it ran, that it may always speak.
+
+For Linux.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -30,6 +39,33 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def speak_on_a_full_disk() -> None:
+    """From now on what standard output or standard error cannot take is lost, and stops nobody who prints."""
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.BufferedWriter(_Forgiving(number)), errors="backslashreplace", line_buffering=True)
+        for number in (1, 2)
+    )
+
+
+class _Forgiving(io.RawIOBase):
+    """A file descriptor that takes everything."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError:
+            return memoryview(data).nbytes
 
 
 class RunningClock:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -188,6 +190,18 @@ def test_a_full_disk_does_not_prevent_the_requeue(run: RunDirectory, monkeypatch
     controller = FakeController(Cause.PREEMPTED)
     assert supervised(run, controller)[0] == 4
     assert controller.asked == ["requeue"]
+
+
+def test_a_log_that_takes_no_more_words_does_not_end_the_supervisor(run: RunDirectory, tmp_path: Path) -> None:
+    """A full disk: the failed rank's box is lost, and the ranks are started anew all the same, to the end."""
+    script = tmp_path / "once.py"
+    script.write_text("import os\nif os.environ['CLUSTERDDP_ATTEMPT'] == '0':\n    os._exit(1)\n")
+    run.job_file.write_text(Job(name="x", script=str(script), device="cpu").to_yaml())
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "clusterddp.launch.supervisor", str(run), "--local"]
+        assert subprocess.run(command, stdout=full, stderr=full, timeout=60, check=False).returncode == 0
+    assert (run.outcome() or {})["state"] == "completed"
+    assert run.attempts() == [0, 1]
 
 
 def test_scancel_during_a_resubmission_ends_the_new_job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

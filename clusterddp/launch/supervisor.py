@@ -38,7 +38,7 @@ from clusterddp.launch.limits import exceeded
 from clusterddp.launch.narration import at_step
 from clusterddp.launch.verdict import Action
 from clusterddp.masking import check_revealed
-from clusterddp.process import die_with_parent
+from clusterddp.process import die_with_parent, speak_on_a_full_disk
 from clusterddp.rundir import RunDirectory, follow_folder, read_json, remove
 from clusterddp.trust import check_run
 
@@ -106,6 +106,7 @@ def prepare_process() -> None:
         signal.signal(signum, lambda *_: None)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    speak_on_a_full_disk()  # the log is in the run directory
 
 
 def supervise(run: RunDirectory, job: Job, launcher: Callable[[], Launcher], controller: Controller) -> int:
