@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import Notice, SlurmController
 from clusterddp.launch.deaths import Death
 from clusterddp.launch.hangs import Hang
-from clusterddp.launch.launcher import srun_command
+from clusterddp.launch.launcher import SlurmLauncher, srun_command
 from clusterddp.launch.limits import exceeded
 from clusterddp.launch.supervisor import as_started, supervise
 from clusterddp.launch.verdict import judge
@@ -537,6 +538,25 @@ def test_a_disk_that_takes_the_history_late_is_no_hang_of_the_ranks(
     disk.set()
     report.join()
     assert hung.wait(10)
+
+
+def test_a_task_that_srun_cannot_launch_does_not_leave_the_others_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun says so and goes on: seen when a cable was cut in the second of the launch."""
+    srun = tmp_path / "srun"
+    srun.write_text(
+        "#!/bin/bash\ntrap 'kill $!; exit 137' QUIT\n"
+        "echo 'srun: error: task 1 launch failed: Slurmd could not connect IO' >&2\n"
+        "sleep 60 & wait\n"
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("clusterddp.launch.launcher.LOOK_S", 0.05)
+    launcher = SlurmLauncher(JOB)
+    launcher.start(["true"], dict(os.environ), tmp_path)
+    assert launcher.wait() == 137
+    assert launcher.deaths()[1].not_started == "Slurmd could not connect IO"
 
 
 # ---- limits

@@ -213,6 +213,17 @@ srun: Force Terminated StepId=1.0
     }
 
 
+def test_a_task_that_could_not_be_launched_is_the_first_failure() -> None:
+    """It was never heard of; the ranks that waited for it were killed."""
+    deaths = in_order(
+        of_tasks("srun: error: n1: task 0: Killed\nsrun: error: task 1 launch failed: Slurmd could not connect IO\n")
+    )
+    waited, missing = end("died", 0, lost_at=4.0, death=deaths[0]), end("died", 1, float("inf"), death=deaths[1])
+    verdict = judge([waited, missing], 137, False, lambda: Cause.NONE)
+    assert (verdict.first_failure, verdict.action) == (missing, Action.RESTART)
+    assert deaths[1].words() == "never started: Slurmd could not connect IO"
+
+
 def test_a_segfault_comes_before_the_kills_that_it_led_to() -> None:
     """The launcher's KILL of a peer arrives within the jitter; so does the peer's word of a closed connection."""
     peer = end("exception", 0, lost_at=4.0, error="RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed")

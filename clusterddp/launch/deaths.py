@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 _TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?$", re.MULTILINE)
+_LAUNCH = re.compile(r"^srun: error: tasks? ([\d,-]+) launch failed: (.+)$", re.MULTILINE)
 _EXITED = re.compile(r"Exited with exit code (\d+)")
 #: srun names signals as strsignal(3) does.
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
@@ -22,6 +23,8 @@ class Death:
     out_of_memory: bool = False
     first: bool = False
     """Whether it ended before all other ranks, as the launcher saw it."""
+    not_started: str = ""
+    """Why it was never there."""
 
     @classmethod
     def of_code(cls, code: int) -> Death:
@@ -35,10 +38,13 @@ class Death:
         The order in which connections break does not tell: Linux closes a killed process's newest sockets first, so
         that a peer in a collective may fail, and say so, before.
         """
-        return self.first or self.out_of_memory or self.signal not in (None, signal.SIGKILL, signal.SIGTERM)
+        alone = self.first or self.out_of_memory or bool(self.not_started)
+        return alone or self.signal not in (None, signal.SIGKILL, signal.SIGTERM)
 
     def words(self) -> str:
         """What a user is told."""
+        if self.not_started:
+            return f"never started: {self.not_started}"
         if self.out_of_memory:
             return "killed: out of memory (the job's limit; ask for more with --mem)"
         if self.signal == signal.SIGKILL:
@@ -56,9 +62,9 @@ def in_order(deaths: Mapping[int, Death]) -> dict[int, Death]:
 def of_tasks(messages: str) -> dict[int, Death]:
     """The ends of tasks, by rank, that srun's messages tell: ``srun: error: n2: task 3: Killed``.
 
-    In the order of the messages; a task's first counts.
+    In the order of the messages, those that could not be started in front; a task's first counts.
     """
-    deaths: dict[int, Death] = {}
+    deaths = {rank: Death(not_started=why) for tasks, why in _LAUNCH.findall(messages) for rank in _numbers(tasks)}
     for tasks, what in _TASKS.findall(messages):
         death = _death(what)
         for rank in _numbers(tasks) if death else ():

@@ -19,6 +19,8 @@ from clusterddp.masking import without_secrets
 from clusterddp.rundir import create_file
 
 ABANDON_S = 5.0
+#: How often srun's messages are looked at, in seconds.
+LOOK_S = 2.0
 
 
 class Launcher(Protocol):
@@ -90,8 +92,19 @@ class SlurmLauncher:
         self._srun.kill()
 
     def wait(self) -> int:
-        """srun's exit code. It is 137 for a peer killed by --kill-on-bad-exit, whatever the first failure was."""
-        return self._srun.wait()
+        """srun's exit code. It is 137 for a peer killed by --kill-on-bad-exit, whatever the first failure was.
+
+        Where a task cannot be launched, srun says so and waits for the others, which wait for it (seen on 22.05.8 when
+        a cable was cut in that second): they are ended.
+        """
+        ended = False
+        while True:
+            try:
+                return self._srun.wait(timeout=LOOK_S)
+            except subprocess.TimeoutExpired:
+                if not ended and any(death.not_started for death in self.deaths().values()):
+                    ended = True
+                    self.kill()
 
     def deaths(self) -> Mapping[int, Death]:
         """From srun's messages; nothing where they cannot be read."""

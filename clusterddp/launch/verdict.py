@@ -132,6 +132,11 @@ class RankEnd:
         return self.end in ("died", "lost", "silent") or bool(_OF_THE_NODE.search(self.error))
 
     @property
+    def started(self) -> bool:
+        """Whether its process was there at all, as far as it is known."""
+        return self.death is None or not self.death.not_started
+
+    @property
     def own(self) -> bool:
         """Whether the rank failed by itself: not for a lost peer, nor ended by its launcher for a peer's failure."""
         if self.end == "died":
@@ -227,7 +232,7 @@ def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
     Where the order is within the network's jitter, a rank that failed by itself comes before one that tells of a lost
     peer, or was killed for one, which is likely its consequence.
     """
-    failures = sorted(failures, key=lambda end: (end.lost_at, end.rank))
+    failures = sorted(failures, key=lambda end: (end.started, end.lost_at, end.rank))
     near = [end for end in failures if end.lost_at <= failures[0].lost_at + JITTER_S]
     own = [end for end in near if end.own]
     first = (own or near)[:1]
