@@ -2,7 +2,7 @@
 # make test   set everything up, a real Slurm included (as root on Debian or Ubuntu), and run every test
 # make lint   ruff and mypy
 # make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination
-# make soak     200 preemptions at random moments; make bench-handover, bench-agreement: what stopping costs
+# make soak     300 preemptions and other faults at random moments; make bench-handover, bench-agreement: what stopping costs
 # make bench-heartbeat    what the watchdog costs
 # make bench-checkpoint   what saving and restoring costs, beside torch, Lightning and accelerate
 # make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, gone when the shell ends
