@@ -50,9 +50,7 @@ EVENT: Form = {
     "attempt": is_count,
     "event": is_text,
     "step": if_given(is_count),
-    "redone": if_given(is_count),
-    "ranks": if_given(lambda ranks: is_count(ranks) or isinstance(ranks, list)),  # how many, or which
-}
+}  # the rest of an event of kind `result` has the script's own names and values
 METRICS: Form = {"step": is_count, "attempt": is_count}
 _OUTCOME: Form = {"state": is_text, "step": if_given(is_count), "reason": is_text}
 _RESUMED: Form = {

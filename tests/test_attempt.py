@@ -19,6 +19,7 @@ from clusterddp.hostlist import expand
 from clusterddp.job import Job, Limits, Timeouts, Watchdog
 from clusterddp.launch import attempt as attempts
 from clusterddp.launch import holder, slurm
+from clusterddp.launch.accounting import cost
 from clusterddp.launch.attempt import Attempt
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import Notice, SlurmController
@@ -29,6 +30,7 @@ from clusterddp.launch.limits import exceeded
 from clusterddp.launch.supervisor import as_started, supervise
 from clusterddp.launch.verdict import judge
 from clusterddp.rundir import RunDirectory, append_line, write_json
+from clusterddp.training.interval import between_interruptions_s
 from tests.waiting import wait_until
 
 
@@ -617,6 +619,15 @@ def test_of_a_range_of_nodes_the_job_has_what_slurm_gave_it() -> None:
     assert given.world_size == 24
     assert {"--nodes=3", "--ntasks=24", "--ntasks-per-node=8"} <= set(srun_command(given, Path("/logs")))
     assert as_started(JOB, {}) is JOB
+
+
+def test_a_result_may_have_any_name_of_the_scripts_own(run: RunDirectory) -> None:
+    """The history stays readable: ``run.log(ranks=0.5)`` after the loop is no number of ranks."""
+    names = {"ranks": 0.5, "redone": "twice", "job": None, "nodes": 3.5, "suspect": 1.0, "reason": 2.0}
+    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "result", "step": 7, **names})
+    _, events = supervised(run, FakeController(Cause.NONE), {"end": "died", "error": "killed"})
+    assert events == ["result", "started", "rank_failed", "restarted"]
+    assert cost(run.events(), time.time()) is not None and between_interruptions_s(run.events(), time.time())
 
 
 def test_time_in_the_queue_is_not_charged(run: RunDirectory) -> None:

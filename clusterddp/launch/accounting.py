@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.launch.limits import ENDS
+from clusterddp.rundir import is_count
 
 #: Events after which an attempt makes no step.
 _STOPS = ENDS | {"stopping", "rank_failed"}
@@ -46,7 +47,8 @@ def cost(events: Iterable[Mapping[str, Any]], now: float) -> Cost | None:
                 (event["time"] for event in own if event["event"] in _STOPS), last if newest else own[-1]["time"]
             )
             training += end - begun
-    redone = sum(event.get("redone", 0) for event in events if event["event"] == "resumed")
+    known = (event.get("redone") for event in events if event["event"] == "resumed")
+    redone = sum(steps for steps in known if is_count(steps))
     return Cost(redone, training, last - starts[0])
 
 

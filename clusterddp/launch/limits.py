@@ -7,6 +7,7 @@ from typing import Any
 
 from clusterddp.job import Job
 from clusterddp.launch.cause import Cause
+from clusterddp.rundir import is_count
 
 #: Events after which an attempt has no ranks.
 ENDS = frozenset(("requeued", "resubmitted", "restarted", "stopped", "completed", "failed", "cancelled"))
@@ -41,7 +42,7 @@ def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size:
     for event in events:
         if event["event"] == "started":
             first[event["attempt"]] = event["time"]
-            ranks[event["attempt"]] = event.get("ranks", world_size)
+            ranks[event["attempt"]] = event["ranks"] if is_count(event.get("ranks")) else world_size
         last[event["attempt"]] = event["time"]
         if event["event"] in ENDS:
             ended.add(event["attempt"])

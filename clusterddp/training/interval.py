@@ -35,7 +35,7 @@ def between_interruptions_s(events: Iterable[Mapping[str, Any]], now: float) -> 
     for event in events:
         first.setdefault(event["attempt"], event["time"])
         last[event["attempt"]] = event["time"]
-        interruptions += bool(event.get("redone"))
+        interruptions += event["event"] == "resumed" and bool(event.get("redone"))
     if last:
         last[max(last)] = now
     trained = sum(last[attempt] - first[attempt] for attempt in first)
