@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
@@ -15,6 +16,7 @@ import pytest
 from clusterddp import job_file
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.job import Job
+from clusterddp.launch import status
 from clusterddp.launch.launcher import rank_command
 from clusterddp.launch.supervisor import load_trusted
 from clusterddp.launch.verdict import RankEnd
@@ -257,3 +259,20 @@ def test_a_run_that_others_may_write_is_neither_continued_nor_resubmitted(tmp_pa
         )
         assert (done.returncode, "can be written by others" in done.stderr) == (1, True), done.stderr
     assert json.loads((run.private / "secrets.json").read_text())
+
+
+def test_who_may_not_look_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed run names the remedy; a shared one shows all but who holds it, which is in `private`."""
+    run = RunDirectory(tmp_path / "run")
+    with recorded(run, dataclasses.replace(JOB, share="group"), created=True):
+        pass
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", refuse)
+        with pytest.raises(RunDirectoryError, match="closed to you.*share=group"):
+            status.open_run(str(run))
+    monkeypatch.setattr("clusterddp.launch.status.held_by_other", refuse)
+    assert status.state_of(run) == ("unknown", "not over; who trains it, only its owner can see")

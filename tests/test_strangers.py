@@ -11,11 +11,11 @@ import pytest
 
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.link import Link
-from clusterddp.rundir import read_lines
+from clusterddp.rundir import RunDirectory, read_lines
 from tests.cluster import Cluster
 from tests.cluster.system import Process
 from tests.trainings import STEPS, Training, events_of
-from tests.waiting import story
+from tests.waiting import story, wait_for_outcome
 
 NOBODY = 65534
 
@@ -51,11 +51,11 @@ sys.stdin.read()
 """
 
 
-def as_nobody(code: str, *arguments: object) -> subprocess.Popen[str]:
+def as_nobody(code: str, *arguments: object, group: int = NOBODY) -> subprocess.Popen[str]:
     """A program of another ordinary user's."""
     return subprocess.Popen(
         ["/usr/bin/python3", "-I", "-c", code, *map(str, arguments)],
-        user=NOBODY, group=NOBODY, extra_groups=[], cwd="/", env={},
+        user=NOBODY, group=group, extra_groups=[], cwd="/", env={},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -101,3 +101,22 @@ def test_another_user_sees_nothing_of_a_run_and_cannot_disturb_it(cluster: Clust
     assert not events_of(run, "rank_failed")
     with pytest.raises(OSError):
         socket.create_connection((address, port), timeout=5).close()
+
+
+def test_the_group_reads_a_shared_run_and_nobody_else_does(cluster: Cluster, runs: Path) -> None:
+    """All but `private`, though the umask of who submitted would let nobody read anything; and they cannot write."""
+    (runs / "train.py").write_text("print('hello')\n")
+    run = RunDirectory(runs / "run")
+    options = ["--run-dir", run.path, "--device", "cpu", "--partition", "low", "--set", "share=group"]
+    command = [cluster.python, "-m", "clusterddp.submit", "train.py", *options, "--set", "env.HF_TOKEN=s3cret"]
+    job_id = cluster.run(["sh", "-c", 'umask 077; exec "$@"', "sh", *command], cwd=runs).stdout.strip()
+    assert wait_for_outcome(run, 60) == "completed", story(run)
+    logs = [run.logs / f"job-{job_id}.log", *(run.attempt_logs(0) / f"rank-0.{name}" for name in ("out", "err"))]
+    shared = [run.path, run.job_file, run.batch_script, run.events_file, run.outcome_file, run.logs, *logs]
+    closed = [run.private, run.private / "secrets.json"]
+    for group, expected in ((run.path.stat().st_gid, shared), (NOBODY, [])):
+        seen = json.loads(as_nobody(LOOK, *shared, *closed, group=group).communicate(timeout=30)[0])
+        assert [path for path, _ in seen] == [str(path) for path in expected]
+        assert "s3cret" not in json.dumps(seen)
+    writable = [path for path in (run.path, *run.path.rglob("*")) if path.stat().st_mode & 0o022]
+    assert writable == []

@@ -30,7 +30,13 @@ CANCEL_TIMEOUT_S = 60.0
 def open_run(path: str) -> RunDirectory:
     """The run in a folder; an error when there is none."""
     run = RunDirectory(path)
-    if not run.exists():
+    try:
+        exists = run.exists()
+    except PermissionError as error:
+        raise RunDirectoryError(
+            f"{run} is closed to you: its owner may open it to the group (--change --set share=group)"
+        ) from error
+    if not exists:
         raise RunDirectoryError(
             f"{run} holds no run: expected a folder with a job.yaml, as named by `clusterddp submit`"
         )
@@ -84,6 +90,8 @@ def state_of(run: RunDirectory) -> tuple[str, str]:
         ended = None if held else _ended_job(run)
     except SlurmError as error:
         return "unknown", f"unknown, the controller cannot be asked: {error}"
+    except PermissionError:
+        return "unknown", "not over; who trains it, only its owner can see"
     if held is not None:
         return "held", held.replace("held by", "with")
     if local_loop_alive(run):
