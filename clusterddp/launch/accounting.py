@@ -47,7 +47,7 @@ def cost(events: Iterable[Mapping[str, Any]], now: float) -> Cost | None:
                 (event["time"] for event in own if event["event"] in _STOPS), last if newest else own[-1]["time"]
             )
             training += end - begun
-    known = (event.get("redone") for event in events if event["event"] == "resumed")
+    known: list[Any] = [event.get("redone") for event in events if event["event"] == "resumed"]
     redone = sum(steps for steps in known if is_count(steps))
     return Cost(redone, training, last - starts[0])
 
