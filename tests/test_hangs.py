@@ -131,6 +131,7 @@ def test_who_holds_the_others_up_is_told_by_what_all_of_them_say() -> None:
         [sign(0, 604, **IN_BACKWARD), sign(1, 606)],  # its time is over; its stacks are being written
         [sign(0, 9000, allowed=None), sign(1, 1)],  # it has not begun to train
         [sign(0, 9000, allowed=math.inf, place="x.py:1 (f)"), sign(1, 9000, **IN_BACKWARD)],  # ctx.unwatched()
+        [sign(0, 1, count=89, place="x.py:1 (f)"), sign(1, 900, **IN_BACKWARD)],  # back from ctx.unwatched()
         [sign(0, 1700, allowed=1800, place="compiler"), sign(1, 1700, allowed=1800)],
         [sign(0, 1200, allowed=4 * 400), sign(1, 1200, allowed=4 * 400)],
     ],

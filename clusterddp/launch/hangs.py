@@ -75,11 +75,13 @@ class Hang:
 def find_hang(signs: Iterable[Sign], now: float, beat_s: float) -> Hang | None:
     """The hang, once some rank's time is over, unless it waits for one that may take as long as it likes."""
     signs = sorted(signs, key=lambda sign: sign.rank)
-    slack_s = PATIENCE_BEATS * beat_s
-    if not any(sign.allowed_s is not None and now - sign.moved > sign.allowed_s + slack_s for sign in signs):
+    over = [sign for sign in signs if _over(sign, now, beat_s)]
+    if not over:
         return None
     silent = [sign for sign in signs if _silent(sign, now, beat_s)]
     late = _late(signs, silent)
+    if not any(sign.allowed_s is None or sign in over for sign in late):
+        return None  # they have come back from what took long, and the others still wait
     if any(sign.allowed_s == math.inf for sign in late):
         return None
     seconds = now - min(sign.moved for sign in late)
@@ -97,6 +99,11 @@ def find_hang(signs: Iterable[Sign], now: float, beat_s: float) -> Hang | None:
 def _silent(sign: Sign, now: float, beat_s: float) -> bool:
     """Whether the whole process stands still: it has not been heard of for the better part of the time."""
     return now - sign.heard > max(SILENCE_BEATS * beat_s, 0.5 * (now - sign.moved))
+
+
+def _over(sign: Sign, now: float, beat_s: float) -> bool:
+    """Whether a rank has had its time, and that in which its stacks are written."""
+    return sign.allowed_s is not None and now - sign.moved > sign.allowed_s + PATIENCE_BEATS * beat_s
 
 
 def _late(signs: list[Sign], silent: list[Sign]) -> list[Sign]:
