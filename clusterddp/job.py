@@ -61,8 +61,8 @@ class Watchdog:
     """When a run whose steps have ceased is taken to hang, and what happens then. YAML: the fields, or ``off``."""
 
     step_s: float = 600.0
-    """Seconds that a rank may be without coming to a step's end (or another stop point); four times the longest that it
-    took so far, where that is more."""
+    """Seconds that a rank whose code stands still may be without coming to a step's end (or another stop point); four
+    times the longest that it took so far, where that is more."""
     start_s: float = 1800.0
     """The same until its first step is done: compilation, the first batch."""
     on_hang: Literal["restart", "end"] = "restart"

@@ -47,8 +47,8 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, str]:
     return run, finished(start(run, "slow"), run)
 
 
-def test_a_pause_that_was_announced_is_no_hang(slow: tuple[RunDirectory, str]) -> None:
-    """The other rank waits for it in a collective, for longer than the watchdog allows."""
+def test_neither_a_pause_that_was_announced_nor_work_is_a_hang(slow: tuple[RunDirectory, str]) -> None:
+    """The other rank waits for either in a collective, for longer than the watchdog allows."""
     run, _ = slow
     assert run.attempts() == [0], story(run)
 
@@ -114,6 +114,10 @@ def test_who_holds_the_others_up_is_told_by_what_all_of_them_say() -> None:
     assert what(*waiting, sign(5, 611, silent=611)) == f"rank 5 (n5) last at step 89, 611 s ago, {silent}; {wait}"
     behind = sign(5, 611, count=89, place="x.py:1 (f)")
     assert what(*waiting, behind) == f"rank 5 (n5) last at step 88, 611 s ago, in x.py:1 (f); {wait}"
+    worked = sign(5, 611, still_s=400, place="x.py:1 (f)")
+    assert what(*waiting, worked) == f"rank 5 (n5) last at step 89, 611 s ago, in x.py:1 (f); {wait}"
+    unheard = sign(5, 611, silent=600, still_s=2.0)
+    assert what(*waiting, unheard) == f"rank 5 (n5) last at step 89, 611 s ago, {silent}; {wait}"
     elsewhere = sign(5, 611, place="x.py:1 (f)")
     assert what(*waiting, elsewhere) == f"rank 5 (n5) last at step 89, 611 s ago, in x.py:1 (f); {wait}"
     at_gpu = [sign(rank, 610, place="x.py:9 (g)") for rank in range(3)]
@@ -131,6 +135,8 @@ def test_who_holds_the_others_up_is_told_by_what_all_of_them_say() -> None:
         [sign(0, 604, **IN_BACKWARD), sign(1, 606)],  # its time is over; its stacks are being written
         [sign(0, 9000, allowed=None), sign(1, 1)],  # it has not begun to train
         [sign(0, 9000, allowed=math.inf, place="x.py:1 (f)"), sign(1, 9000, **IN_BACKWARD)],  # ctx.unwatched()
+        [sign(0, 900, still_s=10.0, place="x.py:1 (f)"), sign(1, 900, still_s=898.0, **IN_BACKWARD)],  # it evaluates
+        [sign(0, 900, still_s=10.0, place="x.py:1 (f)"), sign(1, 900, still_s=2.0, place="x.py:1 (f)")],  # both do
         [sign(0, 1, count=89, place="x.py:1 (f)"), sign(1, 900, **IN_BACKWARD)],  # back from ctx.unwatched()
         [sign(0, 1700, allowed=1800, place="compiler"), sign(1, 1700, allowed=1800)],
         [sign(0, 1200, allowed=4 * 400), sign(1, 1200, allowed=4 * 400)],

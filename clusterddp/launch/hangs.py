@@ -25,7 +25,7 @@ SILENCE_BEATS = 4
 NAMED = 4
 #: A rank is slow when its own part of a step is so many times the others', and the difference such a part of a step.
 SLOW_RATIO, SLOW_SHARE = 1.5, 0.1
-_TOLD = ("count", "step", "allowed_s", "place", "waits", "own_s", "step_s")
+_TOLD = ("count", "step", "allowed_s", "place", "waits", "own_s", "step_s", "still_s")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Sign:
     ``count``: the boundaries it has come to. ``step``: how many steps it has done. ``allowed_s``: how long it may be
     without moving; None: it has not begun to train; infinity: as long as it likes. ``place``: what it is at, '' while
     it moves. ``waits``: whether that is waiting for other ranks. ``own_s``, ``step_s``: how long its own part of a step
-    takes, and a whole step.
+    takes, and a whole step. ``still_s``: for how long the script's own code has stood at one place.
     """
 
     rank: int
@@ -49,6 +49,7 @@ class Sign:
     waits: bool = False
     own_s: float | None = None
     step_s: float | None = None
+    still_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,10 @@ class Hang:
 
 
 def find_hang(signs: Iterable[Sign], now: float, beat_s: float) -> Hang | None:
-    """The hang, once some rank's time is over, unless it waits for one that may take as long as it likes."""
+    """The hang, once some rank's time is over, unless it waits for one that may take as long as it likes, or works.
+
+    One that works for ever is left to torch's own time-out, where others wait for it.
+    """
     signs = sorted(signs, key=lambda sign: sign.rank)
     over = [sign for sign in signs if _over(sign, now, beat_s)]
     if not over:
@@ -83,6 +87,8 @@ def find_hang(signs: Iterable[Sign], now: float, beat_s: float) -> Hang | None:
     if not any(sign.allowed_s is None or sign in over for sign in late):
         return None  # they have come back from what took long, and the others still wait
     if any(sign.allowed_s == math.inf for sign in late):
+        return None
+    if late != silent and any(_works(sign, now) for sign in late):
         return None
     seconds = now - min(sign.moved for sign in late)
     what = f"{_names(late)} last at step {late[0].step}, {seconds:.0f} s ago"
@@ -104,6 +110,11 @@ def _silent(sign: Sign, now: float, beat_s: float) -> bool:
 def _over(sign: Sign, now: float, beat_s: float) -> bool:
     """Whether a rank has had its time, and that in which its stacks are written."""
     return sign.allowed_s is not None and now - sign.moved > sign.allowed_s + PATIENCE_BEATS * beat_s
+
+
+def _works(sign: Sign, now: float) -> bool:
+    """Whether its code was seen to move on lately, without coming to a step's end: a long evaluation, perhaps."""
+    return sign.still_s < 0.5 * (now - sign.moved)
 
 
 def _late(signs: list[Sign], silent: list[Sign]) -> list[Sign]:

@@ -16,13 +16,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
 from clusterddp.job import Watchdog
 from clusterddp.process import RunningClock
-from clusterddp.training.whereabouts import place_of, sleeping
+from clusterddp.training.whereabouts import place_of, sleeping, stand_of
 
 #: A rank may be without a step for so many times as long as it was before.
 GAP_FACTOR = 4.0
@@ -121,7 +122,7 @@ class Heartbeat:
 
     def _beat_on(self, watchdog: Watchdog) -> None:
         pace, clock = Pace(watchdog), RunningClock(watchdog.beat_s)
-        recorded = False
+        recorded, stood, still_since = False, None, 0.0
         while not self._end.wait(watchdog.beat_s):
             if stood_s := clock.look():
                 self._say(f"this process stood still for {stood_s:.0f} s: it was stopped, or its job suspended")
@@ -135,6 +136,9 @@ class Heartbeat:
                 recorded = False
             else:
                 beat["place"], beat["waits"] = main_thread_place()
+                before, stood = stood, stand_of(_main_frame())
+                still_since = still_since if stood == before else clock.now
+                beat["still_s"] = clock.now - still_since
             self._send("alive", **beat)
             if age_s > (pace.allowed_s or math.inf) and not recorded:
                 recorded = True
@@ -164,6 +168,10 @@ class Heartbeat:
 
 def main_thread_place() -> tuple[str, bool]:
     """What the main thread is at, and whether it waits there for other ranks."""
+    return place_of(_main_frame(), sleeping(os.getpid()))  # Linux: the main thread has the process's id
+
+
+def _main_frame() -> FrameType:
     main = threading.main_thread().ident
     assert main is not None
-    return place_of(sys._current_frames()[main], sleeping(os.getpid()))  # Linux: the main thread has the process's id
+    return sys._current_frames()[main]

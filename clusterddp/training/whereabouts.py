@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
@@ -35,6 +35,12 @@ def place_of(frame: FrameType, sleeping: bool) -> tuple[str, bool]:
     theirs = next((one for one in frames if not one.f_code.co_filename.startswith(_OTHERS)), frames[-1])
     line = f"{Path(theirs.f_code.co_filename).name}:{theirs.f_lineno} ({theirs.f_code.co_name})"
     return (line if theirs is frames[0] else f"{line}, {code.co_name}"), False
+
+
+def stand_of(frame: FrameType) -> tuple[tuple[CodeType, int], ...]:
+    """Where the user's code of a thread stands, to the instruction: the same again and again while it waits."""
+    theirs = (one for one in _outward(frame) if not one.f_code.co_filename.startswith(_OTHERS))
+    return tuple((one.f_code, one.f_lasti) for one in theirs)
 
 
 def sleeping(native_id: int) -> bool:

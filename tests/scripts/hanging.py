@@ -1,7 +1,8 @@
 """A small training in which one rank misbehaves in attempt 0: ``hanging.py HOW``, at step 100 of 160.
 
 HOW: lock (Python code waits for ever), extension (C code does, and holds Python's lock), slow (longer steps than the
-others', and, inside ``ctx.unwatched()``, a pause that is longer than the watchdog's time), or nothing.
+others', and, inside ``ctx.unwatched()``, a pause that is longer than the watchdog's time; then work for
+as long), or nothing.
 """
 
 import ctypes
@@ -19,6 +20,15 @@ HOW = sys.argv[1]
 PAUSE_S = 12
 
 
+def evaluate(until):
+    """Works for longer than the watchdog's time, without a step's end."""
+    values = torch.ones(100)
+    while time.monotonic() < until:
+        for _ in range(1000):
+            values = values * 1.0
+            values = values + 0.0
+
+
 def misbehave():
     """What only the last rank of the first attempt does."""
     if HOW == "lock":
@@ -30,6 +40,7 @@ def misbehave():
     elif HOW == "slow":
         with ctx.unwatched():
             time.sleep(PAUSE_S)
+        evaluate(until=time.monotonic() + PAUSE_S)
 
 
 ctx = clusterddp.init()
