@@ -317,6 +317,16 @@ def test_a_rank_is_looked_for_on_its_own_node(run: RunDirectory, hosts: dict[int
     assert attempt._node_of(rank) == node
 
 
+def test_a_bad_node_is_left_out_where_fewer_suffice(run: RunDirectory) -> None:
+    """A run that began on two of ``nodes: 1-2`` goes on with one."""
+    killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
+    controller = FakeController(Cause.NONE)
+    controller.nodes = ["n1", "n2"]
+    job = as_started(dataclasses.replace(JOB, nodes=2, min_nodes=1, gpus_per_node=1), {"SLURM_JOB_NUM_NODES": "2"})
+    assert supervise(run, job, lambda: killed, controller) == 4
+    assert controller.asked == ["resubmit n1"]
+
+
 def test_where_too_few_nodes_would_remain_slurms_choice_is_taken_and_that_is_said(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
