@@ -341,6 +341,8 @@ def _answer(line: bytes, address: str) -> tuple[str, int, float | None]:
         answer = json.loads(line)
         if "refused" in answer:
             raise LauncherEnvironmentError(f"the supervisor at {address} refuses this rank: {answer['refused']}")
+        if "leave" in answer:
+            raise LauncherEnvironmentError(f"told to leave before all ranks were there: {answer['leave']}")
         notice = answer.get("term_notice_s")
         return str(answer["host"]), int(answer["port"]), None if notice is None else float(notice)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -53,6 +53,21 @@ def test_every_rank_learns_rank_0s_store_whoever_comes_first(heard: Heard) -> No
     assert [(link.store_host, link.store_port) for link in links] == [("127.0.0.1", 12345)] * 3
 
 
+def test_a_rank_that_still_waits_for_rank_0_hears_that_it_is_to_leave(heard: Heard) -> None:
+    """And says so, rather than that a stranger answers."""
+    said: queue.Queue[str] = queue.Queue()
+
+    def wait() -> None:
+        with pytest.raises(LauncherEnvironmentError) as error:
+            join(heard, 1)
+        said.put(str(error.value))
+
+    threading.Thread(target=wait).start()
+    assert heard.events.get(timeout=10)[:2] == (1, "joined")
+    heard.server.say(leave="rank 2 (n1) is gone")
+    assert said.get(timeout=10) == "told to leave before all ranks were there: rank 2 (n1) is gone"
+
+
 def test_what_the_supervisor_knows_by_then_is_in_the_answer(heard: Heard) -> None:
     """A rank that was answered before knows of no notice, and has no deadline."""
     early = join(heard, 0, port=1)
