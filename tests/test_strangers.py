@@ -118,5 +118,11 @@ def test_the_group_reads_a_shared_run_and_nobody_else_does(cluster: Cluster, run
         seen = json.loads(as_nobody(LOOK, *shared, *closed, group=group).communicate(timeout=30)[0])
         assert [path for path, _ in seen] == [str(path) for path in expected]
         assert "s3cret" not in json.dumps(seen)
+    shown = subprocess.run(
+        [str(cluster.python), "-m", "clusterddp", "status", str(run)],
+        user=NOBODY, group=run.path.stat().st_gid, extra_groups=[], cwd=cluster.source, env=cluster.environment,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert "state     completed: all ranks finished" in shown.stdout, shown.stderr
     writable = [path for path in (run.path, *run.path.rglob("*")) if path.stat().st_mode & 0o022]
     assert writable == []

@@ -13,6 +13,7 @@ from clusterddp import archive
 from clusterddp.archive import Content
 from clusterddp.checkpoints import Checkpoint, Checkpoints
 from clusterddp.errors import CheckpointError
+from clusterddp.training.collectives import broadcast_json
 from clusterddp.training.state import TORCH_DTYPES, unpack
 
 #: Bytes that one broadcast carries: 2000 tensors of 20 KB one by one take 3.6 times as long.
@@ -68,9 +69,8 @@ def _broadcast(
 ) -> tuple[Any, Place] | None:
     """What rank 0 has found, on all ranks, a portion at a time; its error is raised on all ranks."""
     rank = dist.get_rank()
-    told = [(str(error), None, None) if error else (None, found and found[1], found and _without_data(found[0]))]
-    dist.broadcast_object_list(told, src=0, device=device)
-    reason, place, described = told[0]
+    told = [str(error), None, None] if error else [None, found and found[1], found and _without_data(found[0])]
+    reason, place, described = broadcast_json(told, device)
     if reason is not None:
         raise error or CheckpointError(reason)
     if place is None or described is None:
@@ -80,7 +80,7 @@ def _broadcast(
     data = content.data if content is not None else archive.memory(size)
     if size and dist.get_world_size() > 1:
         _broadcast_data(torch.frombuffer(data, dtype=torch.uint8), rank, device)
-    return unpacked(Content(entries, facts, state, data)), place
+    return unpacked(Content(entries, facts, state, data)), (place[0], place[1])
 
 
 def unpacked(content: Content) -> Any:
