@@ -34,6 +34,7 @@ JOB = Job(
     env={"HF_TOKEN": "s3cret-environment", "HF_HOME": "/data", "EMPTY_KEY": ""},
     device="cpu",
 )
+SHARED = dataclasses.replace(JOB, share="group")
 SECRETS = ("s3cret-argument", "s3cret-override", "s3cret-resume", "s3cret-environment")
 
 
@@ -84,6 +85,7 @@ def test_a_recorded_job_has_its_secrets_in_the_private_folder_alone(tmp_path: Pa
     assert holding == [run.private / "secrets.json"]
     assert stat.S_IMODE(holding[0].stat().st_mode) == 0o600
     assert load_trusted(run) == JOB
+    assert job_file.load(run.job_file, {"seed": "7"}) == dataclasses.replace(JOB, seed=7)  # what continues it
     holding[0].unlink()
     with pytest.raises(RunDirectoryError, match=r"has \*\*\* for env.HF_TOKEN, args.3, args.4, args_on_resume.0"):
         load_trusted(run)
@@ -221,7 +223,7 @@ def test_a_run_that_is_shared_later_is_shared_with_all_that_it_has(tmp_path: Pat
 def test_what_others_may_have_written_is_not_run(tmp_path: Path) -> None:
     """The error names the file, its owner, its mode and the remedy."""
     run = RunDirectory(tmp_path / "run")
-    with recorded(run, JOB, created=True):
+    with recorded(run, SHARED, created=True):
         pass
     for path in (run.job_file, run.path, run.logs, run.private):
         before = stat.S_IMODE(path.stat().st_mode)
@@ -232,7 +234,10 @@ def test_what_others_may_have_written_is_not_run(tmp_path: Path) -> None:
         with pytest.raises(RunDirectoryError, match=words):
             load_trusted(run)
         path.chmod(before)
-    assert load_trusted(run) == JOB
+    assert load_trusted(run) == SHARED
+    run.path.chmod(0o700)
+    run.logs.chmod(0o777)  # of an earlier version: nobody else comes there
+    assert load_trusted(run) == SHARED
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -250,7 +255,7 @@ def test_what_another_user_has_written_is_not_run(tmp_path: Path) -> None:
 def test_a_run_that_others_may_write_is_neither_continued_nor_resubmitted(tmp_path: Path) -> None:
     """Said at once by submit; the job that Slurm starts later says the same."""
     run = RunDirectory(tmp_path / "run")
-    with recorded(run, JOB, created=True):
+    with recorded(run, SHARED, created=True):
         pass
     run.job_file.chmod(0o666)
     for command in (["clusterddp.submit", "--local", "--run-dir"], ["clusterddp.launch.supervisor", "--local"]):
