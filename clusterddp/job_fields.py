@@ -107,6 +107,14 @@ def _matching(pattern: str, expected: str) -> Callable[[Node], str]:
     return read
 
 
+def _name(node: Node) -> str:
+    """A job's name, which its run directory has, too."""
+    text = _matching(r"[\w+=@][\w.+=@-]*", "a name of letters, digits and any of _.+=@-")(node)
+    if len(text.encode()) > 200:
+        raise _Wrong(f"expected at most 200 bytes, got {len(text.encode())}: a folder is named after it")
+    return text
+
+
 def _choice(*choices: str) -> Callable[[Node], str]:
     def read(node: Node) -> str:
         if node.text not in choices:
@@ -411,7 +419,7 @@ _INSTEAD_OF_KEY = {
 }
 
 READERS: dict[str, Reader] = {
-    "job_name": _field("name", _matching(r"[\w+=@][\w.+=@-]*", "a name of letters, digits and any of _.+=@-")),
+    "job_name": _field("name", _name),
     "script": _field("script", _text),
     "module": _field("module", _matching(r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a module's dotted name")),
     "args": _field("args", _arguments),

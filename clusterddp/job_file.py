@@ -194,7 +194,7 @@ def _resolve_program(
             where = "" if Path(given).is_absolute() else f" in {folder.absolute()}"
             mistakes.append(Mistake(script.place, f"script {given!r} not found{where}{_nearest_file(given, folder)}"))
     program = Path(values.get("script", "")).stem or values.get("module", "").rpartition(".")[2]
-    values.setdefault("name", re.sub(r"[^\w.+=@-]+", "-", program).lstrip(".-") or "job")
+    values.setdefault("name", re.sub(r"[^\w.+=@-]+", "-", program).lstrip(".-")[:50] or "job")
 
 
 def _given_node(fields: Fields, name: str) -> Node | None:

@@ -149,6 +149,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("nodes: 0", "1:8: nodes: expected a whole number, 1 to 65536, or a range such as 2-4, got '0'"),
         ("nodes: 4-2", "or a range such as 2-4, got '4-2'"),
         ("nodes: 2-", "got '2-'"),
+        (f"job_name: {'x' * 201}", "expected at most 200 bytes, got 201"),
         ("nodes: 1-999999999", "1 to 65536, or a range such as 2-4, got '1-999999999'"),
         (f"time: {'9' * 5000}", "such as 30, 1:30:00 or 2-12"),
         ("nodes: 0-2", "got '0-2'"),
