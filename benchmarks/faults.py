@@ -14,6 +14,7 @@ from benchmarks import report
 from benchmarks.runs import TooLong, until
 from clusterddp.hostlist import expand
 from clusterddp.launch.limits import FRUITLESS
+from clusterddp.rundir import read_lines
 from tests.cluster import Cluster
 from tests.cluster.system import Process
 from tests.trainings import Training
@@ -110,6 +111,14 @@ class Maker:
         return self._signal(node, signal.SIGSEGV)
 
     def _hang(self, node: str, _: float) -> bool:
+        """In its steps: what comes before them may take half an hour, by the watchdog's default."""
+        run = self._training.run
+        newest = run.newest_attempt()
+        stepping = lambda: any(line["attempt"] == newest for line in read_lines(run.metrics_file))  # noqa: E731
+        try:
+            until(stepping, f"a step of attempt {newest}", 20, look_s=0.1)
+        except TooLong:
+            return False
         return self._signal(node, signal.SIGSTOP)
 
     def _controller(self, _: str, seconds: float) -> bool:
