@@ -18,8 +18,13 @@ def places(cluster: Cluster, command: str) -> list[dict[str, Any]]:
     """What the ranks print that ``command`` starts with `python` or `join` (which also makes the process group)."""
     programs = {"python": f"{cluster.python} {PLACE}", "join": f"{cluster.python} {PLACE} --join"}
     line = " ".join(programs.get(word, word) for word in command.split())
-    done = cluster.run(["bash", "-c", line], cwd=cluster.source, env={"OMP_NUM_THREADS": "1"})
+    done = cluster.run(["bash", "-c", line], cwd=cluster.source, env=environment(cluster))
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def environment(cluster: Cluster) -> dict[str, str]:
+    """This checkout's clusterddp, whichever the interpreter has."""
+    return {"PYTHONPATH": str(cluster.source), "OMP_NUM_THREADS": "1"}
 
 
 def check_places(ranks: list[dict[str, Any]]) -> None:
@@ -67,7 +72,8 @@ def test_steps_smaller_than_their_job_have_places_masters_and_ports_of_their_own
     steps = ("srun -N1 -n1 -w n2 python", "srun -N2 -n2 -r1 python", "srun -N1 -n2 -w n1 python")
     script = runs / "steps.sh"
     script.write_text(f"{'; echo @; '.join(steps)}\n".replace("python", f"{cluster.python} {PLACE}"))
-    done = cluster.run(["salloc", "-p", "low", "-N3", "-n5", "bash", script], cwd=cluster.source)
+    command = ["salloc", "-p", "low", "-N3", "-n5", "bash", script]
+    done = cluster.run(command, cwd=cluster.source, env=environment(cluster))
     found = [[json.loads(line) for line in part.splitlines() if line] for part in done.stdout.split("@")]
     assert [sorted(place["host"] for place in ranks) for ranks in found] == [["n2"], ["n2", "n3"], ["n1", "n1"]]
     for ranks in found:

@@ -26,7 +26,11 @@ def test_a_job_comes_to_the_same_under_every_launcher(cluster: Cluster, runs: Pa
     if launcher == "clusterddp submit":
         command.insert(command.index("submit") + 1, "--partition=low")
     variables = {"CLUSTERDDP_RUNS": runs, "RUN": runs / "run", "DEVICE": "cpu", "PYTHON": cluster.python}
-    env = {"OMP_NUM_THREADS": "1", **{name: str(value) for name, value in variables.items()}}
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(cluster.source),
+        **{name: str(value) for name, value in variables.items()},
+    }
     done = cluster.run(command, cwd=cluster.source, env=env)
     outputs = [path.read_text() for path in runs.rglob("*") if path.name in ("job.log", "rank-0.out")]
     launchers.check_result(job, 2, "\n".join([done.stdout, done.stderr, *outputs]))
