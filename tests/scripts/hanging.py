@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import clusterddp
 
 HOW = sys.argv[1]
-PAUSE_S = 12
+PAUSE_S = 9
 
 
 def evaluate(until):
