@@ -9,6 +9,7 @@ time is over.
 from __future__ import annotations
 
 import faulthandler
+import json
 import math
 import os
 import sys
@@ -27,6 +28,8 @@ from clusterddp.training.whereabouts import place_of, sleeping, stand_of
 
 #: A rank may be without a step for so many times as long as it was before.
 GAP_FACTOR = 4.0
+#: How many of the last collectives are written down: torch keeps 2000, a megabyte for each of perhaps a thousand ranks.
+RECORDED = 100
 
 
 class Pace:
@@ -153,12 +156,16 @@ class Heartbeat:
     def _record_flight(self) -> None:
         """What the last collectives were, and which are not done: torch keeps it anyway, and prints it nowhere."""
         bound: Any = torch._C._distributed_c10d
+        # torch 2.13 for CPUs has the second alone; NCCL's record is in the first.
         dump = getattr(bound, "_dump_nccl_trace_json", None) or getattr(bound, "_dump_fr_trace_json", None)
-        if dump is not None:  # torch 2.13 has both, or the second, depending on how it was built; earlier ones neither
-            try:
-                self._flight_record.write_bytes(dump())
-            except (OSError, RuntimeError) as error:
-                self._say(f"torch's flight record is not written: {error}")
+        if dump is None:
+            return
+        try:
+            record = json.loads(dump())
+            record["entries"] = record.get("entries", [])[-RECORDED:]
+            self._flight_record.write_text(json.dumps(record) + "\n")
+        except (OSError, RuntimeError, ValueError) as error:
+            self._say(f"torch's flight record is not written: {error}")
 
     @staticmethod
     def _say(words: str) -> None:
