@@ -129,3 +129,24 @@ def test_a_partition_in_an_unknown_form_is_slurms_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(slurm, "run", lambda *_: "low|low*|n1|many|3900|gpu:2\n")
     with pytest.raises(SlurmError, match="sinfo answered"):
         slurm.partition_nodes("low")
+
+
+def test_a_command_that_cannot_be_started_just_now_may_be_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without memory or file descriptors: it is no reason for a supervisor to end."""
+    broken = tmp_path / "scontrol"
+    broken.write_text("#!/nowhere/sh\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(SlurmUnavailable, match="`scontrol show job` cannot be started"):
+        slurm.run("scontrol", "show", "job")
+
+
+def test_words_of_others_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An administrator's comment in Latin-1 is no end of a run."""
+    told = tmp_path / "scontrol"
+    told.write_bytes(b"#!/bin/sh\nprintf 'AdminComment=gr\\374n'\n")
+    told.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert slurm.run("scontrol") == "AdminComment=gr\N{REPLACEMENT CHARACTER}n"

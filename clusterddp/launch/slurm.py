@@ -122,10 +122,18 @@ def run(*command: str) -> str:
     require(command[0])
     try:
         done = subprocess.run(
-            command, env=for_parsing(os.environ), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command,
+            env=for_parsing(os.environ),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # names and comments are the users' and administrators'
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise SlurmUnavailable(f"`{' '.join(command)}` did not answer in {TIMEOUT_S:.0f} s") from error
+    except OSError as error:  # no memory or file descriptor left for it at the moment
+        raise SlurmUnavailable(f"`{' '.join(command)}` cannot be started: {error}") from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         kind = SlurmUnavailable if any(sign in line for sign in _NO_ANSWER for line in lines) else SlurmError
