@@ -138,7 +138,7 @@ def test_a_command_that_cannot_be_started_just_now_may_be_asked_again(
     broken = tmp_path / "scontrol"
     broken.write_text("#!/nowhere/sh\n")
     broken.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SlurmUnavailable, match="`scontrol show job` cannot be started"):
         slurm.run("scontrol", "show", "job")
 
