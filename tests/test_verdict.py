@@ -187,6 +187,12 @@ def test_an_exception_is_named_in_one_line(error: str, words: str) -> None:
     assert end("exception", error=error).words().startswith(words)
 
 
+@pytest.mark.parametrize(("code", "name"), [(-11, "SIGSEGV"), (-37, "Real-time signal 3")])
+def test_every_signal_has_a_name(code: int, name: str) -> None:
+    """Also one that Python has none for."""
+    assert Death.of_code(code).words() == f"killed by signal {-code} ({name})"
+
+
 def test_srun_tells_how_each_task_ended() -> None:
     """As seen on 22.05.8; what --kill-on-bad-exit did to the others comes after the first failure."""
     deaths = of_tasks(

@@ -50,7 +50,7 @@ class Death:
         if self.signal == signal.SIGKILL:
             return "killed by signal 9, no traceback; check memory"
         if self.signal is not None:
-            return f"killed by signal {self.signal} ({signal.Signals(self.signal).name})"
+            return f"killed by signal {self.signal} ({_name(self.signal)})"
         return f"left by os._exit({self.exit_code}), no traceback"
 
 
@@ -78,6 +78,11 @@ def _death(what: str) -> Death | None:
     if what == "Out Of Memory":
         return Death(out_of_memory=True)
     return Death(signal=_SIGNALS[what]) if what in _SIGNALS else None
+
+
+def _name(number: int) -> str | None:
+    """SIGSEGV; most real-time signals have a description only."""
+    return next((known.name for known in signal.Signals if known == number), signal.strsignal(number))
 
 
 def _numbers(ranges: str) -> list[int]:
