@@ -200,6 +200,15 @@ def test_an_exception_is_shown_with_its_rank_and_ends_the_run(run: RunDirectory,
     assert (run.outcome() or {})["state"] == "failed"
 
 
+def test_a_training_that_fails_with_any_exit_code_is_over(run: RunDirectory, tmp_path: Path) -> None:
+    """75 is also what asks for another attempt."""
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(75)\n")
+    command = [sys.executable, "-m", "clusterddp.submit", script, "--local", "--device", "cpu", "--run-dir", run.path]
+    assert subprocess.run(command, timeout=60, capture_output=True, check=False).returncode == 75
+    assert run.attempts() == [0]
+
+
 def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) -> None:
     """breakpoint() stops in a real terminal, reads what is typed there, and goes on."""
     script = tmp_path / "debugged.py"

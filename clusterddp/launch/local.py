@@ -68,7 +68,7 @@ class LocalRun:
                     code = self._watch(process, progress)
                 if self.interrupts:
                     return INTERRUPTED
-                if code != AGAIN:
+                if code != AGAIN or self.run.outcome() is not None:  # a failed training may have left with that code
                     return code
 
     @contextmanager
