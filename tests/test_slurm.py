@@ -150,3 +150,10 @@ def test_words_of_others_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.
     told.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert slurm.run("scontrol") == "AdminComment=gr\N{REPLACEMENT CHARACTER}n"
+
+
+def test_nodes_in_a_form_that_is_not_known_are_no_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor that asks goes on without an answer."""
+    monkeypatch.setattr(slurm, "run", lambda *_: "low n1 idle\n")
+    with pytest.raises(SlurmError, match="sinfo answered in a form that is not known here"):
+        slurm.usable_nodes(None)

@@ -237,8 +237,9 @@ def understood(command: str, text: str) -> Iterator[None]:
 
 def usable_nodes(partition: str | None) -> list[str]:
     """The nodes of a partition, of the default one when None, that jobs run on or could."""
-    lines = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%T").splitlines()
-    return parse_usable(lines, partition)
+    text = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%T")
+    with understood("sinfo", text):
+        return parse_usable(text.splitlines(), partition)
 
 
 def parse_usable(lines: list[str], partition: str | None) -> list[str]:
