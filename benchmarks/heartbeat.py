@@ -27,7 +27,8 @@ from benchmarks import report
 from benchmarks.agreement import BAR, RANK_FILE, RANKS, Pair, Trainer, compare, pair, run_ranks
 from clusterddp.job import Watchdog
 from clusterddp.launch.hangs import Watch
-from clusterddp.link import Link, LinkServer
+from clusterddp.launch.link_server import LinkServer
+from clusterddp.link import Link
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.own_time import OwnTime
 

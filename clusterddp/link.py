@@ -1,5 +1,7 @@
 """The line between the supervisor and its ranks: one TCP connection per rank, JSON lines, standard library only.
 
+This is a rank's end of it; the supervisor's is ``launch/link_server.py``.
+
 It carries four things. At the start every rank says hello with the attempt's token, and is told where rank 0's store
 is (rank 0 chose and holds the port; its address is the one it was seen under, so that no name is ever looked up).
 While it runs, ranks report events, which the supervisor alone writes into the history, and the supervisor may tell them
@@ -10,18 +12,13 @@ A file in the run directory would not do for this: on NFS a new file may stay in
 
 from __future__ import annotations
 
-import errno
-import hmac
 import json
 import os
-import selectors
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -29,11 +26,7 @@ from clusterddp.errors import LauncherEnvironmentError
 
 ADDRESS_VARIABLE = "CLUSTERDDP_SUPERVISOR"
 TOKEN_VARIABLE = "CLUSTERDDP_TOKEN"
-_LONGEST_LINE = 1 << 20
-# What a stranger may use up: whoever connects is one until it has shown the token, which a rank does at once.
-_LONGEST_HELLO = 4096
-_HELLO_S = 30.0
-_MOST_STRANGERS = 256
+LONGEST_LINE = 1 << 20
 #: How often a rank that was turned away without a word tries again: a flood of strangers may have pushed it out.
 _TRIES = 5
 #: A peer whose node is dead or cut off sends no goodbye: after so long a silence the kernel breaks the connection.
@@ -45,187 +38,6 @@ _KEEPALIVE = {
     socket.TCP_KEEPCNT: 5,
     socket.TCP_USER_TIMEOUT: 1000 * SILENCE_S,  # the same where an event is on its way, which keepalive does not see
 }
-#: How the kernel says it.
-_SILENT = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
-_LAST_WORDS_S = 1.0
-
-
-@dataclass
-class _Peer:
-    """A connection that the supervisor holds; ``rank`` is None until it has shown the token."""
-
-    connection: socket.socket
-    address: str
-    deadline: float
-    rank: int | None = None
-    pending: bytearray = field(default_factory=bytearray)
-
-
-class LinkServer:
-    """The supervisor's end. Answers hellos once rank 0's address is known, and hands every event to ``on_event``.
-
-    ``on_event(rank, event, values)`` and ``on_lost(rank, silent)`` are called from the server's own thread, one at a
-    time. ``silent``: the rank did not end, it is its node that does not answer.
-    ``ranks``: how many there are, None where any number may join. Each may join once.
-    """
-
-    def __init__(
-        self,
-        token: str,
-        on_event: Callable[[int, str, Mapping[str, Any]], None],
-        on_lost: Callable[[int, bool], None] = lambda _rank, _silent: None,
-        host: str = "",
-        ranks: int | None = None,
-    ) -> None:
-        self._token, self._on_event, self._on_lost, self._ranks = token, on_event, on_lost, ranks
-        self._listener = socket.create_server((host, 0), backlog=4096)  # a thousand ranks come at once
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
-        self._peers: dict[socket.socket, _Peer] = {}
-        self._strangers: dict[socket.socket, _Peer] = {}  # those of the peers without a rank, the oldest first
-        self._taken: set[int] = set()
-        self._store: dict[str, Any] | None = None
-        self._told: dict[str, Any] = {}
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="link", daemon=True)
-        self._thread.start()
-
-    def tell(self, **values: Any) -> None:
-        """Ranks that are greeted from now on hear this, too."""
-        self._told = {**self._told, **values}
-
-    def say(self, **words: Any) -> None:
-        """Every rank that has joined hears this now. Never waits: who cannot be reached at once does not hear it."""
-        for peer in list(self._peers.values()):
-            if peer.rank is not None:
-                with suppress(OSError):
-                    _send_line(peer.connection, words)
-
-    def close(self) -> None:
-        """Hears out ranks that have ended, at most for a second (a node may be cut off), then drops all connections."""
-        self._wake_write.close()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        deadline: float | None = None
-        while deadline is None or (len(self._peers) > len(self._strangers) and time.monotonic() < deadline):
-            for key, _ in self._selector.select(timeout=0.1 if deadline else self._until_next_deadline()):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._wake_read:
-                    deadline = time.monotonic() + _LAST_WORDS_S
-                    self._selector.unregister(self._wake_read)
-                elif (peer := self._peers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
-                    self._receive(peer)
-            self._drop_slow_strangers()
-        for peer in self._peers.values():
-            peer.connection.close()
-        self._listener.close()
-        self._wake_read.close()
-        self._selector.close()
-
-    def _accept(self) -> None:
-        try:
-            connection, address = self._listener.accept()
-        except OSError:  # reset by the peer, or no file descriptor left: it will try again, or is named as lost
-            return
-        connection.setblocking(False)
-        try:
-            _keep_alive(connection)
-        except OSError:  # reset already
-            connection.close()
-            return
-        peer = _Peer(connection, address[0], time.monotonic() + _HELLO_S)
-        self._peers[connection] = self._strangers[connection] = peer
-        self._selector.register(connection, selectors.EVENT_READ)
-        if len(self._strangers) > _MOST_STRANGERS:
-            self._drop(next(iter(self._strangers.values())))
-
-    def _until_next_deadline(self) -> float | None:
-        """Seconds until the oldest stranger is to be dropped; None when there is none."""
-        oldest = next(iter(self._strangers.values()), None)
-        return None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
-
-    def _drop_slow_strangers(self) -> None:
-        now = time.monotonic()
-        for peer in [peer for peer in self._strangers.values() if peer.deadline <= now]:
-            self._drop(peer)
-
-    def _receive(self, peer: _Peer) -> None:
-        silent = False
-        try:
-            data = peer.connection.recv(65536)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            data, silent = b"", error.errno in _SILENT
-        peer.pending += data
-        *lines, rest = bytes(peer.pending).split(b"\n")
-        peer.pending = bytearray(rest)
-        stays = all(self._handle(peer, line) for line in lines)
-        if not stays or not data or len(rest) > (_LONGEST_HELLO if peer.rank is None else _LONGEST_LINE):
-            self._drop(peer, silent)
-
-    def _handle(self, peer: _Peer, line: bytes) -> bool:
-        """Whether the peer may stay."""
-        if peer.rank is None and len(line) > _LONGEST_HELLO:
-            return False
-        try:
-            message = json.loads(line)
-            if peer.rank is None:
-                trusted = hmac.compare_digest(str(message["token"]).encode(), self._token.encode())
-                return trusted and self._greet(peer, message)
-            event = str(message.pop("event"))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return False
-        try:
-            self._on_event(peer.rank, event, message)
-        except (ValueError, KeyError, TypeError, AttributeError):  # not what the event should hold
-            print(f"clusterddp: rank {peer.rank} reported {event!r} in a way that cannot be understood:", flush=True)
-            traceback.print_exc()
-        return True
-
-    def _greet(self, peer: _Peer, hello: Mapping[str, Any]) -> bool:
-        rank, port = hello["rank"], hello["port"]
-        refusal = self._refusal(rank, port)
-        if refusal is not None:
-            with suppress(OSError):
-                _send_line(peer.connection, {"refused": refusal})
-            return False
-        peer.rank = rank
-        self._taken.add(rank)
-        del self._strangers[peer.connection]
-        if rank == 0:
-            self._store = {"host": peer.address, "port": port}
-        if self._store is not None:
-            waiting = self._peers.values() if rank == 0 else [peer]
-            for known in waiting:
-                if known.rank is not None:
-                    with suppress(OSError):  # gone meanwhile: its connection reads as ended next
-                        _send_line(known.connection, {**self._told, **self._store})
-        self._on_event(rank, "joined", {"host": str(hello["host"]), "pid": hello["pid"], "address": peer.address})
-        return True
-
-    def _refusal(self, rank: Any, port: Any) -> str | None:
-        """Why this rank may not join; None when it may."""
-        if type(rank) is not int or rank < 0 or (self._ranks is not None and rank >= self._ranks):
-            return f"there is no rank {rank}" + ("" if self._ranks is None else f" among {self._ranks} ranks")
-        if rank in self._taken:
-            return f"rank {rank} has joined already"
-        if rank == 0 and not (type(port) is int and 0 < port < 65536):
-            return f"rank 0's port is {port!r}: expected a number from 1 to 65535"
-        return None
-
-    def _drop(self, peer: _Peer, silent: bool = False) -> None:
-        self._selector.unregister(peer.connection)
-        del self._peers[peer.connection]
-        self._strangers.pop(peer.connection, None)
-        peer.connection.close()
-        if peer.rank is not None:
-            self._on_lost(peer.rank, silent)
 
 
 class Link:
@@ -268,7 +80,7 @@ class Link:
         for attempt in range(_TRIES):
             connection = _connect(host, int(supervisor_port), timeout if attempt == 0 else 5.0)
             try:
-                _send_line(connection, hello)
+                send_line(connection, hello)
                 line = _receive_line(connection, timeout, give_up)
             except ConnectionError:
                 line = b""
@@ -286,7 +98,7 @@ class Link:
         else:
             raise LauncherEnvironmentError(f"the supervisor at {address} is not this attempt's: it refused the token")
         connection.settimeout(None)
-        _keep_alive(connection)
+        keep_alive(connection)
         answer, _, more = line.partition(b"\n")
         return cls(connection, *_answer(answer, address), more)
 
@@ -320,7 +132,7 @@ class Link:
         """Reports an event. A supervisor that is gone is no reason to stop training: the failure is swallowed."""
         try:
             with self._lock:
-                _send_line(self._connection, {"event": event, **values})
+                send_line(self._connection, {"event": event, **values})
         except OSError:
             pass
 
@@ -386,16 +198,18 @@ def _receive_line(connection: socket.socket, timeout: float, give_up: Callable[[
         if not chunk:
             return b""
         data += chunk
-        if len(data) > _LONGEST_LINE:
+        if len(data) > LONGEST_LINE:
             raise LauncherEnvironmentError(f"what answers instead of the supervisor sends no line: {data[:80]!r}")
     return data
 
 
-def _keep_alive(connection: socket.socket) -> None:
+def keep_alive(connection: socket.socket) -> None:
+    """Has the kernel break the connection after ``SILENCE_S``."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _send_line(connection: socket.socket, message: Mapping[str, Any]) -> None:
+def send_line(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    """Sends one message."""
     connection.sendall((json.dumps(message) + "\n").encode())

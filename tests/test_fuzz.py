@@ -32,9 +32,10 @@ from clusterddp.launch import accounting, holder, limits, site, slurm, status
 from clusterddp.launch.cause import read_cause
 from clusterddp.launch.controller import LocalController
 from clusterddp.launch.history import History
+from clusterddp.launch.link_server import LinkServer
 from clusterddp.launch.progress import Progress
 from clusterddp.launch.verdict import RankEnd
-from clusterddp.link import Link, LinkServer
+from clusterddp.link import Link
 from clusterddp.rundir import RunDirectory
 from tests.test_slurm import RUNNING
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from clusterddp import link as link_module
 from clusterddp.errors import LauncherEnvironmentError
-from clusterddp.link import Link, LinkServer
+from clusterddp.launch import link_server
+from clusterddp.launch.link_server import LinkServer
+from clusterddp.link import Link
 
 TOKEN = "secret of this attempt"
 
@@ -172,7 +173,7 @@ def test_a_stranger_can_neither_send_much_nor_nest_deeply(heard: Heard) -> None:
 
 def test_strangers_who_say_nothing_are_dropped_in_time(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-open connections would use up the supervisor's file descriptors; ranks stay as long as they live."""
-    monkeypatch.setattr(link_module, "_HELLO_S", 0.2)
+    monkeypatch.setattr(link_server, "_HELLO_S", 0.2)
     rank = join(heard, 0, port=1)
     strangers = [socket.create_connection(("127.0.0.1", heard.server.port)) for _ in range(20)]
     strangers[0].sendall(b'{"tok')

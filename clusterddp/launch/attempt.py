@@ -23,10 +23,11 @@ from clusterddp.launch.hangs import Hang, Slow, Watch
 from clusterddp.launch.history import History
 from clusterddp.launch.launcher import Launcher, rank_command
 from clusterddp.launch.limits import exceeded
+from clusterddp.launch.link_server import LinkServer
 from clusterddp.launch.monitor import Monitor, lead_s
 from clusterddp.launch.narration import failure_box
 from clusterddp.launch.verdict import Action, RankEnd, Verdict, check_record, judge
-from clusterddp.link import ADDRESS_VARIABLE, SILENCE_S, TOKEN_VARIABLE, LinkServer
+from clusterddp.link import ADDRESS_VARIABLE, SILENCE_S, TOKEN_VARIABLE
 from clusterddp.masking import secret_values
 from clusterddp.rundir import RunDirectory, write_json
 
