@@ -119,7 +119,11 @@ class Link:
             for data in chain([self._heard], iter(lambda: self._connection.recv(4096), b"")):
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    on_words(json.loads(line))
+                    words = _words(line)
+                    if words:
+                        on_words(words)
+                if len(rest) > LONGEST_LINE:
+                    break
         if not self._closed:
             on_lost()
 
@@ -145,6 +149,15 @@ def report(event: str, **values: Any) -> None:
     """Reports an event to the supervisor, if there is one."""
     if current is not None:
         current.send(event, **values)
+
+
+def _words(line: bytes) -> dict[str, Any]:
+    """What the supervisor says in a line; nothing where that cannot be read, which is no reason to stop listening."""
+    try:
+        words = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return words if isinstance(words, dict) else {}
 
 
 def _answer(line: bytes, address: str) -> tuple[str, int, float | None]:

@@ -260,3 +260,22 @@ def test_what_the_supervisor_says_reaches_every_rank(heard: Heard) -> None:
     assert [words.get(timeout=10), words.get(timeout=10)] == [{"leave": "rank 5 hangs"}] * 2
     heard.server.close()
     assert [words.get(timeout=10), words.get(timeout=10)] == ["lost"] * 2
+
+
+@pytest.mark.parametrize("words", [b"nonsense", b"[]", b"3", b"[" * 9999, b"\xff", b""])
+def test_a_rank_hears_its_supervisors_end_whatever_was_said_before(words: bytes) -> None:
+    """A line that was torn by a full buffer must not end the thread that would notice the loss."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve() -> None:
+            connection, _ = other.accept()
+            connection.recv(4096)
+            connection.sendall(b'{"host": "h", "port": 1}\n' + words + b'\n{"leave": "x"}\n')
+            connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        link = Link.join(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, 1, None, timeout=10)
+        heard: queue.Queue[Any] = queue.Queue()
+        assert link is not None
+        link.listen(lambda: heard.put("lost"), heard.put)
+        assert [heard.get(timeout=10) for _ in range(2)] == [{"leave": "x"}, "lost"]

@@ -159,7 +159,7 @@ class LinkServer:
             return False
         try:
             self._on_event(peer.rank, event, message)
-        except (ValueError, KeyError, TypeError, AttributeError):  # not what the event should hold
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):  # not what the event should hold
             print(f"clusterddp: rank {peer.rank} reported {event!r} in a way that cannot be understood:", flush=True)
             traceback.print_exc()
         return True
