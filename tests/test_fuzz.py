@@ -501,9 +501,14 @@ def test_any_answer_to_a_rank_is_the_stores_place_or_an_error(answer: bytes) -> 
                 connection.sendall(answer if b"\n" in answer else answer + b"\n")
                 connection.close()
 
-    threading.Thread(target=serve, daemon=True).start()
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
     try:
         with contextlib.suppress(LauncherEnvironmentError):
-            Link.join(f"127.0.0.1:{listener.getsockname()[1]}", "t", 1, None, timeout=10)
+            link = Link.join(f"127.0.0.1:{listener.getsockname()[1]}", "t", 1, None, timeout=10)
+            assert link is not None
+            link.close()
     finally:
+        listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         listener.close()
+        thread.join()
