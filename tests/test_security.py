@@ -281,3 +281,19 @@ def test_who_may_not_look_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.Mo
             status.open_run(str(run))
     monkeypatch.setattr("clusterddp.launch.status.held_by_other", refuse)
     assert status.state_of(run) == ("unknown", "not over; who trains it, only its owner can see")
+
+
+def test_anothers_history_does_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Clearing the screen, setting a title: control characters are shown as question marks."""
+    run = RunDirectory(tmp_path / "run")
+    with recorded(run, JOB, created=True):
+        pass
+    bad = "\x1b[2J\x9bx"
+    event = {"time": 1.0, "attempt": 0, "event": "rank_failed", "rank": 0, "host": bad, "error": bad}
+    append_line(run.events_file, event)
+    append_line(run.metrics_file, {"step": 0, "attempt": 0, bad: bad})
+    write_json(run.outcome_file, {"state": "failed", "step": 0, "attempts": 1, "reason": bad})
+    status.show(str(run))
+    shown = capsys.readouterr().out
+    assert shown.replace("\n", "").isprintable(), shown
+    assert shown.count("?[2J?x") == 5

@@ -54,6 +54,9 @@ def drill_script(partition: str | None, qos: str | None, nodes: int, folder: Pat
         "job-name": "clusterddp-drill", "partition": partition, "qos": qos, "nodes": str(nodes), "ntasks-per-node": "1",
         "time": "10", "output": f"{folder}/log", "open-mode": "append",
     }  # fmt: skip
+    for text in (*options.values(), python):
+        if text is not None and not text.isprintable():
+            raise UsageError(f"{text!r} has line breaks or control characters, which a batch script cannot hold")
     lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
     command = f"exec {shlex.quote(python)} -m clusterddp.launch.drill_job {shlex.quote(str(folder))}"
     return "\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue", "trap '' TERM", command, ""])

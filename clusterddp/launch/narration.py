@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,12 @@ def sentence(event: Event) -> str | None:
         text = words(event) if words else None
     except (KeyError, TypeError, ValueError, AttributeError):  # an event of another version of clusterddp
         text = event["event"]
-    return f"attempt {event['attempt']}: {text}" if text else None
+    return f"attempt {event['attempt']}: {readable(text)}" if text else None
+
+
+def readable(text: str) -> str:
+    """Without what would command the terminal that shows it: another's history may hold anything."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
 
 
 def at_step(step: int | None) -> str:

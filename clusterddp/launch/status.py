@@ -19,7 +19,7 @@ from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import give_notice
 from clusterddp.launch.history import History
 from clusterddp.launch.holder import held_by_other, holders, local_loop_alive
-from clusterddp.launch.narration import at_step, sentence
+from clusterddp.launch.narration import at_step, readable, sentence
 from clusterddp.launch.progress import Tail
 from clusterddp.process import process_start
 from clusterddp.rundir import RunDirectory
@@ -50,7 +50,7 @@ def show(path: str) -> int:
     metrics = run.metrics()
     print(f"run       {run}")
     print(f"job       {job.name}: {job.shape}")
-    print(f"state     {state_of(run)[1]}")
+    print(f"state     {readable(state_of(run)[1])}")
     events = run.events()
     print(f"attempts  {sum(event['event'] == 'started' for event in events)}")
     recorded = any(event.get("step") is not None for event in events)
@@ -59,7 +59,7 @@ def show(path: str) -> int:
     if metrics:
         last = metrics[-1]
         values = {key: value for key, value in last.items() if key not in ("step", "time", "attempt")}
-        print(f"steps     {last['step'] + 1} done; the last: {_values(values)}")
+        print(f"steps     {last['step'] + 1} done; the last: {readable(_values(values))}")
     elif not recorded:
         print("steps     no steps recorded")
     for event in events:
