@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.launch.exclusion import FOR_S, Choice, choose, excluded, letter
+from clusterddp.launch.exclusion import FOR_S, Choice, choose, excluded, letter, option
 from clusterddp.launch.slurm import parse_usable
 
 NOW = 1_000_000.0
@@ -77,6 +77,13 @@ def test_the_administrator_is_told_what_failed_and_when() -> None:
     assert text.startswith("Node n2 failed one of our training runs 2 times:\n")
     assert text.count("job 41: killed by signal 9") == 2
     assert "sbatch --exclude=n2" in text
+
+
+def test_what_the_job_definition_excludes_stays_excluded() -> None:
+    """sbatch's option replaces the one in the script."""
+    assert option("rack[1-2]", ["n2", "n3"]) == ["--exclude=rack[1-2],n2,n3"]
+    assert option(None, ["n2"]) == ["--exclude=n2"]
+    assert option("rack1", []) == []
 
 
 def test_usable_nodes_are_those_that_answer_and_take_jobs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
 
     def submit(script: Path, *options: str) -> str:
-        made.append(script.name)
+        made.append(" ".join([script.name, *options]))
         return "42"
 
     monkeypatch.setattr("clusterddp.launch.slurm.submit", submit)
@@ -80,6 +81,17 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_somebody_wanted_its_end(
     assert watcher.result == (None if resubmitted else 1)
     if resubmitted:
         assert holder.holders(run)[0]["job"] == "42"
+
+
+@pytest.mark.parametrize(("usable", "options"), [(["n1", "n2"], " --exclude=n2"), (["n2"], "")])
+def test_a_node_that_failed_the_run_twice_stays_left_out(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, usable: list[str], options: str
+) -> None:
+    """Where another one works."""
+    append_line(run.events_file, {"event": "excluded", "attempt": 0, "time": time.time(), "nodes": ["n2"]})
+    monkeypatch.setattr("clusterddp.launch.slurm.usable_nodes", lambda _: usable)
+    look(run, info("NODE_FAIL"), monkeypatch)
+    assert submitted == [f"job.sbatch{options}"]
 
 
 def test_an_attempt_that_is_just_being_claimed_leaves_no_gap_in_who_holds_the_run(run: RunDirectory) -> None:

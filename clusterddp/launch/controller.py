@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from clusterddp.errors import LauncherEnvironmentError, SlurmError
 from clusterddp.hostlist import expand
 from clusterddp.job import Job
-from clusterddp.launch import holder, site, slurm
+from clusterddp.launch import exclusion, holder, site, slurm
 from clusterddp.launch.cause import Cause, read_cause
 from clusterddp.rundir import RunDirectory, read_json, write_json
 
@@ -143,11 +143,9 @@ class SlurmController:
             raise SlurmError(f"{self._run.batch_script} is missing, which a resubmission needs")
         with suppress(SlurmError):  # refused where the job is ending already, and comes back no more
             slurm.forbid_requeue(self._job_id)
-        options = [f"--dependency=afterany:{self._job_id}"] if after_this else []
-        if without:
-            options.append(f"--exclude={','.join(filter(None, [self._exclude, *without]))}")
+        dependency = [f"--dependency=afterany:{self._job_id}"] if after_this else []
         try:
-            new = slurm.submit(self._run.batch_script, *options)
+            new = slurm.submit(self._run.batch_script, *dependency, *exclusion.option(self._exclude, without))
         except SlurmError:
             with suppress(SlurmError):
                 slurm.allow_requeue(self._job_id)

@@ -73,6 +73,11 @@ def excluded(events: Iterable[Event], now: float) -> list[str]:
     return list(dict.fromkeys(node for event in recent for node in event["nodes"]))
 
 
+def option(given: str | None, nodes: Sequence[str]) -> list[str]:
+    """sbatch's option for a job without these nodes, and without what the job definition excludes, ``given``."""
+    return [f"--exclude={','.join(filter(None, [given, *nodes]))}"] if nodes else []
+
+
 def letter(events: Iterable[Event], node: str, now: float) -> str:
     """What a user can send to the cluster's administrator."""
     events = list(events)
