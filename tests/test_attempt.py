@@ -18,7 +18,7 @@ from clusterddp.errors import SlurmError, SlurmUnavailable
 from clusterddp.hostlist import expand
 from clusterddp.job import Job, Limits, Timeouts, Watchdog
 from clusterddp.launch import attempt as attempts
-from clusterddp.launch import holder, slurm
+from clusterddp.launch import going_on, holder, slurm
 from clusterddp.launch.accounting import cost
 from clusterddp.launch.attempt import Attempt
 from clusterddp.launch.cause import Cause
@@ -127,7 +127,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(attempts, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(going_on, "FIRST_PAUSE_S", 0.0)
     yield
 
 
@@ -314,7 +314,7 @@ def test_a_rank_is_looked_for_on_its_own_node(run: RunDirectory, hosts: dict[int
     job = dataclasses.replace(JOB, nodes=2, gpus_per_node=4, gpus_per_rank=2)
     attempt = Attempt(run, job, run.create_attempt(), FakeRanks(run, STOPPED), controller)
     attempt._hosts.update(hosts)
-    assert attempt._node_of(rank) == node
+    assert attempt.node_of(rank) == node
 
 
 def test_a_bad_node_is_left_out_where_fewer_suffice(run: RunDirectory) -> None:
@@ -386,7 +386,7 @@ def test_a_peer_that_fails_for_a_lost_node_before_that_is_known_is_not_blamed(ru
     attempt._on_left(0, error)
     attempt._silent.add(1)
     attempt._on_lost(1, True)
-    verdict = judge(attempt._ends(), 137, False, lambda: Cause.NONE)
+    verdict = judge(attempt.ends(), 137, False, lambda: Cause.NONE)
     assert verdict.first_failure and verdict.first_failure.rank == 1
 
 
@@ -502,7 +502,7 @@ def test_a_silent_node_is_not_called_lost_by_a_supervisor_that_is_cut_off_itself
 @pytest.mark.parametrize(
     ("watchdog", "code", "names"),
     [
-        (Watchdog(), attempts.RESTART, ["started", "hung", "restarted"]),
+        (Watchdog(), going_on.RESTART, ["started", "hung", "restarted"]),
         (Watchdog(on_hang="end"), 1, ["started", "hung", "failed"]),
     ],
 )

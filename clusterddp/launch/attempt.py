@@ -1,40 +1,32 @@
-"""One attempt of one run: start all ranks, hear them, and when they are gone decide how the run goes on."""
+"""One attempt of one run: start all ranks, and hear them until they are gone."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import secrets
-import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from clusterddp.errors import ClusterddpError, SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.errors import ClusterddpError, SlurmError, SlurmUnavailable
 from clusterddp.hostlist import expand
 from clusterddp.job import Job
-from clusterddp.launch import exclusion, holder, slurm
-from clusterddp.launch.cause import Cause
 from clusterddp.launch.code_state import changed, code_state
 from clusterddp.launch.controller import Controller
 from clusterddp.launch.deaths import Death, in_order
+from clusterddp.launch.going_on import GoingOn
 from clusterddp.launch.hangs import Hang, Slow, Watch
 from clusterddp.launch.history import History
 from clusterddp.launch.launcher import Launcher, rank_command
-from clusterddp.launch.limits import exceeded
 from clusterddp.launch.link_server import LinkServer
 from clusterddp.launch.monitor import Monitor, lead_s
-from clusterddp.launch.narration import failure_box
-from clusterddp.launch.verdict import Action, RankEnd, Verdict, check_record, judge
+from clusterddp.launch.verdict import RankEnd, check_record
 from clusterddp.link import ADDRESS_VARIABLE, SILENCE_S, TOKEN_VARIABLE
 from clusterddp.masking import secret_values
-from clusterddp.rundir import RunDirectory, write_json
+from clusterddp.rundir import RunDirectory
 
-#: What ``supervise`` returns when the ranks are to be started anew in this very job.
-RESTART = -1
-#: Pauses between two questions to a controller that does not answer: from the first to the longest, in seconds.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 #: Seconds that the ranks of a run that hangs have to leave by themselves; and that the peers of a rank that failed have
 #: to fail of it, with words of their own, before they are told to leave, too. The launcher ends them as well, but Slurm
 #: waits for KillWait where they take no TERM.
@@ -78,7 +70,7 @@ class Attempt:
     def supervise(self) -> int:
         """Runs the attempt to its end; returns this process's exit code, or RESTART."""
         exit_code = self._train()
-        return self._act(judge(self._ends(), exit_code, self._told, self._why))
+        return GoingOn(self._run, self._job, self._number, self._controller, self._history, self).after(exit_code)
 
     # --- while the ranks train
 
@@ -200,7 +192,7 @@ class Attempt:
 
         srun would wait for it until Slurm gives the node up, and so would the ranks on other nodes.
         """
-        node, waiting = self._node_of(rank), False
+        node, waiting = self.node_of(rank), False
         while not self._controller_answers():
             if not waiting:
                 print(f"clusterddp: neither {node} nor the controller answers, waiting", flush=True)
@@ -223,15 +215,6 @@ class Attempt:
         except SlurmError:
             pass
         return True
-
-    def _node_of(self, rank: int) -> str:
-        """The node that a rank is on: its host, where Slurm calls it so, else where the launcher puts that rank."""
-        host = self._hosts.get(rank, "unknown")
-        try:
-            nodes = expand(self._controller.describe()["nodes"])
-            return host if host in nodes else nodes[rank // self._job.ranks_per_node]
-        except (ClusterddpError, IndexError):
-            return host
 
     def _on_slow(self, slow: Slow) -> None:
         self._history.add("slow", **dataclasses.asdict(slow))
@@ -288,9 +271,33 @@ class Attempt:
         else:
             self._history.add("controller_away", error=away)
 
-    # --- when the ranks are gone
+    # --- what is asked when the ranks are gone
 
-    def _ends(self) -> list[RankEnd]:
+    @property
+    def told(self) -> bool:
+        """Whether the ranks were told to stop."""
+        return self._told
+
+    @property
+    def hang(self) -> Hang | None:
+        """The hang that the ranks were ended for."""
+        return self._hang and self._hang[0]
+
+    @property
+    def lost_node(self) -> str | None:
+        """A node that was lost with its ranks."""
+        return self.node_of(min(self._silent)) if self._silent else None
+
+    def node_of(self, rank: int) -> str:
+        """The node that a rank is on: its host, where Slurm calls it so, else where the launcher puts that rank."""
+        host = self._hosts.get(rank, "unknown")
+        try:
+            nodes = expand(self._controller.describe()["nodes"])
+            return host if host in nodes else nodes[rank // self._job.ranks_per_node]
+        except (ClusterddpError, IndexError):
+            return host
+
+    def ends(self) -> list[RankEnd]:
         """How every rank ended: by its last words, else its record, else what the launcher knows of its process.
 
         The one that hung comes first.
@@ -304,231 +311,10 @@ class Attempt:
         return [end.without(self._secrets) for end in ends]
 
     def _end_of(self, rank: int, death: Death | None) -> RankEnd:
-        host, lost_at = self._hosts.get(rank) or self._node_of(rank), self._lost_at.get(rank, float("inf"))
+        host, lost_at = self._hosts.get(rank) or self.node_of(rank), self._lost_at.get(rank, float("inf"))
         if rank in self._left:
             return RankEnd.from_record(rank, host, lost_at, self._left[rank])
         end = RankEnd.read(rank, host, lost_at, self._run.rank_record(self._number, rank), death)
         if rank in self._silent and end.end == "died":
-            return RankEnd(rank, host, "silent", lost_at, error=f"lost with its node {self._node_of(rank)}")
+            return RankEnd(rank, host, "silent", lost_at, error=f"lost with its node {self.node_of(rank)}")
         return end
-
-    def _why(self) -> Cause:
-        """The newer attempt and the mark that ``clusterddp cancel`` leaves come before the controller's word.
-
-        A controller that is away is asked until it answers: nothing is ever requeued blind, and at the end of the grace
-        we are killed.
-        """
-        pause_s = FIRST_PAUSE_S
-        while True:
-            if self.superseded():
-                return Cause.SUPERSEDED
-            if self._run.cancelled:
-                return Cause.CANCELLED
-            try:
-                return self._controller.why(self.lead_s())
-            except SlurmMissing:
-                return Cause.UNKNOWN
-            except SlurmUnavailable as error:
-                print(f"clusterddp: asking again in {pause_s:g} s: {error}", flush=True)
-                time.sleep(pause_s)
-                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
-            except SlurmError as error:
-                print(f"clusterddp: {error}", flush=True)
-                return Cause.UNKNOWN
-
-    def _act(self, verdict: Verdict) -> int:
-        if verdict.cause is Cause.SUPERSEDED or self.superseded():
-            newest = self._run.newest_attempt()
-            print(f"clusterddp: attempt {self._number} superseded by attempt {newest}; not writing", flush=True)
-            return 1
-        if verdict.first_failure is not None:
-            self._tell_failure(verdict.first_failure, verdict.others)
-        if verdict.action is Action.RESTART:
-            return self._restart(verdict)
-        if verdict.action is Action.AGAIN or (verdict.action is Action.LEAVE_TO_SLURM and self._ends_for_good()):
-            return self._again(verdict)
-        if verdict.action in (Action.LEAVE, Action.LEAVE_TO_SLURM):
-            if verdict.cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE):
-                self._ask_watcher()
-            then = "requeued by Slurm" if verdict.action is Action.LEAVE_TO_SLURM else "stopped"
-            self._add_end("stopped", verdict, then=then)
-            return self._controller.leave_code
-        self._history.conclude(verdict.action.value, verdict.reason)
-        return verdict.exit_code
-
-    def _tell_failure(self, failure: RankEnd, others: Sequence[RankEnd]) -> None:
-        """In the history, and as a box in the job's log."""
-        step = self._history.saved()["step"]
-        if self._hang is None:  # which is in the history already
-            self._add_failure(failure, step)
-        box = failure_box(self._run, self._number, failure, others, step, time.time())
-        print(box, file=sys.stderr, flush=True)
-
-    def _add_failure(self, failure: RankEnd, step: int | None) -> None:
-        values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
-        if step is not None:
-            values["step"] = step
-        if failure.of_the_node and self._controller.resubmits:
-            values["suspect"] = self._node_of(failure.rank)
-        self._history.add("rank_failed", **values)
-
-    def _ends_for_good(self) -> bool:
-        """Whether Slurm, which has ended the job for a preemption, will not run it again."""
-        try:
-            return self._controller.ends_what_it_preempts()
-        except SlurmError as error:
-            print(f"clusterddp: cannot ask whether this partition requeues what it preempts: {error}", flush=True)
-            return False
-
-    def _restart(self, verdict: Verdict) -> int:
-        """The run goes on here and now, from the newest checkpoint, as a new attempt of the same job.
-
-        In a new job where a node of this one is to be left out: Slurm changes no nodes of a job that runs.
-        """
-        if self._bounded("restarted", verdict):
-            return verdict.exit_code
-        lost = self._node_of(min(self._silent)) if self._silent else None
-        if lost is not None and not self._controller.starts_again:
-            self._add_end("stopped", verdict)  # no step of this shape starts in what is left of the allocation
-            return self._controller.leave_code
-        if self._controller.resubmits and self._controller.starts_again:
-            choice = self._choose_nodes(lost)
-            if lost is not None:
-                return self._resubmit(verdict, choice.nodes, node_lost=True)
-            if {self._node_of(rank) for rank in range(self._job.world_size)} & set(choice.nodes):
-                try:
-                    return self._hand_over(verdict, self._controller.resubmit(choice.nodes))
-                except SlurmError as error:
-                    self._history.add("not_excluded", reason=f"no new job can be had ({error})")
-        hung = self._hang and f"rank {self._hang[0].late[0]} ({self._hang[0].host}) hung"
-        self._add_end("restarted", verdict, hung)
-        return RESTART
-
-    def _choose_nodes(self, lost: str | None) -> exclusion.Choice:
-        """Which nodes the next job leaves out; says so where that is new, or cannot be."""
-        events, now = self._run.events(), time.time()
-        if lost is None and not set(exclusion.failed(events, now)) - set(exclusion.excluded(events, now)):
-            return exclusion.Choice()
-        usable = self._usable_nodes()
-        if usable is None:
-            return exclusion.Choice()
-        choice = exclusion.choose(events, lost, usable, self._needed_nodes, now)
-        if choice.refused:
-            self._history.add("not_excluded", reason=choice.refused)
-        if choice.new:
-            times = [len(exclusion.failures(events, node, now)) for node in choice.new]
-            self._history.add("excluded", nodes=list(choice.new), failures=times)
-        return choice
-
-    def _excluded(self) -> list[str]:
-        """The nodes that a new job is to go without, as the ones before did: only as long as enough others work."""
-        nodes = exclusion.excluded(self._run.events(), time.time())
-        usable = self._usable_nodes() if nodes else None
-        return nodes if usable is not None and len(set(usable) - set(nodes)) >= self._needed_nodes else []
-
-    def _usable_nodes(self) -> list[str] | None:
-        """Those that the job could be given; None when that cannot be told."""
-        try:
-            return self._controller.usable_nodes()
-        except ClusterddpError as error:  # Slurm's silence, or the job's `exclude` names a file
-            print(f"clusterddp: cannot tell which nodes there are, none is left out: {error}", flush=True)
-            return None
-
-    @property
-    def _needed_nodes(self) -> int:
-        return self._job.min_nodes or self._job.nodes
-
-    def _bounded(self, event: str, verdict: Verdict) -> bool:
-        """Ends the run as failed when it may not have another attempt; whether it did."""
-        end = {"event": event, "attempt": self._number, "time": time.time(), "cause": verdict.cause.value}
-        reason = exceeded(self._job, [*self._run.events(), end], time.time())
-        if reason is not None:
-            self._history.conclude(Action.FAIL.value, f"{verdict.reason}, and {reason}")
-        return reason is not None
-
-    def _again(self, verdict: Verdict) -> int:
-        """The run goes on: by a requeue where that is possible and wanted, else in a new job."""
-        if self._bounded("stopped", verdict):
-            return 1
-        if not self._controller.starts_again:
-            self._add_end("stopped", verdict)
-            return self._controller.leave_code
-        wanted = self._job.policy != "resubmit" or not self._controller.resubmits
-        if not (wanted and verdict.cause in (Cause.PREEMPTED, Cause.TIME_LIMIT)):
-            return self._resubmit(verdict, self._excluded())
-        try:
-            window_s = self._requeue(verdict.cause)
-        except _Changed as changed_to:
-            return self._act(changed_to.verdict)
-        except SlurmError as error:
-            self._history.add("requeue_refused", error=str(error))
-            return self._resubmit(verdict, self._excluded())
-        self._add_end("requeued", verdict, window_s=window_s)
-        return self._controller.again_code
-
-    def _requeue(self, cause: Cause) -> float:
-        """Requeues until the controller answers; each time it is asked just before whether that is still right.
-
-        A request that got no answer may have been carried out all the same. Returns the seconds between the question
-        and the requeue's answer: a scancel in there is undone, because Slurm requeues what is being cancelled, too.
-        """
-        pause_s = FIRST_PAUSE_S
-        while True:
-            now = self._why()
-            if now is not cause:
-                raise _Changed(self._judge_anew(now))
-            asked = time.monotonic()
-            try:
-                self._controller.requeue()
-                return round(time.monotonic() - asked, 4)
-            except SlurmMissing:
-                raise
-            except SlurmUnavailable as error:
-                print(f"clusterddp: trying again in {pause_s:g} s: {error}", flush=True)
-                time.sleep(pause_s)
-                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
-
-    def _judge_anew(self, cause: Cause) -> Verdict:
-        return judge(self._ends(), 0, self._told, lambda: cause)
-
-    def _resubmit(self, verdict: Verdict, without: Sequence[str] = (), node_lost: bool = False) -> int:
-        """Continues the run in a new job; where that is refused, the run waits for someone to do so.
-
-        Slurm may take minutes to end a job with a lost node: the new one does not wait for it.
-        """
-        if node_lost:
-            holder.let_go(self._run, self._number)
-        try:
-            new = self._controller.resubmit(without, after_this=not node_lost)
-        except SlurmError as error:
-            if node_lost:
-                holder.take(self._run, self._number, self._controller.holder())
-            self._ask_watcher()
-            self._add_end("stopped", verdict, f"{verdict.reason}; not resubmitted: {error}")
-            return self._controller.leave_code
-        return self._hand_over(verdict, new)
-
-    def _hand_over(self, verdict: Verdict, new: str) -> int:
-        """The run goes on in the job ``new``. scancel of this job at any moment up to here ends that one, too."""
-        if self._why() in (Cause.CANCELLED, Cause.ENDED_IN_GRACE):
-            slurm.cancel(new)
-            self._history.conclude(Action.CANCEL.value, "cancelled while it was being resubmitted")
-            return 1
-        self._add_end("resubmitted", verdict, job=new)
-        return self._controller.again_code
-
-    def _ask_watcher(self) -> None:
-        """Leaves a request for ``clusterddp watch``, which finds out whether the run should go on and resubmits it."""
-        write_json(self._run.request_file, {"attempt": self._number, **self._controller.describe()}, mode=0o600)
-
-    def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
-        ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
-        self._history.add(event, **ended, **values)
-
-
-class _Changed(Exception):
-    """What the controller says has changed while it was asked for something."""
-
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__(verdict.reason)
-        self.verdict = verdict

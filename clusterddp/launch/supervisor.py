@@ -24,7 +24,7 @@ from clusterddp.errors import ClusterddpError, RunDirectoryError
 from clusterddp.job import Job
 from clusterddp.job_file import load_resolved
 from clusterddp.launch import holder
-from clusterddp.launch.attempt import RESTART, Attempt
+from clusterddp.launch.attempt import Attempt
 from clusterddp.launch.controller import (
     AllocationController,
     Controller,
@@ -32,6 +32,7 @@ from clusterddp.launch.controller import (
     SlurmController,
     notice_file,
 )
+from clusterddp.launch.going_on import RESTART
 from clusterddp.launch.history import History
 from clusterddp.launch.launcher import Launcher, LocalLauncher, SlurmLauncher
 from clusterddp.launch.limits import exceeded

@@ -1,0 +1,289 @@
+"""How a run goes on when the ranks of an attempt are gone: here and now, by a requeue, in a new job, or not at all."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from clusterddp.errors import ClusterddpError, SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.job import Job
+from clusterddp.launch import exclusion, holder, slurm
+from clusterddp.launch.cause import Cause
+from clusterddp.launch.controller import Controller
+from clusterddp.launch.hangs import Hang
+from clusterddp.launch.history import History
+from clusterddp.launch.limits import exceeded
+from clusterddp.launch.narration import failure_box
+from clusterddp.launch.verdict import Action, RankEnd, Verdict, judge
+from clusterddp.rundir import RunDirectory, write_json
+
+#: The answer when the ranks are to be started anew in this very job.
+RESTART = -1
+#: Pauses between two questions to a controller that does not answer: from the first to the longest, in seconds.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+
+
+class Gone(Protocol):
+    """The ranks of an attempt that are gone."""
+
+    @property
+    def told(self) -> bool:
+        """Whether they were told to stop."""
+
+    @property
+    def hang(self) -> Hang | None:
+        """The hang that they were ended for."""
+
+    @property
+    def lost_node(self) -> str | None:
+        """A node that was lost with its ranks."""
+
+    def ends(self) -> list[RankEnd]:
+        """How each of them ended."""
+
+    def node_of(self, rank: int) -> str:
+        """The node that a rank was on."""
+
+    def superseded(self) -> bool:
+        """Whether a newer attempt exists."""
+
+    def lead_s(self) -> float:
+        """How many seconds before the time limit the ranks are told to stop."""
+
+
+class GoingOn:
+    """What the supervisor does last; ``number`` is the attempt's."""
+
+    def __init__(
+        self, run: RunDirectory, job: Job, number: int, controller: Controller, history: History, ranks: Gone
+    ) -> None:
+        self._run, self._job, self._number = run, job, number
+        self._controller, self._history, self._ranks = controller, history, ranks
+
+    def after(self, exit_code: int) -> int:
+        """Does what is right after the launcher's ``exit_code``; returns this process's exit code, or RESTART."""
+        return self._act(judge(self._ranks.ends(), exit_code, self._ranks.told, self._why))
+
+    def _why(self) -> Cause:
+        """The newer attempt and the mark that ``clusterddp cancel`` leaves come before the controller's word.
+
+        A controller that is away is asked until it answers: nothing is ever requeued blind, and at the end of the grace
+        we are killed.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            if self._ranks.superseded():
+                return Cause.SUPERSEDED
+            if self._run.cancelled:
+                return Cause.CANCELLED
+            try:
+                return self._controller.why(self._ranks.lead_s())
+            except SlurmMissing:
+                return Cause.UNKNOWN
+            except SlurmUnavailable as error:
+                print(f"clusterddp: asking again in {pause_s:g} s: {error}", flush=True)
+                time.sleep(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            except SlurmError as error:
+                print(f"clusterddp: {error}", flush=True)
+                return Cause.UNKNOWN
+
+    def _act(self, verdict: Verdict) -> int:
+        if verdict.cause is Cause.SUPERSEDED or self._ranks.superseded():
+            newest = self._run.newest_attempt()
+            print(f"clusterddp: attempt {self._number} superseded by attempt {newest}; not writing", flush=True)
+            return 1
+        if verdict.first_failure is not None:
+            self._tell_failure(verdict.first_failure, verdict.others)
+        if verdict.action is Action.RESTART:
+            return self._restart(verdict)
+        if verdict.action is Action.AGAIN or (verdict.action is Action.LEAVE_TO_SLURM and self._ends_for_good()):
+            return self._again(verdict)
+        if verdict.action in (Action.LEAVE, Action.LEAVE_TO_SLURM):
+            if verdict.cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE):
+                self._ask_watcher()
+            then = "requeued by Slurm" if verdict.action is Action.LEAVE_TO_SLURM else "stopped"
+            self._add_end("stopped", verdict, then=then)
+            return self._controller.leave_code
+        self._history.conclude(verdict.action.value, verdict.reason)
+        return verdict.exit_code
+
+    def _tell_failure(self, failure: RankEnd, others: Sequence[RankEnd]) -> None:
+        """In the history, and as a box in the job's log."""
+        step = self._history.saved()["step"]
+        if self._ranks.hang is None:  # which is in the history already
+            self._add_failure(failure, step)
+        box = failure_box(self._run, self._number, failure, others, step, time.time())
+        print(box, file=sys.stderr, flush=True)
+
+    def _add_failure(self, failure: RankEnd, step: int | None) -> None:
+        values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
+        if step is not None:
+            values["step"] = step
+        if failure.of_the_node and self._controller.resubmits:
+            values["suspect"] = self._ranks.node_of(failure.rank)
+        self._history.add("rank_failed", **values)
+
+    def _ends_for_good(self) -> bool:
+        """Whether Slurm, which has ended the job for a preemption, will not run it again."""
+        try:
+            return self._controller.ends_what_it_preempts()
+        except SlurmError as error:
+            print(f"clusterddp: cannot ask whether this partition requeues what it preempts: {error}", flush=True)
+            return False
+
+    def _restart(self, verdict: Verdict) -> int:
+        """The run goes on here and now, from the newest checkpoint, as a new attempt of the same job.
+
+        In a new job where a node of this one is to be left out: Slurm changes no nodes of a job that runs.
+        """
+        if self._bounded("restarted", verdict):
+            return verdict.exit_code
+        lost = self._ranks.lost_node
+        if lost is not None and not self._controller.starts_again:
+            self._add_end("stopped", verdict)  # no step of this shape starts in what is left of the allocation
+            return self._controller.leave_code
+        if self._controller.resubmits and self._controller.starts_again:
+            choice = self._choose_nodes(lost)
+            if lost is not None:
+                return self._resubmit(verdict, choice.nodes, node_lost=True)
+            if {self._ranks.node_of(rank) for rank in range(self._job.world_size)} & set(choice.nodes):
+                try:
+                    return self._hand_over(verdict, self._controller.resubmit(choice.nodes))
+                except SlurmError as error:
+                    self._history.add("not_excluded", reason=f"no new job can be had ({error})")
+        hang = self._ranks.hang
+        hung = f"rank {hang.late[0]} ({hang.host}) hung" if hang else None
+        self._add_end("restarted", verdict, hung)
+        return RESTART
+
+    def _choose_nodes(self, lost: str | None) -> exclusion.Choice:
+        """Which nodes the next job leaves out; says so where that is new, or cannot be."""
+        events, now = self._run.events(), time.time()
+        if lost is None and not set(exclusion.failed(events, now)) - set(exclusion.excluded(events, now)):
+            return exclusion.Choice()
+        usable = self._usable_nodes()
+        if usable is None:
+            return exclusion.Choice()
+        choice = exclusion.choose(events, lost, usable, self._needed_nodes, now)
+        if choice.refused:
+            self._history.add("not_excluded", reason=choice.refused)
+        if choice.new:
+            times = [len(exclusion.failures(events, node, now)) for node in choice.new]
+            self._history.add("excluded", nodes=list(choice.new), failures=times)
+        return choice
+
+    def _excluded(self) -> list[str]:
+        """The nodes that a new job is to go without, as the ones before did: only as long as enough others work."""
+        nodes = exclusion.excluded(self._run.events(), time.time())
+        usable = self._usable_nodes() if nodes else None
+        return nodes if usable is not None and len(set(usable) - set(nodes)) >= self._needed_nodes else []
+
+    def _usable_nodes(self) -> list[str] | None:
+        """Those that the job could be given; None when that cannot be told."""
+        try:
+            return self._controller.usable_nodes()
+        except ClusterddpError as error:  # Slurm's silence, or the job's `exclude` names a file
+            print(f"clusterddp: cannot tell which nodes there are, none is left out: {error}", flush=True)
+            return None
+
+    @property
+    def _needed_nodes(self) -> int:
+        return self._job.min_nodes or self._job.nodes
+
+    def _bounded(self, event: str, verdict: Verdict) -> bool:
+        """Ends the run as failed when it may not have another attempt; whether it did."""
+        end = {"event": event, "attempt": self._number, "time": time.time(), "cause": verdict.cause.value}
+        reason = exceeded(self._job, [*self._run.events(), end], time.time())
+        if reason is not None:
+            self._history.conclude(Action.FAIL.value, f"{verdict.reason}, and {reason}")
+        return reason is not None
+
+    def _again(self, verdict: Verdict) -> int:
+        """The run goes on: by a requeue where that is possible and wanted, else in a new job."""
+        if self._bounded("stopped", verdict):
+            return 1
+        if not self._controller.starts_again:
+            self._add_end("stopped", verdict)
+            return self._controller.leave_code
+        wanted = self._job.policy != "resubmit" or not self._controller.resubmits
+        if not (wanted and verdict.cause in (Cause.PREEMPTED, Cause.TIME_LIMIT)):
+            return self._resubmit(verdict, self._excluded())
+        try:
+            window_s = self._requeue(verdict.cause)
+        except _Changed as changed_to:
+            return self._act(changed_to.verdict)
+        except SlurmError as error:
+            self._history.add("requeue_refused", error=str(error))
+            return self._resubmit(verdict, self._excluded())
+        self._add_end("requeued", verdict, window_s=window_s)
+        return self._controller.again_code
+
+    def _requeue(self, cause: Cause) -> float:
+        """Requeues until the controller answers; each time it is asked just before whether that is still right.
+
+        A request that got no answer may have been carried out all the same. Returns the seconds between the question
+        and the requeue's answer: a scancel in there is undone, because Slurm requeues what is being cancelled, too.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            now = self._why()
+            if now is not cause:
+                raise _Changed(self._judge_anew(now))
+            asked = time.monotonic()
+            try:
+                self._controller.requeue()
+                return round(time.monotonic() - asked, 4)
+            except SlurmMissing:
+                raise
+            except SlurmUnavailable as error:
+                print(f"clusterddp: trying again in {pause_s:g} s: {error}", flush=True)
+                time.sleep(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+
+    def _judge_anew(self, cause: Cause) -> Verdict:
+        return judge(self._ranks.ends(), 0, self._ranks.told, lambda: cause)
+
+    def _resubmit(self, verdict: Verdict, without: Sequence[str] = (), node_lost: bool = False) -> int:
+        """Continues the run in a new job; where that is refused, the run waits for someone to do so.
+
+        Slurm may take minutes to end a job with a lost node: the new one does not wait for it.
+        """
+        if node_lost:
+            holder.let_go(self._run, self._number)
+        try:
+            new = self._controller.resubmit(without, after_this=not node_lost)
+        except SlurmError as error:
+            if node_lost:
+                holder.take(self._run, self._number, self._controller.holder())
+            self._ask_watcher()
+            self._add_end("stopped", verdict, f"{verdict.reason}; not resubmitted: {error}")
+            return self._controller.leave_code
+        return self._hand_over(verdict, new)
+
+    def _hand_over(self, verdict: Verdict, new: str) -> int:
+        """The run goes on in the job ``new``. scancel of this job at any moment up to here ends that one, too."""
+        if self._why() in (Cause.CANCELLED, Cause.ENDED_IN_GRACE):
+            slurm.cancel(new)
+            self._history.conclude(Action.CANCEL.value, "cancelled while it was being resubmitted")
+            return 1
+        self._add_end("resubmitted", verdict, job=new)
+        return self._controller.again_code
+
+    def _ask_watcher(self) -> None:
+        """Leaves a request for ``clusterddp watch``, which finds out whether the run should go on and resubmits it."""
+        write_json(self._run.request_file, {"attempt": self._number, **self._controller.describe()}, mode=0o600)
+
+    def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
+        ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
+        self._history.add(event, **ended, **values)
+
+
+class _Changed(Exception):
+    """What the controller says has changed while it was asked for something."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.reason)
+        self.verdict = verdict
