@@ -185,14 +185,22 @@ def costs(
     return figures
 
 
-def unannounced_redone(made: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """Steps redone by attempts before which nothing but preemptions was made, and the most of any other attempt."""
+def unannounced_redone(
+    made: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]
+) -> tuple[int, int]:
+    """Steps redone by attempts before which nothing but preemptions was made, and the most of any other attempt.
+
+    Before: since the start of the newest attempt that had made a step. One that has not redoes nothing, and leaves what
+    is to be redone to the next.
+    """
     starts = {event["attempt"]: event["time"] for event in events if event["event"] == "started"}
+    stepped = {line["attempt"] for line in lines}
     announced = most = 0
     for event in events:
         if event["event"] != "resumed" or not event.get("redone"):
             continue
-        before = starts.get(event["attempt"] - 1, 0.0)
+        earlier = [attempt for attempt in stepped if attempt < event["attempt"]]
+        before = starts[max(earlier)] if earlier else 0.0
         kinds = {fault["kind"] for fault in made if before <= fault["asked"] <= event["time"]}
         if kinds <= {"preemption"}:
             announced += event["redone"]

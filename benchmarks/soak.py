@@ -213,7 +213,7 @@ def _judge_steps(
     made: Sequence[dict[str, Any]],
 ) -> None:
     result.steps_redone = sum(event.get("redone", 0) for event in events if event["event"] == "resumed")
-    announced, most = faults.unannounced_redone(made, events)
+    announced, most = faults.unannounced_redone(made, events, lines)
     if announced:
         result.problems.append(f"{announced} steps redone after preemptions that were announced")
     if most > EVERY + SAVING:

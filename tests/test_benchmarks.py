@@ -138,8 +138,17 @@ def test_a_fault_costs_the_time_to_the_next_new_step_and_the_steps_redone_after_
         {"kind": "slurmd", "said": None, "seconds": None, "redone": 0},  # the next fault came before
         {"kind": "cut", "said": None, "seconds": 2.0, "redone": 0},
     ]
-    assert faults.unannounced_redone(made, events) == (0, 1)
-    assert faults.unannounced_redone([{"kind": "preemption", "asked": 2.5}], events) == (1, 0)
+    lines = [{**line, "attempt": int(line["time"] > 7)} for line in lines]
+    assert faults.unannounced_redone(made, events, lines) == (0, 1)
+    assert faults.unannounced_redone([{"kind": "preemption", "asked": 2.5}], events, lines) == (1, 0)
+
+
+def test_what_an_attempt_without_a_step_leaves_to_be_redone_is_not_the_next_preemptions():
+    events = [{"event": "started", "attempt": attempt, "time": 10.0 * attempt} for attempt in range(3)]
+    events += [{"event": "resumed", "attempt": attempt, "time": 10.0 * attempt + 1, "redone": 3} for attempt in (1, 2)]
+    made = [{"kind": "kill", "asked": 5.0}, {"kind": "preemption", "asked": 12.0}]
+    lines = [{"step": 22, "time": 4.0, "attempt": 0}]
+    assert faults.unannounced_redone(made, events, lines) == (0, 3)
 
 
 def test_two_attempts_without_a_checkpoint_are_spared_a_third():
