@@ -36,9 +36,9 @@ def test_a_second_term_changes_nothing(run: RunDirectory) -> None:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     (requeued,) = events_of(run, "requeued")
-    assert [event["step"] for event in events_of(run, "checkpoint")] == [requeued["checkpoint"], 60]
+    assert [event["step"] for event in events_of(run, "checkpoint")] == [requeued["checkpoint"], 160]
     assert re.search(r"attempt 1: resumed from step \d+, 0 steps redone", err), err
-    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(60))
+    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(160))
 
 
 def test_rank_0_takes_another_port_than_one_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
