@@ -84,7 +84,7 @@ def test_a_controller_that_is_away_at_a_requeue_and_in_training_and_a_restarted_
 ) -> None:
     """The requeue is asked for until it is answered; status asks again, and then tells what the run's files say."""
     path = f"{held_requeue(cluster, runs)}:{cluster.environment['PATH']}"
-    training = Training.submit(cluster, runs, "--moments", "first step", "--pause", "0.2", env={"PATH": path})
+    training = Training.submit(cluster, runs, "--moments", "first step", "--pause", "0.8", env={"PATH": path})
     training.wait_at_moment(0)
     training.preempt()
     training.go(0)
