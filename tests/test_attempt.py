@@ -390,8 +390,13 @@ def test_a_peer_that_fails_for_a_lost_node_before_that_is_known_is_not_blamed(ru
     assert verdict.first_failure and verdict.first_failure.rank == 1
 
 
-def test_rank_0_is_left_to_save_when_a_node_is_lost_while_all_stop(run: RunDirectory) -> None:
-    """It is told to leave, and srun is given up, when it has gone."""
+@pytest.mark.parametrize(
+    ("saving", "values"), [("stopping", {"step": 7, "reason": "signal TERM"}), ("finishing", {"step": 7})]
+)
+def test_rank_0_is_left_to_save_when_a_node_is_lost_meanwhile(
+    run: RunDirectory, saving: str, values: dict[str, Any]
+) -> None:
+    """It is told to leave, and srun is given up, when it has gone; or, with all steps done, when it has saved."""
     said: list[str] = []
 
     class Server:
@@ -406,12 +411,15 @@ def test_rank_0_is_left_to_save_when_a_node_is_lost_while_all_stop(run: RunDirec
     attempt._server = Server()  # type: ignore[assignment]
     attempt._recorded.set()
     attempt._on_event(0, "joined", {"host": "n1"})
-    attempt._on_event(0, "stopping", {"step": 7, "reason": "signal TERM"})
+    attempt._on_event(0, saving, values)
     attempt._on_lost(1, True)
     wait_until(lambda: "node_lost" in [event["event"] for event in run.events()], "the node to be lost")
     assert said == []
-    attempt._on_left(0, {"host": "n1", **STOPPED})
-    attempt._on_lost(0, False)
+    if saving == "finishing":
+        attempt._on_event(0, "progress", {"step": 7, "steps": 7})
+    else:
+        attempt._on_left(0, {"host": "n1", **STOPPED})
+        attempt._on_lost(0, False)
     wait_until(lambda: said == ["leave", "abandoned"], "the attempt to be given up")
 
 

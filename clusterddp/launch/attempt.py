@@ -58,7 +58,7 @@ class Attempt:
         self._silent: set[int] = set()
         self._letting_go: threading.Timer | None = None
         self._recorded, self._gone = threading.Event(), threading.Event()
-        #: Cleared from when all ranks stop until rank 0, which saves then, is gone.
+        #: Cleared from when all ranks stop, or are done, until rank 0 has saved, or is gone.
         self._saved = threading.Event()
         self._saved.set()
         self._told = self._heard = self._deaf = False
@@ -139,8 +139,10 @@ class Attempt:
         if event == "left":
             self._on_left(rank, values)
             return
-        if event == "stopping":
+        if event in ("stopping", "finishing"):
             self._saved.clear()
+        if event == "progress":
+            self._saved.set()
         if event == "signal":
             self._told = self._heard = True
         values = {"rank": rank, **values}

@@ -223,6 +223,8 @@ class Run:
             self._agreement.request(str(error))
 
     def _complete(self, total: int) -> None:
+        if self._group.rank == 0:
+            self._report("finishing", step=total)  # until "progress", the supervisor lets this rank save
         committed, problem = self._commit()
         if self._saver.saves and committed != total:
             raise CheckpointError(f"all {total} steps are done, but the last checkpoint was not written: {problem}")
