@@ -168,14 +168,14 @@ def costs(
     """Of each fault that was made: its kind, the seconds until the history tells of it, those to the next step that was
     not done before, and the steps redone.
 
-    A step that is redone belongs to the newest fault before the attempt that redoes it.
+    A step that is redone belongs to the newest fault before the attempt that redoes it, and to each of them where an
+    attempt made no step.
     """
     figures = []
     for number, fault in enumerate(made):
         asked = fault["asked"]
         end = made[number + 1]["asked"] if number + 1 < len(made) else float("inf")
-        done = max((line["step"] for line in lines if line["time"] <= asked), default=-1)
-        new = min((line["time"] for line in lines if line["time"] > asked and line["step"] > done), default=None)
+        new = _next_new(fault["kind"], asked, events, lines)
         redone = sum(e.get("redone") or 0 for e in events if e["event"] == "resumed" and asked <= e["time"] < end)
         told = min((e["time"] for e in events if e["event"] in TOLD and asked <= e["time"] < end), default=None)
         # What the next fault delayed is not this one's.
@@ -183,6 +183,20 @@ def costs(
         said = round(told - asked, 3) if told is not None and fault["kind"] in ENDING else None
         figures.append({"kind": fault["kind"], "said": said, "seconds": seconds, "redone": redone})
     return figures
+
+
+def _next_new(
+    kind: str, asked: float, events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]
+) -> float | None:
+    """When the first step was done that was not done before the fault; of a later attempt, if it ends its own."""
+    newest = max((e["attempt"] for e in events if e["event"] == "started" and e["time"] <= asked), default=-1)
+    if kind in ENDING or kind == "preemption":
+        done = max((line["step"] for line in lines if line["attempt"] <= newest), default=-1)
+        later = [line for line in lines if line["attempt"] > newest and line["step"] > done]
+    else:
+        done = max((line["step"] for line in lines if line["time"] <= asked), default=-1)
+        later = [line for line in lines if line["time"] > asked and line["step"] > done]
+    return min((line["time"] for line in later), default=None)
 
 
 def unannounced_redone(

@@ -573,10 +573,12 @@ def _faults_text(soak: Soak) -> str:
 {faults.table(soak.results)}
 
 Runs lost: runs that did not complete in which such a fault was made. A checkpoint is taken every {EVERY} steps; a
-preemption is announced, the others are not. The next new step is one that was not done before the fault; the steps that
-are redone, the hold after a requeue (7 s here) and the time that the fault itself lasts are in its seconds, except of
-faults that the next one followed before. An empty DDP script takes {report.median(soak.empty):.1f} s from its batch
-script's first line to its first step (median of {len(soak.empty)}, in the same minutes).
+preemption is announced, the others are not. A step that is redone is counted to the newest fault before the attempt
+that redoes it, again where that attempt made no step; after preemptions alone none is, or it is named as a problem. The
+next new step is one that was not done before the fault: the steps that are redone, the hold after a requeue (7 s here)
+and the time that the fault itself lasts are in its seconds, faults that the next one followed before are not. An empty
+DDP script takes {report.median(soak.empty):.1f} s from its batch script's first line to its first step (median of
+{len(soak.empty)}, in the same minutes).
 """
 
 

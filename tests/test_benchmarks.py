@@ -128,7 +128,8 @@ def test_a_mixed_soak_has_every_kind_of_fault():
 
 
 def test_a_fault_costs_the_time_to_the_next_new_step_and_the_steps_redone_after_it():
-    lines = [{"step": step, "time": time} for step, time in [(0, 1.0), (1, 2.0), (1, 8.0), (2, 9.0), (3, 14.0)]]
+    times = [(0, 0, 1.0), (0, 1, 2.0), (0, 2, 2.6), (1, 2, 8.0), (1, 3, 9.0), (1, 4, 14.0)]
+    lines = [{"attempt": attempt, "step": step, "time": time} for attempt, step, time in times]
     events = [{"event": "rank_failed", "attempt": 0, "time": 3.0}]
     events += [{"event": "resumed", "attempt": 1, "time": 7.0, "redone": 1}]
     events += [{"event": "started", "attempt": attempt, "time": 6.0 * attempt} for attempt in range(2)]
@@ -138,7 +139,6 @@ def test_a_fault_costs_the_time_to_the_next_new_step_and_the_steps_redone_after_
         {"kind": "slurmd", "said": None, "seconds": None, "redone": 0},  # the next fault came before
         {"kind": "cut", "said": None, "seconds": 2.0, "redone": 0},
     ]
-    lines = [{**line, "attempt": int(line["time"] > 7)} for line in lines]
     assert faults.unannounced_redone(made, events, lines) == (0, 1)
     assert faults.unannounced_redone([{"kind": "preemption", "asked": 2.5}], events, lines) == (1, 0)
 
