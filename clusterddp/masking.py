@@ -28,6 +28,8 @@ _SHORTEST = 6
 def is_secret(name: str) -> bool:
     """Whether a variable or an option of this name holds a secret: WANDB_API_KEY, --hf-token, db.password."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name).lower())
+    if words == ["pwd"]:  # the shell's name for the folder that it is in
+        return False
     return bool(words) and words[-1] not in _PLACES and (words[-1] in _LAST or bool(_ANYWHERE & set(words)))
 
 

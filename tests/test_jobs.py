@@ -269,7 +269,9 @@ def test_skew_a_long_timeout_waits_for_the_slow_rank_and_a_short_one_ends_the_at
     assert "all 2 steps are done, at the slowest rank's pace" in submit(run, "skew", *late)
     short = RunDirectory(tmp_path / "short")
     said = submit(short, "skew", "--set", "timeouts.step_s=0.5", "--set", "limits.attempts=1", *late, code=1)
-    assert re.search(r"rank 0 \(\S+\) failed first: RuntimeError: .*Timed out waiting 500ms", said), said
+    assert re.search(r"rank 0 \(\S+\) failed first at step 1: raised RuntimeError: .*Timed out waiting 500ms", said), (
+        said
+    )
     assert "step 0 took" in said and "step 1 took" not in said
 
 

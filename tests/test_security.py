@@ -59,7 +59,7 @@ def any_umask(request: pytest.FixtureRequest) -> Iterator[None]:
         *[(name, True) for name in ("AWS_SECRET_ACCESS_KEY", "MY_PASSPHRASE", "KEY")],
         *[
             (name, False)
-            for name in ("--tokenizer", "MAX_TOKENS", "KEYS", "HF_TOKEN_FILE", "monkey", "pad_token_id", "")
+            for name in ("--tokenizer", "MAX_TOKENS", "KEYS", "HF_TOKEN_FILE", "monkey", "pad_token_id", "", "PWD")
         ],
     ],
 )
