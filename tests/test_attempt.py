@@ -566,9 +566,8 @@ def test_a_task_that_srun_cannot_launch_does_not_leave_the_others_waiting(
     """srun says so and goes on: seen when a cable was cut in the second of the launch."""
     srun = tmp_path / "srun"
     srun.write_text(
-        "#!/bin/bash\ntrap 'kill $!; exit 137' QUIT\n"
-        "echo 'srun: error: task 1 launch failed: Slurmd could not connect IO' >&2\n"
-        "sleep 60 & wait\n"
+        "#!/bin/bash\ntrap 'kill $!; exit 137' QUIT\nsleep 60 &\n"
+        "echo 'srun: error: task 1 launch failed: Slurmd could not connect IO' >&2\nwait\n"
     )
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
