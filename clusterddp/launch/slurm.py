@@ -151,10 +151,10 @@ def show_job(job_id: str) -> JobInfo | None:
         raise
 
 
-def patiently(ask: Callable[[], T], patience_s: float = 15.0) -> T:
+def patiently(ask: Callable[[], T], patience_s: float = 20.0) -> T:
     """The answer to a question; asked again, and saying so, while the controller does not answer.
 
-    Slurm's commands try for up to 10 s themselves.
+    Slurm's commands try for 9 to 18 s themselves (22.05.8).
     """
     deadline, pause_s = time.monotonic() + patience_s, 1.0
     while True:
