@@ -59,7 +59,8 @@ def show(path: str) -> int:
     if metrics:
         last = metrics[-1]
         values = {key: value for key, value in last.items() if key not in ("step", "time", "attempt")}
-        print(f"steps     {last['step'] + 1} done; the last: {readable(_values(values))}")
+        logged = readable(_values(values))
+        print(f"steps     {last['step'] + 1} done{f'; the last: {logged}' if logged else ''}")
     elif not recorded:
         print("steps     no steps recorded")
     for event in events:
