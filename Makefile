@@ -52,7 +52,7 @@ test-24.11: .venv/ready slurm
 test-product: .venv/ready slurm
 	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/test_preemption_variants.py tests/test_exact_resume.py \
 		tests/test_crash.py tests/test_fuzz.py tests/test_launchers.py tests/test_launchers_slurm.py \
-		tests/test_templates_slurm.py
+		tests/test_templates_slurm.py tests/test_here_slurm.py tests/test_faults.py tests/test_cluster.py
 
 soak: .venv/ready slurm
 	.venv/bin/python -m benchmarks.soak $(SOAK)

@@ -23,7 +23,12 @@ Launch = Callable[..., clusterddp.Handle]
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that need the cluster, of which there is one: ``make test`` runs the others beside them."""
+    """Marks the tests that need the cluster, of which there is one: ``make test`` runs the others beside them.
+
+    Those marked for the full product are left to ``make test-product``.
+    """
+    if "CLUSTERDDP_TEST_PRODUCT" not in os.environ:
+        items[:] = [item for item in items if "product" not in item.keywords]
     for item in items:
         if "clusters" in getattr(item, "fixturenames", ()):
             item.add_marker("slurm")

@@ -317,7 +317,14 @@ def apart(tmp_path: Path, script: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slurm
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("daemon", ["mariadb-install", "munged", "slurmd-n1", "slurmctld"])
+@pytest.mark.parametrize(
+    "daemon",
+    [
+        "munged",
+        "slurmctld",
+        *(pytest.param(name, marks=pytest.mark.product) for name in ("mariadb-install", "slurmd-n1")),
+    ],
+)
 def test_what_a_killed_up_left_is_cleared_by_the_next(tmp_path: Path, daemon: str) -> None:
     """Killed just after it started one of its daemons; then up and down as if nothing had been."""
     script = f"""

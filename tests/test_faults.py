@@ -108,6 +108,7 @@ def test_a_controller_that_is_away_at_a_requeue_and_in_training_and_a_restarted_
     check_same_run(training.run, uninterrupted_training)
 
 
+@pytest.mark.product
 def test_a_node_whose_ranks_die_twice_is_not_used_a_third_time(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
@@ -157,7 +158,7 @@ def test_a_dead_node_is_noticed_and_the_run_goes_on_without_it(
 def test_a_cut_that_heals_and_a_slow_network_end_nothing_nor_does_a_requeue_of_the_completed_run(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
-    """The ranks wait, and go on: one attempt, no step redone."""
+    """The ranks wait, and go on, also where others take the CPUs: one attempt, no step redone."""
     training = Training.submit(cluster, runs, "--pause", "0.1")
     wait_for_step(training.run, 3)
     cluster.cut("n2")
@@ -165,9 +166,13 @@ def test_a_cut_that_heals_and_a_slow_network_end_nothing_nor_does_a_requeue_of_t
     cluster.heal("n2")
     slow = "root tbf rate 300kbit burst 4kb latency 300ms".split()
     cluster.root(["tc", "qdisc", "add", "dev", cluster.cable("n2"), *slow])
+    hogs = [subprocess.Popen(["timeout", "60", "sh", "-c", "while :; do :; done"]) for _ in range(3)]
     try:
         assert training.finish() == "completed", story(training.run)
     finally:
+        for hog in hogs:
+            hog.terminate()
+            hog.wait()
         cluster.root(["tc", "qdisc", "del", "dev", cluster.cable("n2"), "root"])
     check_same_run(training.run, uninterrupted_training)
     assert training.run.attempts() == [0]

@@ -66,6 +66,7 @@ def test_ctrl_c_saves_and_stops_and_the_same_command_goes_on(cluster: Cluster, r
     assert ", 359 images, 2 ranks" in words
 
 
+@pytest.mark.product
 def test_a_failed_training_gives_its_exit_code_and_can_be_tried_again_there(cluster: Cluster, runs: Path) -> None:
     """A person has seen the failure and starts the run again, in the same allocation."""
     script, run = runs / "once.py", RunDirectory(runs / "run")

@@ -109,6 +109,7 @@ IN_IMAGE = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("runtime", "program"), [("apptainer", "apptainer"), ("pyxis", "srun")])
 def test_the_container_template_starts_the_ranks_and_nothing_else_in_the_image(
     cluster: Cluster, runs: Path, runtime: str, program: str
