@@ -39,8 +39,8 @@ demo: .venv/ready
 	@cat $(DEMO_RUN)/outcome.json
 
 test: .venv/integrations slurm
-	@# Tests on the cluster mostly wait: the others run beside them, and are shown when both are done.
-	@.venv/bin/python -m pytest -m 'not slurm' > .tests.log 2>&1 & others=$$!; \
+	@# Tests on the cluster take longer but mostly wait: the others run beside them, and are shown when both are done.
+	@nice -n 5 .venv/bin/python -m pytest -m 'not slurm' > .tests.log 2>&1 & others=$$!; \
 		.venv/bin/python -m pytest -m slurm; slurm=$$?; \
 		wait $$others; rest=$$?; cat .tests.log; rm -f .tests.log; [ $$slurm -eq 0 ] && [ $$rest -eq 0 ]
 
@@ -52,7 +52,8 @@ test-24.11: .venv/ready slurm
 test-product: .venv/ready slurm
 	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/test_preemption_variants.py tests/test_exact_resume.py \
 		tests/test_crash.py tests/test_fuzz.py tests/test_launchers.py tests/test_launchers_slurm.py \
-		tests/test_templates_slurm.py tests/test_here_slurm.py tests/test_faults.py tests/test_cluster.py
+		tests/test_templates_slurm.py tests/test_here_slurm.py tests/test_faults.py tests/test_cluster.py \
+		tests/test_fencing.py tests/test_jobs_slurm.py
 
 soak: .venv/ready slurm
 	.venv/bin/python -m benchmarks.soak $(SOAK)

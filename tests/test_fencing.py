@@ -17,7 +17,9 @@ def ranks_on(cluster: Cluster, node: str) -> list[str]:
     return [process.command() for process in cluster.processes(node) if "clusterddp.rank" in process.command()]
 
 
-@pytest.mark.parametrize("node", ["n2", "n1"], ids=["a plain node", "the batch host"])
+@pytest.mark.parametrize(
+    "node", [pytest.param("n2", id="a plain node", marks=pytest.mark.product), pytest.param("n1", id="the batch host")]
+)
 def test_a_node_cut_off_for_long_loses_its_run_to_a_new_attempt_and_ends_its_ranks(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, node: str
 ) -> None:

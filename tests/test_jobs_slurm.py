@@ -34,6 +34,11 @@ JOBS = {
 }
 
 
+#: Those that are run where not the full product is asked for.
+BRIEF = ("basic", "collectives", "digits")
+FULL = "CLUSTERDDP_TEST_PRODUCT" in os.environ
+
+
 @pytest.fixture(scope="module")
 def result(clusters: Clusters) -> Iterator[Callable[[str], tuple[RunDirectory, str]]]:
     """Waits for a job's run: its folder and what rank 0 has printed. All are submitted at once; Slurm queues them."""
@@ -42,6 +47,8 @@ def result(clusters: Clusters) -> Iterator[Callable[[str], tuple[RunDirectory, s
     folder.mkdir()
     os.chown(folder, cluster.uid, -1)
     for job, words in JOBS.items():
+        if job not in BRIEF and not FULL:
+            continue
         command = [cluster.python, "-m", "clusterddp.submit", f"jobs/{job}.yaml", "--run-dir", folder / job]
         shape = ["--nodes", "2", "--device", "cpu", "--partition", "off"]
         cluster.run([*command, *shape, *words.split()], cwd=cluster.source)
@@ -106,6 +113,7 @@ def test_basic(result: Result) -> None:
     torch.testing.assert_close(newest_model(run.checkpoints), dict(model.state_dict()))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("job", ["checkpoint", "checkpoint_folder"])
 def test_checkpoint(result: Result, job: str) -> None:
     """The last file holds what one process's training on the joined batches makes; all ranks have it, too."""
@@ -127,6 +135,7 @@ def test_checkpoint(result: Result, job: str) -> None:
         assert float(re.findall(r"weights sum to (\S+)", output)[0]) == pytest.approx(total, abs=2e-6)
 
 
+@pytest.mark.product
 def test_model_parallel(result: Result) -> None:
     """The mean loss of the last step is that of a model which was never cut."""
     said = re.search(r"cpu and cpu: loss (\S+) after 4 steps", result("model_parallel")[1])
@@ -143,6 +152,7 @@ def test_collectives(result: Result) -> None:
     assert {row[0] for row in ROW.findall(said)} == FACTORS.keys() | {"nodes 0 and 1"}
 
 
+@pytest.mark.product
 def test_skew(result: Result) -> None:
     """Each step goes on when the last rank has come, which itself waits for nobody."""
     run, said = result("skew")
@@ -152,6 +162,7 @@ def test_skew(result: Result) -> None:
     assert len(run.metrics()) == 2
 
 
+@pytest.mark.product
 def test_scaling(result: Result) -> None:
     """A row for each number of ranks, with the throughput that its time means."""
     said = result("scaling")[1]
@@ -183,6 +194,7 @@ class Cpu:
     device = torch.device("cpu")
 
 
+@pytest.mark.product
 def test_charlm(result: Result) -> None:
     """The held-out loss of all ranks together is that of the saved weights, and has come down."""
     run, said = result("charlm")

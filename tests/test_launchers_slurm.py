@@ -10,9 +10,12 @@ from tests import launchers
 from tests.cluster import Cluster
 
 THERE = "On Slurm"
+#: These have tests of their own in test_main_job.py; here they are part of the full product.
+TESTED = ("clusterddp submit", "sbatch, a task per GPU")
+CASES = [pytest.param(*case, marks=[pytest.mark.product] * (case[0] in TESTED)) for case in launchers.cases(THERE)]
 
 
-@pytest.mark.parametrize(("launcher", "job"), launchers.cases(THERE))
+@pytest.mark.parametrize(("launcher", "job"), CASES)
 def test_a_job_comes_to_the_same_under_every_launcher(cluster: Cluster, runs: Path, launcher: str, job: str) -> None:
     """The command is that in the launcher's row, for two ranks on two nodes of the test cluster."""
     size = "--partition=low --nodes=2 --gpus-per-node=1 --ntasks-per-node=1 --cpus-per-task=1".split()

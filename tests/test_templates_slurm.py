@@ -43,6 +43,7 @@ def test_torchrun_on_every_node_survives_a_preemption(cluster: Cluster, runs: Pa
     assert ", 4 ranks" in (run.attempt_logs(1) / "rank-0.out").read_text()
 
 
+@pytest.mark.product
 def test_torchrun_turns_every_failure_into_1_and_so_does_its_template(cluster: Cluster, runs: Path) -> None:
     """No requeue, though the script might do better a second time."""
     script = runs / "seven.py"
@@ -83,6 +84,7 @@ def check_best_checkpoint(run: RunDirectory) -> None:
     assert kept == {best, STEPS}, story(run)
 
 
+@pytest.mark.product
 def test_an_arrays_member_ends_with_its_own_trainings_exit_code(cluster: Cluster, runs: Path) -> None:
     """The script of member 1 leaves with 7, that of member 0 is done."""
     script = runs / "seven.py"
