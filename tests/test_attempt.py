@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -572,10 +573,19 @@ def test_a_task_that_srun_cannot_launch_does_not_leave_the_others_waiting(
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("clusterddp.launch.launcher.LOOK_S", 0.05)
+    before = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # as the supervisor does
     launcher = SlurmLauncher(JOB)
     launcher.start(["true"], dict(os.environ), tmp_path)
+    signal.signal(signal.SIGQUIT, before)
     assert launcher.wait() == 137
     assert launcher.deaths()[1].not_started == "Slurmd could not connect IO"
+
+
+def test_a_supervisor_that_a_shell_has_put_in_the_background_can_end_srun() -> None:
+    """Such a shell has QUIT ignored, which srun would inherit."""
+    code = "from clusterddp.launch import supervisor as s; s.prepare_process(); print(s.signal.getsignal(3).name)"
+    command = ["sh", "-c", '"$0" -c "$1" & wait', sys.executable, code]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "SIG_DFL\n"
 
 
 # ---- limits

@@ -105,6 +105,7 @@ def prepare_process() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for signum in (signal.SIGUSR2, signal.SIGCONT):
         signal.signal(signum, lambda *_: None)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # ends srun's step; what a shell has put in the background ignores it
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     speak_on_a_full_disk()  # the log is in the run directory
