@@ -256,9 +256,15 @@ The bar, an upper end below {BAR} and no message at all, is {report.verdict(met)
     return text, {**figures, "summary": summary, "met": met}
 
 
-def main() -> None:
-    """The command line; also what each rank runs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def command_line(
+    words: str | None,
+    name: str,
+    measure: Callable[[int, int, float], dict[str, Any]],
+    run: Callable[[list[str]], dict[str, Any]],
+    describe: Callable[[dict[str, Any]], tuple[str, dict[str, Any]]],
+) -> None:
+    """A benchmark of blocks in pairs: in a rank it measures, elsewhere it runs the ranks and writes the report."""
+    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--steps", type=int, default=100, help="in each block")
     parser.add_argument("--step-ms", type=float, default=10.0)
@@ -269,8 +275,8 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             Path(os.environ[RANK_FILE]).write_text(json.dumps(figures))
         return
-    report.write(options.out, "agreement", *describe(run_ranks("benchmarks.agreement", sys.argv[1:])))
+    report.write(options.out, name, *describe(run(sys.argv[1:])))
 
 
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, "agreement", measure, partial(run_ranks, "benchmarks.agreement"), describe)

@@ -9,11 +9,8 @@ The bar: the interval's upper end is below 1.02.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import secrets
-import sys
 import threading
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import report
-from benchmarks.agreement import BAR, RANK_FILE, RANKS, Pair, Trainer, compare, pair, run_ranks
+from benchmarks.agreement import BAR, RANKS, Pair, Trainer, command_line, compare, pair, run_ranks
 from clusterddp.job import Watchdog
 from clusterddp.launch.hangs import Watch
 from clusterddp.launch.link_server import LinkServer
@@ -129,21 +126,5 @@ The bar, an upper end below {BAR}, is {report.verdict(met)}."""
     return text, {**figures, "summary": summary, "met": met}
 
 
-def main() -> None:
-    """The command line; also what each rank runs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=100, help="in each block")
-    parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--out", type=Path, default=Path("docs"))
-    options = parser.parse_args()
-    if RANK_FILE in os.environ:
-        figures = measure(options.pairs, options.steps, options.step_ms / 1000)
-        if os.environ["RANK"] == "0":
-            Path(os.environ[RANK_FILE]).write_text(json.dumps(figures))
-        return
-    report.write(options.out, "heartbeat", *describe(supervised(sys.argv[1:])))
-
-
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, "heartbeat", measure, supervised, describe)

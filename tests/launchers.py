@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+
+from tests.trained_alone import trained_alone
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHECKPOINT_STEPS = 20
@@ -61,13 +62,5 @@ def sum_of_weights(ranks: int) -> float:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = torch.nn.Linear(10, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(CHECKPOINT_STEPS):
-        pairs = [torch.Generator().manual_seed(1000 * step + rank) for rank in range(ranks)]
-        batches = [(torch.randn(20, 10, generator=data), torch.randn(20, 5, generator=data)) for data in pairs]
-        inputs, targets = (torch.cat(part) for part in zip(*batches, strict=True))
-        loss = F.mse_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    trained_alone(model, CHECKPOINT_STEPS, ranks, momentum=0.9)
     return float(sum(parameter.detach().sum() for parameter in model.parameters()))

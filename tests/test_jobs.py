@@ -12,11 +12,11 @@ from types import ModuleType
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from clusterddp.rundir import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
+from tests.trained_alone import trained_alone
 from tests.waiting import differing, final_state, story
 
 JOBS = ddp.REPOSITORY / "jobs"
@@ -137,16 +137,7 @@ def test_model_parallel_trains_as_one_process_does_on_the_joined_batch(run: RunD
     assert said is not None
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(20):
-        seeds = [torch.Generator().manual_seed(1000 * step + rank) for rank in (0, 1)]
-        pairs = [(torch.randn(20, 10, generator=seed), torch.randn(20, 5, generator=seed)) for seed in seeds]
-        inputs, targets = (torch.cat(column) for column in zip(*pairs, strict=True))
-        loss = F.mse_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert float(said[1]) == pytest.approx(loss.item(), abs=2e-6)
+    assert float(said[1]) == pytest.approx(trained_alone(model, 20, ranks=2), abs=2e-6)
 
 
 def test_model_parallel_gives_each_rank_two_gpus_and_says_when_there_are_too_few() -> None:

@@ -18,6 +18,7 @@ from clusterddp.training.data import Loader
 from tests.checkpoint_files import content_of
 from tests.conftest import Clusters
 from tests.test_jobs import FACTORS, ROW, held_out_loss, script
+from tests.trained_alone import trained_alone
 from tests.waiting import story, wait_for_outcome
 
 #: By job: what is asked for beyond two nodes, and the script's arguments. charlm has its own global batch.
@@ -75,20 +76,6 @@ def newest_model(folder: Path) -> dict[str, torch.Tensor]:
     return dict(content_of(max(folder.glob("step-*")))["model"])
 
 
-def trained_alone(model: torch.nn.Module, steps: int, momentum: float = 0.0) -> float:
-    """Trains on the joined batches of four ranks, as checkpoint.py and model_parallel.py make them; the last loss."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    for step in range(steps):
-        seeds = [torch.Generator().manual_seed(1000 * step + rank) for rank in range(4)]
-        pairs = [(torch.randn(20, 10, generator=seed), torch.randn(20, 5, generator=seed)) for seed in seeds]
-        inputs, targets = (torch.cat(column) for column in zip(*pairs, strict=True))
-        loss = F.mse_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return loss.item()
-
-
 def seeded_as_by_init(seed: int = 0) -> None:
     randomness.seed_all(randomness.hash32("init", seed), torch.device("cpu"))
 
@@ -127,7 +114,7 @@ def test_checkpoint(result: Result, job: str) -> None:
         saved = newest_model(run.path / "own" / "checkpoints")
         seeded_as_by_init()
     expected = torch.nn.Linear(10, 5)
-    trained_alone(expected, 5, momentum=0.9)
+    trained_alone(expected, 5, ranks=4, momentum=0.9)
     torch.testing.assert_close(saved, dict(expected.state_dict()))
     total = float(sum(part.sum() for part in saved.values()))
     for rank in range(4):
@@ -142,7 +129,7 @@ def test_model_parallel(result: Result) -> None:
     assert said is not None
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))
-    assert float(said[1]) == pytest.approx(trained_alone(model, 4), abs=2e-6)
+    assert float(said[1]) == pytest.approx(trained_alone(model, 4, ranks=4), abs=2e-6)
 
 
 def test_collectives(result: Result) -> None:

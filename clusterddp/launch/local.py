@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from clusterddp.errors import UsageError
 from clusterddp.job import Job
@@ -59,6 +59,7 @@ class LocalRun:
     preemptions: list[Moment] = field(default_factory=list)
     debug_rank: int | None = None
     interrupts: int = 0
+    stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
 
     def loop(self, progress: Progress) -> int:
         """Runs attempts until the run is over or interrupted; returns the exit code."""
@@ -117,10 +118,10 @@ class LocalRun:
         self._process.kill()
 
     def _signal(self, cause: Cause) -> None:
-        """TERM to the supervisor's whole session, as Slurm's linuxproc tracking does it; the supervisor ignores it."""
+        """To the supervisor's whole session, as Slurm's linuxproc tracking does it; the supervisor ignores it."""
         give_notice(self.run, cause)
         try:
-            os.killpg(self._process.pid, signal.SIGTERM)
+            os.killpg(self._process.pid, self.stop_signal)
         except ProcessLookupError:
             pass
 
