@@ -1,7 +1,8 @@
 # make demo   set everything up in .venv and watch a run get preempted and come back, on this machine
-# make test   set everything up, a real Slurm included (as root on Debian or Ubuntu), and run every test
+# make test   set everything up, a real Slurm included (as root on Debian or Ubuntu), and run the tests
 # make lint   ruff and mypy
-# make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination
+# make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination,
+#                    and tests of what others cover in the main
 # make soak     300 preemptions and other faults at random moments; make bench-handover, bench-agreement: what stopping costs
 # make bench-heartbeat    what the watchdog costs
 # make bench-checkpoint   what saving and restoring costs, beside torch, Lightning and accelerate
