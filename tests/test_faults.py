@@ -5,11 +5,12 @@ Four nodes without accounting, and a SlurmdTimeout of two minutes: who waits for
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,20 @@ def test_a_cut_that_heals_and_a_slow_network_end_nothing_nor_does_a_requeue_of_t
     training.wait(lambda: again() and cluster.job(training.job_id)["JobState"] == "COMPLETED", "the second end")
     assert (training.run.events(), training.run.attempts()) == (history, [0])
     assert "completed at step 40 already; nothing to do" in log_of(training)
+
+
+def test_a_rank_that_fills_its_jobs_memory_is_told_from_other_kills_and_all_start_anew_in_place(
+    clusters: Clusters, runs_on: Callable[[Cluster], Path], uninterrupted_training: RunDirectory
+) -> None:
+    """Slurm's limit is a cgroup's: the kernel kills the rank, and srun says of what it died."""
+    cluster = clusters.get(dataclasses.replace(CONFIG, memory_limits=True))
+    try:
+        training = Training.submit(cluster, runs_on(cluster), "--fill-at", "7", options=[*OFTEN, "--set", "mem=1500M"])
+        assert training.finish() == "completed", story(training.run)
+        told = "rank 1 (n2) killed: out of memory (the job's limit; ask for more, with --set mem=...)"
+        assert told in log_of(training)
+        assert training.run.attempts() == [0, 1]
+        assert len({event["job"] for event in events_of(training.run, "started")}) == 1
+        check_same_run(training.run, uninterrupted_training, redone=True)
+    finally:
+        cluster.drain_jobs()

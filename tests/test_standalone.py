@@ -40,7 +40,9 @@ def test_a_loop_of_ones_own_goes_on_where_it_was(tmp_path, launcher):
 
     def run(folder: str, steps: int) -> list[str]:
         command = [sys.executable, *launcher, str(script), str(tmp_path / folder), str(steps)]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout.splitlines()
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.splitlines()
 
     whole = run("whole", 7)
     assert set(run("parts", 4)) >= {"begin 0"}

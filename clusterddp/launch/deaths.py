@@ -46,7 +46,7 @@ class Death:
         if self.not_started:
             return f"never started: {self.not_started}"
         if self.out_of_memory:
-            return "killed: out of memory (the job's limit; ask for more with --mem)"
+            return "killed: out of memory (the job's limit; ask for more, with --set mem=...)"
         if self.signal == signal.SIGKILL:
             return "killed by signal 9, no traceback; check memory"
         if self.signal is not None:

@@ -51,6 +51,7 @@ def _add_config(add: argparse.ArgumentParser) -> None:
         add.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(default, name), metavar="N")
     add.add_argument("--proctrack", choices=("cgroup", "linuxproc"), help="default: cgroup where cgroup v1 is mounted")
     add.add_argument("--user-signal", action="store_true", help="preemption sends the job's --signal instead of TERM")
+    add.add_argument("--memory-limits", action="store_true", help="jobs are held to their --mem; needs cgroup v1")
     add.add_argument("--qos", action="store_true", help="preemption goes by QOS, `high` over `low`")
     add.add_argument("--release", choices=RELEASES, help="this Debian release's Slurm; default: the machine's")
     add.add_argument("--no-slurmdbd", dest="slurmdbd", action="store_false", help="no accounting")

@@ -28,6 +28,8 @@ class ClusterConfig:
     """GraceTime of the partition `low`, in seconds."""
     proctrack: str | None = None
     """`cgroup` or `linuxproc`; None is cgroup where cgroup v1 is mounted, else linuxproc."""
+    memory_limits: bool = False
+    """A job's memory (`--mem`) is allocated, and its steps' is limited to that; needs cgroup v1."""
     user_signal: bool = False
     """A preempted job gets the signal of its `--signal` instead of TERM when the grace begins."""
     qos: bool = False
@@ -50,6 +52,8 @@ class ClusterConfig:
             raise ValueError(f"gpus is {self.gpus}; expected 0 to 16 per node")
         if self.proctrack not in (None, "cgroup", "linuxproc"):
             raise ValueError(f"proctrack is {self.proctrack!r}; expected cgroup or linuxproc")
+        if self.memory_limits and self.proctrack == "linuxproc":
+            raise ValueError("memory_limits needs cgroups, and proctrack is linuxproc")
         if self.qos and not self.slurmdbd:
             raise ValueError("qos needs slurmdbd, which knows what a QOS is")
         if self.release not in (None, *RELEASES):
@@ -91,7 +95,7 @@ class Site:
 
 
 def slurm_conf(config: ClusterConfig, site: Site) -> str:
-    """slurm.conf: reacts in seconds, enforces no memory, keeps every file and socket below the state folder."""
+    """slurm.conf: reacts in seconds, limits memory if asked to, keeps every file and socket below the state folder."""
     root = site.root
     lines = [
         f"ClusterName={CLUSTER}",
@@ -113,13 +117,13 @@ def slurm_conf(config: ClusterConfig, site: Site) -> str:
         "SlurmctldDebug=verbose",
         "SlurmdDebug=verbose",
         f"ProctrackType=proctrack/{site.proctrack}",
-        "TaskPlugin=task/none",
+        f"TaskPlugin=task/{'cgroup' if config.memory_limits else 'none'}",
         "SwitchType=switch/none",
         "MpiDefault=none",
         "MailProg=/bin/true",
         "ReturnToService=2",
         "SelectType=select/cons_tres",
-        "SelectTypeParameters=CR_CPU",
+        f"SelectTypeParameters=CR_CPU{'_Memory' if config.memory_limits else ''}",
         "PriorityType=priority/basic",
         "SchedulerType=sched/backfill",
         "SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1",
@@ -196,11 +200,15 @@ def gres_conf(config: ClusterConfig, site: Site) -> str:
     return f"AutoDetect=off\nName=gpu File={site.root}/dev/{files} Flags=nvidia_gpu_env\n"
 
 
-def cgroup_conf(site: Site) -> str:
-    """cgroup.conf: constrains nothing, and is never `autodetect`, with which slurmd dies where there are no cgroups."""
+def cgroup_conf(config: ClusterConfig, site: Site) -> str:
+    """cgroup.conf: constrains memory or nothing.
+
+    It is never `autodetect`, with which slurmd dies where there are no cgroups.
+    """
     if site.proctrack == "linuxproc" and site.version >= (24, 5, 0):
         return "CgroupPlugin=disabled\n"
-    return "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\n"
+    limits = "ConstrainRAMSpace=yes\nConstrainSwapSpace=yes\n" if config.memory_limits else ""
+    return f"CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\n{limits}"
 
 
 def slurmdbd_conf(site: Site) -> str:

@@ -97,7 +97,8 @@ def make_devices(state: State) -> None:
 def write_configuration(state: State) -> None:
     config, site, etc = state.config, state.site, state.site.root / "etc"
     files = {"slurm.conf": text.slurm_conf(config, site), "gres.conf": text.gres_conf(config, site)}
-    files |= {"cgroup.conf": text.cgroup_conf(site), "hosts": text.hosts(config, site), "my.cnf": text.my_cnf(site)}
+    files |= {"cgroup.conf": text.cgroup_conf(config, site)}
+    files |= {"hosts": text.hosts(config, site), "my.cnf": text.my_cnf(site)}
     for name, content in files.items():
         (etc / name).write_text(content)
         (etc / name).chmod(0o644)
@@ -214,6 +215,8 @@ def remove_folder(root: Path) -> None:
 def new_site(state_folder: Path, config: ClusterConfig) -> Site:
     if config.proctrack == "cgroup" and not cgroup_v1():
         raise ClusterError("proctrack cgroup was asked for, but cgroup v1 with its freezer is not mounted here")
+    if config.memory_limits and not (cgroup_v1() and (CGROUPS / "memory").is_dir()):
+        raise ClusterError("memory_limits was asked for, but cgroup v1 with its memory controller is not mounted here")
     site = Site(
         root=state_folder,
         version=(0, 0, 0),

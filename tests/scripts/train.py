@@ -15,6 +15,7 @@ parser.add_argument("--pause", type=float, default=0.0, help="seconds in each st
 parser.add_argument("--moments", default="")
 parser.add_argument("--marks", type=Path)
 parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--fill-at", type=int, help="after this step attempt 0's rank 1 takes memory without end")
 args = parser.parse_args()
 
 ATTEMPT, RANK = int(os.environ.get("CLUSTERDDP_ATTEMPT", 0)), os.environ.get("RANK", "0")
@@ -90,6 +91,8 @@ for number, (x, y) in enumerate(run.steps(args.steps)):
         for _ in range(600):
             ctx.stop_point()
             time.sleep(0.1)
+    if (run.step, RANK, ATTEMPT) == (args.fill_at, "1", 0):
+        taken = [bytearray(b"x") * 2**26 for _ in range(200)]  # 13 GB; any limit of a test is below
     if run.step == args.steps - 1:
         wait_at("last step")
 wait_at("after the end")
