@@ -13,7 +13,7 @@ from clusterddp.errors import ClusterddpError
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    from clusterddp.submit import add_arguments
+    from clusterddp.options import add_arguments
 
     top = argparse.ArgumentParser(prog="clusterddp", description="Trains PyTorch DDP models on Slurm.")
     top.add_argument("--version", action="version", version=f"clusterddp {__version__}")

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp import submit
 from clusterddp.environment import scrub
 from clusterddp.errors import RunFailed, UsageError
 from clusterddp.job import Job
@@ -24,9 +23,12 @@ from clusterddp.launch import status
 from clusterddp.launch.holder import local_loop_alive
 from clusterddp.launch.narration import failure_box
 from clusterddp.launch.progress import Progress
+from clusterddp.launch.recording import Plant, record_local
 from clusterddp.launch.verdict import RankEnd
 from clusterddp.launch.watching import LOOK_S, Watcher
+from clusterddp.options import add_arguments, describe, say
 from clusterddp.rundir import RunDirectory, create_file
+from clusterddp.submit import check, fit, submit_fitted
 
 #: Cannot be changed for a function: they name what runs.
 _OF_A_FUNCTION = {"script", "module", "args", "args_on_resume"}
@@ -65,12 +67,11 @@ def launch(
             if clash := _OF_A_FUNCTION & values.keys():
                 raise UsageError(f"{', '.join(sorted(clash))}: the target is a function, which needs none of them")
             values = {"job_name": _name_of(target), **values, "module": "clusterddp.function"}
-            given, plant = submit.describe(None, values, {}), _planting(target, args)
+            job, plant = describe(None, values, {}), _planting(target, args)
         else:
             values |= {"args": [str(argument) for argument in args]} if args else {}
-            given, plant = submit.describe(os.fspath(target), values, {}), _plant_nothing
-        job = submit.job_or_code(arguments, given, values.get("args"))
-        if not isinstance(job, Job):  # the run is done already
+            job, plant = describe(os.fspath(target), values, {}), None
+        if check(arguments, job) is not None:  # the run is done already
             return Handle(arguments.run_dir)
         return _start_local(arguments, job, plant) if local else _start_slurm(arguments, job, plant)
 
@@ -196,7 +197,7 @@ class Handle:
 def _command_line(local: bool, run_dir: str | os.PathLike[str] | None) -> argparse.Namespace:
     """The options of ``clusterddp submit`` that the rest of a submission reads."""
     parser = argparse.ArgumentParser()
-    submit.add_arguments(parser)
+    add_arguments(parser)
     options = [*(["--local"] if local else []), *(["--run-dir", os.fspath(run_dir)] if run_dir is not None else [])]
     return parser.parse_args(options)
 
@@ -221,7 +222,7 @@ def _name_of(function: Callable[..., Any]) -> str:
     return re.sub(r"[^\w.+=@-]+", "", name).lstrip(".-") or "function"
 
 
-def _planting(function: Callable[..., Any], args: tuple[Any, ...]) -> submit.Plant:
+def _planting(function: Callable[..., Any], args: tuple[Any, ...]) -> Plant:
     """Writes the function into a run directory. It is pickled now, before anything is made."""
     from submitit.core.utils import DelayedSubmission
 
@@ -234,13 +235,10 @@ def _planting(function: Callable[..., Any], args: tuple[Any, ...]) -> submit.Pla
     return lambda run: save_function(function_file(run), content)
 
 
-def _plant_nothing(run: RunDirectory) -> None:
-    del run
-
-
-def _start_local(arguments: argparse.Namespace, job: Job, plant: submit.Plant) -> Handle:
+def _start_local(arguments: argparse.Namespace, job: Job, plant: Plant | None) -> Handle:
     """Records the run, and leaves it to a process of its own, which continues it as anyone might."""
-    run = submit.record_local(arguments, job, plant)
+    run = record_local(arguments.run_dir, job, plant)
+    say(f"run directory: {run}")
     command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run)]
     with open(_loop_log(run), "ab", opener=create_file) as log:
         process = subprocess.Popen(
@@ -249,9 +247,9 @@ def _start_local(arguments: argparse.Namespace, job: Job, plant: submit.Plant) -
     return Handle(run.path, process)
 
 
-def _start_slurm(arguments: argparse.Namespace, job: Job, plant: submit.Plant) -> Handle:
-    run, job_id = submit.submit_fitted(arguments, submit.fit(job, required=True), job, plant)
-    submit.say(f"submitted as job {job_id}; run directory: {run}")
+def _start_slurm(arguments: argparse.Namespace, job: Job, plant: Plant | None) -> Handle:
+    run, job_id = submit_fitted(arguments.run_dir, fit(job, required=True), job, plant)
+    say(f"submitted as job {job_id}; run directory: {run}")
     return Handle(run.path)
 
 

@@ -18,11 +18,11 @@ from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.job import Job
 from clusterddp.launch import status
 from clusterddp.launch.launcher import rank_command
+from clusterddp.launch.recording import recorded
 from clusterddp.launch.supervisor import load_trusted
 from clusterddp.launch.verdict import RankEnd
 from clusterddp.masking import MASK, is_secret, masked, secret_values, with_secrets, without_secrets
 from clusterddp.rundir import RunDirectory, append_line, write_atomically, write_json
-from clusterddp.submit import recorded
 from clusterddp.trust import check_own
 from tests.waiting import story
 
