@@ -18,7 +18,8 @@ from typing import Any
 from clusterddp import yaml12
 from clusterddp.errors import JobDefinitionError
 from clusterddp.job import Job
-from clusterddp.job_fields import READERS, Fields, check_keys, quoted, read_fields
+from clusterddp.job_fields import READERS, Fields, check_keys, read_fields
+from clusterddp.job_values import quoted
 from clusterddp.masking import MASK, is_secret, revealed
 from clusterddp.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
 

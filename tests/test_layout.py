@@ -15,6 +15,7 @@ GROUND = {
     "yaml12",
     "job",
     "job_fields",
+    "job_values",
     "job_file",
     "rundir",
     "link",
