@@ -140,10 +140,6 @@ def _main_stack(text: str) -> str:
     return "\n".join(line for line in lines[:12] if "<frozen runpy>" not in line and "clusterddp/rank.py" not in line)
 
 
-def _tail(text: str, lines: int) -> str:
-    return "\n".join(text.splitlines()[-lines:])
-
-
 def _other_ends(others: Sequence[RankEnd]) -> list[str]:
     """The other ranks' ends, those by themselves first."""
     ordered = sorted(others, key=lambda end: (not end.own, end.rank))
