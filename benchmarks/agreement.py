@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from torch._C._distributed_c10d import Store as TorchStore
 
 from benchmarks import report
 from clusterddp.training.agreement import Agreement, Store
+from tests.ddp import free_port
 
 RANKS = 2
 BAR = 1.02
@@ -206,10 +206,8 @@ def pair(with_it: Callable[[], float], without: Callable[[], float], number: int
 
 def run_ranks(module: str, arguments: list[str], **environment: str) -> dict[str, Any]:
     """Starts a benchmark's ranks with torchrun's variables; returns rank 0's figures."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-        probe.close()
+    port = str(free_port())
+    with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "figures.json"
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         common = {**os.environ, **common, **environment, RANK_FILE: str(result)}

@@ -29,7 +29,6 @@ import gc
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -53,6 +52,7 @@ from clusterddp.rundir import RunDirectory
 from clusterddp.training.persisting import Persisting
 from clusterddp.training.restoring import restore
 from clusterddp.training.snapshot import free_memory
+from tests.ddp import free_port
 
 STALL_BAR, DURABLE_BAR, READ_BAR, MEMORY_BAR = 1.3, 1.5, 1.0, 2.2
 #: What the bytes read may exceed the file by and still count as once: what a rank reads of /proc, and of sockets.
@@ -539,12 +539,6 @@ def answer(request: dict[str, Any]) -> None:
         figures = measure(size, Path(request["folder"]))
     if request.get("rank", 0) == 0:
         result.write_text(json.dumps(figures))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def say(words: str) -> None:

@@ -31,10 +31,13 @@ from benchmarks import report
 from benchmarks.runs import (
     HighJob,
     cluster,
+    empty_ddp_start,
     first_step_done,
     folder_for,
     lifting,
+    srun_script,
     stamps,
+    submit_empty_ddp,
     submit_training,
     term_sent,
     until,
@@ -48,7 +51,6 @@ HANDOVER_BAR_S, RESUME_BAR_S, HOLD_BAR_S = 0.5, 1.0, 5.0
 #: The job that takes the nodes under (c) keeps them until the preempted one has been requeued and waits.
 HIGH_SECONDS = 5.0
 STEPS_BEFORE, PAUSE = 20, "0.05"
-SCRIPTS = "benchmarks/scripts"
 
 
 @dataclass(frozen=True)
@@ -98,28 +100,13 @@ def training_run(up: Cluster, folder: Path, policy: str | None = None) -> Iterat
 
 
 def submit_control(up: Cluster, folder: Path) -> str:
-    """Two nodes, a task on each with all its CPUs, as for ours."""
-    script = folder / "control.sbatch"
-    srun = f"srun --cpus-per-task={up.config.cpus} {up.python} -u {up.source / SCRIPTS}"
-    script.write_text(
-        f"""#!/bin/bash
-date +%s.%N >> {folder}/starts
-export OMP_NUM_THREADS={up.config.cpus}
-if [ -z "$SLURM_RESTART_COUNT" ]; then
-    {srun}/wait_for_term.py {folder}
+    """Two nodes, a task on each with all its CPUs, as for ours; the empty DDP script runs after the requeue."""
+    wait = f"""if [ -z "$SLURM_RESTART_COUNT" ]; then
+    {srun_script(up, "wait_for_term.py", folder)}
     scontrol requeue $SLURM_JOB_ID
     exit
-fi
-{srun}/empty_ddp.py {folder}/stepped
-"""
-    )
-    return sbatch(up, script)
-
-
-def sbatch(up: Cluster, script: Path) -> str:
-    size = ["--nodes=2", "--ntasks-per-node=1", f"--cpus-per-task={up.config.cpus}"]
-    log = f"--output={script.with_suffix('.log')}"
-    return up.run(["sbatch", "--parsable", "--requeue", log, *size, script]).stdout.strip()
+fi"""
+    return submit_empty_ddp(up, folder, wait)
 
 
 def preempt(up: Cluster, job_id: str, folder: Path) -> tuple[float, float]:
@@ -175,23 +162,6 @@ def resume_after_hold(up: Cluster, training: Training, folder: Path) -> float:
     return resumed - ended
 
 
-def empty_start(up: Cluster, folder: Path) -> float:
-    """Seconds from the first line of the empty DDP script's batch script to its step."""
-    script = folder / "empty.sbatch"
-    srun = f"srun --cpus-per-task={up.config.cpus} {up.python} -u {up.source / SCRIPTS}"
-    script.write_text(
-        f"""#!/bin/bash
-date +%s.%N >> {folder}/starts
-export OMP_NUM_THREADS={up.config.cpus}
-{srun}/empty_ddp.py {folder}/stepped
-"""
-    )
-    sbatch(up, script)
-    stepped = until(lambda: next(iter(stamps(folder / "stepped")), None), "the empty script's step", WAIT_S)
-    up.drain_jobs()
-    return stepped - stamps(folder / "starts")[0]
-
-
 # ---- all of it
 
 
@@ -210,7 +180,7 @@ def measure_cycles(repetitions: int, proctrack: str | None) -> tuple[list[Cycle]
 
 def measure_holds(repetitions: int, proctrack: str | None) -> dict[str, list[float]]:
     """(c), alternating."""
-    kinds = {"empty": empty_start, "watch": watched_resume, "resubmit": resubmitted_resume}
+    kinds = {"empty": empty_ddp_start, "watch": watched_resume, "resubmit": resubmitted_resume}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     with cluster(ClusterConfig(nodes=2, cpus=2, grace=20, proctrack=proctrack, cred_expire=120)) as up:
         for number in range(repetitions):

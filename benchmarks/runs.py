@@ -129,6 +129,39 @@ class HighJob:
         return next(iter(stamps(self.file)[1:]), None)
 
 
+def srun_script(up: Cluster, name: str, *arguments: object) -> str:
+    """The line of a batch script that runs one of benchmarks/scripts, a task on each node with all its CPUs."""
+    words = [f"srun --cpus-per-task={up.config.cpus}", up.python, "-u", up.source / "benchmarks" / "scripts" / name]
+    return " ".join(map(str, [*words, *arguments]))
+
+
+def submit_empty_ddp(up: Cluster, folder: Path, before: str = "") -> str:
+    """The empty DDP script on two nodes: the control. ``before``: what else its batch script does. Returns the job id.
+
+    The script's first line writes the time to FOLDER/starts, the only step writes it to FOLDER/stepped.
+    """
+    script = folder / "empty.sbatch"
+    script.write_text(
+        f"""#!/bin/bash
+{stamp_line(folder / "starts")}
+export OMP_NUM_THREADS={up.config.cpus}
+{before}
+{srun_script(up, "empty_ddp.py", folder / "stepped")}
+"""
+    )
+    size = ["--nodes=2", "--ntasks-per-node=1", f"--cpus-per-task={up.config.cpus}"]
+    log = f"--output={script.with_suffix('.log')}"
+    return up.run(["sbatch", "--parsable", "--requeue", "--partition=low", log, *size, script]).stdout.strip()
+
+
+def empty_ddp_start(up: Cluster, folder: Path) -> float:
+    """Seconds that the empty DDP script takes from its batch script's first line to its step."""
+    submit_empty_ddp(up, folder)
+    stepped = until(lambda: next(iter(stamps(folder / "stepped")), None), "the empty script's step", 180)
+    up.drain_jobs()
+    return stepped - stamps(folder / "starts")[0]
+
+
 def term_sent(cluster: Cluster, job_id: str, after: float = 0.0) -> float | None:
     """When the first TERM after a moment was sent to the ranks, by the word of the nodes' slurmds."""
     logs = cluster.conf.parents[1] / "log"

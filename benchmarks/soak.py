@@ -36,12 +36,12 @@ from benchmarks.runs import (
     HighJob,
     TooLong,
     cluster,
+    empty_ddp_start,
     event_times,
     first_step_done,
     folder_for,
     lift_hold,
     lifting,
-    stamp_line,
     stamps,
     submit_training,
     term_sent,
@@ -440,15 +440,7 @@ def make_reference(up: Cluster, ranks_per_node: int, state: Path) -> RunDirector
 def empty_ddp(up: Cluster) -> float:
     """Seconds that an empty DDP script takes from its batch script's first line to its first step."""
     folder = folder_for(up, f"empty-{time.monotonic_ns()}")
-    script = folder / "empty.sbatch"
-    own = up.source / "benchmarks" / "scripts" / "empty_ddp.py"
-    srun = f"srun --cpus-per-task={up.config.cpus} {up.python} -u {own} {folder}/stepped"
-    script.write_text(f"#!/bin/bash\n{stamp_line(folder / 'starts')}\n{srun}\n")
-    size = ["--nodes=2", "--ntasks-per-node=1", f"--cpus-per-task={up.config.cpus}", "--partition=low"]
-    up.run(["sbatch", "--parsable", "--output=/dev/null", *size, script])
-    stepped = until(lambda: next(iter(stamps(folder / "stepped")), None), "the empty script's step", WAIT_S)
-    seconds = stepped - stamps(folder / "starts")[0]
-    up.drain_jobs()
+    seconds = empty_ddp_start(up, folder)
     shutil.rmtree(folder)
     return round(seconds, 3)
 
