@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks import agreement, checkpoint, faults, handover, report, runs, soak
+from benchmarks import agreement, checkpoint, faults, handover, judging, report, runs, soak
 from clusterddp.rundir import RunDirectory, append_line, write_json
 from clusterddp.training.agreement import Agreement
 from tests.checkpoint_files import file_bytes
@@ -172,12 +172,12 @@ def test_an_interrupted_soak_goes_on_and_another_ones_state_is_refused(tmp_path)
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_samples_are_counted_over_whole_epochs_and_a_tail(ranks):
-    steps = list(range(soak.STEPS))
-    share = soak.BATCH * ranks
-    assert soak.samples_wrong(steps, soak.STEPS, ranks) == 0
-    assert soak.samples_wrong(steps, soak.STEPS - 1, ranks) >= share
-    assert soak.samples_wrong([*steps, 7], soak.STEPS, ranks) == share
-    assert soak.samples_wrong([step for step in steps if step != 7], soak.STEPS, ranks) == share
+    steps = list(range(judging.STEPS))
+    share = judging.BATCH * ranks
+    assert judging.samples_wrong(steps, judging.STEPS, ranks) == 0
+    assert judging.samples_wrong(steps, judging.STEPS - 1, ranks) >= share
+    assert judging.samples_wrong([*steps, 7], judging.STEPS, ranks) == share
+    assert judging.samples_wrong([step for step in steps if step != 7], judging.STEPS, ranks) == share
 
 
 RESULT: dict[str, Any] = {
@@ -192,7 +192,7 @@ RESULT: dict[str, Any] = {
 
 @pytest.fixture
 def reference(tmp_path: Path) -> RunDirectory:
-    return made_run(tmp_path / "reference", [(0, 0, soak.STEPS)])
+    return made_run(tmp_path / "reference", [(0, 0, judging.STEPS)])
 
 
 def made_run(path: Path, attempts: list[tuple[int, int, int]], weight: float = 1.0) -> RunDirectory:
@@ -210,7 +210,7 @@ def made_run(path: Path, attempts: list[tuple[int, int, int]], weight: float = 1
     event(run, attempts[-1][0], "completed")
     write_json(run.outcome_file, {"state": "completed", "reason": "all ranks finished"})
     content = {"model": {"weight": torch.tensor([weight])}, "optimizer": {}}
-    path = run.checkpoints / f"step-{soak.STEPS:012d}.attempt-{attempts[-1][0]}.safetensors"
+    path = run.checkpoints / f"step-{judging.STEPS:012d}.attempt-{attempts[-1][0]}.safetensors"
     path.write_bytes(file_bytes(content))
     return run
 
@@ -219,43 +219,43 @@ def event(run: RunDirectory, attempt: int, name: str, **values: Any) -> None:
     append_line(run.events_file, {"time": 0.0, "attempt": attempt, "event": name, **values})
 
 
-def judged(run: RunDirectory, reference: RunDirectory) -> soak.Result:
-    result = soak.Result(**RESULT)
-    soak.judge(result, run, reference)
+def judged(run: RunDirectory, reference: RunDirectory) -> judging.Result:
+    result = judging.Result(**RESULT)
+    judging.judge(result, run, reference)
     return result
 
 
 def test_a_run_that_lost_nothing_has_no_problem(tmp_path, reference):
-    run = made_run(tmp_path / "run", [(0, 0, 0), (1, 0, 100), (2, 100, soak.STEPS)])
-    good = soak.Result(**RESULT, preemptions=2, before_first_step=1)
+    run = made_run(tmp_path / "run", [(0, 0, 0), (1, 0, 100), (2, 100, judging.STEPS)])
+    good = judging.Result(**RESULT, preemptions=2, before_first_step=1)
     assert judged(run, reference) == good
 
 
 def test_a_redone_step_is_found_though_every_step_counts_once(tmp_path, reference):
-    result = judged(made_run(tmp_path / "run", [(0, 0, 100), (1, 98, soak.STEPS)]), reference)
+    result = judged(made_run(tmp_path / "run", [(0, 0, 100), (1, 98, judging.STEPS)]), reference)
     assert (result.steps_redone, result.samples_wrong, result.doubled) == (2, 0, False)
     assert len(result.problems) == 1
 
 
 def test_a_skipped_step_is_found_in_steps_samples_and_losses(tmp_path, reference):
-    result = judged(made_run(tmp_path / "run", [(0, 0, 100), (1, 101, soak.STEPS)]), reference)
-    assert result.samples_wrong == soak.BATCH * 2
+    result = judged(made_run(tmp_path / "run", [(0, 0, 100), (1, 101, judging.STEPS)]), reference)
+    assert result.samples_wrong == judging.BATCH * 2
     assert len(result.problems) == 4
 
 
 def test_other_weights_are_found(tmp_path, reference):
-    result = judged(made_run(tmp_path / "run", [(0, 0, soak.STEPS)], weight=1.0000001), reference)
+    result = judged(made_run(tmp_path / "run", [(0, 0, judging.STEPS)], weight=1.0000001), reference)
     assert result.weights_differ and result.problems == ["not the uninterrupted run's: .model.weight"]
 
 
 def test_a_run_that_trains_again_after_its_end_is_found(tmp_path, reference):
-    run = made_run(tmp_path / "run", [(0, 0, soak.STEPS)])
+    run = made_run(tmp_path / "run", [(0, 0, judging.STEPS)])
     event(run, 1, "started")
     assert judged(run, reference).doubled
 
 
 def test_a_run_that_did_not_complete_is_lost(tmp_path, reference):
-    run = made_run(tmp_path / "run", [(0, 0, soak.STEPS)])
+    run = made_run(tmp_path / "run", [(0, 0, judging.STEPS)])
     run.outcome_file.unlink()
     result = judged(run, reference)
     assert result.lost and result.problems == ["the outcome is None"]
@@ -264,7 +264,7 @@ def test_a_run_that_did_not_complete_is_lost(tmp_path, reference):
 def test_faults_are_shown_in_the_report(tmp_path):
     settings = {"preemptions": 10, "graces": [20], "proctracks": ["cgroup"], "seed": 1}
     made = soak.Soak(tmp_path, settings)
-    good = soak.Result(**RESULT, preemptions=5, handovers=[0.2, 0.4], takings=[1.0, 2.0], resumes=[3.0])
+    good = judging.Result(**RESULT, preemptions=5, handovers=[0.2, 0.4], takings=[1.0, 2.0], resumes=[3.0])
     made.results = [good, replace(good, case="cgroup-001", lost=True, problems=["the outcome is None"])]
     text, figures = soak.describe(made)
     assert "| all | 10 | 0 | 2 | 1 | 0 | 0 | 0 | 0 | 1 | 0.30 / 0.40 | 1.50 / 2.00 | 3.00 / 3.00 |" in text
