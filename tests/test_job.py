@@ -1,6 +1,7 @@
 """A job definition means what it looks like, survives a round trip, and all its mistakes come at once."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from clusterddp.errors import JobDefinitionError
 from clusterddp.job import Checkpointing, Job, Keep, Limits, Timeouts, Watchdog
+from clusterddp.job_fields import READERS
 from clusterddp.job_file import from_values, load, load_resolved, user_defaults
 
 EVERYTHING = """\
@@ -105,6 +107,19 @@ def test_every_field_is_read(folder: Path) -> None:
         backend="gloo",
         share="group",
     )
+
+
+def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp_path: Path) -> None:
+    """Its values that are called defaults are the built-in ones, and its defaults of a user are read, too."""
+    page = (Path(__file__).parents[1] / "docs" / "job-definition.md").read_text()
+    every_key, users = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert set(re.findall(r"^(\w+):", every_key, re.MULTILINE)) == READERS.keys() - {"module"}
+    job, plain = read(folder, every_key), read(folder, "script: train.py")
+    same = ("gpus_per_rank", "device", "seed", "timeouts", "watchdog", "lift_hold", "share")
+    assert [getattr(job, name) for name in same] == [getattr(plain, name) for name in same]
+    assert (job.checkpoint.every_s, job.checkpoint.keep.last) == (plain.checkpoint.every_s, plain.checkpoint.keep.last)
+    (tmp_path / "config.yaml").write_text(users)
+    assert user_defaults("alps", tmp_path / "config.yaml").keys() == {"account", "watchdog", "partition"}
 
 
 def test_little_needs_to_be_said(folder: Path) -> None:
