@@ -164,6 +164,8 @@ class LocalLauncher:
     ) -> subprocess.Popen[bytes]:
         if rank == self._terminal_rank:
             return subprocess.Popen(command, env=environment)
+        if self._terminal_rank is not None:  # breakpoint() would fail in a rank without a terminal, and end all of them
+            environment = {**environment, "PYTHONBREAKPOINT": "0"}
         out_file, err_file = (logs / f"rank-{rank}.{name}" for name in ("out", "err"))
         with open(out_file, "ab", opener=create_file) as out, open(err_file, "ab", opener=create_file) as err:
             return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
