@@ -46,14 +46,15 @@ def save(
 def file_bytes(content: Mapping[str, Any], facts: Mapping[str, str] | None = None) -> bytes:
     """A whole file."""
     state, tensors = pack(content)
-    described = tensor_facts(tensors)
-    places, size = archive.offsets(described)
+    layout = tensor_facts(tensors)
+    places, size = archive.offsets(layout)
     data = bytearray(size)
     for start, tensor in zip(places, tensors.values(), strict=True):
         raw = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
         data[start : start + len(raw)] = raw
+    beginning = archive.head(archive.described(layout), state, facts or {})
     with tempfile.TemporaryFile(buffering=0) as file:
-        for _ in archive.write(file.fileno(), archive.head(described, state, facts or {}), memoryview(data)):
+        for _ in archive.write(file.fileno(), beginning, memoryview(data)):
             pass
         file.seek(0)
         return file.read()

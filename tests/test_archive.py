@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import struct
 import zlib
 from collections import Counter, OrderedDict
@@ -111,6 +112,29 @@ def test_the_plain_state_shares_nothing_with_the_live_one():
 def test_a_state_that_cannot_be_held_is_named_with_its_place(value, words):
     with pytest.raises(CheckpointError, match=words):
         pack({"ema": {"decay": value}})
+
+
+@pytest.mark.parametrize("place", [0, 100, 5_000_000, -1, None])
+def test_what_reads_back_otherwise_than_it_was_written_does_not_count(tmp_path, place):
+    """The beginning, the data and the check sums, altered or cut off behind the writer's back; None is a good disk."""
+    data, beginning = memoryview(bytes(9_000_000)), archive.head(archive.described([]), {}, {})
+    later = lambda work: work  # noqa: E731
+    with open(tmp_path / "file", "x+b", buffering=0) as file:
+        writing = archive.write(file.fileno(), beginning, data, later)
+        with pytest.raises(StopIteration) as done:
+            while True:
+                next(writing)
+        check = done.value.value
+        if place is not None:
+            size = (tmp_path / "file").stat().st_size
+            os.pwrite(file.fileno(), b"\xff", place % size)
+            with pytest.raises(archive.Damaged, match="reads back otherwise"):
+                check()
+            os.ftruncate(file.fileno(), place % size)
+            with pytest.raises(archive.Damaged, match="reads back otherwise"):
+                check()
+        else:
+            check()
 
 
 def test_a_file_cut_off_anywhere_is_detected(tmp_path):

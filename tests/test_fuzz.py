@@ -266,7 +266,7 @@ def test_any_word_of_slurm_about_a_partition_is_read_or_an_error(
 def checkpoint_bytes(**facts: str) -> bytes:
     """A small checkpoint file."""
     tensors = [archive.Tensor("a", "F32", (3, 2), 4), archive.Tensor("b", "I64", (), 8)]
-    head = archive.head(tensors, {"model": {"$tensor": "a"}}, {"step": "1", "attempt": "0", **facts})
+    head = archive.head(archive.described(tensors), {"model": {"$tensor": "a"}}, {"step": "1", "attempt": "0", **facts})
     data = bytes(range(32))
     sums = b"".join(zlib.crc32(part).to_bytes(4, "little") for part in (head, data))
     return head + data + sums

@@ -86,7 +86,8 @@ class Persisting:
         facts = {"step": str(step), "attempt": str(self._first["attempt"]), **facts}
         self._sent.wait()  # for what a writer that is gone was to be told
         self._sent.clear()
-        self._requests.put((step, plain, facts, urgent))
+        # With all that is to be freed: each tensor that goes away here may let the sender take the interpreter.
+        self._requests.put((step, plain, facts, urgent, state, tensors))
 
     def hurry(self) -> None:
         """From now on someone waits for the save that is under way."""
@@ -159,9 +160,9 @@ class Persisting:
     def _send(self) -> None:
         """Describes each save to the writer once the snapshot is there; in a thread, as JSON takes its time."""
         while (request := self._requests.get()) is not None:
-            step, plain, facts, urgent = request
+            step, plain, facts, urgent, *taken = request
             try:
-                beginning = archive.head(self._snapshot.layout, plain, facts)
+                beginning = archive.head(self._snapshot.described, plain, facts)
                 self._snapshot.wait()
                 size = self._snapshot.nbytes
                 self._say({"step": step, "beginning": len(beginning), "size": size, "urgent": urgent}, beginning)
@@ -169,6 +170,7 @@ class Persisting:
                 traceback.print_exc()
                 self._socket.shutdown(socket.SHUT_RDWR)
             finally:
+                del request, taken
                 self._sent.set()
 
     def _say(self, message: Mapping[str, Any], rest: bytes = b"") -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from clusterddp import archive
 from clusterddp.archive import Tensor, offsets
 from clusterddp.errors import CheckpointError
 from clusterddp.training.state import TORCH_DTYPES, tensor_facts
@@ -32,7 +33,10 @@ class Snapshot:
         self._memory = torch.empty(0, dtype=torch.uint8)
         #: The tensors that there is memory for, or that were taken.
         self.layout: list[Tensor] = []
+        #: What a checkpoint's header says of them, and the size of their data.
+        self.described, self.nbytes = archive.described([]), 0
         self._views: list[torch.Tensor] = []
+        self._kinds: list[tuple[str, torch.dtype, torch.Size]] = []
         self._copied: list[torch.cuda.Event] = []
         self._preparing: threading.Thread | None = None
 
@@ -55,9 +59,10 @@ class Snapshot:
         sources = list(tensors.values())
         if not sources:
             return
-        torch._foreach_copy_(self._views, sources, non_blocking=self._device.type == "cuda")
+        on_gpus = self._device.type == "cuda"
+        torch._foreach_copy_(self._views, sources, non_blocking=on_gpus)
         # Each copy runs on the current stream of the GPU that it copies from.
-        devices = {source.device for source in sources if source.device.type == "cuda"}
+        devices = {source.device for source in sources if source.device.type == "cuda"} if on_gpus else ()
         self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def wait(self) -> None:
@@ -65,17 +70,9 @@ class Snapshot:
         for copied in self._copied:
             copied.synchronize()
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the data that was taken."""
-        return offsets(self.layout)[1]
-
     def _fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether ``layout`` is that of these tensors, which need not be described to know it."""
-        return [tensor.name for tensor in self.layout] == list(tensors) and all(
-            view.shape == tensor.shape and view.dtype == tensor.dtype
-            for view, tensor in zip(self._views, tensors.values(), strict=True)
-        )
+        return self._kinds == [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
 
     def _finish_preparing(self) -> None:
         if self._preparing is not None:
@@ -94,7 +91,8 @@ class Snapshot:
             self._memory[start : start + tensor.nbytes].view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
             for start, tensor in zip(places, layout, strict=True)
         ]
-        self.layout = layout
+        self._kinds = [(tensor.name, view.dtype, view.shape) for tensor, view in zip(layout, self._views, strict=True)]
+        self.layout, self.described, self.nbytes = layout, archive.described(layout), size
 
     def _grow(self, size: int) -> None:
         self._release()
@@ -116,7 +114,7 @@ class Snapshot:
     def _release(self) -> None:
         if self._map is not None and self._device.type == "cuda":
             _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
-        self._views, self._memory, self._map = [], torch.empty(0, dtype=torch.uint8), None
+        self._views, self._kinds, self._memory, self._map = [], [], torch.empty(0, dtype=torch.uint8), None
 
 
 def _anonymous_file(name: str) -> int:

@@ -150,7 +150,8 @@ class _Packing:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._names: dict[tuple[Any, ...], str] = {}
+        #: By address: most tensors are alone at theirs.
+        self._found: dict[int, list[tuple[torch.Tensor, str]]] = {}
 
     def walk(self, item: Any, path: str) -> Any:
         """The JSON form of what stands at ``path``. Training waits for it, at each save."""
@@ -180,20 +181,26 @@ class _Packing:
         return [[self.walk(key, path), self.walk(value, _below(path, key))] for key, value in plain]
 
     def _name(self, tensor: torch.Tensor, path: str) -> str:
-        if tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        if tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
             what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
             raise CheckpointError(
                 f"the state of {path!r} is a tensor that a checkpoint does not hold ({what}): expected a dense "
                 f"one of {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in DTYPES))}"
             )
-        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if identity in self._names and tensor.numel():
-            return self._names[identity]
+        at_its_place = self._found.setdefault(tensor.data_ptr(), [])
+        for other, name in at_its_place:
+            if _identity(other) == _identity(tensor) and tensor.numel():
+                return name
         name, number = path, 2
         while name in self.tensors or name in _TAKEN:
             name, number = f"{path}#{number}", number + 1
-        self.tensors[name], self._names[identity] = tensor.detach() if tensor.requires_grad else tensor, name
+        self.tensors[name] = tensor.detach() if tensor.requires_grad else tensor
+        at_its_place.append((tensor, name))
         return name
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 #: Names that a file's header uses itself.

@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,7 @@ class Writer:
         except Superseded as error:
             answer = {"superseded": str(error)}
         except archive.Damaged as error:
-            answer = {"failed": f"what was written reads back otherwise ({error})"}
+            answer = {"failed": str(error)}
         except _MetricsNotSynced as error:
             answer = {"failed": str(error), "metrics": True}
         except OSError as error:
@@ -162,18 +161,18 @@ class Writer:
             self._delete_old()
 
     def _commit(self, step: int, beginning: bytes, data: memoryview) -> Generator[None, None, int]:
-        """Writes, verifies and commits the snapshot, chunk by chunk; returns the file's size."""
+        """Writes, reads back and commits the snapshot, chunk by chunk; returns the file's size."""
         temporary = self._checkpoints.temporary(step)
         try:
-            with open(temporary, "xb", buffering=0, opener=create_file) as file:
-                yield from archive.write(file.fileno(), beginning, data, self._begin)
-                yield
-                # An fsync that fails is never repeated on the same file: its pages count as clean.
-                synced = self._begin(partial(os.fsync, file.fileno()))
+            with open(temporary, "x+b", buffering=0, opener=create_file) as file:
                 try:
-                    archive.verify(temporary)
+                    check = yield from archive.write(file.fileno(), beginning, data, self._begin)
+                    yield
+                    # An fsync that fails is never repeated on the same file: its pages count as clean.
+                    os.fsync(file.fileno())
+                    check()
                 finally:
-                    synced()
+                    self._helper.submit(int).result()  # then it has done with this file
             sync(self._metrics)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ def content(attempt: int, step: int) -> bytes:
     """A checkpoint file that says who wrote it."""
     with tempfile.TemporaryFile(buffering=0) as file:
         state = {"attempt": attempt, "step": step}
-        for _ in archive.write(file.fileno(), archive.head([], state, {}), memoryview(b"")):
+        for _ in archive.write(file.fileno(), archive.head(archive.described([]), state, {}), memoryview(b"")):
             pass
         file.seek(0)
         return file.read()
