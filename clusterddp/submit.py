@@ -116,7 +116,7 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     write_json(run.loop_file, holder.of_this_process(), mode=0o600)
     with Progress(run, job.steps, bar=arguments.debug is None) as progress:
         code = LocalRun(run, job, moments, arguments.debug).loop(progress)
-    if code == INTERRUPTED:
+    if code == INTERRUPTED and run.outcome() is None:
         say(f"stopped; continue with: clusterddp submit --local --run-dir {run}")
     return code
 
@@ -143,7 +143,7 @@ def submit_here(arguments: argparse.Namespace, job: Job) -> int:
     say(f"run directory: {run}")
     with Progress(run, job.steps) as progress:
         code = AllocatedRun(run, job).loop(progress)
-    if code == INTERRUPTED:
+    if code == INTERRUPTED and run.outcome() is None:
         say(f"stopped; continue with: clusterddp submit --here --run-dir {run}, or sbatch {run.batch_script}")
     return code
 

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.launch.cause import Cause
-from clusterddp.launch.controller import give_notice
+from clusterddp.launch.controller import give_notice, notice_file
 from clusterddp.rundir import RunDirectory, read_lines
 from tests.waiting import differing, final_state, story, wait_for_step, wait_until
 
@@ -200,13 +201,36 @@ def test_an_exception_is_shown_with_its_rank_and_ends_the_run(run: RunDirectory,
     assert (run.outcome() or {})["state"] == "failed"
 
 
-def test_a_training_that_fails_with_any_exit_code_is_over(run: RunDirectory, tmp_path: Path) -> None:
-    """75 is also what asks for another attempt."""
+@pytest.mark.parametrize("code", [75, 130])
+def test_a_training_that_fails_with_any_exit_code_is_over(run: RunDirectory, tmp_path: Path, code: int) -> None:
+    """75 is also what asks for another attempt, 130 what an interrupted run ends with."""
     script = tmp_path / "fails.py"
-    script.write_text("raise SystemExit(75)\n")
-    command = [sys.executable, "-m", "clusterddp.submit", script, "--local", "--device", "cpu", "--run-dir", run.path]
-    assert subprocess.run(command, timeout=60, capture_output=True, check=False).returncode == 75
+    script.write_text(f"raise SystemExit({code})\n")
+    done = submit(run, str(script), "--device", "cpu")
+    assert done.returncode == code
+    assert f"attempt 0: rank 0 ({socket.gethostname()}) failed first: left with exit code {code}" in done.stderr
+    assert "continue with" not in done.stderr
     assert run.attempts() == [0]
+    assert (run.outcome() or {})["state"] == "failed"
+
+
+def test_a_run_that_is_done_in_spite_of_ctrl_c_is_completed(run: RunDirectory, tmp_path: Path) -> None:
+    """Its script makes nothing of the signal: there is nothing to continue."""
+    going, go = tmp_path / "going", tmp_path / "go"
+    script = tmp_path / "deaf.py"
+    script.write_text(
+        "import pathlib, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(going)!r}).touch()\nwhile not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.05)\n"
+    )
+    process = start(run, str(script), "--device", "cpu")
+    wait_until(going.exists, "the script", timeout=60)
+    process.send_signal(signal.SIGINT)
+    wait_until(notice_file(run).exists, "the notice", timeout=60)
+    go.touch()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "continue with" not in err
+    assert (run.outcome() or {})["state"] == "completed"
 
 
 def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) -> None:

@@ -67,9 +67,11 @@ class LocalRun:
             while True:
                 with self._supervisor() as process:
                     code = self._watch(process, progress)
+                if self.run.outcome() is not None:  # also of a script that left with one of these codes itself
+                    return code
                 if self.interrupts:
                     return INTERRUPTED
-                if code != AGAIN or self.run.outcome() is not None:  # a failed training may have left with that code
+                if code != AGAIN:
                     return code
 
     @contextmanager
