@@ -19,7 +19,7 @@ from clusterddp.errors import SlurmError, SlurmUnavailable
 from clusterddp.hostlist import expand
 from clusterddp.job import Job, Limits, Timeouts, Watchdog
 from clusterddp.launch import attempt as attempts
-from clusterddp.launch import going_on, holder, slurm
+from clusterddp.launch import exclusion, going_on, holder, slurm
 from clusterddp.launch.accounting import cost
 from clusterddp.launch.attempt import Attempt
 from clusterddp.launch.cause import Cause
@@ -337,11 +337,13 @@ def test_where_too_few_nodes_would_remain_slurms_choice_is_taken_and_that_is_sai
     assert supervise(run, JOB, lambda: killed, controller) == 1
     assert controller.asked == []
     said = capsys.readouterr().out
-    assert "attempt 1: no node is left out: without n1 the partition has 0 usable nodes, and the run needs 1" in said
+    words = "no further node is left out: without n1 the partition has 0 usable nodes, and the run needs 1"
+    assert f"attempt 1: {words}" in said
 
 
 class Cut(FakeRanks):
-    """The second rank's node does not answer after the start. To be told the attempt before that."""
+    """Each rank on a node of its own. All but the first's do not answer, one noticed after the other, the later ones
+    when the first rank is being ended. To be told the attempt before the start."""
 
     attempt: Attempt
 
@@ -352,30 +354,49 @@ class Cut(FakeRanks):
         self._abandoned.set()
 
     def wait(self) -> int:
-        self.attempt._hosts.update({0: "n1", 1: "n1"})
-        self.attempt._on_lost(1, True)
-        assert self._abandoned.wait(10)
+        ranks = self.attempt._job.nodes
+        self.attempt._hosts.update({rank: f"n{rank + 1}" for rank in range(ranks)})
+        for rank in range(1, ranks):
+            self.attempt._on_lost(rank, True)
+            assert self._abandoned.wait(10)
         return 137
 
 
-def cut(run: RunDirectory, controller: FakeController) -> int:
-    """The exit code of an attempt that loses its second rank's node."""
+def cut(run: RunDirectory, controller: FakeController, nodes: int = 2) -> int:
+    """The exit code of an attempt that loses all nodes but its first."""
     number = run.create_attempt()
     holder.take(run, number, controller.holder())
     ranks = Cut(run, {"end": "died"})
-    ranks.attempt = Attempt(run, JOB, number, ranks, controller)
+    controller.describe = lambda: {"job": "41", "restarts": 0, "nodes": f"n[1-{nodes}]"}  # type: ignore[method-assign]
+    job = dataclasses.replace(JOB, nodes=nodes, gpus_per_node=1)
+    ranks.attempt = Attempt(run, job, number, ranks, controller)
     return ranks.attempt.supervise()
 
 
 def test_a_node_that_does_not_answer_is_lost_and_the_run_goes_on_without_it(run: RunDirectory) -> None:
     """The other ranks are told to leave, srun is not waited for, and the job does not hold the run any more."""
     controller = FakeController(Cause.NONE)
-    controller.nodes = ["n1", "n2"]
+    controller.nodes = ["n1", "n2", "n3"]
     assert cut(run, controller) == 4
     assert [event["event"] for event in run.events()] == ["started", "node_lost", "rank_failed", "resubmitted"]
-    assert run.events()[2]["error"] == "lost with its node n1"
-    assert controller.asked == ["resubmit n1"]
+    assert run.events()[2]["error"] == "lost with its node n2"
+    assert controller.asked == ["resubmit n2"]
     assert holder.holders(run) == []
+
+
+def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_left_out(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second is noticed while the ranks are being ended for the first; one more failure and either stays out."""
+    controller = FakeController(Cause.NONE)
+    controller.nodes = ["n1", "n2", "n3", "n4", "n5"]
+    assert cut(run, controller, nodes=3) == 4
+    assert [event["node"] for event in run.events() if event["event"] == "node_lost"] == ["n2", "n3"]
+    assert controller.asked == ["resubmit n2 n3"]
+    assert "besides: rank 2 (n3) lost with its node n3" in capsys.readouterr().err
+    again = {"event": "rank_failed", "attempt": 1, "time": time.time(), "suspect": "n3", "error": "killed by signal 9"}
+    append_line(run.events_file, again)
+    assert exclusion.failed(run.events(), time.time()) == ["n3"]
 
 
 def test_a_peer_that_fails_for_a_lost_node_before_that_is_known_is_not_blamed(run: RunDirectory) -> None:

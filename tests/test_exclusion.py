@@ -28,42 +28,50 @@ def left_out(*nodes: str, age_s: float = 30.0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("events", "lost", "usable", "choice"),
     [
-        ([], None, ALL, Choice()),
-        (failed("n2"), None, ALL, Choice()),
-        (failed("n2", "n3"), None, ALL, Choice()),
-        (failed("n2", "n2"), None, ALL, Choice(("n2",), ("n2",))),
-        (failed("n2", kind="node_lost") + failed("n1", "n2"), None, ALL, Choice(("n2",), ("n2",))),
-        (failed("n2", "n2", age_s=FOR_S + 60), None, ALL, Choice()),
-        ([*failed("n2", "n2"), left_out("n2")], None, ALL, Choice(("n2",))),
-        ([left_out("n2", age_s=FOR_S + 1)], None, ALL, Choice()),
-        ([*failed("n2", "n2", "n3", "n3"), left_out("n2")], None, ALL, Choice(("n2", "n3"), ("n3",))),
-        (failed("n2"), "n2", ALL, Choice(("n2",))),
-        ([left_out("n1")], "n2", ALL, Choice(("n1", "n2"))),
+        ([], [], ALL, Choice()),
+        (failed("n2"), [], ALL, Choice()),
+        (failed("n2", "n3"), [], ALL, Choice()),
+        (failed("n2", "n2"), [], ALL, Choice(("n2",), ("n2",))),
+        (failed("n2", kind="node_lost") + failed("n1", "n2"), [], ALL, Choice(("n2",), ("n2",))),
+        (failed("n2", "n2", age_s=FOR_S + 60), [], ALL, Choice()),
+        ([*failed("n2", "n2"), left_out("n2")], [], ALL, Choice(("n2",))),
+        ([left_out("n2", age_s=FOR_S + 1)], [], ALL, Choice()),
+        ([*failed("n2", "n2", "n3", "n3"), left_out("n2")], [], ALL, Choice(("n2", "n3"), ("n3",))),
+        (failed("n2"), ["n2"], ALL, Choice(("n2",))),
+        ([left_out("n1")], ["n2"], ALL, Choice(("n1", "n2"))),
+        ([], ["n2", "n3"], ALL, Choice(("n2", "n3"))),
+        (failed("n3", "n3"), ["n2", "n3"], ALL, Choice(("n2", "n3"), ("n3",))),
     ],
 )
 def test_a_node_is_left_out_after_two_failures_within_a_day_or_while_it_is_lost(
-    events: list[dict[str, Any]], lost: str | None, usable: list[str], choice: Choice
+    events: list[dict[str, Any]], lost: list[str], usable: list[str], choice: Choice
 ) -> None:
     """Of a run that needs two nodes, on a partition of four."""
     assert choose(events, lost, usable, 2, NOW) == choice
 
 
+def test_of_more_lost_nodes_than_may_be_left_out_some_are() -> None:
+    """They come before a node that failed and answers."""
+    words = "n4 and n1 failed, and n2 and n3 are left out already; 2 nodes at most"
+    assert choose(failed("n1", "n1"), ["n2", "n3", "n4"], ALL, 2, NOW) == Choice(("n2", "n3"), (), words)
+
+
 def test_two_events_of_one_attempt_are_one_failure() -> None:
     """A node that is lost takes its rank with it."""
     events = failed("n2", kind="node_lost") + failed("n2")
-    assert choose(events, None, ALL, 2, NOW) == Choice()
+    assert choose(events, [], ALL, 2, NOW) == Choice()
 
 
 @pytest.mark.parametrize(
     ("events", "lost", "usable", "words"),
     [
-        (failed("n2", "n2"), None, ["n1", "n2"], "without n2 the partition has 1 usable nodes, and the run needs 2"),
-        ([left_out("n1", "n3")], "n2", ["n1", "n2", "n3", "n4", "n5"],
-         "n2 failed, and n1 and n3 is left out already; 2 nodes at most"),
+        (failed("n2", "n2"), [], ["n1", "n2"], "without n2 the partition has 1 usable nodes, and the run needs 2"),
+        ([left_out("n1", "n3")], ["n2"], ["n1", "n2", "n3", "n4", "n5"],
+         "n2 failed, and n1 and n3 are left out already; 2 nodes at most"),
     ],
 )  # fmt: skip
 def test_slurms_own_choice_is_taken_where_leaving_out_would_leave_too_few(
-    events: list[dict[str, Any]], lost: str | None, usable: list[str], words: str
+    events: list[dict[str, Any]], lost: list[str], usable: list[str], words: str
 ) -> None:
     """What was left out before stays so."""
     choice = choose(events, lost, usable, 2, NOW)

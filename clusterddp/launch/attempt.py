@@ -194,19 +194,21 @@ class Attempt:
 
         srun would wait for it until Slurm gives the node up, and so would the ranks on other nodes.
         """
-        node, waiting = self.node_of(rank), False
+        waiting = False
         while not self._controller_answers():
             if not waiting:
-                print(f"clusterddp: neither {node} nor the controller answers, waiting", flush=True)
+                print(f"clusterddp: neither {self.node_of(rank)} nor the controller answers, waiting", flush=True)
             waiting = True
             if self._gone.wait(SILENT_PAUSE_S) or self.superseded():
                 return
         self._recorded.wait()
         if self._gone.is_set():
             return
-        self._history.add("node_lost", node=node, suspect=node, silent=sorted(self._silent))
+        lost = self.lost_nodes
+        for node in lost:
+            self._history.add("node_lost", node=node, suspect=node)
         self._saved.wait()  # all ranks have agreed to stop: rank 0 needs nobody any more, and time
-        self._server.say(leave=f"node {node} lost")
+        self._server.say(leave=f"node {' and '.join(lost)} lost")
         self._launcher.abandon()
 
     def _controller_answers(self) -> bool:
@@ -286,9 +288,9 @@ class Attempt:
         return self._hang and self._hang[0]
 
     @property
-    def lost_node(self) -> str | None:
-        """A node that was lost with its ranks."""
-        return self.node_of(min(self._silent)) if self._silent else None
+    def lost_nodes(self) -> list[str]:
+        """The nodes that were lost with their ranks."""
+        return list(dict.fromkeys(self.node_of(rank) for rank in sorted(self._silent)))
 
     def node_of(self, rank: int) -> str:
         """The node that a rank is on: its host, where Slurm calls it so, else where the launcher puts that rank."""

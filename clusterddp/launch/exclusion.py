@@ -27,27 +27,25 @@ class Choice:
     refused: str | None = None
 
 
-def choose(events: Iterable[Event], lost: str | None, usable: Sequence[str], needed: int, now: float) -> Choice:
+def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], needed: int, now: float) -> Choice:
     """Which nodes the next job leaves out.
 
-    ``lost``: a node that does not answer just now. ``usable``: the nodes that Slurm could give the job, of which it
-    needs ``needed``: where leaving one out leaves too few, Slurm's own choice is taken.
+    ``lost``: nodes that do not answer just now, which come first where not all can be left out. ``usable``: the nodes
+    that Slurm could give the job, of which it needs ``needed``: where leaving some out leaves too few, Slurm's own
+    choice is taken.
     """
     events = list(events)
     before = excluded(events, now)
     new = [node for node in failed(events, now) if node not in before]
-    nodes = [*before, *new, *([lost] if lost and lost not in [*before, *new] else [])]
-    fresh = [node for node in nodes if node not in before]
-    if not fresh:
-        return Choice(tuple(before))
-    if len(nodes) > MOST:
-        refused = f"{' and '.join(fresh)} failed, and {' and '.join(before)} is left out already; {MOST} nodes at most"
-        return Choice(tuple(before), refused=refused)
+    fresh = [node for node in dict.fromkeys([*lost, *new]) if node not in before]
+    room = max(0, MOST - len(before))
+    nodes, over = [*before, *fresh[:room]], fresh[room:]
     left = set(usable) - set(nodes)
-    if len(left) < needed:
+    if nodes != before and len(left) < needed:
         words = f"without {' and '.join(nodes)} the partition has {len(left)} usable nodes, and the run needs {needed}"
         return Choice(tuple(before), refused=words)
-    return Choice(tuple(nodes), tuple(new))
+    words = f"{' and '.join(over)} failed, and {' and '.join(nodes)} are left out already; {MOST} nodes at most"
+    return Choice(tuple(nodes), tuple(node for node in new if node in nodes), words if over else None)
 
 
 def failures(events: Iterable[Event], node: str, now: float) -> list[Event]:

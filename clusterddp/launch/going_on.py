@@ -37,8 +37,8 @@ class Gone(Protocol):
         """The hang that they were ended for."""
 
     @property
-    def lost_node(self) -> str | None:
-        """A node that was lost with its ranks."""
+    def lost_nodes(self) -> list[str]:
+        """The nodes that were lost with their ranks."""
 
     def ends(self) -> list[RankEnd]:
         """How each of them ended."""
@@ -139,15 +139,16 @@ class GoingOn:
 
         In a new job where a node of this one is to be left out: Slurm changes no nodes of a job that runs.
         """
+        lost = self._ranks.lost_nodes
+        self._record_lost(lost)
         if self._bounded("restarted", verdict):
             return verdict.exit_code
-        lost = self._ranks.lost_node
-        if lost is not None and not self._controller.starts_again:
+        if lost and not self._controller.starts_again:
             self._add_end("stopped", verdict)  # no step of this shape starts in what is left of the allocation
             return self._controller.leave_code
         if self._controller.resubmits and self._controller.starts_again:
             choice = self._choose_nodes(lost)
-            if lost is not None:
+            if lost:
                 return self._resubmit(verdict, choice.nodes, node_lost=True)
             if {self._ranks.node_of(rank) for rank in range(self._job.world_size)} & set(choice.nodes):
                 try:
@@ -159,10 +160,18 @@ class GoingOn:
         self._add_end("restarted", verdict, hung)
         return RESTART
 
-    def _choose_nodes(self, lost: str | None) -> exclusion.Choice:
+    def _record_lost(self, nodes: Sequence[str]) -> None:
+        """Those that fell silent after the first one, when the ranks were leaving already, are lost as well."""
+        own = [event for event in self._run.events() if event["attempt"] == self._number]
+        known = [event.get("node") for event in own if event["event"] == "node_lost"]
+        for node in nodes:
+            if node not in known:
+                self._history.add("node_lost", node=node, suspect=node)
+
+    def _choose_nodes(self, lost: Sequence[str]) -> exclusion.Choice:
         """Which nodes the next job leaves out; says so where that is new, or cannot be."""
         events, now = self._run.events(), time.time()
-        if lost is None and not set(exclusion.failed(events, now)) - set(exclusion.excluded(events, now)):
+        if not lost and not set(exclusion.failed(events, now)) - set(exclusion.excluded(events, now)):
             return exclusion.Choice()
         usable = self._usable_nodes()
         if usable is None:

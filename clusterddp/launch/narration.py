@@ -104,7 +104,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"{' and '.join(e['nodes'])} failed this run {' and '.join(map(str, e['failures']))} times: "
         "left out of its jobs for 24 hours"
     ),
-    "not_excluded": lambda e: f"no node is left out: {e['reason']}",
+    "not_excluded": lambda e: f"no further node is left out: {e['reason']}",
     "failed": _failed,
     "cancelled": lambda e: f"cancelled{at_step(e['step'])}; it will not run again",
     "completed": lambda e: f"completed{at_step(e['step'])} after {e['attempts']} attempt{'s'[: e['attempts'] != 1]}",

@@ -141,7 +141,7 @@ class RankEnd:
         """Whether the rank failed by itself: not for a lost peer, nor ended by its launcher for a peer's failure."""
         if self.end == "died":
             return self.death is not None and self.death.by_itself
-        return self.end == "exit" or (self.end == "exception" and not self.may_pass)
+        return self.end in ("exit", "silent") or (self.end == "exception" and not self.may_pass)
 
     @property
     def out_of_memory(self) -> bool:
