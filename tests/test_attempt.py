@@ -30,7 +30,7 @@ from clusterddp.launch.launcher import SlurmLauncher, srun_command
 from clusterddp.launch.limits import exceeded
 from clusterddp.launch.supervisor import as_started, supervise
 from clusterddp.launch.verdict import judge
-from clusterddp.rundir import RunDirectory, append_line, write_json
+from clusterddp.rundir import RunDirectory, append_line, read_json, write_json
 from clusterddp.training.interval import between_interruptions_s
 from tests.waiting import wait_until
 
@@ -451,7 +451,8 @@ def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(ru
     controller.nodes = ["n1", "n2"]
     assert cut(run, controller) == 3
     assert run.events()[-1]["reason"].endswith("not resubmitted: sbatch: error: AssocMaxSubmitJobLimit")
-    assert run.request_file.exists()
+    asked = read_json(run.request_file) or {}
+    assert (asked["job"], asked["attempt"], asked["refused"]) == ("41", 0, "sbatch: error: AssocMaxSubmitJobLimit")
     assert holder.holders(run) == [controller.holder()]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.errors import SlurmError
 from clusterddp.job import Job
 from clusterddp.launch import holder, watching
 from clusterddp.launch.slurm import JobInfo
@@ -14,10 +15,13 @@ from clusterddp.launch.watching import Hold, Watcher
 from clusterddp.rundir import RunDirectory, append_line, write_json
 
 JOB = Job(name="x", module="x")
+#: What the supervisor of the run's only attempt leaves when it could not ask, and when the run's next job was refused.
+REQUEST: dict[str, object] = {"job": "41", "attempt": 0}
+REFUSED: dict[str, object] = {**REQUEST, "refused": "sbatch: error: AssocMaxSubmitJobLimit"}
 
 
-def info(state: str, reason: str = "None", restarts: int = 0, preempted: bool = False) -> JobInfo:
-    return JobInfo("41", state, reason, "n1", restarts, True, 1.0 if preempted else None, None)
+def info(state: str, reason: str = "None", restarts: int = 0, preempted: bool = False, job: str = "41") -> JobInfo:
+    return JobInfo(job, state, reason, "n1", restarts, True, 1.0 if preempted else None, None)
 
 
 @pytest.fixture
@@ -52,17 +56,22 @@ def look(run: RunDirectory, job: JobInfo | None, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("job", "request_of", "resubmitted"),
+    ("job", "asked", "resubmitted"),
     [
         (info("NODE_FAIL"), None, True),
         (info("TIMEOUT"), None, True),
         (info("FAILED", restarts=1), None, True),
         (info("FAILED"), None, False),
-        (info("COMPLETED", preempted=True), "41", True),
-        (info("COMPLETED", preempted=True), "40", False),
-        (info("COMPLETED"), "41", False),
-        (info("CANCELLED", preempted=True), "41", False),
-        (None, "41", False),
+        (info("COMPLETED", preempted=True), REQUEST, True),
+        (info("COMPLETED", preempted=True), {**REQUEST, "job": "40"}, False),
+        (info("COMPLETED"), REQUEST, False),
+        (info("CANCELLED", preempted=True), REQUEST, False),
+        (None, REQUEST, False),
+        (info("COMPLETED"), REFUSED, True),
+        (info("COMPLETED"), {**REFUSED, "job": "40"}, False),
+        (info("COMPLETED", restarts=1), {**REFUSED, "attempt": 1}, False),
+        (info("CANCELLED"), REFUSED, False),
+        (None, REFUSED, False),
     ],
 )
 def test_a_run_whose_job_ended_is_resubmitted_unless_somebody_wanted_its_end(
@@ -70,12 +79,13 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_somebody_wanted_its_end(
     submitted: list[str],
     monkeypatch: pytest.MonkeyPatch,
     job: JobInfo | None,
-    request_of: str | None,
+    asked: dict[str, object] | None,
     resubmitted: bool,
 ) -> None:
-    """A lost node, a start that failed, a supervisor that could not ask: yes. scancel, a crash, the unknown: never."""
-    if request_of is not None:
-        write_json(run.request_file, {"job": request_of})
+    """A lost node, a start that failed, a supervisor that could not ask, or was refused: yes. scancel, a crash, the
+    unknown, what was asked for by another job or attempt: never."""
+    if asked is not None:
+        write_json(run.request_file, asked)
     watcher = look(run, job, monkeypatch)
     assert (submitted == ["job.sbatch"]) is resubmitted
     assert watcher.result == (None if resubmitted else 1)
@@ -98,6 +108,44 @@ def test_an_attempt_that_is_just_being_claimed_leaves_no_gap_in_who_holds_the_ru
     """Its folder is there, its entry not yet: the one before still holds the run."""
     run.create_attempt()
     assert holder.holders(run) == [holder.of_job("41")]
+
+
+def test_a_run_that_another_job_has_gone_on_with_is_left_to_it(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job whose submission got no answer was there all the same: the one submitted in its place has left."""
+    holder.take(run, run.create_attempt(), holder.of_job("42"))
+    holder.submitted(run, "43")
+    states = {"42": "RUNNING", "43": "FAILED"}
+    monkeypatch.setattr("clusterddp.launch.slurm.show_job", lambda job: info(states[job], job=job))
+    watcher = Watcher(run, JOB)
+    watcher.look()
+    assert (submitted, watcher.result) == ([], None)
+
+
+def test_what_slurm_refuses_a_watcher_it_asks_for_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says Slurm's reason, once."""
+    answers: list[str | SlurmError] = [SlurmError("AssocMaxSubmitJobLimit"), SlurmError("AssocMaxSubmitJobLimit"), "42"]
+
+    def submit(script: Path, *options: str) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, SlurmError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("clusterddp.launch.slurm.submit", submit)
+    monkeypatch.setattr("clusterddp.launch.slurm.show_job", lambda _: info("COMPLETED"))
+    monkeypatch.setattr(watching, "ASK_WAITING_S", 0.0)
+    write_json(run.request_file, REFUSED)
+    watcher = Watcher(run, JOB)
+    for _ in range(3):
+        watcher.look()
+    said = capsys.readouterr().err
+    assert said.count("run: trying again: AssocMaxSubmitJobLimit\n") == 1
+    assert "job 41 ended (COMPLETED) and left no outcome: resubmitted as job 42" in said
+    assert not run.request_file.exists()
 
 
 def test_a_cancelled_run_is_never_resubmitted(

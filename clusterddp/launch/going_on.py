@@ -267,7 +267,7 @@ class GoingOn:
         except SlurmError as error:
             if node_lost:
                 holder.take(self._run, self._number, self._controller.holder())
-            self._ask_watcher()
+            self._ask_watcher(refused=str(error))
             self._add_end("stopped", verdict, f"{verdict.reason}; not resubmitted: {error}")
             return self._controller.leave_code
         return self._hand_over(verdict, new)
@@ -281,9 +281,12 @@ class GoingOn:
         self._add_end("resubmitted", verdict, job=new)
         return self._controller.again_code
 
-    def _ask_watcher(self) -> None:
-        """Leaves a request for ``clusterddp watch``, which finds out whether the run should go on and resubmits it."""
-        write_json(self._run.request_file, {"attempt": self._number, **self._controller.describe()}, mode=0o600)
+    def _ask_watcher(self, **why: str) -> None:
+        """Leaves a request for ``clusterddp watch``, which finds out whether the run should go on and resubmits it.
+
+        ``refused``: it should, and this is what Slurm said to it.
+        """
+        write_json(self._run.request_file, {"attempt": self._number, **self._controller.describe(), **why}, mode=0o600)
 
     def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}

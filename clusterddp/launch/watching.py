@@ -1,7 +1,8 @@
 """``clusterddp watch`` and ``submit --wait``: from a login node, a run is helped over what its own job cannot do.
 
 After a requeue Slurm holds the job for two minutes by default; its owner may lift that. A run whose job ended without
-going on (its first node died and the job could not be requeued, or scontrol is missing on the nodes) is resubmitted.
+going on (its first node died and the job could not be requeued, scontrol is missing on the nodes, or Slurm refused its
+next job) is resubmitted.
 Looking with ``status`` does none of this.
 """
 
@@ -73,7 +74,7 @@ class Watcher:
             try:
                 waiting = self._help()
             except SlurmError as error:
-                waiting = self._say(f"the controller cannot be asked, trying again: {error}")
+                waiting = self._say(f"trying again: {error}")
             self._ask_at = time.monotonic() + (ASK_WAITING_S if waiting else ASK_RUNNING_S)
 
     def _help(self) -> bool:
@@ -82,10 +83,12 @@ class Watcher:
         if not claims:
             self.result = 1
             return self._say("no Slurm job holds the run")
-        newest = claims[0]["job"]
-        job = slurm.show_job(newest)
-        if job is not None and job.live:
-            return self._help_live(job)
+        jobs = []
+        for entry in claims:  # any of them: a job that nobody knew of may have started before a resubmission
+            jobs.append(job := slurm.show_job(entry["job"]))
+            if job is not None and job.live:
+                return self._help_live(job)
+        newest, job = claims[0]["job"], jobs[0]
         if self._run.outcome() is not None:  # it ended between the two questions
             return False
         ended = f"job {newest} ended ({job.state if job else 'gone'}) and left no outcome"
@@ -103,13 +106,15 @@ class Watcher:
         return self._say(f"job {job.job_id}: PENDING ({job.reason})")
 
     def _should_go_on(self, job: JobInfo | None) -> bool:
-        """Never after a scancel. A request counts if it is this job's and preemption or the time limit ended it."""
+        """Never after a scancel. A request counts if it is this job's, and the newest attempt's, and preemption or the
+        time limit ended the job, or its supervisor wanted another one and Slurm refused it."""
         if self._run.cancelled or job is None or job.state == "CANCELLED":
             return False
-        request = read_json(self._run.request_file)
-        asked = request is not None and request.get("job") == job.job_id
-        preempted = asked and job.preempt_time is not None
-        return job.state in _UNASKED_ENDS or preempted or self._never_started(job)
+        request = read_json(self._run.request_file) or {}
+        known = {"job": job.job_id, "attempt": self._run.newest_attempt()}
+        asked = known.items() <= request.items()
+        wanted = asked and (job.preempt_time is not None or "refused" in request)
+        return job.state in _UNASKED_ENDS or wanted or self._never_started(job)
 
     def _never_started(self, job: JobInfo) -> bool:
         """Whether the job failed before its batch script ran: no attempt knows this restart."""
