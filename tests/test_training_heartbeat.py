@@ -68,6 +68,40 @@ def test_the_users_line_is_named_not_what_it_calls() -> None:
     assert not waits
 
 
+LEFT = """
+import torch
+from torch.utils.data import TensorDataset
+import clusterddp
+
+ctx = clusterddp.init(device="cpu")
+model = ctx.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(TensorDataset(torch.ones(8, 1)), batch_size=1))
+
+def say(where):
+    print(where, "watched" if ctx._heartbeat._begun_at is not None else "left alone", flush=True)
+
+for number, _ in enumerate(run.steps(8)):
+    say("inside")
+    break
+say("after")
+steps = run.steps(8)
+for _ in steps:
+    break
+say("held")
+steps.close()
+say("closed")
+"""
+
+
+def test_what_comes_after_a_loop_that_is_left_by_break_is_not_watched(tmp_path: Path) -> None:
+    """Unless the script holds the iterator: nobody can tell then that it was left."""
+    script = tmp_path / "left.py"
+    script.write_text(LEFT)
+    said = ddp.run(script, ranks=1, folder=tmp_path / "out").output(0).splitlines()
+    assert said == ["inside watched", "after left alone", "held watched", "closed left alone"]
+
+
 WAITING = """
 import threading
 import time

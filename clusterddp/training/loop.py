@@ -89,6 +89,9 @@ class Run:
 
         Raises Stopped, on all ranks at the same step, when the run is told to stop: the state is saved by then. Falls
         through once all steps are done and checkpoint ``total`` is committed; at once if they were done before.
+
+        A ``for`` statement that is left by ``break`` ends the loop, and the watchdog with it. Where the script holds
+        the iterator itself, that cannot be told from a long step: ``close()`` it, or use ``Context.unwatched``.
         """
         total = self._total(total)
         self._begin(total)
