@@ -233,6 +233,25 @@ def test_a_run_that_is_done_in_spite_of_ctrl_c_is_completed(run: RunDirectory, t
     assert (run.outcome() or {})["state"] == "completed"
 
 
+@pytest.mark.parametrize(("code", "words"), [(0, "attempt 0: completed after 1 attempt"), (3, "attempt 0: failed")])
+def test_on_a_full_disk_the_end_is_said_at_the_terminal(
+    run: RunDirectory, tmp_path: Path, code: int, words: str
+) -> None:
+    """With one sentence that it could not be recorded, no traceback, and the training's exit code."""
+    script = tmp_path / "fills.py"
+    script.write_text(  # from now on the supervisor can write no byte into a file
+        "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (0, 0))\n"
+        f"raise SystemExit({code})\n"
+    )
+    done = submit(run, str(script), "--device", "cpu")
+    assert done.returncode == code
+    assert f"\n{words}\n" in done.stderr
+    assert f"{run.outcome_file} cannot be written (File too large)" in done.stderr
+    assert "the history cannot be written (File too large)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert run.outcome() is None
+
+
 def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) -> None:
     """breakpoint() stops in a real terminal, reads what is typed there, and goes on; the other ranks pass over it."""
     script = tmp_path / "debugged.py"

@@ -286,7 +286,12 @@ class GoingOn:
 
         ``refused``: it should, and this is what Slurm said to it.
         """
-        write_json(self._run.request_file, {"attempt": self._number, **self._controller.describe(), **why}, mode=0o600)
+        request = {"attempt": self._number, **self._controller.describe(), **why}
+        try:
+            write_json(self._run.request_file, request, mode=0o600)
+        except OSError as error:
+            words = f"{self._run.request_file} cannot be written ({error.strerror}): no watcher will continue this run"
+            print(f"clusterddp: {words}", file=sys.stderr, flush=True)
 
     def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -36,9 +37,10 @@ class History:
                 self.newest_checkpoint, self.last_save_s = values["step"], values["durable_s"]
             self._pending.append(line)
             self._write_pending()
+            written = not self._pending
         words = sentence(line)
-        if words:
-            print(words, flush=True)
+        if words:  # a local run's terminal shows what is in the file, and the supervisor's standard error
+            print(words, file=sys.stdout if written else sys.stderr, flush=True)
 
     def _write_pending(self) -> None:
         try:
@@ -47,7 +49,8 @@ class History:
                 del self._pending[0]
         except OSError as error:
             if len(self._pending) == 1:
-                print(f"clusterddp: the history cannot be written ({error.strerror}); trying again later", flush=True)
+                words = f"clusterddp: the history cannot be written ({error.strerror}); trying again later"
+                print(words, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Nothing is written any more: a newer attempt's supervisor is the file's writer now."""
@@ -67,13 +70,20 @@ class History:
         return {"step": done, "checkpoint": self.newest_checkpoint}
 
     def conclude(self, state: str, reason: str) -> None:
-        """Writes the outcome, once: the run is over. Its step is None where the script recorded none."""
+        """Writes the outcome, once: the run is over. Its step is None where the script recorded none.
+
+        A disk that does not take it is said to be so, and changes nothing of what the attempt came to.
+        """
         events = self._run.events()
         step = _highest([self.newest_step, *(event.get("step") for event in events)])
         starts = sum(event["event"] == "started" for event in events)
         values = {"step": step, "attempts": starts, "reason": reason}
         self.add(state, **values)
-        write_json(self._run.outcome_file, {"state": state, **values})
+        try:
+            write_json(self._run.outcome_file, {"state": state, **values})
+        except OSError as error:
+            words = f"cannot be written ({error.strerror}): no later start will know that the run is {state}"
+            print(f"clusterddp: {self._run.outcome_file} {words}", file=sys.stderr, flush=True)
 
 
 def _highest(steps: Iterable[int | None]) -> int | None:

@@ -169,7 +169,7 @@ def end_for_good(run: RunDirectory) -> dict[str, Any]:
         raise RunDirectoryError(f"{run} is cancelled and will not run again, but is still {held}: it is being ended")
     if run.outcome() is None:  # no supervisor was there to write it: the run was waiting, or was killed
         History(run, max(run.attempts(), default=0)).conclude("cancelled", "cancelled")
-    return run.outcome() or {}
+    return run.outcome() or {"state": "cancelled", "step": None}  # on a disk that is full the mark has to do
 
 
 def _end_holder(entry: Mapping[str, Any], run: RunDirectory) -> None:
