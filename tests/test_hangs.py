@@ -48,6 +48,10 @@ def test_neither_a_pause_that_was_announced_nor_work_is_a_hang(slow: tuple[RunDi
     """The other rank waits for either in a collective, for longer than the watchdog allows."""
     run, _ = slow
     assert run.attempts() == [0], story(run)
+    log = (run.attempt_logs(0) / "rank-1.err").read_text()
+    for stacks in log.split("Timeout (")[1:]:
+        assert "in evaluate" in stacks
+        assert "in case it hangs; one that works is left alone" in stacks
 
 
 def test_a_slow_rank_is_named_once_and_left_alone(slow: tuple[RunDirectory, str]) -> None:

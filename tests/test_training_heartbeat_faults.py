@@ -15,6 +15,7 @@ import pytest
 from clusterddp.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.training.heartbeat import Heartbeat
+from tests.waiting import wait_until
 
 
 class Full(io.StringIO):
@@ -22,6 +23,27 @@ class Full(io.StringIO):
 
     def write(self, text: str) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_the_stacks_of_a_rank_whose_time_is_over_are_explained(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It may be working: nobody has ended it."""
+    watchdog = Watchdog(step_s=0.1, start_s=0.1)
+    heartbeat = Heartbeat(watchdog, lambda: 3, lambda: 2, lambda *_, **__: None, tmp_path / "collectives.json")
+    heartbeat.begin()
+    said = ""
+
+    def explained() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "clusterddp: the stacks above are what this rank was at" in said
+
+    try:
+        wait_until(explained, "the explanation", timeout=20)
+    finally:
+        heartbeat.close()
+    assert said.index("Timeout (") < said.index("most recent call first") < said.index("clusterddp: the stacks above")
 
 
 def test_neither_a_full_disk_nor_too_many_open_files_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:

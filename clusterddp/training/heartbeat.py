@@ -14,6 +14,7 @@ import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -91,6 +92,8 @@ class Heartbeat:
         self.pace: tuple[float, float] | None = None
         self._begun_at: int | None = None
         self._paused = 0
+        #: When the timer writes the stacks, on the monotonic clock.
+        self._stacks_at = math.inf
         self._end = threading.Event()
         if watchdog is not None:
             threading.Thread(target=self._beat, args=(watchdog,), name="heartbeat", daemon=True).start()
@@ -129,6 +132,12 @@ class Heartbeat:
         while not self._end.wait(watchdog.beat_s):
             if stood_s := clock.look():
                 self._say(f"this process stood still for {stood_s:.0f} s: it was stopped, or its job suspended")
+            if time.monotonic() > self._stacks_at:
+                self._stacks_at = math.inf
+                self._say(
+                    "the stacks above are what this rank was at when the watchdog's time was over without a step, "
+                    "in case it hangs; one that works is left alone"
+                )
             count = self._boundaries()
             age_s = pace.look(clock.now, count, self._begun_at, self._paused > 0)
             beat: dict[str, Any] = {"count": count, "step": self._step(), "age_s": age_s, "allowed_s": pace.allowed_s}
@@ -150,8 +159,10 @@ class Heartbeat:
     def _set_timer(self, allowed_s: float | None) -> None:
         if self._end.is_set() or allowed_s is None or math.isinf(allowed_s):
             faulthandler.cancel_dump_traceback_later()
+            self._stacks_at = math.inf
         else:
             faulthandler.dump_traceback_later(allowed_s, file=2)
+            self._stacks_at = time.monotonic() + allowed_s
 
     def _record_flight(self) -> None:
         """What the last collectives were, and which are not done: torch keeps it anyway, and prints it nowhere."""
