@@ -341,6 +341,25 @@ def test_where_too_few_nodes_would_remain_slurms_choice_is_taken_and_that_is_sai
     assert f"attempt 1: {words}" in said
 
 
+class Killed(FakeRanks):
+    """Ranks that are killed, the second one first, and leave no record."""
+
+    def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None: ...
+
+    def deaths(self) -> Mapping[int, Death]:
+        return {1: Death(signal=9), 0: Death(signal=9)}
+
+
+def test_only_a_rank_that_its_launcher_did_not_kill_is_told_to_check_its_memory(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first that ended; the other one was killed for it."""
+    supervise(run, JOB, lambda: Killed(run, {"end": "died"}), FakeController(Cause.NONE))
+    shown = capsys.readouterr().err
+    assert "| rank 1 (n1) killed by signal 9, no traceback; check memory\n" in shown
+    assert "| in consequence: rank 0 (n1) killed by signal 9, no traceback\n" in shown
+
+
 class Cut(FakeRanks):
     """Each rank on a node of its own. All but the first's do not answer, one noticed after the other, the later ones
     when the first rank is being ended. To be told the attempt before the start."""
@@ -538,14 +557,19 @@ def test_a_silent_node_is_not_called_lost_by_a_supervisor_that_is_cut_off_itself
     ],
 )
 def test_a_run_that_hangs_is_killed_and_then_started_anew_or_ended_as_its_definition_says(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, watchdog: Watchdog, code: int, names: list[str]
+    run: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    watchdog: Watchdog,
+    code: int,
+    names: list[str],
 ) -> None:
     """No rank leaves when it is told to; the one that hung is the first failure, whatever the others leave."""
     monkeypatch.setattr(attempts, "LEAVE_S", 0.0)
     hang = Hang((1,), "n1", 7, 606.0, "rank 1 (n1) last at step 7, 606 s ago")
     killed: list[bool] = []
 
-    class Hanging(FakeRanks):
+    class Hanging(Killed):
         def wait(self) -> int:
             attempt._on_hang(hang)
             return 137
@@ -553,13 +577,17 @@ def test_a_run_that_hangs_is_killed_and_then_started_anew_or_ended_as_its_defini
         def kill(self) -> None:
             killed.append(True)
 
+        def deaths(self) -> Mapping[int, Death]:
+            return dict(sorted(super().deaths().items()))
+
     job = dataclasses.replace(JOB, watchdog=watchdog)
-    ranks = Hanging(run, {"end": "died", "error": "killed"})
+    ranks = Hanging(run, {"end": "died"})
     attempt = Attempt(run, job, run.create_attempt(), ranks, FakeController(Cause.NONE))
     assert (attempt.supervise(), killed) == (code, [True])
     assert [event["event"] for event in run.events()] == names
     reason = run.events()[-1]["reason"]
     assert reason == ("rank 1 (n1) hung" if watchdog.on_hang == "restart" else hang.what)
+    assert "in consequence: rank 0 (n1) killed by signal 9, no traceback\n" in capsys.readouterr().err
 
 
 def test_a_disk_that_takes_the_history_late_is_no_hang_of_the_ranks(

@@ -306,7 +306,7 @@ class Attempt:
 
         The one that hung comes first.
         """
-        deaths = in_order(self._launcher.deaths())
+        deaths = self._launcher.deaths() if self._hang else in_order(self._launcher.deaths())  # all killed, for a hang
         ends = [self._end_of(rank, deaths.get(rank)) for rank in range(self._job.world_size)]
         if self._hang is not None and ends[self._hang[0].late[0]].failed:
             hang, found_at = self._hang

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 _TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?$", re.MULTILINE)
 _LAUNCH = re.compile(r"^srun: error: tasks? ([\d,-]+) launch failed: (.+)$", re.MULTILINE)
 _EXITED = re.compile(r"Exited with exit code (\d+)")
+#: What may have killed a rank with a KILL that is nobody's of ours.
+CHECK_MEMORY = "; check memory"
 #: srun names signals as strsignal(3) does.
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
 
@@ -48,7 +50,7 @@ class Death:
         if self.out_of_memory:
             return "killed: out of memory (the job's limit; ask for more, with --set mem=...)"
         if self.signal == signal.SIGKILL:
-            return "killed by signal 9, no traceback; check memory"
+            return f"killed by signal 9, no traceback{CHECK_MEMORY}"
         if self.signal is not None:
             return f"killed by signal {self.signal} ({_name(self.signal)})"
         return f"left by os._exit({self.exit_code}), no traceback"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from clusterddp.launch.deaths import CHECK_MEMORY
 from clusterddp.launch.verdict import RankEnd
 from clusterddp.rundir import RunDirectory
 
@@ -141,9 +142,12 @@ def _main_stack(text: str) -> str:
 
 
 def _other_ends(others: Sequence[RankEnd]) -> list[str]:
-    """The other ranks' ends, those by themselves first."""
+    """The other ranks' ends, those by themselves first. The others were likely killed by their launcher."""
     ordered = sorted(others, key=lambda end: (not end.own, end.rank))
-    lines = [f"{'besides' if end.own else 'in consequence'}: {end.sentence()}" for end in ordered[:MOST_OTHERS]]
+    lines = [
+        f"besides: {end.sentence()}" if end.own else f"in consequence: {end.sentence().removesuffix(CHECK_MEMORY)}"
+        for end in ordered[:MOST_OTHERS]
+    ]
     left = len(ordered) - MOST_OTHERS
     return ["", *lines, *([f"in consequence: {left} ranks more"] if left > 0 else [])] if lines else []
 
