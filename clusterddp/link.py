@@ -5,7 +5,8 @@ This is a rank's end of it; the supervisor's is ``launch/link_server.py``.
 It carries four things. At the start every rank says hello with the attempt's token, and is told where rank 0's store
 is (rank 0 chose and holds the port; its address is the one it was seen under, so that no name is ever looked up).
 While it runs, ranks report events, which the supervisor alone writes into the history, and the supervisor may tell them
-to leave. When it breaks, the rank is gone; when it falls silent, the rank's node is.
+to leave. When it breaks, and the rank does not make it anew at once, the rank is gone; when it falls silent, the rank's
+node is.
 
 A file in the run directory would not do for this: on NFS a new file may stay invisible on other nodes for a minute.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -27,6 +29,9 @@ from clusterddp.errors import LauncherEnvironmentError
 ADDRESS_VARIABLE = "CLUSTERDDP_SUPERVISOR"
 TOKEN_VARIABLE = "CLUSTERDDP_TOKEN"
 LONGEST_LINE = 1 << 20
+#: For how many seconds a rank whose connection broke tries to reach its supervisor again. Where the supervisor is gone,
+#: nobody listens at its port.
+REJOIN_S = 1.0
 #: How often a rank that was turned away without a word tries again: a flood of strangers may have pushed it out.
 _TRIES = 5
 #: A peer whose node is dead or cut off sends no goodbye: after so long a silence the kernel breaks the connection.
@@ -58,6 +63,8 @@ class Link:
         self.term_notice_s = term_notice_s
         self._lock = threading.Lock()
         self._closed = False
+        #: Joins again as the same rank, at most for so many seconds.
+        self._again: Callable[[float], Link | None] = lambda _: None
         self.store_host, self.store_port = store_host, store_port
 
     @classmethod
@@ -69,14 +76,17 @@ class Link:
         port: int | None,
         timeout: float,
         give_up: Callable[[], bool] = lambda: False,
+        process: str | None = None,
     ) -> Link | None:
         """Says hello to the supervisor at ``host:port`` and waits, at most ``timeout`` seconds, for rank 0's address.
 
         ``port`` is rank 0's own choice for its store, None on every other rank. None when ``give_up`` says so, which is
-        asked twice a second.
+        asked twice a second. ``process``: what the supervisor knows a rank by that joins once more.
         """
         host, _, supervisor_port = address.rpartition(":")
-        hello = {"token": token, "rank": rank, "port": port, "host": socket.gethostname(), "pid": os.getpid()}
+        process = process or secrets.token_hex(16)
+        known = {"rank": rank, "port": port, "host": socket.gethostname(), "pid": os.getpid(), "process": process}
+        hello = {"token": token, **known}
         for attempt in range(_TRIES):
             connection = _connect(host, int(supervisor_port), timeout if attempt == 0 else 5.0)
             try:
@@ -100,7 +110,9 @@ class Link:
         connection.settimeout(None)
         keep_alive(connection)
         answer, _, more = line.partition(b"\n")
-        return cls(connection, *_answer(answer, address), more)
+        link = cls(connection, *_answer(answer, address), more)
+        link._again = lambda timeout: cls.join(address, token, rank, port, timeout, lambda: link._closed, process)
+        return link
 
     @property
     def local_address(self) -> str:
@@ -114,6 +126,30 @@ class Link:
         threading.Thread(target=self._listen, args=(on_lost, on_words), name="link", daemon=True).start()
 
     def _listen(self, on_lost: Callable[[], None], on_words: Callable[[Mapping[str, Any]], None]) -> None:
+        self._hear(on_words)
+        while not self._closed and self._rejoin():
+            self._hear(on_words)
+        if not self._closed:
+            on_lost()
+
+    def _rejoin(self) -> bool:
+        """Whether a connection that broke, while both ends live, could be made anew: a device between them forgot it.
+
+        What was said meanwhile is lost.
+        """
+        try:
+            again = self._again(REJOIN_S)
+        except (OSError, LauncherEnvironmentError):
+            return False
+        if again is None:
+            return False
+        with self._lock:
+            self._connection.close()
+            self._connection, self._heard = again._connection, again._heard
+        return True
+
+    def _hear(self, on_words: Callable[[Mapping[str, Any]], None]) -> None:
+        """Until the connection breaks."""
         rest = b""
         with suppress(OSError):
             for data in chain([self._heard], iter(lambda: self._connection.recv(4096), b"")):
@@ -124,8 +160,6 @@ class Link:
                         on_words(words)
                 if len(rest) > LONGEST_LINE:
                     break
-        if not self._closed:
-            on_lost()
 
     def close(self) -> None:
         """Leaves the supervisor."""

@@ -431,6 +431,26 @@ def test_a_peer_that_fails_for_a_lost_node_before_that_is_known_is_not_blamed(ru
     assert verdict.first_failure and verdict.first_failure.rank == 1
 
 
+def test_the_peers_of_a_rank_that_comes_back_are_not_told_to_leave_and_are_watched_on(run: RunDirectory) -> None:
+    """Unless another one is lost, too."""
+    job = dataclasses.replace(JOB, watchdog=Watchdog())
+    attempt = Attempt(run, job, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.NONE))
+    attempt._recorded.set()
+    for rank in range(2):
+        attempt._on_event(rank, "joined", {"host": "n1"})
+        attempt._on_lost(rank, False)
+    first, unwatched = attempt._letting_go, attempt._watch
+    attempt._on_event(0, "rejoined", {"host": "n1"})
+    assert first and first.finished.is_set()
+    assert attempt._letting_go and attempt._letting_go.args == ("rank 1 (n1) is gone",)
+    assert attempt._watch is unwatched
+    attempt._on_event(1, "rejoined", {"host": "n1"})
+    assert attempt._letting_go is None
+    assert attempt._watch is not unwatched
+    assert [event["event"] for event in run.events()] == ["rejoined"] * 2
+    attempt._watch.close()
+
+
 @pytest.mark.parametrize(
     ("saving", "values"), [("stopping", {"step": 7, "reason": "signal TERM"}), ("finishing", {"step": 7})]
 )

@@ -41,6 +41,27 @@ def test_a_second_term_changes_nothing(run: RunDirectory) -> None:
     assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(160))
 
 
+BREAKS = """
+import os, socket, time
+import clusterddp.function  # as a script has it that is told to leave when another rank is gone
+from clusterddp import link
+if os.environ["RANK"] == "1":
+    link.current._connection.shutdown(socket.SHUT_RDWR)
+time.sleep(5)  # for longer than the others of a rank that is gone are let be
+"""
+
+
+def test_a_connection_to_the_supervisor_that_breaks_alone_costs_nothing(run: RunDirectory, tmp_path: Path) -> None:
+    """It is made anew, and the other rank is not told to leave."""
+    script = tmp_path / "breaks.py"
+    script.write_text(BREAKS)
+    process = start(run, str(script), "--device", "cpu", "--gpus", "2")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert run.attempts() == [0]
+    assert re.search(r"rank 1 \(\S+\) lost its connection to the supervisor, and made it anew", err), err
+
+
 def test_rank_0_takes_another_port_than_one_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs on one head node choose alike; the second one's first choice is the first one's port."""
     first = rank.reserve_port(None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -116,6 +118,33 @@ def test_a_rank_that_dies_is_noticed(heard: Heard) -> None:
     link = join(heard, 0, port=1)
     link.close()
     assert heard.lost.get(timeout=10) == (0, False)
+
+
+def test_a_connection_that_breaks_alone_is_made_anew(heard: Heard) -> None:
+    """And carries what both sides say from then on; a process that is not that rank's is still refused."""
+    link = join(heard, 0, port=1)
+    words: queue.Queue[object] = queue.Queue()
+    link.listen(lambda: words.put("lost"), words.put)
+    link._connection.shutdown(socket.SHUT_RDWR)
+    assert heard.lost.get(timeout=10) == (0, False)
+    assert [heard.events.get(timeout=10)[:2] for _ in range(2)] == [(0, "joined"), (0, "rejoined")]
+    heard.server.say(leave="rank 5 hangs")
+    assert words.get(timeout=10) == {"leave": "rank 5 hangs"}
+    link.send("checkpoint", step=7)
+    assert heard.events.get(timeout=10) == (0, "checkpoint", {"step": 7})
+    with pytest.raises(LauncherEnvironmentError, match="rank 0 has joined already"):
+        join(heard, 0, port=1)
+
+
+def test_a_rank_whose_node_was_silent_does_not_come_back(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be taken for lost, and its run be going on elsewhere."""
+    monkeypatch.setattr(link_server, "_SILENT", {errno.ECONNRESET})
+    link = join(heard, 0, port=1)
+    link._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets it
+    link._connection.close()
+    assert heard.lost.get(timeout=10) == (0, True)
+    with pytest.raises(LauncherEnvironmentError, match="rank 0 has joined already"):
+        link._again(10)
 
 
 def test_what_the_supervisor_says_reaches_every_rank_that_is_there(heard: Heard) -> None:
@@ -271,6 +300,7 @@ def test_a_rank_hears_its_supervisors_end_whatever_was_said_before(words: bytes)
             connection, _ = other.accept()
             connection.recv(4096)
             connection.sendall(b'{"host": "h", "port": 1}\n' + words + b'\n{"leave": "x"}\n')
+            other.close()
             connection.close()
 
         threading.Thread(target=serve, daemon=True).start()

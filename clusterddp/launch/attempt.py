@@ -62,10 +62,13 @@ class Attempt:
         self._saved = threading.Event()
         self._saved.set()
         self._told = self._heard = self._deaf = False
-        self._watch: Watch | None = None
-        if job.watchdog:
-            self._watch = Watch(job.watchdog.beat_s, self._on_hang, self._on_slow, lambda: self._deaf)
+        self._watch = self._new_watch()
         self._hang: tuple[Hang, float] | None = None
+
+    def _new_watch(self) -> Watch | None:
+        if self._job.watchdog is None:
+            return None
+        return Watch(self._job.watchdog.beat_s, self._on_hang, self._on_slow, lambda: self._deaf)
 
     def supervise(self) -> int:
         """Runs the attempt to its end; returns this process's exit code, or RESTART."""
@@ -139,6 +142,8 @@ class Attempt:
         if event == "left":
             self._on_left(rank, values)
             return
+        if event == "rejoined":
+            self._on_rejoined(rank)
         if event in ("stopping", "finishing"):
             self._saved.clear()
         if event == "progress":
@@ -177,6 +182,18 @@ class Attempt:
                 threading.Thread(target=self._on_silence, args=(rank,), name="silence", daemon=True).start()
         elif rank not in self._left:
             self._let_go(f"rank {rank} ({self._hosts[rank]}) is gone")
+
+    def _on_rejoined(self, rank: int) -> None:
+        """Its connection alone broke: it was not lost. Others may be."""
+        self._lost_at.pop(rank, None)
+        if self._letting_go is not None:
+            self._letting_go.cancel()
+            self._letting_go = None
+        for other in self._lost_at.keys() - self._silent:
+            self._let_go(f"rank {other} ({self._hosts[other]}) is gone")
+        if self._watch and not self._lost_at and not self._gone.is_set():
+            self._watch.close()
+            self._watch = self._new_watch()
 
     def _let_go(self, why: str) -> None:
         """Tells the other ranks to leave, soon; in a stop, and without a word of it, they may be saving."""

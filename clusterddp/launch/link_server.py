@@ -42,7 +42,8 @@ class LinkServer:
 
     ``on_event(rank, event, values)`` and ``on_lost(rank, silent)`` are called from the server's own thread, one at a
     time. ``silent``: the rank did not end, it is its node that does not answer.
-    ``ranks``: how many there are, None where any number may join. Each may join once.
+    ``ranks``: how many there are, None where any number may join. Each may join once, and again, as the event
+    ``rejoined``, when its connection broke; not when its node was silent, and may be taken for lost.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class LinkServer:
         self.port: int = self._listener.getsockname()[1]
         self._peers: dict[socket.socket, _Peer] = {}
         self._strangers: dict[socket.socket, _Peer] = {}  # those of the peers without a rank, the oldest first
-        self._taken: set[int] = set()
+        self._taken: dict[int, Any] = {}  # the process that joined as a rank; None: nobody may any more
         self._store: dict[str, Any] | None = None
         self._told: dict[str, Any] = {}
         self._wake_read, self._wake_write = socket.socketpair()
@@ -97,9 +98,9 @@ class LinkServer:
                 elif (peer := self._peers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                     self._receive(peer)
             self._drop_slow_strangers()
+        self._listener.close()  # first: a rank whose connection breaks sees that nobody listens any more
         for peer in self._peers.values():
             peer.connection.close()
-        self._listener.close()
         self._wake_read.close()
         self._selector.close()
 
@@ -166,30 +167,36 @@ class LinkServer:
 
     def _greet(self, peer: _Peer, hello: Mapping[str, Any]) -> bool:
         rank, port = hello["rank"], hello["port"]
-        refusal = self._refusal(rank, port)
+        refusal = self._refusal(rank, port, hello.get("process"))
         if refusal is not None:
             with suppress(OSError):
                 send_line(peer.connection, {"refused": refusal})
             return False
+        back = rank in self._taken
+        for old in [known for known in self._peers.values() if back and known.rank == rank]:
+            old.rank = None  # broken, and not noticed here
+            self._drop(old)
         peer.rank = rank
-        self._taken.add(rank)
+        self._taken[rank] = hello.get("process")
         del self._strangers[peer.connection]
-        if rank == 0:
+        first = rank == 0 and not back
+        if first:
             self._store = {"host": peer.address, "port": port}
         if self._store is not None:
-            waiting = self._peers.values() if rank == 0 else [peer]
+            waiting = self._peers.values() if first else [peer]
             for known in waiting:
                 if known.rank is not None:
                     with suppress(OSError):  # gone meanwhile: its connection reads as ended next
                         send_line(known.connection, {**self._told, **self._store})
-        self._on_event(rank, "joined", {"host": str(hello["host"]), "pid": hello["pid"], "address": peer.address})
+        values = {"host": str(hello["host"]), "pid": hello["pid"], "address": peer.address}
+        self._on_event(rank, "rejoined" if back else "joined", values)
         return True
 
-    def _refusal(self, rank: Any, port: Any) -> str | None:
+    def _refusal(self, rank: Any, port: Any, process: Any) -> str | None:
         """Why this rank may not join; None when it may."""
         if type(rank) is not int or rank < 0 or (self._ranks is not None and rank >= self._ranks):
             return f"there is no rank {rank}" + ("" if self._ranks is None else f" among {self._ranks} ranks")
-        if rank in self._taken:
+        if rank in self._taken and (process is None or self._taken[rank] != process):
             return f"rank {rank} has joined already"
         if rank == 0 and not (type(port) is int and 0 < port < 65536):
             return f"rank 0's port is {port!r}: expected a number from 1 to 65535"
@@ -201,4 +208,6 @@ class LinkServer:
         self._strangers.pop(peer.connection, None)
         peer.connection.close()
         if peer.rank is not None:
+            if silent:
+                self._taken[peer.rank] = None
             self._on_lost(peer.rank, silent)

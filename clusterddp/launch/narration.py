@@ -100,6 +100,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         "others' median; they wait for it"
     ),
     "rank_failed": lambda e: f"rank {e['rank']} ({e['host']}) failed first{at_step(e.get('step'))}: {e['error']}",
+    "rejoined": lambda e: f"rank {e['rank']} ({e['host']}) lost its connection to the supervisor, and made it anew",
     "node_lost": lambda e: f"node {e['node']} lost: it does not answer any more",
     "excluded": lambda e: (
         f"{' and '.join(e['nodes'])} failed this run {' and '.join(map(str, e['failures']))} times: "
