@@ -156,6 +156,24 @@ def test_a_dead_node_is_noticed_and_the_run_goes_on_without_it(
     assert events_of(training.run, "rank_failed")[0]["error"] == "lost with its node n2"
 
 
+@pytest.mark.product
+def test_two_nodes_that_die_at_once_are_both_recorded(cluster: Cluster, runs: Path) -> None:
+    """The second falls silent after the first, while the ranks are told to leave and srun is being given up."""
+    training = Training.submit(cluster, runs, "--pause", "0.3", options=[*OFTEN, "--nodes", "3"])
+    wait_for_step(training.run, 7)
+    cluster.cut("n2")
+    time.sleep(1.5)  # how much later
+    cluster.cut("n3")
+    for node in ("n2", "n3"):
+        cluster.kill_node(node)
+    training.wait(lambda: events_of(training.run, "resubmitted"), "the run to go on in a new job")
+    assert [event["node"] for event in events_of(training.run, "node_lost")] == ["n2", "n3"], story(training.run)
+    assert re.search(r"besides: rank \d \(n\d\) lost with its node n[23]", log_of(training))
+    (refused,) = events_of(training.run, "not_excluded")
+    assert refused["reason"] == "without n2 and n3 the partition has 2 usable nodes, and the run needs 3"
+    cluster.run([cluster.python, "-m", "clusterddp", "cancel", training.run.path])
+
+
 def test_a_cut_that_heals_and_a_slow_network_end_nothing_nor_does_a_requeue_of_the_completed_run(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:

@@ -147,6 +147,23 @@ def test_a_rank_whose_node_was_silent_does_not_come_back(heard: Heard, monkeypat
         link._again(10)
 
 
+def test_a_rank_that_is_falling_silent_is_told_nothing(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's word that its node does not answer would come 15 s later then: too late to be counted."""
+    links = [join(heard, 0, port=1), join(heard, 1)]
+    words: queue.Queue[object] = queue.Queue()
+    for link in links:
+        link.listen(lambda: None, lambda said: words.put(said))
+    silent = links[1]._connection.getsockname()
+    probes = lambda connection: 3 if connection.getpeername() == silent else 0  # noqa: E731
+    monkeypatch.setattr(link_server, "_unanswered_probes", probes)
+    heard.server.say(leave="node n2 lost")
+    monkeypatch.undo()
+    heard.server.say(leave="everyone")
+    said = [words.get(timeout=10) for _ in range(3)]
+    assert said.count({"leave": "node n2 lost"}) == 1
+    assert said.count({"leave": "everyone"}) == 2
+
+
 def test_what_the_supervisor_says_reaches_every_rank_that_is_there(heard: Heard) -> None:
     """Also before the rank listens."""
     links = [join(heard, 0, port=1), join(heard, 1)]

@@ -24,6 +24,8 @@ _MOST_STRANGERS = 256
 #: How the kernel says that a peer is silent.
 _SILENT = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
 _LAST_WORDS_S = 1.0
+#: From so many of the kernel's keepalive probes in a row without an answer, which one on its way is not.
+_FALLING_SILENT = 2
 
 
 @dataclass
@@ -75,11 +77,15 @@ class LinkServer:
         self._told = {**self._told, **values}
 
     def say(self, **words: Any) -> None:
-        """Every rank that has joined hears this now. Never waits: who cannot be reached at once does not hear it."""
+        """Every rank that has joined hears this now. Never waits: who cannot be reached at once does not hear it.
+
+        Nor does who is falling silent: with data on its way, the kernel would begin to count anew.
+        """
         for peer in list(self._peers.values()):
             if peer.rank is not None:
                 with suppress(OSError):
-                    send_line(peer.connection, words)
+                    if _unanswered_probes(peer.connection) < _FALLING_SILENT:
+                        send_line(peer.connection, words)
 
     def close(self) -> None:
         """Hears out ranks that have ended, at most for a second (a node may be cut off), then drops all connections."""
@@ -211,3 +217,8 @@ class LinkServer:
             if silent:
                 self._taken[peer.rank] = None
             self._on_lost(peer.rank, silent)
+
+
+def _unanswered_probes(connection: socket.socket) -> int:
+    """How many keepalive probes in a row got no answer: tcpi_probes, the fourth byte of linux/tcp.h's tcp_info."""
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)[3]
