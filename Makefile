@@ -48,7 +48,7 @@ test: .venv/integrations slurm
 test-24.11: .venv/ready slurm
 	.venv/bin/python -m tests.cluster install --release trixie
 	CLUSTERDDP_TEST_RELEASE=trixie .venv/bin/python -m pytest tests/test_main_job.py tests/test_preemption.py \
-		tests/test_fencing.py tests/test_cluster.py
+		tests/test_fencing.py tests/test_cluster.py tests/test_faults.py tests/test_hangs_slurm.py
 
 test-product: .venv/ready slurm
 	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/test_preemption_variants.py tests/test_exact_resume.py \
