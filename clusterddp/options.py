@@ -32,6 +32,8 @@ JOB_OPTIONS = (
     (("--qos", "-q"), "qos", "as in sbatch"),
     (("--time", "-t"), "time", "as in sbatch"),
     (("--job-name", "-J"), "job_name", "as in sbatch; names the run directory too"),
+    (("--mem",), "mem", "as in sbatch: memory per node, such as 64G"),
+    (("--cpus-per-task", "-c"), "cpus_per_task", "as in sbatch: CPUs per rank"),
     (("--constraint", "-C"), "constraint", "as in sbatch"),
     (("--nodelist", "-w"), "nodelist", "as in sbatch"),
     (("--exclude", "-x"), "exclude", "as in sbatch"),

@@ -162,7 +162,7 @@ def test_what_may_pass_is_tried_again_in_place_and_the_users_own_errors_never(fa
         (Death.of_code(-11), "killed by signal 11 (SIGSEGV)"),
         (Death.of_code(-6), "killed by signal 6 (SIGABRT)"),
         (Death.of_code(3), "left by os._exit(3), no traceback"),
-        (Death(out_of_memory=True), "killed: out of memory (the job's limit; ask for more, with --set mem=...)"),
+        (Death(out_of_memory=True), "killed: out of memory (the job's limit; ask for more with --mem)"),
     ],
 )
 def test_a_rank_without_a_record_is_named_with_what_killed_it(death: Death | None, sentence: str) -> None:

@@ -48,7 +48,7 @@ class Death:
         if self.not_started:
             return f"never started: {self.not_started}"
         if self.out_of_memory:
-            return "killed: out of memory (the job's limit; ask for more, with --set mem=...)"
+            return "killed: out of memory (the job's limit; ask for more with --mem)"
         if self.signal == signal.SIGKILL:
             return f"killed by signal 9, no traceback{CHECK_MEMORY}"
         if self.signal is not None:

@@ -137,7 +137,7 @@ def check_memory(size: int) -> None:
     if size > free:
         raise CheckpointError(
             f"the snapshot of the state needs {size / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free on "
-            "this node: ask for more (--set mem=...), or have fewer ranks or loader workers on it"
+            "this node: ask for more (--mem), or have fewer ranks or loader workers on it"
         )
 
 
