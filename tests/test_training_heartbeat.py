@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from clusterddp import process
 from clusterddp.job import Watchdog
 from clusterddp.process import RunningClock
-from clusterddp.training.heartbeat import Pace
+from clusterddp.training.heartbeat import Pace, stands_of
 from clusterddp.training.whereabouts import place_of, sleeping
 from tests import ddp
 
@@ -47,6 +48,31 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytes
         assert clock.now - before == counted
     now += 3.0
     assert (clock.look(counts=False), clock.now) == (3.0, 13.0)
+
+
+def test_an_evaluation_in_one_line_of_the_users_moves_and_a_rank_that_waits_does_not() -> None:
+    """Most of it happens in torch; a tight loop shows itself at few places only."""
+    model, ended = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(9))), threading.Event()
+
+    def evaluate() -> None:
+        while not ended.is_set():
+            model(torch.ones(9))
+
+    works, waits = threading.Thread(target=evaluate), threading.Thread(target=ended.wait)
+    works.start()
+    waits.start()
+    assert works.ident is not None
+    assert waits.ident is not None
+    assert waits.native_id is not None
+    try:
+        while not sleeping(waits.native_id):
+            pass
+        assert len(stands_of(waits.ident)) == 1
+        assert len(set().union(*(stands_of(works.ident) for _ in range(5)))) > 1
+    finally:
+        ended.set()
+        works.join()
+        waits.join()
 
 
 def seen_in(work: Callable[[], object]) -> tuple[str, bool]:

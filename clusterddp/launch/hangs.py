@@ -35,7 +35,7 @@ class Sign:
     ``count``: the boundaries it has come to. ``step``: how many steps it has done. ``allowed_s``: how long it may be
     without moving; None: it has not begun to train; infinity: as long as it likes. ``place``: what it is at, '' while
     it moves. ``waits``: whether that is waiting for other ranks. ``own_s``, ``step_s``: how long its own part of a step
-    takes, and a whole step. ``still_s``: for how long the script's own code has stood at one place.
+    takes, and a whole step. ``still_s``: for how long the script has stood at one place.
     """
 
     rank: int

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -31,6 +30,8 @@ from clusterddp.training.whereabouts import place_of, sleeping, stand_of
 GAP_FACTOR = 4.0
 #: How many of the last collectives are written down: torch keeps 2000, a megabyte for each of perhaps a thousand ranks.
 RECORDED = 100
+#: How often in a row, and how far apart, a thread is looked at to see whether it moves.
+LOOKS, LOOK_S = 4, 0.01
 
 
 class Pace:
@@ -128,7 +129,8 @@ class Heartbeat:
 
     def _beat_on(self, watchdog: Watchdog) -> None:
         pace, clock = Pace(watchdog), RunningClock(watchdog.beat_s)
-        recorded, stood, still_since = False, None, 0.0
+        recorded, still_since = False, 0.0
+        stood: set[object] = set()
         while not self._end.wait(watchdog.beat_s):
             if stood_s := clock.look():
                 self._say(f"this process stood still for {stood_s:.0f} s: it was stopped, or its job suspended")
@@ -148,8 +150,8 @@ class Heartbeat:
                 recorded = False
             else:
                 beat["place"], beat["waits"] = main_thread_place()
-                before, stood = stood, stand_of(_main_frame())
-                still_since = still_since if stood == before else clock.now
+                before, stood = stood, stands_of(_main_thread())
+                still_since = still_since if len(stood) == 1 and stood == before else clock.now
                 beat["still_s"] = clock.now - still_since
             self._send("alive", **beat)
             if age_s > (pace.allowed_s or math.inf) and not recorded:
@@ -186,10 +188,24 @@ class Heartbeat:
 
 def main_thread_place() -> tuple[str, bool]:
     """What the main thread is at, and whether it waits there for other ranks."""
-    return place_of(_main_frame(), sleeping(os.getpid()))  # Linux: the main thread has the process's id
+    return place_of(
+        sys._current_frames()[_main_thread()], sleeping(os.getpid())
+    )  # Linux: the main thread has the process's id
 
 
-def _main_frame() -> FrameType:
+def stands_of(thread: int) -> set[object]:
+    """Where a thread stands at a few moments: one place while it waits.
+
+    One look is not enough: Python hands its lock over at a few places of a tight loop only.
+    """
+    stands: set[object] = set()
+    for _ in range(LOOKS):
+        stands.add(stand_of(sys._current_frames()[thread]))
+        time.sleep(LOOK_S)
+    return stands
+
+
+def _main_thread() -> int:
     main = threading.main_thread().ident
     assert main is not None
-    return sys._current_frames()[main]
+    return main

@@ -38,9 +38,11 @@ def place_of(frame: FrameType, sleeping: bool) -> tuple[str, bool]:
 
 
 def stand_of(frame: FrameType) -> tuple[tuple[CodeType, int], ...]:
-    """Where the user's code of a thread stands, to the instruction: the same again and again while it waits."""
-    theirs = (one for one in _outward(frame) if not one.f_code.co_filename.startswith(_OTHERS))
-    return tuple((one.f_code, one.f_lasti) for one in theirs)
+    """Where a thread stands, to the instruction, down to the innermost call: the same again and again while it waits.
+
+    Torch's own calls count, too: an evaluation may spend all of its time in one line of the user's.
+    """
+    return tuple((one.f_code, one.f_lasti) for one in _outward(frame))
 
 
 def sleeping(native_id: int) -> bool:
