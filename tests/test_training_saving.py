@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from clusterddp.rundir import RunDirectory
 from clusterddp.training import snapshot
 from clusterddp.training.persisting import NotSaved, Persisting, Saved
 from clusterddp.training.state import load_state, state_of
-from clusterddp.training.writer import Writer
+from clusterddp.training.writer import Messages, Writer
 from tests.checkpoint_files import content_of
 from tests.waiting import wait_until
 
@@ -55,6 +56,16 @@ def save(persisting: Persisting, step: int, content: dict[str, Any]) -> Saved:
 
 def names(directory: RunDirectory) -> list[str]:
     return sorted(path.name for path in directory.checkpoints.iterdir())
+
+
+def test_a_rank_that_is_gone_with_an_answer_unread_is_gone_like_any_other():
+    """The socket then breaks instead of ending; the save under way is finished all the same."""
+    here, rank = socket.socketpair()
+    here.sendall(b"an answer\n")
+    messages = Messages(here)
+    rank.close()
+    assert messages.next() is None
+    here.close()
 
 
 def test_what_was_taken_is_saved_whatever_training_does_next(directory, persisting):

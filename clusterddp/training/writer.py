@@ -78,7 +78,10 @@ class Messages:
         while not self._poll.poll(1000 * LOOK_S):
             if os.getppid() != self._parent:
                 return False
-        data = self._connection.recv(1 << 20)
+        try:
+            data = self._connection.recv(1 << 20)
+        except ConnectionResetError:  # it left an answer unread
+            return False
         self._data += data
         return bool(data)
 
