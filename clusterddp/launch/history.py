@@ -69,10 +69,11 @@ class History:
             done = 0
         return {"step": done, "checkpoint": self.newest_checkpoint}
 
-    def conclude(self, state: str, reason: str) -> None:
+    def conclude(self, state: str, reason: str) -> bool:
         """Writes the outcome, once: the run is over. Its step is None where the script recorded none.
 
-        A disk that does not take it is said to be so, and changes nothing of what the attempt came to.
+        A disk that does not take it is said to be so, and changes nothing of what the attempt came to: the answer is
+        whether it is written.
         """
         events = self._run.events()
         step = _highest([self.newest_step, *(event.get("step") for event in events)])
@@ -84,6 +85,8 @@ class History:
         except OSError as error:
             words = f"cannot be written ({error.strerror}): no later start will know that the run is {state}"
             print(f"clusterddp: {self._run.outcome_file} {words}", file=sys.stderr, flush=True)
+            return False
+        return True
 
 
 def _highest(steps: Iterable[int | None]) -> int | None:

@@ -119,8 +119,8 @@ class Story:
         self._event(history, "started", job=me["job"])
         self._train(number, history)
         state = "failed" if number < max(ATTEMPTS) else "completed"
-        history.conclude(state, "the story says so")
-        self.promise(outcome=state, events=len(self._run.events()))
+        written = history.conclude(state, "the story says so")
+        self.promise(events=len(self._run.events()), **({"outcome": state} if written else {}))
 
     def _train(self, number: int, history: History) -> None:
         saves, keep = ATTEMPTS[number]
