@@ -44,13 +44,16 @@ def test_torchrun_on_every_node_survives_a_preemption(cluster: Cluster, runs: Pa
 
 
 @pytest.mark.product
-def test_torchrun_turns_every_failure_into_1_and_so_does_its_template(cluster: Cluster, runs: Path) -> None:
-    """No requeue, though the script might do better a second time."""
-    script = runs / "seven.py"
-    script.write_text("import sys\nsys.exit(7)\n")
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
+def test_torchruns_template_ends_with_the_exit_code_of_the_rank_that_failed_first(
+    cluster: Cluster, runs: Path, end: str, code: int
+) -> None:
+    """torchrun's own would be 1. No requeue, though the script might do better a second time."""
+    script = runs / "fails.py"
+    script.write_text(f"import os, signal, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(60)\n")
     job_id = submit(cluster, ["--gpus-per-node=1", "slurm/torchrun.sbatch", str(script)], runs, RUN=runs / "run")
     ended = cluster.wait_job(job_id, {"FAILED"})
-    assert (ended["ExitCode"], ended["Restarts"]) == ("1:0", "0")
+    assert (ended["ExitCode"], ended["Restarts"]) == (f"{code}:0", "0")
 
 
 def test_of_an_array_only_the_preempted_member_is_requeued(cluster: Cluster, runs: Path) -> None:
@@ -113,10 +116,10 @@ IN_IMAGE = {
 
 @pytest.mark.product
 @pytest.mark.parametrize(("runtime", "program"), [("apptainer", "apptainer"), ("pyxis", "srun")])
-def test_the_container_template_starts_the_ranks_and_nothing_else_in_the_image(
+def test_the_container_template_starts_the_ranks_and_nothing_else_in_the_image_and_survives_a_preemption(
     cluster: Cluster, runs: Path, runtime: str, program: str
 ) -> None:
-    """With stand-ins: neither Apptainer nor pyxis is here."""
+    """With stand-ins, preempted once: neither Apptainer nor pyxis is here."""
     log = runs / "words"
     stand_in = runs / program
     text = APPTAINER if runtime == "apptainer" else SRUN_WITH_PYXIS
@@ -125,10 +128,13 @@ def test_the_container_template_starts_the_ranks_and_nothing_else_in_the_image(
     run = RunDirectory(runs / "run")
     variables = {"RUN": run.path, "RUNTIME": runtime, "IMAGE": "train.img", "PATH": f"{runs}:{cluster.search_path}"}
     shape = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "slurm/container.sbatch"]
-    job_id = submit(cluster, [*shape, "jobs/digits.py", "--steps", "20"], runs, **variables)
+    job_id = submit(cluster, [*shape, "jobs/digits.py", "--steps", "300"], runs, **variables)
+    wait_for_step(run, 100)
+    cluster.preempt(seconds=0.1)
     assert wait_for_outcome(run) == "completed", story(run)
-    cluster.wait_job(job_id, {"COMPLETED"})
+    assert cluster.wait_job(job_id, {"COMPLETED"})["Restarts"] == "1"
+    check_each_step_once(run, 300)
     said = log.read_text().splitlines()
-    assert len(said) == (2 if runtime == "apptainer" else 1)
+    assert len(said) == (4 if runtime == "apptainer" else 2)
     words = f"{IN_IMAGE[runtime].format(folder=cluster.source)} python -u -m clusterddp.rank"
     assert all(words in line for line in said), said
