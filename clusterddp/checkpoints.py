@@ -1,7 +1,7 @@
 """The checkpoint files of a run: which count, which is committed, which are deleted. No torch, and no look inside.
 
 A checkpoint is ``checkpoints/step-<12 digits>.attempt-<n>.safetensors`` (``archive`` has its layout). It is written to
-a temporary sibling, synced, read back and renamed; the folder is synced; only then are older ones deleted.
+a temporary sibling, read back, synced and renamed; the folder is synced; only then are older ones deleted.
 Attempts that were superseded may still write: their number is in the name, and the *lineage* of a later attempt (what
 it resumed from, what that one resumed from ...) leaves out what they wrote after they were left behind.
 """
