@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks import agreement, checkpoint, faults, handover, judging, report, runs, soak
+from benchmarks import agreement, checkpoint, faults, handover, judging, report, runs, savers, soak
 from clusterddp.rundir import RunDirectory, append_line, write_json
 from clusterddp.training.agreement import Agreement
 from tests.checkpoint_files import file_bytes
@@ -74,11 +74,11 @@ def test_stamps_leave_out_a_line_that_is_being_written(tmp_path):
 
 def made_figures(**changed: list[float]) -> dict[str, Any]:
     """Figures of two processes with two saves each, which meet every bar but for what is changed."""
-    names = [checkpoint.COPY, checkpoint.CALLS_AND_COPY, checkpoint.OURS, checkpoint.TorchSave.name, checkpoint.RAW]
+    names = [savers.COPY, savers.CALLS_AND_COPY, savers.OURS, savers.TorchSave.name, savers.RAW]
     seconds = {name: {"stall": [9.0, 0.1], "lost": [0.1, 0.2], "durable": [1.0, 1.0]} for name in names}
-    seconds[checkpoint.OURS] |= {name: values for name, values in changed.items() if name in ("stall", "durable")}
+    seconds[savers.OURS] |= {name: values for name, values in changed.items() if name in ("stall", "durable")}
     start = {"seconds": seconds, "state_bytes": 1000, "tensors": 3, "step_ms": 10.0}
-    restored = {checkpoint.OURS: {"seconds": [0.1, 0.2], "read": changed.get("read", [1.0001, 1.0])}}
+    restored = {savers.OURS: {"seconds": [0.1, 0.2], "read": changed.get("read", [1.0001, 1.0])}}
     grown = changed.get("grown", [2200])[0]
     memory = {"trainer_growth": grown, "writer": {"VmHWM": 5000, "RssAnon": 10}, "state_bytes": 1000}
     return {"starts": [start, start], "restores": {"1": restored, "4": restored}, "memory": memory}

@@ -1,0 +1,268 @@
+"""Who saves in ``benchmarks.checkpoint``, and what: this project, its peers, and the limits next to them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from clusterddp.checkpoints import Checkpoints
+from clusterddp.job import Keep
+from clusterddp.rundir import RunDirectory
+from clusterddp.training.persisting import Persisting
+
+LAYERS = 20
+OURS, COPY, RAW = "clusterddp", "memory copy", "raw write + fsync"
+CALLS_AND_COPY = "state_dict() + memory copy"
+
+
+# ---- the state, and training
+
+
+def make_training(size: int) -> tuple[torch.nn.Module, torch.optim.Adam]:
+    """A model and its optimizer whose state is about ``size`` bytes."""
+    torch.manual_seed(0)
+    width = round((size / 12 / LAYERS) ** 0.5)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    moments = [value for entry in state["optimizer"]["state"].values() for value in entry.values()]
+    return [*state["model"].values(), *moments]
+
+
+class Trainer:
+    """Steps of about 10 ms."""
+
+    def __init__(self, step_s: float = 0.010) -> None:
+        self._matrix = torch.randn(400, 400) / 20
+        self._products = 1
+        for _ in range(5):
+            self._products = max(1, round(self._products * step_s / self.seconds_per_step(10)))
+
+    def step(self) -> None:
+        result = self._matrix
+        for _ in range(self._products):
+            result = torch.tanh(self._matrix @ result)
+
+    def seconds_per_step(self, steps: int) -> float:
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        return (time.perf_counter() - started) / steps
+
+
+# ---- the savers
+
+
+class Saver:
+    """Saves into files of its own in ``folder``; this one is done when ``begin`` returns."""
+
+    name = ""
+    in_background = False
+    #: Whether training will wait for the save that is begun next.
+    urgent = False
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.folder = folder / self.name.replace(" ", "-")
+        self.folder.mkdir()
+        self.path = self.folder
+        self._state: Callable[[], dict[str, Any]] = lambda: state_of(model, optimizer)
+
+    def next_path(self, step: int) -> None:
+        """Where to save this time. The last one stays until then, as it must; removing older ones is not timed."""
+        for old in set(self.folder.iterdir()) - {self.path}:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        self.path = self.folder / str(step)
+
+    def begin(self) -> None:
+        """Saves, or lets training go on while that is done."""
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        """Whether nothing goes on in the background any more."""
+        return True
+
+    def end(self) -> None:
+        """Waits until what was saved is durable."""
+
+    def close(self) -> None: ...
+
+
+class Copy(Saver):
+    name = COPY
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(folder, model, optimizer)
+        self._sources = tensors_of(self._state())
+        self.flat = torch.empty(sum(tensor.nbytes for tensor in self._sources), dtype=torch.uint8).fill_(1)
+        parts = torch.split(self.flat, [tensor.nbytes for tensor in self._sources])
+        self._copies = [part.view(t.dtype).view(t.shape) for part, t in zip(parts, self._sources, strict=True)]
+
+    def begin(self) -> None:
+        torch._foreach_copy_(self._copies, self._sources)
+
+
+class CallsAndCopy(Copy):
+    """What a saver cannot do without, as tensors may be others than last time."""
+
+    name = CALLS_AND_COPY
+
+    def begin(self) -> None:
+        torch._foreach_copy_(self._copies, tensors_of(self._state()))
+
+
+class Raw(Saver):
+    name = RAW
+    in_background = True  # it is not, but it takes part wherever those do: as many writes on either side
+
+    def __init__(self, folder: Path, data: torch.Tensor) -> None:
+        self.folder = self.path = folder / "raw"
+        self.folder.mkdir()
+        self._data = memoryview(data.numpy())
+
+    def begin(self) -> None:
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        for start in range(0, len(self._data), 1 << 22):
+            os.write(file, self._data[start : start + (1 << 22)])
+        os.fsync(file)
+        os.close(file)
+
+
+class Ours(Saver):
+    name = OURS
+    in_background = True
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(folder, model, optimizer)
+        self._directory = RunDirectory(self.folder)
+        self._directory.create()
+        self._directory.metrics_file.touch()
+        attempt = self._directory.create_attempt()
+        Checkpoints(self._directory, attempt, Keep()).record_resume(None)
+        self._persisting = Persisting(self._directory, attempt, Keep(last=1), torch.device("cpu"))
+        self._persisting.prepare(self._state())
+
+    @property
+    def writer(self) -> int:
+        """The writer's process id."""
+        assert self._persisting._writer is not None
+        return self._persisting._writer.pid
+
+    def next_path(self, step: int) -> None:
+        self._step = step
+        self.path = self._directory.checkpoints / f"step-{step:012d}.attempt-0.safetensors"
+
+    def begin(self) -> None:
+        self._persisting.save(self._step, self._state(), {}, self.urgent)
+
+    def done(self) -> bool:
+        return not self._persisting.busy or self._persisting.result(wait=False) is not None
+
+    def end(self) -> None:
+        self._persisting.result(wait=True)
+
+    def close(self) -> None:
+        self._persisting.close()
+
+
+class TorchSave(Saver):
+    name = "torch.save + fsync"
+
+    def begin(self) -> None:
+        with open(self.path, "wb") as file:
+            torch.save(self._state(), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class AsyncThread(Saver):
+    name = "async_save, thread"
+    in_background = True
+    options: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        self._future = dcp.async_save(self._state(), checkpoint_id=self.path, **self.options)
+
+    def done(self) -> bool:
+        return bool(self._future.done())
+
+    def end(self) -> None:
+        self._future.result()
+
+
+class AsyncProcess(AsyncThread):
+    name = "async_save, process"
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(folder, model, optimizer)
+        shared = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+        )
+        self._stager = DefaultStager(shared)
+        self.options = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self._stager}
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+class Lightning(Saver):
+    name = "Lightning"
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(folder, model, optimizer)
+        from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+        self._io = TorchCheckpointIO()
+
+    def begin(self) -> None:
+        self._io.save_checkpoint(self._state(), self.path)
+
+    def end(self) -> None:
+        sync(self.folder)
+
+
+class Accelerate(Saver):
+    name = "accelerate"
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(folder, model, optimizer)
+        from accelerate import Accelerator
+
+        self._accelerator = Accelerator(cpu=True)
+        self._accelerator.prepare(model, optimizer)
+
+    def begin(self) -> None:
+        self._accelerator.save_state(str(self.path))
+
+    def end(self) -> None:
+        sync(self.path)
+
+
+SAVERS: list[type[Saver]] = [Copy, CallsAndCopy, Ours, TorchSave, AsyncThread, AsyncProcess, Lightning, Accelerate]
+
+
+def sync(folder: Path) -> None:
+    """Makes all files of a folder durable."""
+    for path in [*folder.rglob("*"), folder]:
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
