@@ -308,7 +308,10 @@ class Cluster:
             if time.monotonic() > deadline:
                 left = self.root(["squeue", "--all"]).stdout
                 raise AssertionError(f"after {timeout:g} s: nodes {self._node_states()}, jobs:\n{left}")
-            self._resume_nodes()
+            if time.monotonic() > deadline - timeout / 2:
+                # Slurm may ask a node that died meanwhile, and is back, about its job again only minutes later.
+                self._update_nodes("completing", "state=down", "reason=drained")
+            self._update_nodes("down|drain|fail", "state=resume")
             time.sleep(0.1)
 
     def _cancel_all(self) -> bool:
@@ -319,10 +322,11 @@ class Cluster:
             self.root(["scancel", "--quiet", *jobs], check=False)
         return not jobs
 
-    def _resume_nodes(self) -> None:
+    def _update_nodes(self, states: str, *values: str) -> None:
+        """Sets the values of all nodes in one of the states, a regular expression."""
         lines = self.root(["sinfo", "--noheader", "--Node", "--format=%N %T"]).stdout.split("\n")
-        for node in {line.split()[0] for line in lines if re.search("down|drain|fail", line)}:
-            self.root(["scontrol", "update", f"nodename={node}", "state=resume"], check=False)
+        for node in {line.split()[0] for line in lines if re.search(states, line)}:
+            self.root(["scontrol", "update", f"nodename={node}", *values], check=False)
 
     # ---- faults
 
