@@ -11,10 +11,11 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 libc = ctypes.CDLL(None)  # not in preexec_fn, where no lock must be taken
-ranks = []
+told, ranks = [], []
 
 
 def hand_on(number, _frame):
+    told.append(number)
     for rank in ranks:
         rank.send_signal(number)
 
@@ -23,6 +24,8 @@ for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, hand_on)
 # torchrun kills this process in the end, and the rank must not stay.
 ranks.append(subprocess.Popen(sys.argv[1:], preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)))
+for number in told:  # before the rank was there; hearing it twice does no harm
+    ranks[0].send_signal(number)
 code = ranks[0].wait()
 code = 128 - code if code < 0 else code
 if code != 0:

@@ -11,6 +11,7 @@ import torch
 
 import clusterddp
 from clusterddp.errors import CheckpointError, Superseded
+from tests.launchers import TORCH_MAY_ABORT
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist, clusterddp
@@ -33,6 +34,7 @@ sys.stdout.write("sum " + float(sum(p.double().sum() for p in model.parameters()
 """
 
 
+@TORCH_MAY_ABORT
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]])
 def test_a_loop_of_ones_own_goes_on_where_it_was(tmp_path, launcher):
     script = tmp_path / "script.py"

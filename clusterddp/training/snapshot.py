@@ -31,9 +31,7 @@ class Snapshot:
         self._device = device
         self._map: mmap.mmap | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        #: The tensors that there is memory for, or that were taken.
-        self.layout: list[Tensor] = []
-        #: What a checkpoint's header says of them, and the size of their data.
+        #: What a checkpoint's header says of the tensors that there is memory for; the size of their data.
         self.described, self.nbytes = archive.described([]), 0
         self._views: list[torch.Tensor] = []
         self._kinds: list[tuple[str, torch.dtype, torch.Size]] = []
@@ -71,7 +69,7 @@ class Snapshot:
             copied.synchronize()
 
     def _fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether ``layout`` is that of these tensors, which need not be described to know it."""
+        """Whether the memory is laid out for these tensors."""
         return self._kinds == [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
 
     def _finish_preparing(self) -> None:
@@ -92,7 +90,7 @@ class Snapshot:
             for start, tensor in zip(places, layout, strict=True)
         ]
         self._kinds = [(tensor.name, view.dtype, view.shape) for tensor, view in zip(layout, self._views, strict=True)]
-        self.layout, self.described, self.nbytes = layout, archive.described(layout), size
+        self.described, self.nbytes = archive.described(layout), size
 
     def _grow(self, size: int) -> None:
         self._release()
