@@ -53,5 +53,5 @@ def test_a_second_start_of_a_held_run_is_refused_and_disturbs_nothing(
     log = (training.run.logs / f"job-{second}.log").read_text()
     assert f"held by job {training.job_id} (RUNNING on n[1-2])" in log
     assert training.finish() == "completed", story(training.run)
-    assert training.run.attempts() == [0]
+    assert training.run.attempts() == [0], story(training.run)
     check_same_run(training.run, uninterrupted_training)

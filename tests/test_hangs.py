@@ -6,12 +6,13 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterddp.launch.hangs import Sign, Slow, find_hang, find_slow
+from clusterddp.launch.hangs import Search, Sign, Slow, find_hang, find_slow
 from clusterddp.rundir import RunDirectory, read_json
 from tests.trainings import events_of
 from tests.waiting import differing, final_state, story
@@ -144,6 +145,26 @@ def test_who_holds_the_others_up_is_told_by_what_all_of_them_say() -> None:
 def test_a_rank_within_its_time_does_not_hang(signs: list[Sign]) -> None:
     """Nor do those that wait for one which may take as long as it likes."""
     assert find_hang(signs, NOW, beat_s=2.0) is None
+
+
+def test_a_rank_that_was_waited_for_and_goes_on_does_not_put_behind_those_that_have_not_spoken_since() -> None:
+    """Ranks speak in turn: rank 1 has ended its long evaluation and says so; what rank 0 last said is from before."""
+    search = Search(beat_s=2.0)
+    waited = sign(0, 900, count=90, **IN_BACKWARD)
+    assert search.look([waited, sign(1, 900, count=90, still_s=2.0, place="x.py:1 (f)")], NOW) is None
+    assert search.look([waited, sign(1, 0, count=93)], NOW) is None
+    assert search.look([sign(0, 0, count=93), sign(1, 0, count=93)], NOW) is None
+
+
+def test_a_rank_that_is_behind_hangs_when_it_says_the_same_once_more_or_nothing_at_all() -> None:
+    search, others = Search(beat_s=2.0), [sign(0, 900, **IN_BACKWARD)]
+    behind = sign(1, 901, count=89, place="x.py:1 (f)")
+    assert search.look([*others, behind], NOW) is None
+    assert search.look([*others, behind], NOW + 1) is None
+    hang = search.look([*others, replace(behind, heard=NOW + 1)], NOW + 2)
+    assert hang is not None and hang.late == (1,)
+    hang = Search(beat_s=2.0).look([*others, sign(1, 901, silent=900)], NOW)
+    assert hang is not None and hang.late == (1,)
 
 
 def test_a_rank_is_slow_by_its_own_part_of_a_step_against_the_others_median() -> None:

@@ -143,6 +143,31 @@ def _most_common(signs: list[Sign]) -> str:
     return places.most_common(1)[0][0] if places else ""
 
 
+class Search:
+    """Looks for a hang again and again; one is found when it is still there once its late ranks were heard of anew.
+
+    Ranks speak at different moments. When a long evaluation ends, the one that waited for it seems to be behind until
+    it speaks, too.
+    """
+
+    def __init__(self, beat_s: float) -> None:
+        self._beat_s = beat_s
+        self._suspected: float | None = None
+
+    def look(self, signs: Iterable[Sign], now: float) -> Hang | None:
+        """The hang, if it is one at a second look."""
+        signs = list(signs)
+        hang = find_hang(signs, now, self._beat_s)
+        if hang is None:
+            self._suspected = None
+            return None
+        if self._suspected is None:
+            self._suspected = now
+        late = [sign for sign in signs if sign.rank in hang.late]
+        anew = all(sign.heard > self._suspected or _silent(sign, now, self._beat_s) for sign in late)
+        return hang if anew else None
+
+
 def find_slow(signs: Iterable[Sign]) -> list[Slow]:
     """The ranks whose own part of a step is much longer than the others' median, and much of the step."""
     known = [sign for sign in signs if sign.own_s is not None]
@@ -178,7 +203,7 @@ class Watch:
         self._signs: dict[int, Sign] = {}
         self._lock = threading.Lock()
         self._end = threading.Event()
-        self._clock = RunningClock(beat_s)
+        self._clock, self._search = RunningClock(beat_s), Search(beat_s)
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
     def hear(self, rank: int, host: str, beat: Mapping[str, Any]) -> None:
@@ -196,7 +221,7 @@ class Watch:
             with self._lock:
                 self._clock.look(counts=not self._deaf())
                 signs = list(self._signs.values())
-            hang = find_hang(signs, self._clock.now, self._beat_s)
+            hang = self._search.look(signs, self._clock.now)
             for slow in find_slow(signs):
                 if slow.ratio > 2 * self._warned.get(slow.rank, 0.0):
                     self._warned[slow.rank] = slow.ratio
