@@ -40,10 +40,7 @@ demo: .venv/ready
 	@cat $(DEMO_RUN)/outcome.json
 
 test: .venv/integrations slurm
-	@# Tests on the cluster take longer but mostly wait: the others run beside them, and are shown when both are done.
-	@nice -n 5 .venv/bin/python -m pytest -m 'not slurm' > .tests.log 2>&1 & others=$$!; \
-		.venv/bin/python -m pytest -m slurm; slurm=$$?; \
-		wait $$others; rest=$$?; cat .tests.log; rm -f .tests.log; [ $$slurm -eq 0 ] && [ $$rest -eq 0 ]
+	.venv/bin/python -m tests
 
 test-24.11: .venv/ready slurm
 	.venv/bin/python -m tests.cluster install --release trixie
