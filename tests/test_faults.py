@@ -171,7 +171,9 @@ def test_two_nodes_that_die_at_once_are_both_recorded(cluster: Cluster, runs: Pa
     assert re.search(r"besides: rank \d \(n\d\) lost with its node n[23]", log_of(training))
     (refused,) = events_of(training.run, "not_excluded")
     assert refused["reason"] == "without n2 and n3 the partition has 2 usable nodes, and the run needs 3"
-    cluster.run([cluster.python, "-m", "clusterddp", "cancel", training.run.path])
+    done = cluster.run([cluster.python, "-m", "clusterddp", "cancel", training.run.path], check=False)
+    jobs = cluster.root(["scontrol", "show", "job"]).stdout + cluster.root(["sinfo", "-N", "-l"]).stdout
+    assert done.returncode == 0, done.stdout + done.stderr + jobs
 
 
 def test_a_cut_that_heals_and_a_slow_network_end_nothing_nor_does_a_requeue_of_the_completed_run(
