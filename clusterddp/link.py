@@ -19,6 +19,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain
@@ -32,6 +33,8 @@ LONGEST_LINE = 1 << 20
 #: For how many seconds a rank whose connection broke tries to reach its supervisor again. Where the supervisor is gone,
 #: nobody listens at its port.
 REJOIN_S = 1.0
+#: How many of its last events a rank keeps, to say again what a broken connection has swallowed: some minutes' worth.
+_KEPT = 256
 #: How often a rank that was turned away without a word tries again: a flood of strangers may have pushed it out.
 _TRIES = 5
 #: A peer whose node is dead or cut off sends no goodbye: after so long a silence the kernel breaks the connection.
@@ -48,7 +51,8 @@ _KEEPALIVE = {
 class Link:
     """A rank's end of the line. ``store_host`` and ``store_port`` say where rank 0's store is, or will be.
 
-    ``term_notice_s``: the seconds from a TERM to a KILL, None where the supervisor does not know.
+    ``term_notice_s``: the seconds from a TERM to a KILL, None where the supervisor does not know. ``known``: how many
+    events of this rank the supervisor has, from before its connection broke.
     """
 
     def __init__(
@@ -57,10 +61,13 @@ class Link:
         store_host: str,
         store_port: int,
         term_notice_s: float | None = None,
+        known: int = 0,
         heard: bytes = b"",
     ) -> None:
         self._connection, self._heard = connection, heard
         self.term_notice_s = term_notice_s
+        self._known, self._said = known, 0
+        self._last: deque[dict[str, Any]] = deque(maxlen=_KEPT)
         self._lock = threading.Lock()
         self._closed = False
         #: Joins again as the same rank, at most for so many seconds.
@@ -135,7 +142,7 @@ class Link:
     def _rejoin(self) -> bool:
         """Whether a connection that broke, while both ends live, could be made anew: a device between them forgot it.
 
-        What was said meanwhile is lost.
+        Events that did not get through are said again.
         """
         try:
             again = self._again(REJOIN_S)
@@ -146,6 +153,10 @@ class Link:
         with self._lock:
             self._connection.close()
             self._connection, self._heard = again._connection, again._heard
+            missing = self._said - again._known
+            with suppress(OSError):  # broken again
+                for message in list(self._last)[-missing:] if missing > 0 else []:
+                    send_line(self._connection, message)
         return True
 
     def _hear(self, on_words: Callable[[Mapping[str, Any]], None]) -> None:
@@ -168,11 +179,11 @@ class Link:
 
     def send(self, event: str, **values: Any) -> None:
         """Reports an event. A supervisor that is gone is no reason to stop training: the failure is swallowed."""
-        try:
-            with self._lock:
-                send_line(self._connection, {"event": event, **values})
-        except OSError:
-            pass
+        message = {"event": event, **values}
+        with self._lock, suppress(OSError):
+            self._last.append(message)
+            self._said += 1
+            send_line(self._connection, message)
 
 
 #: The link of this process, set by the rank shim; None in a process that no supervisor started.
@@ -194,8 +205,8 @@ def _words(line: bytes) -> dict[str, Any]:
     return words if isinstance(words, dict) else {}
 
 
-def _answer(line: bytes, address: str) -> tuple[str, int, float | None]:
-    """The store's host and port, and the notice, in the supervisor's first answer. Raises LauncherEnvironmentError."""
+def _answer(line: bytes, address: str) -> tuple[str, int, float | None, int]:
+    """What the supervisor's first answer says, in the order of Link's arguments. Raises LauncherEnvironmentError."""
     try:
         answer = json.loads(line)
         if "refused" in answer:
@@ -203,7 +214,8 @@ def _answer(line: bytes, address: str) -> tuple[str, int, float | None]:
         if "leave" in answer:
             raise LauncherEnvironmentError(f"told to leave before all ranks were there: {answer['leave']}")
         notice = answer.get("term_notice_s")
-        return str(answer["host"]), int(answer["port"]), None if notice is None else float(notice)
+        known = int(answer.get("known", 0))
+        return str(answer["host"]), int(answer["port"]), None if notice is None else float(notice), known
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise LauncherEnvironmentError(
             f"what answers at {address} is no supervisor of clusterddp's: it said {line[:80]!r}"

@@ -136,6 +136,21 @@ def test_a_connection_that_breaks_alone_is_made_anew(heard: Heard) -> None:
         join(heard, 0, port=1)
 
 
+def test_events_of_the_time_without_a_connection_are_heard_once_each_and_in_order(heard: Heard) -> None:
+    link = join(heard, 0, port=1)
+    link.send("checkpoint", step=1)
+    link._connection.shutdown(socket.SHUT_RDWR)
+    assert heard.lost.get(timeout=10) == (0, False)
+    for step in (2, 3):
+        link.send("checkpoint", step=step)
+    link.listen(lambda: None, lambda _: None)
+    events = [heard.events.get(timeout=10) for _ in range(5)]
+    assert [event for _, event, _ in events] == ["joined", "checkpoint", "rejoined", "checkpoint", "checkpoint"]
+    assert [values["step"] for _, event, values in events if event == "checkpoint"] == [1, 2, 3]
+    link.send("checkpoint", step=4)
+    assert heard.events.get(timeout=10) == (0, "checkpoint", {"step": 4})
+
+
 def test_a_rank_whose_node_was_silent_does_not_come_back(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be taken for lost, and its run be going on elsewhere."""
     monkeypatch.setattr(link_server, "_SILENT", {errno.ECONNRESET})

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -63,6 +64,7 @@ class LinkServer:
         self._peers: dict[socket.socket, _Peer] = {}
         self._strangers: dict[socket.socket, _Peer] = {}  # those of the peers without a rank, the oldest first
         self._taken: dict[int, Any] = {}  # the process that joined as a rank; None: nobody may any more
+        self._known: Counter[int] = Counter()  # how many events each rank has reported
         self._store: dict[str, Any] | None = None
         self._told: dict[str, Any] = {}
         self._wake_read, self._wake_write = socket.socketpair()
@@ -164,6 +166,7 @@ class LinkServer:
             event = str(message.pop("event"))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
+        self._known[peer.rank] += 1
         try:
             self._on_event(peer.rank, event, message)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):  # not what the event should hold
@@ -190,10 +193,11 @@ class LinkServer:
             self._store = {"host": peer.address, "port": port}
         if self._store is not None:
             waiting = self._peers.values() if first else [peer]
-            for known in waiting:
-                if known.rank is not None:
+            for joined in waiting:
+                if joined.rank is not None:
                     with suppress(OSError):  # gone meanwhile: its connection reads as ended next
-                        send_line(known.connection, {**self._told, **self._store})
+                        answer = {**self._told, **self._store, "known": self._known[joined.rank]}
+                        send_line(joined.connection, answer)
         values = {"host": str(hello["host"]), "pid": hello["pid"], "address": peer.address}
         self._on_event(rank, "rejoined" if back else "joined", values)
         return True
