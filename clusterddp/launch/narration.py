@@ -79,6 +79,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"each rank takes {e['samples']} samples at a time, more than its batch_size of {e['most']}: "
         "the script does not call run.micro()"
     ),
+    "left_loop": lambda e: (
+        f"the script left its loop by break after step {e['step']} of {e['steps']}: what is newer than the newest "
+        "checkpoint is not saved; run.finish() makes a step the last one, and saves"
+    ),
     "stopping": lambda e: f"told to stop ({e['reason']}): all ranks stop after step {e['step']}",
     "checkpoint_failed": lambda e: f"checkpoint {e['step']} was not saved: {e['reason']}; training goes on",
     "checkpoint_damaged": lambda e: f"{e['reason']}; passed over",

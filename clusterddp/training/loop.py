@@ -65,10 +65,12 @@ class Run:
         self._group, self._agreement, self._saver, self._report = group, agreement, saver, report
         self._values: dict[str, Any] = {}
         self._parent: tuple[int, int] | None = None
+        self._goal = 0
+        self._finished: list[int] = []  # the goals of loops that ``finish`` has ended
         self._inexact = self._reasons_for_doubt()
         self._own_time = OwnTime(parts.values())
         self._micro = MicroBatches(parts.values(), loader)
-        self._begun = self._in_step = self._optimizer_stepped = self._past_first = False
+        self._begun = self._in_step = self._optimizer_stepped = self._past_first = self._last_step = False
         self._watch_optimizer()
         if group.rank == 0:
             pack({name: state_of(part) for name, part in parts.items()})  # refuses what cannot be saved
@@ -88,32 +90,38 @@ class Run:
         """Yields the batch of each step from where the run stands to ``total`` (None: the job's ``steps``).
 
         Raises Stopped, on all ranks at the same step, when the run is told to stop: the state is saved by then. Falls
-        through once all steps are done and checkpoint ``total`` is committed; at once if they were done before.
+        through once all steps are done, or ``finish`` was called, and the last checkpoint is committed; at once if that
+        was so before.
 
-        A ``for`` statement that is left by ``break`` ends the loop, and the watchdog with it. Where the script holds
-        the iterator itself, that cannot be told from a long step: ``close()`` it, or use ``Context.unwatched``.
+        A ``for`` statement that is left by ``break`` ends the loop, and the watchdog with it, and saves nothing. Where
+        the script holds the iterator itself, that cannot be told from a long step: ``close()`` it, or use
+        ``Context.unwatched``.
         """
         total = self._total(total)
         self._begin(total)
-        if self.step >= total:
+        self._goal = total
+        if self.step >= total or total in self._finished:
             return
         self._heartbeat.begin()
         self._boundary()
         batches = self._loader.batches(self.step)
         try:
-            while self.step < total:
+            while self.step < total and total not in self._finished:
                 batch = next(batches)
                 self._start_step()
                 yield batch
                 self._finish_step()
                 self._boundary()
-                if self.step < total:
+                if self.step < total and total not in self._finished:
                     with self._heartbeat.pause():  # a save before this one may be waited for, on a slow disk
                         self._save_if_due()
+        except GeneratorExit:
+            self._left(total)
+            raise
         finally:
             self._heartbeat.rest()
             batches.close()  # type: ignore[attr-defined]
-        self._complete(total)
+        self._complete()
 
     def epochs(self, count: float) -> Iterator[Any]:
         """``steps`` for ``count`` passes over the dataset; the last step's tail is filled from the next epoch."""
@@ -143,6 +151,16 @@ class Run:
             self._values.update(values)
         elif self._group.rank == 0:
             self._report("result", step=self.step, **{name: plain(value) for name, value in values.items()})
+
+    def finish(self) -> None:
+        """Makes the step being made the loop's last one: early stopping. All ranks call it in the same step.
+
+        The loop ends after it as it does after ``total`` steps, with a checkpoint, and so it does in a resumed run.
+        RuntimeError outside a step.
+        """
+        if not self._in_step:
+            raise RuntimeError("run.finish() makes a step the last one: call it in the loop over run.steps()")
+        self._last_step = True
 
     def stop(self, reason: str) -> NoReturn:
         """Saves and raises Stopped. All ranks call it at the same point, having agreed to (``Context.stop_requested``).
@@ -186,14 +204,16 @@ class Run:
         if self._rng == "step":
             seed = randomness.hash32("step", self._seed, self.step, self._group.rank)
             randomness.seed_all(seed, self._group.device)
-        self._in_step, self._optimizer_stepped = True, False
+        self._in_step, self._optimizer_stepped, self._last_step = True, False, False
 
     def _finish_step(self) -> None:
         self._check_micro()
         self._saver.log(self.step, self._values)
         self._values = {}
         self.step += 1
-        self._in_step = self._optimizer_stepped = False
+        if self._last_step:
+            self._finished.append(self._goal)
+        self._in_step = self._optimizer_stepped = self._last_step = False
         self._heartbeat.pace = self._own_time.step_done() or self._heartbeat.pace
         if not self._past_first:
             self._past_first = True
@@ -225,14 +245,23 @@ class Run:
         except Superseded as error:  # Rank 0 alone knows. When all have stopped, the commit tells all.
             self._agreement.request(str(error))
 
-    def _complete(self, total: int) -> None:
+    def _complete(self) -> None:
         if self._group.rank == 0:
-            self._report("finishing", step=total)  # until "progress", the supervisor lets this rank save
+            self._report("finishing", step=self.step)  # until "progress", the supervisor lets this rank save
         committed, problem = self._commit()
-        if self._saver.saves and committed != total:
-            raise CheckpointError(f"all {total} steps are done, but the last checkpoint was not written: {problem}")
+        if self._saver.saves and committed != self.step:
+            raise CheckpointError(f"all {self.step} steps are done, but the last checkpoint was not written: {problem}")
         if self._group.rank == 0:
-            self._report("progress", step=total, steps=total)
+            self._report("progress", step=self.step, steps=self.step)
+
+    def _left(self, total: int) -> None:
+        """The script has left the loop by ``break``; other ranks may not have, so that nothing can be done together."""
+        made = self.step + self._optimizer_stepped
+        if self._optimizer_stepped:
+            self._saver.log(self.step, self._values)
+        self._in_step, self._values = False, {}
+        if self._group.rank == 0:
+            self._report("left_loop", step=made, steps=total)
 
     def _watch_optimizer(self) -> None:
         """Notes when the optimizer steps: from then on, the state is that after the step being made.
@@ -258,6 +287,7 @@ class Run:
             **self._loader.progress(self.step),
             "world_size": self._group.world_size,
             "seed": self._seed,
+            "finished": self._finished,
         }
         states = {name: state_of(part) for name, part in self._parts.items()}
         return {"parent": parent, "progress": progress, **states}
@@ -276,7 +306,7 @@ class Run:
             self._inexact.append(f"{self._group.world_size} ranks instead of {progress['world_size']}")
         for name, part in self._parts.items():
             load_state(part, content[name])
-        self.step, self._parent = step, (attempt, step)
+        self.step, self._parent, self._finished = step, (attempt, step), list(progress.get("finished", []))
 
     def _check_parts(self, saved: set[str]) -> None:
         if missing := self._parts.keys() - saved:

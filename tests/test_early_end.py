@@ -1,0 +1,81 @@
+"""A loop that ends before its last step: by ``run.finish()`` as if it were done, by ``break`` with nothing saved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from clusterddp.rundir import RunDirectory
+from tests import ddp
+from tests.trainings import events_of
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+import clusterddp
+
+how, total, *run_dir = sys.argv[1:]
+ctx = clusterddp.init(device="cpu", **({"run_dir": run_dir[0]} if run_dir else {}))
+model = ctx.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(TensorDataset(torch.ones(8, 1)), batch_size=1))
+made = []
+for (x,) in run.steps(int(total)):
+    made.append(run.step)
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    run.log(loss=loss)
+    if run.step == 4:
+        if how == "break":
+            break
+        run.finish()
+run.log(made=len(made))
+print("made", made, "at", run.step, flush=True)
+"""
+
+
+def made(script: Path, run: Path, total: int) -> str:
+    said = ddp.run(script, "finish", total, run, ranks=2, folder=script.parent / "out")
+    return said.output(1).splitlines()[-1]
+
+
+def test_a_finished_loop_is_done_in_a_resumed_run_too_and_goes_on_where_more_steps_are_asked_for(
+    tmp_path: Path,
+) -> None:
+    script, run = tmp_path / "early.py", tmp_path / "run"
+    script.write_text(SCRIPT)
+    assert made(script, run, 20) == "made [0, 1, 2, 3, 4] at 5"
+    assert [path.name.partition(".")[0] for path in (run / "checkpoints").iterdir()] == [f"step-{5:012}"]
+    assert made(script, run, 20) == "made [] at 5"
+    assert made(script, run, 8) == "made [5, 6, 7] at 8"
+    assert made(script, run, 20) == "made [] at 8"
+    assert [line["step"] for line in RunDirectory(run).metrics()] == list(range(8))
+
+
+def test_a_loop_that_is_left_by_break_is_said_to_have_saved_nothing_and_loses_no_metrics(tmp_path: Path) -> None:
+    script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--device", "cpu", "--gpus", "2"]
+    command += ["--run-dir", str(run), str(script), "--", "break", "20"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "the script left its loop by break after step 5 of 20: what is newer than the newest checkpoint" in done.stderr
+    )
+    (result,) = events_of(run, "result")
+    assert result["made"] == 5
+    assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3, 4]
+    outcome = run.outcome()
+    assert outcome is not None and outcome["step"] == 5
+    assert not any(run.checkpoints.iterdir())
+
+
+def test_finish_outside_a_step_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "early.py"
+    script.write_text(SCRIPT.replace("made = []", "run.finish()"))
+    ranks = ddp.start(script, "finish", 20, tmp_path / "run", ranks=1, folder=tmp_path / "out").expect(1)
+    assert "run.finish() makes a step the last one: call it in the loop over run.steps()" in ranks.output(0)
