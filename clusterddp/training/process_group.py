@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # Its default arguments keep the group there is when it's imported, as DDP imports it.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from clusterddp.environment import Launcher, RankEnvironment

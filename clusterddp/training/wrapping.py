@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-#: The modules made here whose buckets have their final order.
+#: The modules made here, and those of them whose buckets have their final order.
+_made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _settled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
@@ -51,6 +53,9 @@ def wrap(
         if devices[0].type == "cuda":
             options = {"device_ids": [devices[0].index], **options}
     wrapped = DistributedDataParallel(model, **options)
+    if not _made:
+        atexit.register(_let_go_of_the_group)
+    _made.add(wrapped)
     if all_used_once or not static_graph:
         _settle_buckets(wrapped, passes=2 if static_graph else 1)
         _settled.add(wrapped)
@@ -67,6 +72,18 @@ def doubt(wrapped: DistributedDataParallel) -> str | None:
     if wrapped.static_graph:
         return "is in DDP with static_graph=True, without all_used_once=True"
     return "is in DDP that ctx.wrap() did not make"
+
+
+def _let_go_of_the_group() -> None:
+    """At exit, before the context leaves the group, though the script's variables keep their models.
+
+    A thread of gloo's that frees its last piece of work takes the GIL. After the interpreter's end that aborts the
+    process ("terminate called without an active exception"), so the group must end first: it waits for its threads
+    when its last owner goes. If that is a reducer, it holds the GIL, and the wait has no end. Both in torch 2.13.
+    """
+    for wrapped in list(_made):
+        for owner in ("logger", "reducer", "process_group"):
+            wrapped.__dict__.pop(owner, None)
 
 
 def _settle_buckets(wrapped: DistributedDataParallel, passes: int) -> None:
