@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # here, before there is a group: DDP imports it, and it would keep the group
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -62,6 +63,7 @@ def main():
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             save(path, step + 1, model, optimizer)
     print(f"rank {rank} is done: weights sum to {sum(p.sum() for p in model.parameters()):.6f}", flush=True)
+    del model  # it would keep the group, too; if gloo's threads outlive the next line, a rank may hang or abort
     dist.destroy_process_group()
 
 

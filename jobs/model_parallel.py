@@ -8,6 +8,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # here, before there is a group: DDP imports it, and it would keep the group
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -64,6 +65,7 @@ def main():
     dist.all_reduce(loss.detach_(), dist.ReduceOp.SUM)
     if rank == 0:
         print(f"{first} and {second}: loss {loss.item() / dist.get_world_size():.6f} after {args.steps} steps")
+    del model  # it would keep the group, too; if gloo's threads outlive the next line, a rank may hang or abort
     dist.destroy_process_group()
 
 

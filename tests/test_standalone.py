@@ -14,7 +14,7 @@ from clusterddp.errors import CheckpointError, Superseded
 from tests.launchers import TORCH_MAY_ABORT
 
 SCRIPT = """
-import os, sys, torch, torch.distributed as dist, clusterddp
+import os, sys, torch, torch.distributed as dist, torch.distributed.nn, clusterddp
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -31,6 +31,8 @@ with clusterddp.CheckpointFolder(sys.argv[1], keep=2) as folder:
         step += 1
         folder.save(step, model=model, optimizer=optimizer)
 sys.stdout.write("sum " + float(sum(p.double().sum() for p in model.parameters())).hex() + "\\n")
+if "RANK" in os.environ:
+    dist.destroy_process_group()
 """
 
 

@@ -6,6 +6,7 @@ import time
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -33,6 +34,7 @@ def main():
             os.replace(path + ".tmp", path)
     dist.barrier()
     print(f"rank {rank} is done", flush=True)
+    del model
     dist.destroy_process_group()
 
 
