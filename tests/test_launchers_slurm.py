@@ -36,7 +36,8 @@ def test_a_job_comes_to_the_same_under_every_launcher(cluster: Cluster, runs: Pa
         **{name: str(value) for name, value in variables.items()},
     }
     done = cluster.run(command, cwd=cluster.source, env=env, check=False)
-    logs = [path.read_text() for path in runs.rglob("*") if path.name in ("job.log", "rank-0.out")]
+    names = ("job.log", "rank-0.out", "rank-*.err")
+    logs = [path.read_text() for path in runs.rglob("*") if any(path.match(name) for name in names)]
     said = "\n".join([done.stdout, done.stderr, *logs])
     assert done.returncode == 0, said
     launchers.check_result(job, 2, said)
