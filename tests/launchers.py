@@ -7,15 +7,10 @@ import os
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.trained_alone import trained_alone
 
-#: For tests of scripts that no launcher of ours runs. A thread of gloo's in torch 2.13 that frees its last piece of
-#: work after Python's end aborts the process, with all its work done (plain DDP under torchrun on a busy machine: 5 of
-#: 105): so in each script where something keeps the process group, see test_group_ends.py. A run's ranks leave before.
-TORCH_MAY_ABORT = pytest.mark.flaky(reruns=1, only_rerun="terminate called without an active exception")
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHECKPOINT_STEPS = 20
 #: The jobs and their arguments; FOLDER is the test's own.

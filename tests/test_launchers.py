@@ -49,14 +49,12 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "run")
 
 
-@launchers.TORCH_MAY_ABORT
 def test_torchrun(run: RunDirectory) -> None:
     """With a rendezvous of its own."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     check_two_ranks(run, *launcher, starts=(0, 2))
 
 
-@launchers.TORCH_MAY_ABORT
 def test_the_old_launch_module_with_its_local_rank_argument(run: RunDirectory) -> None:
     """torch.distributed.launch adds ``--local-rank`` to the script's arguments."""
     port = f"--master-port={free_port()}"
@@ -86,7 +84,6 @@ def require_mpirun() -> None:
         (pytest.fail if "CI" in os.environ else pytest.skip)("mpirun not found: apt-get install openmpi-bin")
 
 
-@launchers.TORCH_MAY_ABORT
 @pytest.mark.parametrize(("launcher", "job"), launchers.cases(HERE))
 def test_a_job_comes_to_the_same_under_every_launcher(tmp_path: Path, launcher: str, job: str) -> None:
     """The command is that in the launcher's row."""

@@ -15,7 +15,6 @@ TESTED = ("clusterddp submit", "sbatch, a task per GPU")
 CASES = [pytest.param(*case, marks=[pytest.mark.product] * (case[0] in TESTED)) for case in launchers.cases(THERE)]
 
 
-@launchers.TORCH_MAY_ABORT
 @pytest.mark.parametrize(("launcher", "job"), CASES)
 def test_a_job_comes_to_the_same_under_every_launcher(cluster: Cluster, runs: Path, launcher: str, job: str) -> None:
     """The command is that in the launcher's row, for two ranks on two nodes of the test cluster."""

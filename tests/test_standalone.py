@@ -11,7 +11,6 @@ import torch
 
 import clusterddp
 from clusterddp.errors import CheckpointError, Superseded
-from tests.launchers import TORCH_MAY_ABORT
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist, torch.distributed.nn, clusterddp
@@ -36,7 +35,6 @@ if "RANK" in os.environ:
 """
 
 
-@TORCH_MAY_ABORT
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]])
 def test_a_loop_of_ones_own_goes_on_where_it_was(tmp_path, launcher):
     script = tmp_path / "script.py"

@@ -10,7 +10,6 @@ import pytest
 
 from clusterddp.rundir import RunDirectory, read_lines
 from tests.cluster import Cluster
-from tests.launchers import TORCH_MAY_ABORT
 from tests.trainings import events_of
 from tests.waiting import story, wait_for_outcome, wait_for_step
 
@@ -29,7 +28,6 @@ def check_each_step_once(run: RunDirectory, steps: int) -> None:
     assert sorted(line["step"] for line in read_lines(run.metrics_file)) == list(range(steps)), story(run)
 
 
-@TORCH_MAY_ABORT
 def test_torchrun_on_every_node_survives_a_preemption(cluster: Cluster, runs: Path) -> None:
     """torchrun hands TERM on to the ranks, which stop together and save."""
     run = RunDirectory(runs / "run")
