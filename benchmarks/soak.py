@@ -10,6 +10,8 @@ per epoch, none redone after a preemption and few after the rest, the same losse
 last bit, one outcome, no process left. A run that fails any of it is kept in STATE/failed, with its run directory and
 Slurm's logs.
 
+The report is OUT/soak.md, that of preemptions alone OUT/soak-preemptions.md.
+
 All cases follow from --seed. STATE/progress.jsonl has a line per finished run: an interrupted soak goes on after it,
 and one that is finished writes its report again; --minutes bounds it. 200 preemptions take about 25 minutes.
 """
@@ -482,7 +484,7 @@ def main() -> None:
         traceback.print_exc()
         sys.exit("the soak itself failed; the same command goes on")
     text, figures = describe(soak)
-    report.write(options.out, "soak", text, figures)
+    report.write(options.out, "soak" if options.faults else "soak-preemptions", text, figures)
     sys.exit(0 if figures["met"] else 1)
 
 
