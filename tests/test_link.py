@@ -97,6 +97,21 @@ def test_closing_hears_out_what_was_already_sent() -> None:
     assert heard.events.qsize() == 1001
 
 
+def test_closing_hears_out_what_was_already_sent_however_late_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor that waits for a slow disk, or for a CPU, while its time for that passes."""
+    monkeypatch.setattr(link_server, "_LAST_WORDS_S", 0.0)
+    free, heard = threading.Event(), queue.Queue[str]()
+    server = LinkServer(TOKEN, lambda _, event, __: (free.wait(10), heard.put(event)), host="127.0.0.1")
+    link = Link.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
+    assert link is not None
+    link.send("left", traceback="x" * 100_000)  # more than is read at once
+    link.close()
+    server._wake_write.close()  # as close() does first
+    free.set()
+    server.close()
+    assert [heard.get_nowait() for _ in range(2)] == ["joined", "left"]
+
+
 def test_a_wrong_token_is_refused_and_learns_nothing(heard: Heard) -> None:
     """A stranger is turned away with a sentence; the run's own ranks are not disturbed."""
     with pytest.raises(LauncherEnvironmentError, match="refused the token"):

@@ -90,14 +90,21 @@ class LinkServer:
                         send_line(peer.connection, words)
 
     def close(self) -> None:
-        """Hears out ranks that have ended, at most for a second (a node may be cut off), then drops all connections."""
+        """Hears out ranks that have ended, then drops all connections.
+
+        At most for a second: a node may be cut off. What has come by then is heard, however late this process looks.
+        """
         self._wake_write.close()
         self._thread.join()
 
     def _serve(self) -> None:
         deadline: float | None = None
-        while deadline is None or (len(self._peers) > len(self._strangers) and time.monotonic() < deadline):
-            for key, _ in self._selector.select(timeout=0.1 if deadline else self._until_next_deadline()):
+        while deadline is None or len(self._peers) > len(self._strangers):
+            over = deadline is not None and time.monotonic() >= deadline
+            ready = self._selector.select(timeout=0.1 if deadline else self._until_next_deadline())
+            if over and not any(self._is_rank(key.fileobj) for key, _ in ready):
+                break
+            for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._wake_read:
@@ -111,6 +118,10 @@ class LinkServer:
             peer.connection.close()
         self._wake_read.close()
         self._selector.close()
+
+    def _is_rank(self, connection: Any) -> bool:
+        peer = self._peers.get(connection)
+        return peer is not None and peer.rank is not None
 
     def _accept(self) -> None:
         try:
