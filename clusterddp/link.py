@@ -31,7 +31,8 @@ ADDRESS_VARIABLE = "CLUSTERDDP_SUPERVISOR"
 TOKEN_VARIABLE = "CLUSTERDDP_TOKEN"
 LONGEST_LINE = 1 << 20
 #: For how many seconds a rank whose connection broke tries to reach its supervisor again. Where the supervisor is gone,
-#: nobody listens at its port.
+#: nobody listens at its port. One that is there may be waiting for a slow disk: its answer is waited for as long
+#: as for any word of its node.
 REJOIN_S = 1.0
 #: How many of its last events a rank keeps, to say again what a broken connection has swallowed: some minutes' worth.
 _KEPT = 256
@@ -98,7 +99,7 @@ class Link:
             connection = _connect(host, int(supervisor_port), timeout if attempt == 0 else 5.0)
             try:
                 send_line(connection, hello)
-                line = _receive_line(connection, timeout, give_up)
+                line = _receive_line(connection, max(timeout, SILENCE_S), give_up)
             except ConnectionError:
                 line = b""
             except OSError as error:

@@ -166,6 +166,31 @@ def test_events_of_the_time_without_a_connection_are_heard_once_each_and_in_orde
     assert heard.events.get(timeout=10) == (0, "checkpoint", {"step": 4})
 
 
+def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes the history, on a slow disk: that is no reason to leave, nor for its peers."""
+    monkeypatch.setattr("clusterddp.link.REJOIN_S", 0.1)
+    free, words = threading.Event(), queue.Queue[object]()
+
+    def hear(rank: int, event: str, values: object) -> None:
+        words.put(event)
+        if event == "checkpoint":
+            free.wait(20)
+
+    server = LinkServer(TOKEN, hear, host="127.0.0.1")
+    link = Link.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
+    assert link is not None
+    link.listen(lambda: words.put("lost"), words.put)
+    link.send("checkpoint", step=7)
+    assert [words.get(timeout=10) for _ in range(2)] == ["joined", "checkpoint"]
+    link._connection.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(queue.Empty):
+        words.get(timeout=1.5)
+    free.set()
+    assert words.get(timeout=10) == "rejoined"
+    link.close()
+    server.close()
+
+
 def test_a_rank_whose_node_was_silent_does_not_come_back(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be taken for lost, and its run be going on elsewhere."""
     monkeypatch.setattr(link_server, "_SILENT", {errno.ECONNRESET})
