@@ -6,13 +6,14 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from clusterddp.rank import reserve_port
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -119,9 +120,9 @@ def _ask(request: dict[str, Any]) -> Any:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that no other program gets until it is used: the kernel gives none to those who ask for any from there."""
+    with reserve_port(None) as held:
+        return int(held.getsockname()[1])
 
 
 def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:

@@ -161,7 +161,7 @@ import clusterddp
 ctx = clusterddp.init()
 calls = 0
 print("begin", flush=True)
-for _ in range(2000):
+for _ in range(100_000):  # the test stops it long before
     time.sleep(random.random() * 0.004)
     calls += 1
     if ctx.stop_requested():
@@ -214,9 +214,9 @@ def test_a_run_that_nobody_stops_costs_nothing_and_leaves_no_thread(tmp_path):
     script.write_text(
         "import threading, time, clusterddp\n"
         "with clusterddp.init() as ctx:\n"
-        "    start = time.perf_counter()\n"
+        "    start = time.thread_time()\n"
         "    for _ in range(10000): assert not ctx.stop_requested()\n"
-        "    print('microseconds', (time.perf_counter() - start) * 100)\n"
+        "    print('microseconds', (time.thread_time() - start) * 100)\n"
         "print('threads', [t.name for t in threading.enumerate()])\n"
     )
     ranks = ddp.run(script, ranks=2, folder=tmp_path / "out")
