@@ -211,7 +211,7 @@ def test_a_stop_in_an_evaluation_keeps_a_step_that_the_scaler_skipped(tmp_path, 
     assert whole.raw()[0]["scale"] < 2.0**22
     stopped = ddp.start(
         *(EXACT, tmp_path / "stopped", STEPS, "--samples", SAMPLES, "--batch", GLOBAL_BATCH // 2, *options),
-        *("--sleep", 0.05),
+        *("--sleep", 0.2),
         ranks=2,
         folder=tmp_path / "out",
     )

@@ -67,6 +67,7 @@ def test_a_hung_step_ends_with_the_checkpoint_before_it_and_the_stacks(tmp_path)
     notice = {"CLUSTERDDP_TERM_NOTICE_S": "4"}
     ranks = ddp.start(script, tmp_path / "run", "hang", ranks=2, folder=tmp_path / "out", **notice)
     ranks.wait_for(1, "hanging")
+    wait_until(lambda: any((tmp_path / "run" / "checkpoints").glob("step-000000000004.*")), "checkpoint 4")
     ranks.signal(1)
     wait_until(lambda: ranks.processes[0].poll() is not None, "rank 0 to leave")
     assert ranks.processes[0].poll() == 75

@@ -55,9 +55,9 @@ def test_a_term_at_a_random_moment_to_a_random_rank_stops_all_after_the_same_ste
 
     stopped = tmp_path / "stopped"
     arguments = (EXACT, stopped, STEPS, "--workers", workers)
-    first = ddp.start(*arguments, "--sleep", 0.03, ranks=ranks, folder=tmp_path / "out")
-    first.wait_for(ranks - 1, f"step {random.randrange(2, 20)} ")
-    time.sleep(random.random() * 0.05)
+    first = ddp.start(*arguments, "--sleep", 0.2, ranks=ranks, folder=tmp_path / "out")
+    first.wait_for(ranks - 1, f"step {random.randrange(2, 10)} ")
+    time.sleep(random.random() * 0.2)
     first.signal(random.randrange(ranks))
     first.expect(75)
     assert len(set(last_steps(first))) == 1
@@ -76,7 +76,7 @@ def test_a_stop_during_or_after_an_evaluation_inside_a_step_keeps_that_step(tmp_
     options = ("--samples", 98, "--evaluate-in-step", 5)
     ddp.run(EXACT, tmp_path / "whole", 12, *options, ranks=3, folder=tmp_path / "out")
     run_dir = tmp_path / "stopped"
-    first = ddp.start(EXACT, run_dir, 12, *options, "--sleep", 0.1, ranks=3, folder=tmp_path / "out")
+    first = ddp.start(EXACT, run_dir, 12, *options, "--sleep", 0.4, ranks=3, folder=tmp_path / "out")
     first.wait_for(0, moment)
     first.signal(1)
     first.expect(75)
@@ -87,7 +87,7 @@ def test_a_stop_during_or_after_an_evaluation_inside_a_step_keeps_that_step(tmp_
 
 
 def test_a_stop_during_the_final_evaluation_repeats_it_and_nothing_else(tmp_path):
-    first = ddp.start(EXACT, tmp_path / "run", 4, "--evaluate", "--sleep", 0.1, ranks=2, folder=tmp_path / "out")
+    first = ddp.start(EXACT, tmp_path / "run", 4, "--evaluate", "--sleep", 0.4, ranks=2, folder=tmp_path / "out")
     first.wait_for(0, "evaluation batch")
     first.signal(0)
     first.expect(75)
@@ -130,11 +130,11 @@ def test_all_checkpoints_are_damaged_and_no_rank_starts_over(tmp_path):
 def test_a_full_disk_stops_no_training_and_the_last_good_checkpoint_is_what_the_run_goes_on_from(tmp_path):
     run_dir = tmp_path / "run"
     ddp.run(EXACT, run_dir, 4, ranks=2, folder=tmp_path / "out")
-    first = ddp.start(EXACT, run_dir, 500, "--every", 3, "--sleep", 0.05, ranks=2, folder=tmp_path / "out")
+    first = ddp.start(EXACT, run_dir, 500, "--every", 30, "--sleep", 0.1, ranks=2, folder=tmp_path / "out")
     first.wait_for(0, "begin 4")
     resource.prlimit(writer_of(first.processes[0].pid), resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    first.wait_for(1, "step 9 ")
-    assert "step 6 is not saved: checkpoint needs " in first.output(0) and "keeping step 4" in first.output(0)
+    first.wait_for(0, "step 30 is not saved: checkpoint needs ")
+    assert "keeping step 4" in first.output(0)
     first.signal(1)
     first.expect(75)
     assert "the run goes on from step 4" in first.output(0)
