@@ -14,6 +14,7 @@ from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import give_notice
 from clusterddp.rundir import RunDirectory
 from tests.conftest import Launch
+from tests.trainings import events_of
 from tests.waiting import preempt_local, story, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -30,6 +31,7 @@ def test_a_preempted_run_goes_on_at_the_step_where_it_stopped(launch: Launch, tm
     require(package)
     handle = start_until_step_3(launch, tmp_path, package)
     preempt_local(RunDirectory(handle.path))
+    let_go(handle, tmp_path)
     check_goes_on(handle)
 
 
@@ -41,18 +43,27 @@ def test_a_preempted_lightning_run_goes_on_though_one_rank_alone_has_heard_of_it
     handle = start_until_step_3(launch, tmp_path, "lightning")
     give_notice(RunDirectory(handle.path), Cause.PREEMPTED)
     os.kill(int((tmp_path / "marks" / "1").read_text()), signal.SIGTERM)
+    let_go(handle, tmp_path)
     check_goes_on(handle)
 
 
 def start_until_step_3(launch: Launch, tmp_path: Path, package: str) -> clusterddp.Handle:
-    """Both ranks have made the third of 60 steps."""
+    """Both ranks have made the third of 60 steps, and wait."""
     out, marks = tmp_path / "out", tmp_path / "marks"
     marks.mkdir()
+    (marks / "wait").touch()
     handle = launch(SCRIPTS / f"with_{package}.py", out, marks)
     run = RunDirectory(handle.path)
     wait_until(lambda: len(list(marks.glob("[01]"))) == 2 or run.outcome(), "both ranks at step 3", timeout=120)
     assert run.outcome() is None, story(run)
     return handle
+
+
+def let_go(handle: clusterddp.Handle, tmp_path: Path) -> None:
+    """They go on once they are told to stop."""
+    run = RunDirectory(handle.path)
+    wait_until(lambda: events_of(run, "signal"), f"the ranks to be told\n{story(run)}")
+    (tmp_path / "marks" / "wait").unlink()
 
 
 def check_goes_on(handle: clusterddp.Handle) -> None:
