@@ -17,8 +17,8 @@ from clusterddp.job import Keep
 from clusterddp.rundir import RunDirectory, append_line, read_lines
 from tests.checkpoint_files import save
 from tests.test_local import start
-from tests.trainings import events_of
-from tests.waiting import preempt_local, wait_for_step, wait_until
+from tests.trainings import STEPS, events_of
+from tests.waiting import preempt_local, wait_until
 
 
 @pytest.fixture
@@ -26,19 +26,23 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "run")
 
 
-def test_a_second_term_changes_nothing(run: RunDirectory) -> None:
+def test_a_second_term_changes_nothing(run: RunDirectory, tmp_path: Path) -> None:
     """One save, one requeue, nothing redone: the second comes while the ranks stop."""
-    process = start(run, "tests/scripts/hanging.py", "--device", "cpu", "--gpus", "2", "--", "nothing")
-    wait_for_step(run, 10)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    waiting = ["--", "--marks", str(marks), "--moments", "first step"]
+    process = start(run, "tests/scripts/train.py", "--device", "cpu", "--gpus", "2", *waiting)
+    wait_until(lambda: len(list(marks.iterdir())) == 2, "both ranks in their first step")
     preempt_local(run)
     wait_until(lambda: events_of(run, "signal"), "the first TERM")
     preempt_local(run)
+    (marks / "0-go").touch()
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     (requeued,) = events_of(run, "requeued")
-    assert [event["step"] for event in events_of(run, "checkpoint")] == [requeued["checkpoint"], 160]
+    assert [event["step"] for event in events_of(run, "checkpoint")] == [requeued["checkpoint"], STEPS]
     assert re.search(r"attempt 1: resumed from step \d+, 0 steps redone", err), err
-    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(160))
+    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(STEPS))
 
 
 BREAKS = """
