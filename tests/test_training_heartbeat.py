@@ -17,6 +17,7 @@ from clusterddp.process import RunningClock
 from clusterddp.training.heartbeat import Pace, stands_of
 from clusterddp.training.whereabouts import place_of, sleeping
 from tests import ddp
+from tests.waiting import wait_until
 
 WATCHDOG = Watchdog(step_s=600, start_s=1800)
 
@@ -63,12 +64,12 @@ def test_an_evaluation_in_one_line_of_the_users_moves_and_a_rank_that_waits_does
     waits.start()
     assert works.ident is not None
     assert waits.ident is not None
-    assert waits.native_id is not None
     try:
-        while not sleeping(waits.native_id):
-            pass
-        assert len(stands_of(waits.ident)) == 1
-        assert len(set().union(*(stands_of(works.ident) for _ in range(5)))) > 1
+        wait_until(
+            lambda: at_rest(waits) and len(stands_of(waits.ident or 0)) == 1, "the one that waits to stand still"
+        )
+        seen: set[object] = set()
+        wait_until(lambda: seen.update(stands_of(works.ident or 0)) or len(seen) > 1, "the other one to move")
     finally:
         ended.set()
         works.join()
@@ -80,10 +81,16 @@ def seen_in(work: Callable[[], object]) -> tuple[str, bool]:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     assert thread.ident is not None
-    assert thread.native_id is not None
-    while not sleeping(thread.native_id):
-        pass
+    wait_until(lambda: at_rest(thread), "it to wait")
     return place_of(sys._current_frames()[thread.ident], sleeping=True)
+
+
+def at_rest(thread: threading.Thread) -> bool:
+    """Whether a thread waits for an event; one that waits for Python's lock sleeps, too."""
+    assert thread.ident is not None
+    assert thread.native_id is not None
+    waiting = sys._current_frames()[thread.ident].f_code is threading.Condition.wait.__code__
+    return waiting and sleeping(thread.native_id)
 
 
 def test_the_users_line_is_named_not_what_it_calls() -> None:
