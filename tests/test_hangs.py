@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import subprocess
@@ -58,10 +59,11 @@ def test_neither_a_pause_that_was_announced_nor_work_is_a_hang(slow: tuple[RunDi
 def test_a_slow_rank_is_named_once_and_left_alone(slow: tuple[RunDirectory, str]) -> None:
     """Every step of it takes longer than the other's, which waits for it."""
     run, said = slow
-    (event,) = events_of(run, "slow")
-    assert event["rank"] == 1
-    assert event["ratio"] > 1.5
-    words = r"attempt 0: rank 1 \(\S+\) is slow: 0\.\d+ s of its own in a step, \d\.\d times the others' median"
+    # On a busy machine rank 0 may be slow, too, and how much slower rank 1 is may double.
+    ratios = [event["ratio"] for event in events_of(run, "slow") if event["rank"] == 1]
+    assert ratios and ratios[0] > 1.5, story(run)
+    assert all(later > 2 * former for former, later in itertools.pairwise(ratios))
+    words = r"attempt 0: rank 1 \(\S+\) is slow: \d\.\d+ s of its own in a step, \d+\.\d times the others' median"
     assert re.search(words, said), said
 
 

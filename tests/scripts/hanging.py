@@ -52,7 +52,7 @@ run = ctx.run(model=model, optimizer=optimizer, loader=loader)
 for (x,) in run.steps(160):
     if odd and run.step == 100:
         misbehave()
-    time.sleep(0.08 if odd and HOW == "slow" else 0.03)
+    time.sleep((0.12 if odd else 0.01) if HOW == "slow" else 0.03)
     loss = model(x).square().mean()
     optimizer.zero_grad()
     loss.backward()
