@@ -101,7 +101,7 @@ def a_job_script_without_srun(folder: Path) -> str:
 ALONE = """
 import datetime, torch, torch.distributed as dist
 dist.init_process_group("gloo")
-group = dist.new_group(timeout=datetime.timedelta(seconds=0.3))
+group = dist.new_group(timeout=datetime.timedelta(seconds=2))
 if dist.get_rank() == 0:
     dist.all_reduce(torch.zeros(1), group=group)
 dist.barrier()

@@ -256,11 +256,11 @@ def test_skew_a_long_timeout_waits_for_the_slow_rank_and_a_short_one_ends_the_at
     run: RunDirectory, tmp_path: Path
 ) -> None:
     """The first step has the time-out of the start, so that the short one strikes in the second."""
-    late = ["--", "--steps", "2", "--late", "1"]
-    assert "all 2 steps are done, at the slowest rank's pace" in submit(run, "skew", *late)
+    late = ["--", "--steps", "2", "--late"]
+    assert "all 2 steps are done, at the slowest rank's pace" in submit(run, "skew", *late, "1")
     short = RunDirectory(tmp_path / "short")
-    said = submit(short, "skew", "--set", "timeouts.step_s=0.5", "--set", "limits.attempts=1", *late, code=1)
-    assert re.search(r"rank 0 \(\S+\) failed first at step 1: raised RuntimeError: .*Timed out waiting 500ms", said), (
+    said = submit(short, "skew", "--set", "timeouts.step_s=1", "--set", "limits.attempts=1", *late, "5", code=1)
+    assert re.search(r"rank 0 \(\S+\) failed first at step 1: raised RuntimeError: .*Timed out waiting 1000ms", said), (
         said
     )
     assert "step 0 took" in said and "step 1 took" not in said
