@@ -301,18 +301,26 @@ class Cluster:
             self.root(["sacctmgr", "--immediate", "--quiet", "modify", "qos", "low", "set", f"gracetime={seconds}"])
 
     def drain_jobs(self, timeout: float = 60) -> None:
-        """Between two tests: undoes cuts and stops, ends every job, and waits until all nodes are idle."""
+        """Between two tests: undoes cuts and stops, ends every job, and waits until all nodes are idle.
+
+        A node that was cut off is idle before slurmstepd has done with the job that it had.
+        """
         self._mend()
         deadline = time.monotonic() + timeout
-        while not (self._cancel_all() and self._node_states() == {"idle"}):
+        while not (self._cancel_all() and self._node_states() == {"idle"} and not self._steps()):
             if time.monotonic() > deadline:
-                left = self.root(["squeue", "--all"]).stdout
+                left = "\n".join([self.root(["squeue", "--all"]).stdout, *self._steps()])
                 raise AssertionError(f"after {timeout:g} s: nodes {self._node_states()}, jobs:\n{left}")
             if time.monotonic() > deadline - timeout / 2:
                 # Slurm may ask a node that died meanwhile, and is back, about its job again only minutes later.
                 self._update_nodes("completing", "state=down", "reason=drained")
             self._update_nodes("down|drain|fail", "state=resume")
             time.sleep(0.1)
+
+    def _steps(self) -> list[str]:
+        """What nodes have of jobs, ended or not."""
+        commands = [process.command() for node in self.nodes for process in self.processes(node)]
+        return [command for command in commands if command.startswith("slurmstepd:")]
 
     def _cancel_all(self) -> bool:
         """True when there is nothing left to cancel. KILL first: a job may ignore TERM for as long as KillWait."""
