@@ -205,7 +205,7 @@ def test_unknown_names_are_refused_at_once(cluster: Cluster) -> None:
     _, text = finished(
         cluster, 'SECONDS=0; getent hosts nowhere.invalid; getent hosts 10.213.1.1; echo "took $SECONDS"'
     )
-    assert text in ("took 0\n", "took 1\n")
+    assert int(text.removeprefix("took ")) < 5  # the resolver's time-out
 
 
 @pytest.mark.slurm
@@ -282,7 +282,7 @@ def test_a_cut_node_cannot_be_reached_until_it_is_healed(cluster: Cluster) -> No
     cluster.cut("n2")
     assert not reached() and cluster.processes("n2")
     cluster.heal("n2")
-    assert reached()
+    assert wait_until(reached, 30)
 
 
 @pytest.mark.slurm

@@ -18,7 +18,7 @@ def places(cluster: Cluster, command: str) -> list[dict[str, Any]]:
     """What the ranks print that ``command`` starts with `python` or `join` (which also makes the process group)."""
     programs = {"python": f"{cluster.python} {PLACE}", "join": f"{cluster.python} {PLACE} --join"}
     line = " ".join(programs.get(word, word) for word in command.split())
-    done = cluster.run(["bash", "-c", line], cwd=cluster.source, env=environment(cluster))
+    done = cluster.run(["bash", "-c", line], cwd=cluster.source, env=environment(cluster), timeout=180)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -73,7 +73,7 @@ def test_steps_smaller_than_their_job_have_places_masters_and_ports_of_their_own
     script = runs / "steps.sh"
     script.write_text(f"{'; echo @; '.join(steps)}\n".replace("python", f"{cluster.python} {PLACE}"))
     command = ["salloc", "-p", "low", "-N3", "-n5", "bash", script]
-    done = cluster.run(command, cwd=cluster.source, env=environment(cluster))
+    done = cluster.run(command, cwd=cluster.source, env=environment(cluster), timeout=180)
     found = [[json.loads(line) for line in part.splitlines() if line] for part in done.stdout.split("@")]
     assert [sorted(place["host"] for place in ranks) for ranks in found] == [["n2"], ["n2", "n3"], ["n1", "n1"]]
     for ranks in found:

@@ -147,7 +147,7 @@ def test_a_dead_node_is_noticed_and_the_run_goes_on_without_it(
     cluster.cut("n2")
     cluster.kill_node("n2")
     wait_until(lambda: events_of(training.run, "node_lost"), f"the loss to be noticed\n{story(training.run)}", 30)
-    wait_until(lambda: not ranks_on(cluster, "n1"), f"the ranks on n1 to end\n{story(training.run)}", 10)
+    wait_until(lambda: not ranks_on(cluster, "n1"), f"the ranks on n1 to end\n{story(training.run)}", 60)
     follow_resubmission(training)
     assert training.finish() == "completed", story(training.run)
     check_same_run(training.run, uninterrupted_training, redone=True)

@@ -34,7 +34,7 @@ def test_a_job_comes_to_the_same_under_every_launcher(cluster: Cluster, runs: Pa
         "PYTHONPATH": str(cluster.source),
         **{name: str(value) for name, value in variables.items()},
     }
-    done = cluster.run(command, cwd=cluster.source, env=env, check=False)
+    done = cluster.run(command, cwd=cluster.source, env=env, check=False, timeout=180)
     names = ("job.log", "rank-0.out", "rank-*.err")
     logs = [path.read_text() for path in runs.rglob("*") if any(path.match(name) for name in names)]
     said = "\n".join([done.stdout, done.stderr, *logs])

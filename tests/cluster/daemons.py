@@ -16,7 +16,7 @@ from .errors import ClusterError
 from .state import State
 from .system import MARK, Process, command, tail, wait_until
 
-START_TIMEOUT = 30.0
+START_TIMEOUT = 90.0
 
 
 class Daemons:
