@@ -80,6 +80,22 @@ def test_ctrl_c_saves_and_stops_and_the_same_command_goes_on(run: RunDirectory, 
     check_same(run, uninterrupted)
 
 
+def test_ctrl_c_before_the_ranks_are_there_stops_the_run(run: RunDirectory, tmp_path: Path) -> None:
+    """Their supervisor tells them, which has begun to import: the signal itself reached none of them."""
+    script = tmp_path / "endless.py"
+    script.write_text("import threading\nthreading.Event().wait()\n")
+    process = start(run, str(script), "--device", "cpu", "--gpus", "2")
+    wait_until((run.logs / "supervisor.log").exists, "the supervisor to be started")
+    process.send_signal(signal.SIGINT)
+    try:
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert f"continue with: clusterddp submit --local --run-dir {run}" in err
+    assert run.outcome() is None
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_killed_rank_is_named_and_all_ranks_start_anew_in_place(
     run: RunDirectory, uninterrupted: RunDirectory, rank: int

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -142,22 +142,35 @@ def cpus_per_rank(job: Job) -> int:
 
 
 class LocalLauncher:
-    """The same N x G ranks as processes of this machine, each with the numbers it would have on N nodes."""
+    """The same N x G ranks as processes of this machine, each with the numbers it would have on N nodes.
+
+    ``told``: whether the loop has said that they are to stop. It signals those that are there.
+    """
 
     name = "local"
     supervisor_host = "127.0.0.1"
 
-    def __init__(self, job: Job, terminal_rank: int | None = None) -> None:
-        self._job, self._terminal_rank = job, terminal_rank
+    def __init__(self, job: Job, terminal_rank: int | None = None, told: Callable[[], bool] = lambda: False) -> None:
+        self._job, self._terminal_rank, self._told = job, terminal_rank, told
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._numbers: dict[int, int] = {}
         self._deaths: dict[int, Death] = {}
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
-        """Starts one process per rank."""
-        for rank in range(self._job.world_size):
-            process = self._start_rank(rank, command, {**environment, **local_variables(self._job, rank)}, logs)
-            self._ranks[process.pid], self._numbers[process.pid] = process, rank
+        """Starts one process per rank.
+
+        The stop signals are blocked in it from its beginning: it inherits that TERM is ignored, and would lose one that
+        comes before the rank shim is there.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
+        try:
+            for rank in range(self._job.world_size):
+                process = self._start_rank(rank, command, {**environment, **local_variables(self._job, rank)}, logs)
+                self._ranks[process.pid], self._numbers[process.pid] = process, rank
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if self._told():
+            self._signal_all(signal.SIGTERM)
 
     def _start_rank(
         self, rank: int, command: list[str], environment: Mapping[str, str], logs: Path

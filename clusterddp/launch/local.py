@@ -12,14 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, ClassVar
 
 from clusterddp.errors import UsageError
 from clusterddp.job import Job
 from clusterddp.launch.cause import Cause
-from clusterddp.launch.controller import AGAIN, give_notice
+from clusterddp.launch.controller import AGAIN, give_notice, notice_file
 from clusterddp.launch.progress import Progress
 from clusterddp.rundir import RunDirectory, create_file
 
@@ -59,12 +59,16 @@ class LocalRun:
     preemptions: list[Moment] = field(default_factory=list)
     debug_rank: int | None = None
     interrupts: int = 0
+    _process: subprocess.Popen[bytes] | None = None
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
 
     def loop(self, progress: Progress) -> int:
         """Runs attempts until the run is over or interrupted; returns the exit code."""
         with _interrupts_counted(self._interrupted):
             while True:
+                notice_file(self.run).unlink(missing_ok=True)  # of an attempt before
+                if self.interrupts:
+                    return INTERRUPTED
                 with self._supervisor() as process:
                     code = self._watch(process, progress)
                 if self.run.outcome() is not None:  # also of a script that left with one of these codes itself
@@ -89,6 +93,7 @@ class LocalRun:
         finally:
             if process.poll() is None:
                 self._kill()
+            self._process = None
             if stdout:
                 stdout.close()
 
@@ -117,15 +122,18 @@ class LocalRun:
 
     def _kill(self) -> None:
         """The supervisor, whose ranks then die with it."""
-        self._process.kill()
+        if self._process is not None:
+            self._process.kill()
 
     def _signal(self, cause: Cause) -> None:
-        """To the supervisor's whole session, as Slurm's linuxproc tracking does it; the supervisor ignores it."""
+        """To the supervisor's whole session, as Slurm's linuxproc tracking does it; the supervisor ignores it.
+
+        Ranks that are not there yet are told by their supervisor, which finds the notice.
+        """
         give_notice(self.run, cause)
-        try:
-            os.killpg(self._process.pid, self.stop_signal)
-        except ProcessLookupError:
-            pass
+        with suppress(ProcessLookupError):
+            if self._process is not None:
+                os.killpg(self._process.pid, self.stop_signal)
 
 
 @contextmanager

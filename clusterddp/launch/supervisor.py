@@ -92,8 +92,7 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
         job = dataclasses.replace(job, watchdog=None)  # and whoever looks at it may take all day
     for name in set(os.environ) - set(scrub(os.environ)):
         del os.environ[name]
-    notice_file(run).unlink(missing_ok=True)  # of an attempt before
-    return supervise(run, job, lambda: LocalLauncher(job, debug_rank), LocalController(run))
+    return supervise(run, job, lambda: LocalLauncher(job, debug_rank, notice_file(run).exists), LocalController(run))
 
 
 def prepare_process() -> None:
