@@ -23,7 +23,7 @@ from clusterddp.launch import exclusion, going_on, holder, slurm
 from clusterddp.launch.accounting import cost
 from clusterddp.launch.attempt import Attempt
 from clusterddp.launch.cause import Cause
-from clusterddp.launch.controller import Notice, SlurmController
+from clusterddp.launch.controller import Notice, SlurmController, give_notice, notice_file
 from clusterddp.launch.deaths import Death
 from clusterddp.launch.hangs import Hang
 from clusterddp.launch.launcher import SlurmLauncher, srun_command
@@ -206,6 +206,18 @@ def test_a_log_that_takes_no_more_words_does_not_end_the_supervisor(run: RunDire
         assert subprocess.run(command, stdout=full, stderr=full, timeout=60, check=False).returncode == 0
     assert (run.outcome() or {})["state"] == "completed"
     assert run.attempts() == [0, 1]
+
+
+def test_a_batch_job_that_is_refused_leaves_the_notice_of_the_attempt_that_holds_the_run(run: RunDirectory) -> None:
+    """Its loop has just said why its ranks are to stop."""
+    run.job_file.write_text(Job(name="x", module="x", device="cpu").to_yaml())
+    holder.take(run, run.create_attempt(), holder.of_this_process())
+    give_notice(run, Cause.INTERRUPTED)
+    environment = {**os.environ, "SLURM_JOB_ID": "41", "SLURM_PROCID": "0"}
+    command = [sys.executable, "-m", "clusterddp.launch.supervisor", str(run)]
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (refused.returncode, "held by process" in refused.stderr) == (1, True), refused.stderr
+    assert notice_file(run).exists()
 
 
 def test_scancel_during_a_resubmission_ends_the_new_job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

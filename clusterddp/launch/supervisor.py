@@ -50,9 +50,10 @@ def supervise_slurm(run_directory: str) -> int:
     run = RunDirectory(run_directory)
     _open_own_log(run)
     job = as_started(load_trusted(run), os.environ)
-    controller = SlurmController if in_batch_step(os.environ) else AllocationController
+    if in_batch_step(os.environ):
+        return supervise(run, job, lambda: SlurmLauncher(job), SlurmController(os.environ, run, job))
     notice_file(run).unlink(missing_ok=True)  # of an attempt before
-    return supervise(run, job, lambda: SlurmLauncher(job), controller(os.environ, run, job))
+    return supervise(run, job, lambda: SlurmLauncher(job), AllocationController(os.environ, run, job))
 
 
 def _open_own_log(run: RunDirectory) -> None:
