@@ -632,11 +632,11 @@ def test_a_disk_that_takes_the_history_late_is_no_hang_of_the_ranks(
     attempt = Attempt(run, job, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.NONE))
     attempt._recorded.set()
     attempt._on_event(0, "joined", {"host": "n1"})
-    attempt._on_event(0, "alive", {"count": 5, "step": 4, "age_s": 0.0, "allowed_s": 0.1})
     monkeypatch.setattr(attempt._history, "add", lambda *_, **__: (blocked.set(), disk.wait(20)))
     report = threading.Thread(target=attempt._on_event, args=(0, "checkpoint", {"step": 4}))
     report.start()
     assert blocked.wait(10)
+    attempt._on_event(0, "alive", {"count": 5, "step": 4, "age_s": 0.0, "allowed_s": 0.1})
     assert not hung.wait(1.0)  # several times what a rank may take
     disk.set()
     report.join()
