@@ -218,7 +218,7 @@ def test_bench_names_what_there_is() -> None:
 def charlm(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, str]:
     """A run that is preempted midway."""
     run = RunDirectory(tmp_path_factory.mktemp("charlm") / "preempted")
-    return run, submit(run, "charlm", "--preempt-after", "40", *CHARLM)
+    return run, submit(run, "charlm", "--preempt-after", "10", *CHARLM)
 
 
 CHARLM = ["--", "--steps", "100"]

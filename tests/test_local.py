@@ -56,7 +56,7 @@ def check_same(run: RunDirectory, reference: RunDirectory) -> None:
 
 def test_a_twice_preempted_run_is_the_uninterrupted_one(run: RunDirectory, uninterrupted: RunDirectory) -> None:
     """Two real preemptions, three attempts, no step twice, the same bits."""
-    done = submit(run, *DIGITS, "--preempt-after", "60", "--preempt-after", "150")
+    done = submit(run, *DIGITS, "--preempt-after", "20", "--preempt-after", "60")
     assert done.returncode == 0, done.stderr
     assert re.search(r"attempt 0: preempted at step (\d+), checkpoint \1 committed, requeued", done.stderr), done.stderr
     assert re.search(r"attempt 2: resumed from step \d+, 0 steps redone", done.stderr)
@@ -364,17 +364,17 @@ def test_a_completed_run_is_said_to_be_and_does_not_run_again(run: RunDirectory)
 
 def test_status_logs_and_cancel_tell_of_a_run_without_slurm(run: RunDirectory) -> None:
     """From the run's own files alone."""
-    assert submit(run, *DIGITS, "--preempt-after", "3", "--", "--steps", "30").returncode == 0
+    assert submit(run, *DIGITS, "--preempt-after", "3", "--", "--steps", "200").returncode == 0
 
     def ask(*words: str) -> str:
         command = [sys.executable, "-m", "clusterddp", *words]
         return subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
 
     shown = ask("status", str(run))
-    assert "completed at step 30" in shown
+    assert "completed at step 200" in shown
     assert "attempts  2" in shown
     assert "test accuracy" in ask("logs", str(run))
-    assert "completed at step 30 already" in ask("cancel", str(run))
+    assert "completed at step 200 already" in ask("cancel", str(run))
 
 
 def test_the_history_says_when_the_code_changed_between_attempts(run: RunDirectory, tmp_path: Path) -> None:
