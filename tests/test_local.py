@@ -301,6 +301,7 @@ def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) ->
         (["no_such_script.py"], "script 'no_such_script.py' not found"),
         (["jobs/digits.yaml", "--device", "tpu"], "device"),
         (["jobs/digits.yaml", "--preempt-after", "soon"], "expected a step, as in 120, or seconds, as in 2.5s"),
+        (["jobs/digits.yaml", "--preempt-after", "-5"], "expected a step, as in 120, or seconds, as in 2.5s"),
         (["jobs/digits.yaml", "--sbatch", "mem=1G"], "expected without --local"),
         (["jobs/digits.yaml", "--set", "nodes"], "--set nodes: expected KEY=VALUE"),
         (["jobs/digits.yaml", "--nodes", "1-2"], "needs a global_batch too"),
@@ -360,6 +361,16 @@ def test_a_completed_run_is_said_to_be_and_does_not_run_again(run: RunDirectory)
     assert again.returncode == 0
     assert "completed at step 5 already" in again.stderr
     assert run.attempts() == [0]
+
+
+def test_preemptions_whose_moment_has_come_already_wait_for_their_attempts_ranks(run: RunDirectory) -> None:
+    """A TERM in an attempt's first milliseconds would end the loop's own shell, and the run with it."""
+    script = run.path.with_name("waits_twice.py")
+    script.write_text("import os, time\ntime.sleep(60 if int(os.environ['CLUSTERDDP_ATTEMPT']) < 2 else 0)\n")
+    done = submit(run, str(script), "--device", "cpu", "--preempt-after", "0", "--preempt-after", "0s")
+    assert done.returncode == 0, done.stderr
+    assert (run.outcome() or {})["attempts"] == 3
+    assert done.stderr.count("preempted, no steps recorded, requeued") == 2
 
 
 def test_status_logs_and_cancel_tell_of_a_run_without_slurm(run: RunDirectory) -> None:

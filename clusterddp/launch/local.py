@@ -39,9 +39,12 @@ class Moment:
     def parse(cls, text: str) -> Moment:
         """``120`` is a step, ``2.5s`` a time."""
         try:
-            return cls(seconds=float(text[:-1])) if text.endswith("s") else cls(step=int(text))
+            moment = cls(seconds=float(text[:-1])) if text.endswith("s") else cls(step=int(text))
         except ValueError:
-            raise UsageError(f"--preempt-after {text}: expected a step, as in 120, or seconds, as in 2.5s") from None
+            moment = cls(step=-1)
+        if not (moment.step or moment.seconds or 0) >= 0:
+            raise UsageError(f"--preempt-after {text}: expected a step, as in 120, or seconds, as in 2.5s")
+        return moment
 
     def reached(self, steps_done: int, elapsed_s: float) -> bool:
         """Whether it is time."""
@@ -101,11 +104,13 @@ class LocalRun:
         return ["--local", *(["--debug", str(self.debug_rank)] if self.debug_rank is not None else [])]
 
     def _watch(self, process: subprocess.Popen[bytes], progress: Progress) -> int:
-        started = time.monotonic()
+        started, starts_before = time.monotonic(), progress.starts
         moment = self.preemptions.pop(0) if self.preemptions else None
         while (code := process.poll()) is None:
             progress.update()
-            if moment and moment.reached(progress.steps_done, time.monotonic() - started):
+            # Not before the ranks are there: the signal would be lost, or end the shell before it ignores it.
+            begun = progress.starts > starts_before
+            if moment and begun and moment.reached(progress.steps_done, time.monotonic() - started):
                 self._signal(Cause.PREEMPTED)
                 moment = None
             time.sleep(POLL_S)

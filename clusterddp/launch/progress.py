@@ -58,7 +58,8 @@ class Progress:
         self._output = Tail(Path("/dev/null"))
         self._total = total_steps
         self._bar: Bar | None = None
-        self.steps_done = 0
+        #: Attempts whose ranks were started since this object was made, and steps done.
+        self.starts = self.steps_done = 0
 
     def __enter__(self) -> Progress:
         if self._wants_bar and sys.stderr.isatty():
@@ -87,6 +88,7 @@ class Progress:
             self._bar.update(self._task, completed=self.steps_done, total=self._total)
 
     def _event(self, event: dict[str, Any]) -> None:
+        self.starts += event["event"] == "started"
         if event["event"] == "started" and self._wants_output:
             self._output = Tail(self._run.attempt_logs(event["attempt"]) / "rank-0.out")
         self._total = event["steps"] if is_count(event.get("steps")) else self._total
