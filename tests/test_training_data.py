@@ -6,7 +6,10 @@ import itertools
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,6 +136,35 @@ def test_workers_ignore_the_stop_signals_and_end_with_their_loop():
         next(batches)
     batches.close()  # type: ignore[attr-defined]
     assert len(workers) == 2 and not children() & workers
+
+
+NOT_FORKED = """
+import multiprocessing, os, signal, sys
+
+from tests.test_training_data import Numbers
+from clusterddp.training.data import Loader
+
+if __name__ == "__main__":
+    options = {"shuffle": False, "seed": 1, "rank": 0, "world_size": 1, "num_workers": 2}
+    batches = Loader(Numbers(1000), 4, multiprocessing_context=sys.argv[1], **options).batches(0)
+    next(batches)
+    workers = [worker.pid for worker in multiprocessing.active_children()]
+    for worker in workers:
+        os.kill(worker, signal.SIGTERM)
+    made = [next(batches) for _ in range(20)]
+    batches.close()
+    print(f"{len(workers)} workers, {len(made)} batches")
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_are_not_forked_ignore_a_term_too(method: str, tmp_path: Path):
+    """In a process of its own: what Python starts for the first of them stays, and would hide the fault."""
+    script = tmp_path / "workers.py"
+    script.write_text(NOT_FORKED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, str(script), method], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and done.stdout == "2 workers, 20 batches\n", done.stdout + done.stderr
 
 
 def test_a_worker_that_is_stuck_does_not_hold_up_the_end():

@@ -81,7 +81,7 @@ class _SteadyDataLoader(DataLoader[Any]):
     """A DataLoader whose workers never see the stop signals, and are known to ``close_workers``."""
 
     def __iter__(self) -> Any:
-        with interrupts.blocked():
+        with interrupts.blocked(self):
             iterator = super().__iter__()
         _iterators.add(iterator)
         return iterator

@@ -66,7 +66,7 @@ class ForeignLoader:
         empty = False
         while True:
             found = False
-            with interrupts.blocked():
+            with interrupts.blocked(self._loader):
                 iterator = iter(self._loader)
             while True:
                 with randomness.preserved():

@@ -6,11 +6,13 @@ interpreter's own C handler does run, and writes the signal's number into the wa
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 #: Slurm's TERM (preemption, time limit, scancel) and the warning signal; USR1 is taken by NCCL.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -18,17 +20,28 @@ _END = b"\0"
 
 
 @contextmanager
-def blocked() -> Iterator[None]:
+def blocked(loader: object = None) -> Iterator[None]:
     """Blocks the stop signals in this thread. Processes started inside inherit that: signals never reach them.
 
     Under proctrack/linuxproc Slurm signals every process of the step: a DataLoader worker would die of it, or, with
     the handlers it inherited, write into its parent's wakeup pipe.
+
+    ``loader``: the one whose workers are started inside. All but forked ones need Python's resource tracker, and the
+    thread that starts it gets TERM unblocked by that (seen with 3.11): it is started before.
     """
+    if getattr(loader, "num_workers", 0) and _start_method(loader) != "fork":
+        resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_method(loader: object) -> str:
+    """How a DataLoader starts its workers."""
+    context = getattr(loader, "multiprocessing_context", None) or multiprocessing
+    return context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 class SignalPipe:
