@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clusterddp import __version__
-from clusterddp.errors import ClusterddpError
+from clusterddp.errors import ClusterddpError, UsageError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,14 +61,21 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command and exits: 0 done, 1 failed, 2 wrong usage."""
     own, script_arguments = split_at_dashes(sys.argv[1:] if argv is None else argv)
-    arguments = parser().parse_args(own)
+    arguments, unknown = parser().parse_known_args(own)
     try:
+        if unknown:
+            raise UsageError(_not_known(arguments.command, unknown))
         sys.exit(run_command(arguments, script_arguments))
     except ClusterddpError as error:
         print(f"clusterddp: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(141)
+
+
+def _not_known(command: str, unknown: Sequence[str]) -> str:
+    for_script = "; the script's own arguments follow --" if command in ("submit", "bench") else ""
+    return f"{command} does not know {' '.join(unknown)}: see `clusterddp {command} --help`{for_script}"
 
 
 def run_command(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:

@@ -93,9 +93,11 @@ def check_folder(path: str) -> None:
     try:
         Path(path).stat()
     except FileNotFoundError:
-        pass
+        return
     except OSError as error:
         raise UsageError(f"--run-dir {path[:200]}: {error.strerror}") from error
+    if not Path(path).is_dir():
+        raise UsageError(f"--run-dir {path} is a file: expected a run's folder, or a name for a new one")
 
 
 def check_nodes_fixed(arguments: argparse.Namespace, job: Job) -> None:

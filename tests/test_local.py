@@ -302,6 +302,8 @@ def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) ->
         (["jobs/digits.yaml", "--device", "tpu"], "device"),
         (["jobs/digits.yaml", "--preempt-after", "soon"], "expected a step, as in 120, or seconds, as in 2.5s"),
         (["jobs/digits.yaml", "--preempt-after", "-5"], "expected a step, as in 120, or seconds, as in 2.5s"),
+        (["jobs/digits.yaml", "--run-dir", "README.md"], "--run-dir README.md is a file"),
+        (["jobs/digits.yaml", "--lr", "0.1"], "--help`; the script's own arguments follow --"),
         (["jobs/digits.yaml", "--sbatch", "mem=1G"], "expected without --local"),
         (["jobs/digits.yaml", "--set", "nodes"], "--set nodes: expected KEY=VALUE"),
         (["jobs/digits.yaml", "--nodes", "1-2"], "needs a global_batch too"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ def export(run: RunDirectory, step: int | None, target: Path, part: str, everyth
     """Writes a part of the newest checkpoint, or of that of ``step``; returns what was written, in words.
 
     ``.pt`` and ``.pth`` are for ``torch.load(weights_only=True)``, ``.safetensors`` for a part that is tensors by name.
-    Raises UsageError when the file is there already, CheckpointError when the run has no such checkpoint or part.
+    Raises UsageError when the file is there already or cannot be written, CheckpointError when the run has no such
+    checkpoint or part.
     """
     if target.suffix not in (".pt", ".pth", ".safetensors"):
         raise UsageError(f"{target}: expected a name that ends in .pt, .pth or .safetensors")
@@ -41,9 +43,11 @@ def export(run: RunDirectory, step: int | None, target: Path, part: str, everyth
             os.fsync(file.fileno())
         temporary.rename(target)
         fsync_directory(target.absolute().parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of the system's errors
+        raise UsageError(f"{target} cannot be written: {error}") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
     return f"{target}: {'everything' if everything else part} of step {checkpoint.step}"
 
 
