@@ -80,8 +80,8 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         "the script does not call run.micro()"
     ),
     "left_loop": lambda e: (
-        f"the script left its loop by break after step {e['step']} of {e['steps']}: what is newer than the newest "
-        "checkpoint is not saved; run.finish() makes a step the last one, and saves"
+        f"the script left its loop, by break or an error, after step {e['step']} of {e['steps']}: what is newer than "
+        "the newest checkpoint is not saved; run.finish() makes a step the last one, and saves"
     ),
     "stopping": lambda e: f"told to stop ({e['reason']}): all ranks stop after step {e['step']}",
     "checkpoint_failed": lambda e: f"checkpoint {e['step']} was not saved: {e['reason']}; training goes on",

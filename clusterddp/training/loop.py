@@ -71,6 +71,7 @@ class Run:
         self._own_time = OwnTime(parts.values())
         self._micro = MicroBatches(parts.values(), loader)
         self._begun = self._in_step = self._optimizer_stepped = self._past_first = self._last_step = False
+        self._stopping = False
         self._watch_optimizer()
         if group.rank == 0:
             pack({name: state_of(part) for name, part in parts.items()})  # refuses what cannot be saved
@@ -167,6 +168,7 @@ class Run:
 
         Called from inside a step, it saves the state after that step if the optimizer has stepped, else before it.
         """
+        self._stopping = True
         if self._optimizer_stepped:
             self._finish_step()
         if self._group.rank == 0:
@@ -255,7 +257,10 @@ class Run:
             self._report("progress", step=self.step, steps=self.step)
 
     def _left(self, total: int) -> None:
-        """The script has left the loop by ``break``; other ranks may not have, so that nothing can be done together."""
+        """The script has left the loop, by ``break`` or an exception; other ranks may not have, so that nothing can be
+        done together. A stop in an evaluation, which is an exception too, has saved."""
+        if self._stopping:
+            return
         made = self.step + self._optimizer_stepped
         if self._optimizer_stepped:
             self._saver.log(self.step, self._values)
