@@ -187,17 +187,19 @@ class Context:
         loader: data.Loader | StatefulLoader,
         scheduler: Stateful | None = None,
         rng: Randomness = "step",
-        **others: Stateful,
+        **others: Stateful | None,
     ) -> Run:
         """The run, restored from its newest checkpoint if it has one. Collective; once per process.
 
         ``loader``: of ``ctx.loader()``, or any iterable of this rank's batches that has a ``state_dict`` and its
-        inverse. ``others`` are saved and restored under their names. ``rng="user"`` leaves all generators to the
-        script: a resume is then not exact.
+        inverse. ``others`` are saved and restored under their names, unless they are None. ``rng="user"`` leaves all
+        generators to the script: a resume is then not exact.
         """
         if self._run is not None:
             raise RuntimeError("ctx.run() was called before in this process; give it all parts at once")
-        parts = {"model": model, "optimizer": optimizer, **({"scheduler": scheduler} if scheduler else {}), **others}
+        optional = {"scheduler": scheduler, **others}
+        parts = {"model": model, "optimizer": optimizer}
+        parts |= {name: part for name, part in optional.items() if part is not None}
         read = self._settings
         self._saver = Saver(read.run_dir, self._attempt, self._group, self._report, read.checkpoint)
         self._run = Run(

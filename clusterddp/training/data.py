@@ -265,7 +265,10 @@ def _close(iterator: Any) -> None:
 
 def _refuse_own_options(options: dict[str, Any]) -> None:
     if clash := _OWN_OPTIONS & options.keys():
-        raise TypeError(f"{', '.join(sorted(clash))}: clusterddp orders the samples; leave it out, or use a DataLoader")
+        raise TypeError(
+            f"{', '.join(sorted(clash))}: clusterddp orders the samples; leave it out, or loop over a DataLoader "
+            "of your own with ctx.stop_requested()"
+        )
 
 
 def _length(dataset: Dataset[Any]) -> int:

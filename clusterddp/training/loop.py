@@ -16,13 +16,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.errors import CheckpointError, Stopped, Superseded
-from clusterddp.training import data, randomness, wrapping
+from clusterddp.training import data, metrics, randomness, wrapping
 from clusterddp.training.agreement import Agreement
 from clusterddp.training.data import Loader
 from clusterddp.training.deadline import Deadline
 from clusterddp.training.foreign import ForeignLoader
 from clusterddp.training.heartbeat import Heartbeat
-from clusterddp.training.metrics import plain
 from clusterddp.training.micro import MicroBatches
 from clusterddp.training.own_time import OwnTime
 from clusterddp.training.process_group import ProcessGroup
@@ -59,6 +58,12 @@ class Run:
         self._deadline, self._heartbeat = deadline, heartbeat
         if clash := _RESERVED & parts.keys():
             raise TypeError(f"{', '.join(sorted(clash))}: the checkpoint uses the name itself; give the part another")
+        for name, part in parts.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise TypeError(
+                    f"run({name}=...) was given a {type(part).__name__}: expected something with state_dict() and "
+                    "load_state_dict(); for values of your own, an object of yours that has them"
+                )
         self.step = 0
         self._parts, self._loader, self._rng, self._seed = parts, loader, rng, seed
         self._default_steps, self._step_timeout_s = default_steps, step_timeout_s
@@ -142,16 +147,18 @@ class Run:
     def log(self, **values: Any) -> None:
         """Values of the step being made (numbers, tensors of one element); calls in a step are merged. Rank 0's count.
 
-        Outside a step they go into the history as a ``result``.
+        Outside a step they go into the history as a ``result``. TypeError for what is none.
         """
         if taken := {"step", "time", "attempt", "event", "rank"} & values.keys():
             raise TypeError(
                 f"run.log({', '.join(sorted(taken))}=...): the history uses the name itself; give it another"
             )
+        for name, value in values.items():
+            metrics.check(name, value)
         if self._in_step:
             self._values.update(values)
         elif self._group.rank == 0:
-            self._report("result", step=self.step, **{name: plain(value) for name, value in values.items()})
+            self._report("result", step=self.step, **{name: metrics.plain(value) for name, value in values.items()})
 
     def finish(self) -> None:
         """Makes the step being made the loop's last one: early stopping. All ranks call it in the same step.

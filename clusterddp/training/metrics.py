@@ -75,3 +75,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def check(name: str, value: Any) -> None:
+    """Raises TypeError for a value that ``plain`` and JSON have no form for. Waits for no device."""
+    size = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
+    try:
+        if size != 1:
+            raise TypeError(f"a {type(value).__name__} of {size} elements")
+        if not hasattr(value, "item"):
+            json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"run.log({name}=...): expected a number or a tensor of one element, got {error}") from None

@@ -157,6 +157,8 @@ class _Packing:
         """The JSON form of what stands at ``path``. Training waits for it, at each save."""
         if isinstance(item, torch.Tensor):
             return {"$tensor": self._name(item, path)}
+        if type(item).__module__ == "numpy" and getattr(item, "shape", None) == ():
+            item = item.item()  # a scalar, as metrics often are
         if item is None or isinstance(item, (bool, str)):
             return item
         if isinstance(item, int):
