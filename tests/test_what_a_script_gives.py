@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 from clusterddp.training import metrics
-from clusterddp.training.state import pack
+from clusterddp.training.state import pack, unpack
 from tests import ddp
 
 SCRIPT = """
@@ -52,6 +54,9 @@ def test_a_number_in_any_form_is_logged(value):
 
 
 def test_a_state_may_hold_numpys_scalars_as_metrics_often_are():
-    plain, tensors = pack({"best": np.float32(0.5), "epoch": np.int64(3), "better": np.bool_(True)})
-    assert plain == {"best": 0.5, "epoch": 3, "better": True} and not tensors
-    assert [type(value) for value in plain.values()] == [float, int, bool]
+    """Those that compute as Python's numbers become such; narrower floats round otherwise, and stay what they are."""
+    scalars = [np.float64(0.1), np.int64(3), np.bool_(True), np.float32(0.1), np.float16("nan")]
+    plain, tensors = pack({"scalars": scalars})
+    restored = unpack(json.loads(json.dumps(plain)), tensors)["scalars"]
+    assert [type(value) for value in restored] == [float, int, bool, np.float32, np.float16]
+    assert restored[:4] == scalars[:4] and np.isnan(restored[4])

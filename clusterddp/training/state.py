@@ -129,9 +129,21 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
+def _narrow(pair: list[Any]) -> Any:
+    import numpy
+
+    name, value = pair
+    if name not in _NARROW:
+        raise ValueError(f"numpy.{name} is none of {', '.join(_NARROW)}")
+    return numpy.dtype(name).type(value)
+
+
 def _pairs(mapping: Mapping[Any, Any]) -> list[list[Any]]:
     return [[key, value] for key, value in mapping.items()]
 
+
+#: numpy's floats that round otherwise than Python's: they come back as what they were.
+_NARROW = ("float16", "float32")
 
 _KINDS = {
     "float": _Kind(float, to_plain=str),
@@ -141,6 +153,7 @@ _KINDS = {
     "counter": _Kind(Counter, to_plain=_pairs, from_plain=lambda pairs: Counter(dict(pairs))),
     "set": _Kind(set),
     "bytes": _Kind(bytes, to_plain=lambda data: base64.b64encode(data).decode(), from_plain=base64.b64decode),
+    "numpy": _Kind(from_plain=_narrow),
     "dtype": _Kind(torch.dtype, to_plain=lambda dtype: str(dtype).removeprefix("torch."), from_plain=_dtype),
 }
 
@@ -157,8 +170,6 @@ class _Packing:
         """The JSON form of what stands at ``path``. Training waits for it, at each save."""
         if isinstance(item, torch.Tensor):
             return {"$tensor": self._name(item, path)}
-        if type(item).__module__ == "numpy" and getattr(item, "shape", None) == ():
-            item = item.item()  # a scalar, as metrics often are
         if item is None or isinstance(item, (bool, str)):
             return item
         if isinstance(item, int):
@@ -169,6 +180,9 @@ class _Packing:
             return [self.walk(entry, _below(path, number)) for number, entry in enumerate(item)]
         if type(item) is dict and set(map(type, item)) <= {str} and "$" not in [key[:1] for key in item]:
             return {key: self.walk(entry, _below(path, key)) for key, entry in item.items()}
+        if type(item).__module__ == "numpy" and getattr(item, "shape", None) == () and item.itemsize <= 8:
+            value = self.walk(item.item(), path)  # a scalar, as metrics often are
+            return {"$numpy": [item.dtype.name, value]} if item.dtype.name in _NARROW else value
         for name, kind in _KINDS.items():
             if type(item) in kind.types or (kind.types == (float,) and isinstance(item, float)):
                 return {f"${name}": self._members(kind.to_plain(item), path, by_key=kind.to_plain is _pairs)}
