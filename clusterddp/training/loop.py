@@ -76,7 +76,7 @@ class Run:
         self._own_time = OwnTime(parts.values())
         self._micro = MicroBatches(parts.values(), loader)
         self._begun = self._in_step = self._optimizer_stepped = self._past_first = self._last_step = False
-        self._stopping = False
+        self._stopping = self._gradients_wait = False
         self._watch_optimizer()
         if group.rank == 0:
             pack({name: state_of(part) for name, part in parts.items()})  # refuses what cannot be saved
@@ -200,6 +200,8 @@ class Run:
         if self._begun:
             return
         self._begun = True
+        if self._parent is not None and total < self.step:
+            self._inexact.append(f"the loop to step {total} was over: what the script does behind it is done again")
         self._saver.record_resume(self._parent)
         if self._group.rank != 0:
             return
@@ -278,17 +280,25 @@ class Run:
     def _watch_optimizer(self) -> None:
         """Notes when the optimizer steps: from then on, the state is that after the step being made.
 
-        So it is when a GradScaler has skipped the optimizer's step for an overflow, and has updated its scale.
+        So it is when a GradScaler has skipped the optimizer's step for an overflow, and has updated its scale. Notes,
+        too, whether a backward was made since, by one parameter of each model: gradients are in no checkpoint.
         """
 
         def note(*_: Any) -> None:
             self._optimizer_stepped = self._in_step
+            self._gradients_wait = False
+
+        def wait(_: torch.Tensor) -> None:
+            self._gradients_wait = True
 
         for part in self._parts.values():
             if isinstance(part, torch.optim.Optimizer):
                 part.register_step_post_hook(note)
             elif isinstance(part, torch.amp.GradScaler):
                 part.update = _then(part.update, note)  # type: ignore[method-assign]
+            elif isinstance(part, torch.nn.Module):
+                for parameter in [parameter for parameter in part.parameters() if parameter.requires_grad][-1:]:
+                    parameter.register_post_accumulate_grad_hook(wait)  # type: ignore[no-untyped-call]
 
     # --- the state
 
@@ -300,6 +310,7 @@ class Run:
             "world_size": self._group.world_size,
             "seed": self._seed,
             "finished": self._finished,
+            "gradients_wait": self._gradients_wait,
         }
         states = {name: state_of(part) for name, part in self._parts.items()}
         return {"parent": parent, "progress": progress, **states}
@@ -316,6 +327,8 @@ class Run:
         self._loader.restore(progress)
         if progress["world_size"] != self._group.world_size:
             self._inexact.append(f"{self._group.world_size} ranks instead of {progress['world_size']}")
+        if progress.get("gradients_wait"):
+            self._inexact.append("it was saved between a backward and its optimizer's step, without the gradients")
         for name, part in self._parts.items():
             load_state(part, content[name])
         self.step, self._parent, self._finished = step, (attempt, step), list(progress.get("finished", []))

@@ -1,0 +1,76 @@
+"""Loops of a script's own making whose resume is not the same run: it goes on, and says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from clusterddp.rundir import RunDirectory
+from tests import ddp
+from tests.trainings import events_of
+
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+import clusterddp
+
+ctx = clusterddp.init(device="cpu", run_dir=sys.argv[2])
+model = ctx.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+loader = ctx.loader(TensorDataset(torch.ones(4, 1)), batch_size=1)
+run = ctx.run(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
+
+
+def train(batch, steps_per_update):
+    if ctx.attempt == 0 and run.step == STOP:
+        run.stop("by the test")
+    (x,) = batch
+    model(x).square().mean().backward()
+    if (run.step + 1) % steps_per_update == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+how = sys.argv[1]
+if how == "nested":
+    for epoch in range(3):
+        for batch in run.epochs(epoch + 1):
+            train(batch, 1)
+        scheduler.step()
+elif how == "phases":
+    if run.step < 4:
+        for batch in run.steps(4):
+            train(batch, 1)
+    for batch in run.steps(12):
+        train(batch, 1)
+else:
+    for batch in run.epochs(3):
+        train(batch, int(how))
+        if run.end_of_epoch:
+            scheduler.step()
+print("epochs", scheduler.last_epoch, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "stop", "inexact"),
+    [
+        ("nested", 6, ["the loop to step 4 was over: what the script does behind it is done again"]),
+        ("nested", 4, []),
+        ("phases", 6, []),
+        ("2", 5, ["it was saved between a backward and its optimizer's step, without the gradients"]),
+        ("2", 6, []),
+        ("1", 5, []),
+    ],
+)
+def test_a_resume_says_what_its_loops_do_not_do_as_the_uninterrupted_run(tmp_path, how, stop, inexact):
+    """Stopped after ``stop`` steps, in loops of 4 steps per epoch, or with so many steps per update."""
+    script, run = tmp_path / "loops.py", tmp_path / "run"
+    script.write_text(SCRIPT.replace("STOP", str(stop)))
+    ddp.start(script, how, run, ranks=1, folder=tmp_path / "out").expect(75)
+    second = ddp.run(script, how, run, ranks=1, folder=tmp_path / "out")
+    (resumed,) = events_of(RunDirectory(run), "resumed")
+    assert (resumed["step"], resumed["inexact"]) == (stop, inexact)
+    if how != "phases" and not inexact:
+        assert "epochs 3" in second.output(0)
