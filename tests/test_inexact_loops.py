@@ -59,7 +59,7 @@ print("epochs", scheduler.last_epoch, flush=True)
         ("nested", 6, ["the loop to step 4 was over: what the script does behind it is done again"]),
         ("nested", 4, []),
         ("phases", 6, []),
-        ("2", 5, ["it was saved between a backward and its optimizer's step, without the gradients"]),
+        ("2", 5, []),
         ("2", 6, []),
         ("1", 5, []),
     ],

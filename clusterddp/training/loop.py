@@ -21,6 +21,7 @@ from clusterddp.training.agreement import Agreement
 from clusterddp.training.data import Loader
 from clusterddp.training.deadline import Deadline
 from clusterddp.training.foreign import ForeignLoader
+from clusterddp.training.gradients import Gradients
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.micro import MicroBatches
 from clusterddp.training.own_time import OwnTime
@@ -76,7 +77,8 @@ class Run:
         self._own_time = OwnTime(parts.values())
         self._micro = MicroBatches(parts.values(), loader)
         self._begun = self._in_step = self._optimizer_stepped = self._past_first = self._last_step = False
-        self._stopping = self._gradients_wait = False
+        self._stopping = False
+        self._gradients = Gradients(parts, group.world_size)
         self._watch_optimizer()
         if group.rank == 0:
             pack({name: state_of(part) for name, part in parts.items()})  # refuses what cannot be saved
@@ -215,6 +217,7 @@ class Run:
         if self._rng == "step":
             seed = randomness.hash32("step", self._seed, self.step, self._group.rank)
             randomness.seed_all(seed, self._group.device)
+        self._gradients.begin_step()
         self._in_step, self._optimizer_stepped, self._last_step = True, False, False
 
     def _finish_step(self) -> None:
@@ -280,25 +283,18 @@ class Run:
     def _watch_optimizer(self) -> None:
         """Notes when the optimizer steps: from then on, the state is that after the step being made.
 
-        So it is when a GradScaler has skipped the optimizer's step for an overflow, and has updated its scale. Notes,
-        too, whether a backward was made since, by one parameter of each model: gradients are in no checkpoint.
+        So it is when a GradScaler has skipped the optimizer's step for an overflow, and has updated its scale.
         """
 
         def note(*_: Any) -> None:
             self._optimizer_stepped = self._in_step
-            self._gradients_wait = False
-
-        def wait(_: torch.Tensor) -> None:
-            self._gradients_wait = True
+            self._gradients.stepped()
 
         for part in self._parts.values():
             if isinstance(part, torch.optim.Optimizer):
                 part.register_step_post_hook(note)
             elif isinstance(part, torch.amp.GradScaler):
                 part.update = _then(part.update, note)  # type: ignore[method-assign]
-            elif isinstance(part, torch.nn.Module):
-                for parameter in [parameter for parameter in part.parameters() if parameter.requires_grad][-1:]:
-                    parameter.register_post_accumulate_grad_hook(wait)  # type: ignore[no-untyped-call]
 
     # --- the state
 
@@ -310,7 +306,7 @@ class Run:
             "world_size": self._group.world_size,
             "seed": self._seed,
             "finished": self._finished,
-            "gradients_wait": self._gradients_wait,
+            **self._gradients.progress(before_step=self._in_step),
         }
         states = {name: state_of(part) for name, part in self._parts.items()}
         return {"parent": parent, "progress": progress, **states}
@@ -327,10 +323,9 @@ class Run:
         self._loader.restore(progress)
         if progress["world_size"] != self._group.world_size:
             self._inexact.append(f"{self._group.world_size} ranks instead of {progress['world_size']}")
-        if progress.get("gradients_wait"):
-            self._inexact.append("it was saved between a backward and its optimizer's step, without the gradients")
         for name, part in self._parts.items():
             load_state(part, content[name])
+        self._inexact += self._gradients.restore(progress)
         self.step, self._parent, self._finished = step, (attempt, step), list(progress.get("finished", []))
 
     def _check_parts(self, saved: set[str]) -> None:

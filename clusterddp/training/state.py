@@ -60,6 +60,11 @@ def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
     module.load_state_dict({names.get(name, name): value for name, value in state.items()})
 
 
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """A module's parameters under the names they have in ``state_of``."""
+    return {_bare_name(name): parameter for name, parameter in bare(module).named_parameters()}
+
+
 def copied(state: Mapping[str, Any]) -> Any:
     """The same state, with memory of its own for each tensor; tied ones stay tied."""
     plain, tensors = pack(state)

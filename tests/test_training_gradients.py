@@ -1,0 +1,91 @@
+"""Gradients that are accumulated over several steps of the loop: a stop between two updates keeps them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from clusterddp.rundir import RunDirectory
+from tests import ddp
+from tests.trainings import events_of
+
+SCRIPT = """
+import contextlib
+import json
+import sys
+import torch
+from torch.utils.data import TensorDataset
+import clusterddp
+from clusterddp.job import Checkpointing
+
+run_dir, stop, how, options = sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+EVERY = 3
+ctx = clusterddp.init(device="cpu", seed=5, run_dir=run_dir, checkpoint=Checkpointing(every_steps=4))
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1))
+model = ctx.wrap(net, **options)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+loader = ctx.loader(TensorDataset(torch.arange(512.0).reshape(64, 8) / 512), batch_size=2)
+run = ctx.run(model=model, optimizer=optimizer, loader=loader)
+for (x,) in run.steps(12):
+    stops = ctx.attempt == 0 and run.step == stop
+    if stops and how != "evaluation":
+        run.stop("by the test")
+    last = run.step % EVERY == EVERY - 1
+    with model.no_sync() if how == "no_sync" and not last else contextlib.nullcontext():
+        (model(x).square().mean() / EVERY).backward()
+    if stops:
+        run.stop("in an evaluation")
+    if last:
+        optimizer.step()
+        optimizer.zero_grad()
+if ctx.is_main:
+    torch.save(net.state_dict(), f"{run_dir}/final.pt")
+"""
+LOST = ["it was saved between a backward and its optimizer's step, without the gradients"]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    final: dict[str, torch.Tensor] = torch.load(run / "final.pt", weights_only=True)
+    return final
+
+
+@pytest.mark.parametrize(
+    ("how", "stop", "options", "inexact"),
+    [
+        ("each step", 7, "{}", []),  # one backward waits
+        ("each step", 8, '{"gradient_as_bucket_view": true}', []),  # two do
+        ("no_sync", 7, "{}", LOST),
+        ("no_sync", 6, "{}", []),
+        ("evaluation", 6, "{}", []),  # the backward of the step that is done again is not one that waits
+        ("evaluation", 7, "{}", LOST),
+    ],
+)
+def test_a_run_that_is_stopped_between_two_updates_is_the_same_run_or_says_that_it_is_not(
+    tmp_path: Path, how: str, stop: int, options: str, inexact: list[str]
+) -> None:
+    """An update every three steps, on two ranks. Gradients that each rank has for itself cannot be kept."""
+    script, whole, run = tmp_path / "accumulating.py", tmp_path / "whole", tmp_path / "run"
+    script.write_text(SCRIPT)
+    ddp.run(script, whole, -1, how, options, ranks=2, folder=tmp_path / "out")
+    ddp.start(script, run, stop, how, options, ranks=2, folder=tmp_path / "out").expect(75)
+    ddp.run(script, run, stop, how, options, ranks=2, folder=tmp_path / "out")
+    (resumed,) = events_of(RunDirectory(run), "resumed")
+    assert (resumed["step"], resumed["inexact"]) == (stop, inexact)
+    one, other = weights(whole), weights(run)
+    assert all(torch.equal(one[name], other[name]) for name in one) == (not inexact)
+
+
+def test_a_checkpoint_that_is_taken_between_two_updates_holds_the_gradients(tmp_path: Path) -> None:
+    """Of the run's last attempt but one, killed: nothing was agreed on."""
+    script, whole, run = tmp_path / "accumulating.py", tmp_path / "whole", tmp_path / "run"
+    script.write_text(SCRIPT)
+    ddp.run(script, whole, -1, "each step", "{}", ranks=2, folder=tmp_path / "out")
+    script.write_text(SCRIPT.replace('run.stop("by the test")', "ctx._saver.finish_newest(); import os; os._exit(1)"))
+    ddp.start(script, run, 6, "each step", "{}", ranks=2, folder=tmp_path / "out").expect(1)
+    ddp.run(script, run, 6, "each step", "{}", ranks=2, folder=tmp_path / "out")
+    (resumed,) = events_of(RunDirectory(run), "resumed")
+    assert (resumed["step"], resumed["inexact"]) == (4, [])
+    one, other = weights(whole), weights(run)
+    assert all(torch.equal(one[name], other[name]) for name in one)
