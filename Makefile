@@ -51,7 +51,7 @@ test-product: .venv/ready slurm
 	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/test_preemption_variants.py tests/test_exact_resume.py \
 		tests/test_crash.py tests/test_fuzz.py tests/test_launchers.py tests/test_launchers_slurm.py \
 		tests/test_templates_slurm.py tests/test_here_slurm.py tests/test_faults.py tests/test_cluster.py \
-		tests/test_fencing.py tests/test_jobs_slurm.py tests/test_disk_slurm.py
+		tests/test_fencing.py tests/test_jobs_slurm.py tests/test_disk_slurm.py tests/test_main_job.py tests/test_preemption.py
 
 soak: .venv/ready slurm
 	.venv/bin/python -m benchmarks.soak $(SOAK)

@@ -27,7 +27,17 @@ class Half:
     memory: Path
 
     def command(self, *options: str) -> list[str]:
-        return [sys.executable, "-m", "pytest", "-m", self.select, "-o", f"cache_dir={self.memory}", *options]
+        return [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            self.select,
+            "-o",
+            f"cache_dir={self.memory}",
+            "--durations=15",
+            *options,
+        ]
 
     def failed(self) -> list[str]:
         """The tests that failed when it was last run."""

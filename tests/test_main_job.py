@@ -148,7 +148,7 @@ def test_the_template_ends_with_the_trainings_exit_code(cluster: Cluster, runs: 
     assert cluster.wait_job(job_id, {"FAILED"})["ExitCode"] == "7:0"
 
 
-@pytest.mark.parametrize("grace", [20, 0])
+@pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.product)])
 def test_a_script_that_knows_nothing_of_clusterddp_is_run_again(cluster: Cluster, runs: Path, grace: int) -> None:
     """TERM ends it as it would end it anywhere; the supervisor requeues, and the script resumes from its own file."""
     cluster.set_grace(grace)

@@ -86,7 +86,7 @@ def test_a_resubmitted_run_goes_on_in_a_new_job_without_a_hold(
     assert (old["JobState"], old["Restarts"]) in (("COMPLETED", "0"), ("PREEMPTED", "0"))
 
 
-@pytest.mark.parametrize("grace", [20, 0])
+@pytest.mark.parametrize("grace", [pytest.param(20, marks=pytest.mark.product), 0])
 def test_where_preemption_cancels_the_run_is_resubmitted(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, grace: int
 ) -> None:
