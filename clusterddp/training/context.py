@@ -90,6 +90,7 @@ class Context:
         # Not before all ranks are there: one that waits for the others has nothing to save, and ends by TERM at once.
         self._signals = SignalPipe()
         self._agreement.listen(self._signals)
+        data.guard_workers()
         self._run: Run | None = None
         self._saver: Saver | None = None
         self._turns = 0

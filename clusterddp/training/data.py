@@ -7,6 +7,7 @@ r-th part. An epoch's tail is filled from the next epoch, so that no rank is eve
 
 from __future__ import annotations
 
+import atexit
 import math
 import threading
 import weakref
@@ -77,14 +78,38 @@ class _Batches:
             step += 1
 
 
+_iter_of_torch = DataLoader.__iter__
+
+
 class _SteadyDataLoader(DataLoader[Any]):
     """A DataLoader whose workers never see the stop signals, and are known to ``close_workers``."""
 
     def __iter__(self) -> Any:
-        with interrupts.blocked(self):
-            iterator = super().__iter__()
+        iterator = _iter_without_signals(self)
         _iterators.add(iterator)
         return iterator
+
+
+def _iter_without_signals(loader: DataLoader[Any]) -> Any:
+    with interrupts.blocked(loader):
+        return _iter_of_torch(loader)
+
+
+def guard_workers() -> None:
+    """From now on no DataLoader's workers see the stop signals, those of the script's own loaders neither.
+
+    torch's workers die of a TERM, and with them their rank, before the script can save. When the process ends, a
+    TERM does not end them either, for which Python would wait: they are closed before.
+    """
+    if DataLoader.__iter__ is _iter_of_torch:
+        DataLoader.__iter__ = _iter_and_remember  # type: ignore[method-assign]
+        atexit.register(_close_all, _others)
+
+
+def _iter_and_remember(loader: DataLoader[Any]) -> Any:
+    iterator = _iter_without_signals(loader)
+    _others.add(iterator)
+    return iterator
 
 
 class Loader:
@@ -234,13 +259,18 @@ class EvalLoader:
                 _close(iterator)
 
 
-#: The iterators that may have workers.
+#: The iterators that may have workers: of the loaders made here, and of the script's own.
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+_others: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def close_workers() -> None:
     """Ends the workers of every loader made here: none outlives its rank, none delays its end."""
-    for iterator in list(_iterators):
+    _close_all(_iterators)
+
+
+def _close_all(iterators: weakref.WeakSet[Any]) -> None:
+    for iterator in list(iterators):
         _close(iterator)
 
 

@@ -1,0 +1,37 @@
+"""A loop over a DataLoader of the script's own, with workers."""
+
+from __future__ import annotations
+
+from tests import ddp
+
+SCRIPT = """
+import multiprocessing
+import os
+import signal
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import clusterddp
+
+ctx = clusterddp.init(device="cpu")
+loader = DataLoader(TensorDataset(torch.arange(1000)), batch_size=1, num_workers=2, persistent_workers=True)
+batches = iter(loader)
+next(batches)
+for process in [*multiprocessing.active_children(), multiprocessing.current_process()]:  # as Slurm or --local do
+    os.kill(process.pid, signal.SIGTERM)
+made = 0
+for batch in batches:
+    made += 1
+    if ctx.stop_requested():
+        break
+made += sum(1 for _ in zip(range(20), batches))
+print("stopped after the workers went on" if made > 20 else made, flush=True)
+ctx.requeue()
+"""
+
+
+def test_a_term_to_the_whole_job_leaves_the_workers_to_the_script_and_none_holds_up_its_end(tmp_path):
+    """Both loader and iterator are still there when the process ends."""
+    script = tmp_path / "own.py"
+    script.write_text(SCRIPT)
+    ranks = ddp.start(script, ranks=2, folder=tmp_path / "out").expect(75)
+    assert all("stopped after the workers went on" in ranks.output(rank) for rank in range(2))
