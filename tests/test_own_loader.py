@@ -8,9 +8,16 @@ SCRIPT = """
 import multiprocessing
 import os
 import signal
+import time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 import clusterddp
+
+
+class Slow(TensorDataset):
+    def __getitem__(self, index):
+        time.sleep(600)
+
 
 ctx = clusterddp.init(device="cpu")
 loader = DataLoader(TensorDataset(torch.arange(1000)), batch_size=1, num_workers=2, persistent_workers=True)
@@ -25,12 +32,13 @@ for batch in batches:
         break
 made += sum(1 for _ in zip(range(20), batches))
 print("stopped after the workers went on" if made > 20 else made, flush=True)
+busy = iter(DataLoader(Slow(torch.arange(10)), num_workers=1))
 ctx.requeue()
 """
 
 
 def test_a_term_to_the_whole_job_leaves_the_workers_to_the_script_and_none_holds_up_its_end(tmp_path):
-    """Both loader and iterator are still there when the process ends."""
+    """Loaders and iterators are still there when the process ends, one of them with a worker that is busy."""
     script = tmp_path / "own.py"
     script.write_text(SCRIPT)
     ranks = ddp.start(script, ranks=2, folder=tmp_path / "out").expect(75)
