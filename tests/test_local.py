@@ -74,7 +74,10 @@ def test_ctrl_c_saves_and_stops_and_the_same_command_goes_on(run: RunDirectory, 
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"continue with: clusterddp submit --local --run-dir {run}" in err
+    how = f"continue with: clusterddp submit --local --run-dir {run}"
+    assert how in err
+    status = subprocess.run([sys.executable, "-m", "clusterddp", "status", str(run)], capture_output=True, text=True)
+    assert how in status.stdout
     assert run.outcome() is None
     assert submit(run).returncode == 0
     check_same(run, uninterrupted)

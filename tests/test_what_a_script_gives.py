@@ -42,6 +42,38 @@ def test_a_part_or_a_value_that_cannot_be_kept_is_refused_by_its_name(tmp_path, 
     assert words in ranks.output(0)
 
 
+CHANGING = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+import clusterddp
+
+ctx = clusterddp.init(device="cpu", run_dir=sys.argv[2])
+model = ctx.wrap(torch.nn.Linear(2, 3 if sys.argv[1] == "wide" else 1))
+groups = [{"params": [parameter]} for parameter in model.parameters()]
+optimizer = torch.optim.SGD(groups if sys.argv[1] == "groups" else model.parameters(), lr=0.1)
+others = {"ema": model} if sys.argv[1] == "ema" else {}
+loader = ctx.loader(TensorDataset(torch.ones(8, 2)), batch_size=1)
+run = ctx.run(model=model, optimizer=optimizer, loader=loader, **others)
+for _ in run.steps(1):
+    pass
+"""
+
+
+def test_a_checkpoint_that_does_not_fit_is_an_error_that_names_the_part_and_the_remedy(tmp_path):
+    script, run = tmp_path / "changing.py", tmp_path / "run"
+    script.write_text(CHANGING)
+    ddp.run(script, "as it was", run, ranks=1, folder=tmp_path / "out")
+    for change, words in {
+        "wide": "model does not take the checkpoint's state: Error(s) in loading state_dict",
+        "groups": "optimizer does not take the checkpoint's state: loaded state dict has a different number",
+        "ema": "the checkpoint has no ema; it has model, optimizer",
+    }.items():
+        said = ddp.start(script, change, run, ranks=1, folder=tmp_path / "out").expect(1).output(0)
+        assert f"CheckpointError: {words}" in said
+        assert "Give run() what the run began with, or begin a new run" in said
+
+
 @pytest.mark.parametrize("value", [np.ones(3), torch.ones(0), object(), {"loss": torch.ones(1)}, {1, 2}])
 def test_a_value_that_the_history_has_no_form_for_is_refused_where_it_is_logged(value):
     with pytest.raises(TypeError, match=r"run.log\(loss=...\): expected a number"):

@@ -97,7 +97,8 @@ def state_of(run: RunDirectory) -> tuple[str, str]:
         return "held", held.replace("held by", "with")
     if local_loop_alive(run):
         return "held", "between two attempts of a local run"
-    return "stopped", f"not over, and not running{ended or ''}; continue with: clusterddp submit --run-dir {run}"
+    how = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
+    return "stopped", f"not over, and not running{ended or ''}; continue with: clusterddp submit {how} {run}"
 
 
 def _ended_job(run: RunDirectory) -> str | None:

@@ -29,6 +29,7 @@ from clusterddp.training.process_group import ProcessGroup
 from clusterddp.training.saving import Saver
 from clusterddp.training.state import Stateful, load_state, pack, state_of
 
+_REMEDY = "Give run() what the run began with, or begin a new run"
 _RESERVED = {"format", "attempt", "parent", "progress"}
 Randomness = Literal["step", "user"]
 
@@ -324,15 +325,18 @@ class Run:
         if progress["world_size"] != self._group.world_size:
             self._inexact.append(f"{self._group.world_size} ranks instead of {progress['world_size']}")
         for name, part in self._parts.items():
-            load_state(part, content[name])
+            try:
+                load_state(part, content[name])
+            except (ValueError, RuntimeError, KeyError) as error:
+                raise CheckpointError(f"{name} does not take the checkpoint's state: {error}. {_REMEDY}") from error
         self._inexact += self._gradients.restore(progress)
         self.step, self._parent, self._finished = step, (attempt, step), list(progress.get("finished", []))
 
     def _check_parts(self, saved: set[str]) -> None:
         if missing := self._parts.keys() - saved:
-            raise CheckpointError(f"the checkpoint has no {_listed(missing)}; it has {_listed(saved)}")
+            raise CheckpointError(f"the checkpoint has no {_listed(missing)}; it has {_listed(saved)}. {_REMEDY}")
         if extra := saved - self._parts.keys():
-            raise CheckpointError(f"the checkpoint also has {_listed(extra)}, which run() was not given")
+            raise CheckpointError(f"the checkpoint also has {_listed(extra)}, which run() was not given. {_REMEDY}")
 
     def _reasons_for_doubt(self) -> list[str]:
         """Why a resumed run may differ from the uninterrupted one in its last bits, or more."""
