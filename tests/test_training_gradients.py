@@ -27,7 +27,10 @@ net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Drop
 model = ctx.wrap(net, **options)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 loader = ctx.loader(TensorDataset(torch.arange(512.0).reshape(64, 8) / 512), batch_size=2)
-run = ctx.run(model=model, optimizer=optimizer, loader=loader)
+critic = ctx.wrap(torch.nn.Linear(8, 1))
+often = torch.optim.SGD(critic.parameters(), lr=0.1)
+others = {"critic": critic, "often": often} if how == "two optimizers" else {}
+run = ctx.run(model=model, optimizer=optimizer, loader=loader, **others)
 for (x,) in run.steps(12):
     stops = ctx.attempt == 0 and run.step == stop
     if stops and how != "evaluation":
@@ -37,6 +40,10 @@ for (x,) in run.steps(12):
         (model(x).square().mean() / EVERY).backward()
     if stops:
         run.stop("in an evaluation")
+    if others:
+        often.zero_grad()
+        critic(x).square().mean().backward()
+        often.step()
     if last:
         optimizer.step()
         optimizer.zero_grad()
@@ -56,6 +63,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     [
         ("each step", 7, "{}", []),  # one backward waits
         ("each step", 8, '{"gradient_as_bucket_view": true}', []),  # two do
+        ("two optimizers", 7, "{}", []),  # the other one steps in each step
         ("no_sync", 7, "{}", LOST),
         ("no_sync", 6, "{}", []),
         ("evaluation", 6, "{}", []),  # the backward of the step that is done again is not one that waits

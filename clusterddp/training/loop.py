@@ -287,9 +287,9 @@ class Run:
         So it is when a GradScaler has skipped the optimizer's step for an overflow, and has updated its scale.
         """
 
-        def note(*_: Any) -> None:
+        def note(optimizer: torch.optim.Optimizer | None = None, *_: Any) -> None:
             self._optimizer_stepped = self._in_step
-            self._gradients.stepped()
+            self._gradients.stepped(optimizer)
 
         for part in self._parts.values():
             if isinstance(part, torch.optim.Optimizer):
