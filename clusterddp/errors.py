@@ -6,6 +6,8 @@ without a traceback, and exits with ``exit_code``.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class ClusterddpError(Exception):
     """The base of every error that clusterddp raises on purpose."""
@@ -66,8 +68,12 @@ class Stopped(SystemExit):
     passes through ``except Exception`` and ends an unsupervised process with code 75 (EX_TEMPFAIL, sysexits.h).
     """
 
+    #: The one that this process has made: a script may catch it and go on, which makes it no less stopped.
+    latest: ClassVar[Stopped | None] = None
+
     def __init__(self, step: int | None, reason: str) -> None:
         super().__init__(75)
+        Stopped.latest = self
         self.step = step
         self.reason = reason
 

@@ -152,20 +152,32 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
             sys.path[0] = str(Path(command[0]).resolve().parent)
             runpy.run_path(command[0], run_name="__main__")
     except Stopped as stopped:
-        code = 75 if isinstance(stopped, StoppedAlone) else 0
-        return {"end": "stopped", "step": stopped.step, "reason": stopped.reason}, code
+        return _stopped(stopped)
     except Declined as declined:
         return {"end": "declined", "error": str(declined)}, 1
     except SystemExit as leaving:
         return _exited(leaving)
     except BaseException as error:
         return _raised(error), 1
-    return {"end": "done"}, 0
+    return _done()
+
+
+def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:
+    code = 75 if isinstance(stopped, StoppedAlone) else 0
+    return {"end": "stopped", "step": stopped.step, "reason": stopped.reason}, code
+
+
+def _done() -> tuple[dict[str, Any], int]:
+    """The script is at its end; it is not done if it came there by catching the stop, as a bare ``except:`` does."""
+    if Stopped.latest is None:
+        return {"end": "done"}, 0
+    print("clusterddp: the script has caught clusterddp.Stopped: stopped all the same, not done", file=sys.stderr)
+    return _stopped(Stopped.latest)
 
 
 def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
     if leaving.code is None or leaving.code == 0:
-        return {"end": "done"}, 0
+        return _done()
     if isinstance(leaving.code, int):
         return {"end": "exit", "exit_code": leaving.code}, leaving.code
     print(leaving.code, file=sys.stderr)

@@ -35,6 +35,26 @@ def submit(run: RunDirectory, *options: str, timeout: float = 200) -> subprocess
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+CATCHES = """
+import os
+import signal
+import torch
+from torch.utils.data import TensorDataset
+import clusterddp
+
+ctx = clusterddp.init()
+model = ctx.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(TensorDataset(torch.ones(8, 1)), batch_size=1))
+try:
+    for _ in run.steps(9):
+        if run.step == 3 and ctx.attempt == 0:
+            run.stop("by the test")
+except:
+    print("saving something")
+"""
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     run = RunDirectory(tmp_path_factory.mktemp("local") / "uninterrupted")
@@ -231,6 +251,18 @@ def test_a_training_that_fails_with_any_exit_code_is_over(run: RunDirectory, tmp
     assert "continue with" not in done.stderr
     assert run.attempts() == [0]
     assert (run.outcome() or {})["state"] == "failed"
+
+
+def test_a_script_that_catches_the_stop_and_goes_on_to_its_end_is_not_done(run: RunDirectory) -> None:
+    """By a bare ``except:``, in the first attempt; the second makes the other steps."""
+    script = run.path.with_name("catches.py")
+    script.write_text(CATCHES)
+    stopped = submit(run, str(script), "--device", "cpu")
+    assert stopped.returncode == 130 and "at step 3, checkpoint 3 committed, stopped" in stopped.stderr
+    assert submit(run).returncode == 0
+    assert (run.outcome() or {}) == {"state": "completed", "step": 9, "attempts": 2, "reason": "all ranks finished"}
+    said = (run.attempt_logs(0) / "rank-0.err").read_text()
+    assert "the script has caught clusterddp.Stopped: stopped all the same, not done" in said
 
 
 def test_a_run_that_is_done_in_spite_of_ctrl_c_is_completed(run: RunDirectory, tmp_path: Path) -> None:
