@@ -78,7 +78,7 @@ class Run:
         self._own_time = OwnTime(parts.values())
         self._micro = MicroBatches(parts.values(), loader)
         self._begun = self._in_step = self._optimizer_stepped = self._past_first = self._last_step = False
-        self._stopping = False
+        self._stopping = self._cut = False
         self._gradients = Gradients(parts, group.world_size)
         self._watch_optimizer()
         if group.rank == 0:
@@ -180,6 +180,7 @@ class Run:
         """
         self._stopping = True
         if self._optimizer_stepped:
+            self._cut = True
             self._finish_step()
         if self._group.rank == 0:
             self._report("stopping", step=self.step, reason=reason)
@@ -307,6 +308,7 @@ class Run:
             "world_size": self._group.world_size,
             "seed": self._seed,
             "finished": self._finished,
+            "cut": self._cut,
             **self._gradients.progress(before_step=self._in_step),
         }
         states = {name: state_of(part) for name, part in self._parts.items()}
@@ -330,6 +332,8 @@ class Run:
             except (ValueError, RuntimeError, KeyError) as error:
                 raise CheckpointError(f"{name} does not take the checkpoint's state: {error}. {_REMEDY}") from error
         self._inexact += self._gradients.restore(progress)
+        if progress.get("cut"):
+            self._inexact.append(f"step {step - 1} was left in an evaluation: what comes after that in it was left out")
         self.step, self._parent, self._finished = step, (attempt, step), list(progress.get("finished", []))
 
     def _check_parts(self, saved: set[str]) -> None:
