@@ -25,6 +25,8 @@ _MOST_STRANGERS = 256
 #: How the kernel says that a peer is silent.
 _SILENT = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
 _LAST_WORDS_S = 1.0
+#: For how much longer at most what has come by then is heard: ranks may be there that talk on.
+_MOST_WORDS_S = 10.0
 #: From so many of the kernel's keepalive probes in a row without an answer, which one on its way is not.
 _FALLING_SILENT = 2
 
@@ -100,9 +102,10 @@ class LinkServer:
     def _serve(self) -> None:
         deadline: float | None = None
         while deadline is None or len(self._peers) > len(self._strangers):
-            over = deadline is not None and time.monotonic() >= deadline
+            over_s = -1.0 if deadline is None else time.monotonic() - deadline
             ready = self._selector.select(timeout=0.1 if deadline else self._until_next_deadline())
-            if over and not any(self._is_rank(key.fileobj) for key, _ in ready):
+            come = over_s < _MOST_WORDS_S and any(self._is_rank(key.fileobj) for key, _ in ready)
+            if over_s >= 0 and not come:
                 break
             for key, _ in ready:
                 if key.fileobj is self._listener:
