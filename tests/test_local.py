@@ -398,6 +398,9 @@ def test_a_completed_run_is_said_to_be_and_does_not_run_again(run: RunDirectory)
     assert again.returncode == 0
     assert "completed at step 5 already" in again.stderr
     assert run.attempts() == [0]
+    command = [sys.executable, "-m", "clusterddp", "watch", str(run)]
+    watched = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert (watched.returncode, watched.stderr) == (0, f"{run}: completed at step 5 already\n")
 
 
 def test_preemptions_whose_moment_has_come_already_wait_for_their_attempts_ranks(run: RunDirectory) -> None:

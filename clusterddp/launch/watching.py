@@ -17,6 +17,7 @@ from clusterddp.job import Job
 from clusterddp.job_file import load_resolved
 from clusterddp.launch import exclusion, slurm
 from clusterddp.launch.holder import holders, submitted
+from clusterddp.launch.narration import at_step
 from clusterddp.launch.progress import Progress
 from clusterddp.launch.slurm import JobInfo
 from clusterddp.rundir import RunDirectory, read_json
@@ -146,6 +147,9 @@ def watch(runs: list[RunDirectory], follow: bool = False) -> int:
     """Watches until all runs are over; 0 when all completed. ``follow`` shows rank 0's output, too."""
     jobs = [load_resolved(run.job_file) for run in runs]
     watchers = [Watcher(run, job) for run, job in zip(runs, jobs, strict=True)]
+    for run in runs:
+        if outcome := run.outcome():
+            print(f"{run}: {outcome['state']}{at_step(outcome['step'])} already", file=sys.stderr, flush=True)
     with ExitStack() as stack:
         shown = [
             stack.enter_context(Progress(run, job.steps, bar=len(runs) == 1, output=follow))
