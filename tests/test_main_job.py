@@ -50,7 +50,7 @@ def preempt_in_training(cluster: Cluster, run: RunDirectory, at_step: int) -> st
     return cluster.preempt(seconds=1)
 
 
-@pytest.mark.parametrize("grace", [20, 0])
+@pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.product)])
 def test_a_preempted_run_comes_back_and_is_the_same_run(
     cluster: Cluster, runs: Path, uninterrupted: RunDirectory, grace: int
 ) -> None:

@@ -305,14 +305,17 @@ class Cluster:
 
         A node that was cut off is idle before slurmstepd has done with the job that it had.
         """
-        self._mend()
+        dead = self._mend()
         deadline = time.monotonic() + timeout
+        if dead:  # Slurm would ask a node that has died and is back about its job again only minutes later
+            self._cancel_all()
+            for node in dead:
+                self._update_node(node, "state=down", "reason=drained")
         while not (self._cancel_all() and self._node_states() == {"idle"} and not self._steps()):
             if time.monotonic() > deadline:
                 left = "\n".join([self.root(["squeue", "--all"]).stdout, *self._steps()])
                 raise AssertionError(f"after {timeout:g} s: nodes {self._node_states()}, jobs:\n{left}")
             if time.monotonic() > deadline - timeout / 2:
-                # Slurm may ask a node that died meanwhile, and is back, about its job again only minutes later.
                 self._update_nodes("completing", "state=down", "reason=drained")
             self._update_nodes("down|drain|fail", "state=resume")
             time.sleep(0.1)
@@ -334,7 +337,10 @@ class Cluster:
         """Sets the values of all nodes in one of the states, a regular expression."""
         lines = self.root(["sinfo", "--noheader", "--Node", "--format=%N %T"]).stdout.split("\n")
         for node in {line.split()[0] for line in lines if re.search(states, line)}:
-            self.root(["scontrol", "update", f"nodename={node}", *values], check=False)
+            self._update_node(node, *values)
+
+    def _update_node(self, node: str, *values: str) -> None:
+        self.root(["scontrol", "update", f"nodename={node}", *values], check=False)
 
     # ---- faults
 
@@ -362,13 +368,16 @@ class Cluster:
         self._daemons.stop(f"slurmd-{node}")
         self._daemons.start_slurmd(node)
 
-    def _mend(self) -> None:
+    def _mend(self) -> list[str]:
+        """The nodes that were dead."""
+        dead = [node for node in self.nodes if not self._daemons.alive(f"slurmd-{node}")]
         for node in self.nodes:
             self.heal(node)
-            if not self._daemons.alive(f"slurmd-{node}"):
-                self.restart_slurmd(node)
+        for node in dead:
+            self.restart_slurmd(node)
         if not self._daemons.alive("slurmctld"):
             self.start_controller()
+        return dead
 
 
 def clear_leftovers(state: State | None, *, force: bool = False) -> None:
