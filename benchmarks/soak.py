@@ -426,7 +426,7 @@ def describe(soak: Soak) -> tuple[str, dict[str, Any]]:
     text = f"""# Soak: preemptions {"and other faults " if mixed else ""}at random moments
 
 {report.place(slurm)}
-{STEPS} steps per run, seed {settings["seed"]}: `python -m benchmarks.soak`.
+{STEPS} steps per run, seed {settings["seed"]}: `python -m benchmarks.soak{"" if mixed else " --no-faults"}`.
 {_faults_text(soak) if mixed else ""}
 {report.table(head, rows)}
 

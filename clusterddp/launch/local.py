@@ -40,10 +40,10 @@ class Moment:
         """``120`` is a step, ``2.5s`` a time."""
         try:
             moment = cls(seconds=float(text[:-1])) if text.endswith("s") else cls(step=int(text))
+            if not (moment.step or moment.seconds or 0) >= 0:  # nor is nan a moment
+                raise ValueError
         except ValueError:
-            moment = cls(step=-1)
-        if not (moment.step or moment.seconds or 0) >= 0:
-            raise UsageError(f"--preempt-after {text}: expected a step, as in 120, or seconds, as in 2.5s")
+            raise UsageError(f"--preempt-after {text}: expected a step, as in 120, or seconds, as in 2.5s") from None
         return moment
 
     def reached(self, steps_done: int, elapsed_s: float) -> bool:

@@ -35,6 +35,11 @@ def at_step(step: int | None) -> str:
     return "" if step is None else f" at step {step}"
 
 
+def over_already(run: RunDirectory, outcome: Event) -> str:
+    """What a command says of a run that it comes too late for."""
+    return f"{run}: {outcome['state']}{at_step(outcome['step'])} already"
+
+
 def _started(event: Event) -> str:
     where = (
         f"job {event['job']} on {event['nodes']}" if "job" in event else f"process {event['pid']} on {event['nodes']}"

@@ -19,7 +19,7 @@ from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import give_notice
 from clusterddp.launch.history import History
 from clusterddp.launch.holder import held_by_other, holders, local_loop_alive
-from clusterddp.launch.narration import at_step, readable, sentence
+from clusterddp.launch.narration import at_step, over_already, readable, sentence
 from clusterddp.launch.progress import Tail
 from clusterddp.process import process_start
 from clusterddp.rundir import RunDirectory
@@ -153,7 +153,7 @@ def cancel(path: str) -> int:
     run = open_run(path)
     outcome = run.outcome()
     if outcome is not None:
-        print(f"{run}: {outcome['state']}{at_step(outcome['step'])} already")
+        print(over_already(run, outcome))
         return 0
     final = end_for_good(run)
     print(f"{run}: {final['state']}{at_step(final['step'])}; it will not run again")

@@ -17,7 +17,7 @@ from clusterddp.job import Job
 from clusterddp.job_file import load_resolved
 from clusterddp.launch import exclusion, slurm
 from clusterddp.launch.holder import holders, submitted
-from clusterddp.launch.narration import at_step
+from clusterddp.launch.narration import over_already
 from clusterddp.launch.progress import Progress
 from clusterddp.launch.slurm import JobInfo
 from clusterddp.rundir import RunDirectory, read_json
@@ -149,7 +149,7 @@ def watch(runs: list[RunDirectory], follow: bool = False) -> int:
     watchers = [Watcher(run, job) for run, job in zip(runs, jobs, strict=True)]
     for run in runs:
         if outcome := run.outcome():
-            print(f"{run}: {outcome['state']}{at_step(outcome['step'])} already", file=sys.stderr, flush=True)
+            print(over_already(run, outcome), file=sys.stderr, flush=True)
     with ExitStack() as stack:
         shown = [
             stack.enter_context(Progress(run, job.steps, bar=len(runs) == 1, output=follow))

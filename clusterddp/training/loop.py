@@ -72,7 +72,7 @@ class Run:
         self._group, self._agreement, self._saver, self._report = group, agreement, saver, report
         self._values: dict[str, Any] = {}
         self._parent: tuple[int, int] | None = None
-        self._goal = 0
+        self._goal = 0  # of the loop that is being made
         self._finished: list[int] = []  # the goals of loops that ``finish`` has ended
         self._inexact = self._reasons_for_doubt()
         self._own_time = OwnTime(parts.values())
@@ -109,23 +109,23 @@ class Run:
         total = self._total(total)
         self._begin(total)
         self._goal = total
-        if self.step >= total or total in self._finished:
+        if self._over():
             return
         self._heartbeat.begin()
         self._boundary()
         batches = self._loader.batches(self.step)
         try:
-            while self.step < total and total not in self._finished:
+            while not self._over():
                 batch = next(batches)
                 self._start_step()
                 yield batch
                 self._finish_step()
                 self._boundary()
-                if self.step < total and total not in self._finished:
+                if not self._over():
                     with self._heartbeat.pause():  # a save before this one may be waited for, on a slow disk
                         self._save_if_due()
         except GeneratorExit:
-            self._left(total)
+            self._left()
             raise
         finally:
             self._heartbeat.rest()
@@ -270,7 +270,11 @@ class Run:
         if self._group.rank == 0:
             self._report("progress", step=self.step, steps=self.step)
 
-    def _left(self, total: int) -> None:
+    def _over(self) -> bool:
+        """Whether the loop has come to its end, in this attempt or before."""
+        return self.step >= self._goal or self._goal in self._finished
+
+    def _left(self) -> None:
         """The script has left the loop, by ``break`` or an exception; other ranks may not have, so that nothing can be
         done together. A stop in an evaluation, which is an exception too, has saved."""
         if self._stopping:
@@ -280,7 +284,7 @@ class Run:
             self._saver.log(self.step, self._values)
         self._in_step, self._values = False, {}
         if self._group.rank == 0:
-            self._report("left_loop", step=made, steps=total)
+            self._report("left_loop", step=made, steps=self._goal)
 
     def _watch_optimizer(self) -> None:
         """Notes when the optimizer steps: from then on, the state is that after the step being made.
