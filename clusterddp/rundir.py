@@ -288,7 +288,9 @@ def write_atomically(path: Path, content: str | bytes, mode: int | None = None) 
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a write's error names no file
         temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)

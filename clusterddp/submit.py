@@ -5,14 +5,22 @@ It answers at once and imports no torch: login nodes are shared. Everything is c
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":
+    # Before the imports, so that Ctrl-C is answered while they run.
+    from clusterddp.__main__ import main
+
+    main(["submit", *sys.argv[1:]])
+
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from clusterddp.entry import INTERRUPTED
 from clusterddp.environment import in_batch_step, scrub
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.job import Job
@@ -107,7 +115,7 @@ def check_over(run: RunDirectory, changing: bool) -> int | None:
 def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     """Runs the job here, and waits."""
     from clusterddp.launch import holder
-    from clusterddp.launch.local import INTERRUPTED, LocalRun, Moment
+    from clusterddp.launch.local import LocalRun, Moment
     from clusterddp.launch.progress import Progress
 
     moments = [Moment.parse(text) for text in arguments.preempt_after]
@@ -129,7 +137,6 @@ def submit_here(arguments: argparse.Namespace, job: Job) -> int:
     from clusterddp.launch import plan
     from clusterddp.launch.allocated import AllocatedRun
     from clusterddp.launch.batch import RunExecutor
-    from clusterddp.launch.local import INTERRUPTED
     from clusterddp.launch.progress import Progress
     from clusterddp.launch.supervisor import supervise_slurm
 
@@ -204,9 +211,3 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-if __name__ == "__main__":
-    from clusterddp.__main__ import main
-
-    main(["submit", *sys.argv[1:]])

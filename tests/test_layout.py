@@ -9,6 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "clusterddp"
 GROUND = {
+    "entry",
     "errors",
     "environment",
     "hostlist",
@@ -56,8 +57,8 @@ def test_the_ground_floor_imports_nothing_above_itself() -> None:
 def test_the_command_line_does_not_import_torch() -> None:
     """Neither submit nor the supervisor nor the shim: torch takes seconds to import, and more on a shared disk."""
     modules = (
-        "clusterddp.submit, clusterddp.launch.batch, clusterddp.launch.status, clusterddp.rank, clusterddp.__main__, "
-        "clusterddp.api, clusterddp.function"
+        "clusterddp.submit, clusterddp.launch.batch, clusterddp.launch.status, clusterddp.rank, "
+        "clusterddp.command_line, clusterddp.api, clusterddp.function"
     )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

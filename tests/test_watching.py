@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -175,3 +176,29 @@ def test_a_hold_is_lifted_only_after_slurmds_memory_of_the_old_start_has_passed(
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2)), "the next requeue, unseen in between"
     assert not hold.lift_when_safe(info("PENDING", "Resources", restarts=1))
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=0)), "the user's own --begin"
+
+
+def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No Slurm job holds either."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    write_json(run.loop_file, holder.of_this_process(), mode=0o600)
+    local = Watcher(run, JOB)
+    local.look()
+    assert local.result is None
+    holder.take(run, run.create_attempt(), holder.of_this_process())
+    training = Watcher(run, JOB)
+    training.look()
+    assert training.result is None
+    between, held = capsys.readouterr().err.splitlines()
+    assert between == "run: a local run, between two attempts of its local loop: waiting for its end"
+    assert re.fullmatch(r"run: a local run, with process \d+ on this machine: waiting for its end", held)
+    write_json(run.loop_file, {**holder.of_this_process(), "process_start": "1"})
+    write_json(run.holder_file(0), {**holder.of_this_process(), "process_start": "1"})
+    stopped = Watcher(run, JOB)
+    stopped.look()
+    assert stopped.result == 1
+    how = f"continue with: clusterddp submit --local --run-dir {run}"
+    assert capsys.readouterr().err == f"run: not over, and not running; {how}\n"

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, ClassVar
 
+from clusterddp.entry import INTERRUPTED
 from clusterddp.errors import UsageError
 from clusterddp.job import Job
 from clusterddp.launch.cause import Cause
@@ -24,8 +25,6 @@ from clusterddp.launch.progress import Progress
 from clusterddp.rundir import RunDirectory, create_file
 
 POLL_S = 0.05
-#: The exit code of a run that was interrupted and can go on: that of a shell command ended by Ctrl-C.
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)

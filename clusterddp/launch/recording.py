@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -58,29 +58,36 @@ def recorded(run: RunDirectory, job: Job, created: bool, plant: Plant | None = N
     """
     files = (secrets_file(run.job_file), run.job_file, run.batch_script, run.outcome_file)
     before = {path: path.read_bytes() for path in files if path.exists()}
-    run.create(share=job.share)
     shown, secrets = without_secrets(job)
     try:
+        run.create(share=job.share)
         if plant:
             plant(run)
+        write_json(secrets_file(run.job_file), secrets)
+        write_atomically(run.job_file, shown.to_yaml())
+        remove(run.outcome_file)
     except BaseException:
-        if created:  # a fork without its checkpoint would begin at step 0
-            shutil.rmtree(run.path)
+        with suppress(OSError):  # such as the full disk that the error is about
+            _undo(run, created, before, files)
         raise
-    write_json(secrets_file(run.job_file), secrets)
-    write_atomically(run.job_file, shown.to_yaml())
-    remove(run.outcome_file)
     try:
         yield
     except SlurmError:
-        if created:
-            shutil.rmtree(run.path)
-            raise
-        for path in files:
-            path.unlink(missing_ok=True)
-        for path, content in before.items():
-            write_atomically(path, content)
+        _undo(run, created, before, files)
         raise
+
+
+def _undo(run: RunDirectory, created: bool, before: Mapping[Path, bytes], files: Iterable[Path]) -> None:
+    """Puts back what a run directory held; one that was made for this is removed: no run has begun in it."""
+    if created:
+        shutil.rmtree(run.path)
+        return
+    for path in files:
+        held = path.read_bytes() if path.exists() else None
+        if path not in before:
+            path.unlink(missing_ok=True)
+        elif held != before[path]:
+            write_atomically(path, before[path])
 
 
 def record_local(run_dir: str | None, job: Job, plant: Plant | None) -> RunDirectory:

@@ -96,7 +96,7 @@ def state_of(run: RunDirectory) -> tuple[str, str]:
     if held is not None:
         return "held", held.replace("held by", "with")
     if local_loop_alive(run):
-        return "held", "between two attempts of a local run"
+        return "held", "between two attempts of its local loop"
     how = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
     return "stopped", f"not over, and not running{ended or ''}; continue with: clusterddp submit {how} {run}"
 

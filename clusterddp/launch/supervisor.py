@@ -13,14 +13,14 @@ import dataclasses
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from clusterddp.entry import exit_with
 from clusterddp.environment import in_batch_step, scrub
-from clusterddp.errors import ClusterddpError, RunDirectoryError
+from clusterddp.errors import RunDirectoryError
 from clusterddp.job import Job
 from clusterddp.job_file import load_resolved
 from clusterddp.launch import holder
@@ -165,15 +165,13 @@ def main() -> None:
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--debug", type=int, default=None)
     arguments = parser.parse_args()
-    try:
+
+    def supervised() -> int:
         if arguments.local:
-            code = supervise_local(arguments.run_directory, arguments.debug)
-        else:
-            code = supervise_slurm(arguments.run_directory)
-    except ClusterddpError as error:
-        print(f"clusterddp: {error}", file=sys.stderr, flush=True)
-        code = error.exit_code
-    sys.exit(code)
+            return supervise_local(arguments.run_directory, arguments.debug)
+        return supervise_slurm(arguments.run_directory)
+
+    exit_with(supervised, RunDirectory(arguments.run_directory).private)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """``clusterddp watch`` and ``submit --wait``: from a login node, a run is helped over what its own job cannot do.
 
 After a requeue Slurm holds the job for two minutes by default; its owner may lift that. A run whose job ended without
-going on (its first node died and the job could not be requeued, scontrol is missing on the nodes, or Slurm refused its
-next job) is resubmitted.
+continuing it (its first node died and the job could not be requeued, scontrol is missing on the nodes, or Slurm refused
+its next job) is resubmitted. A local run needs no help: it is waited for.
 Looking with ``status`` does none of this.
 """
 
@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import ExitStack
 
+from clusterddp.entry import INTERRUPTED
 from clusterddp.errors import SlurmError
 from clusterddp.job import Job
 from clusterddp.job_file import load_resolved
@@ -20,6 +21,7 @@ from clusterddp.launch.holder import holders, submitted
 from clusterddp.launch.narration import over_already
 from clusterddp.launch.progress import Progress
 from clusterddp.launch.slurm import JobInfo
+from clusterddp.launch.status import state_of
 from clusterddp.rundir import RunDirectory, read_json
 from clusterddp.trust import check_run
 
@@ -78,12 +80,16 @@ class Watcher:
                 waiting = self._say(f"trying again: {error}")
             self._ask_at = time.monotonic() + (ASK_WAITING_S if waiting else ASK_RUNNING_S)
 
+    def leave(self) -> None:
+        """Says, where the run is not over, that it does not need this process."""
+        if self.result is None:
+            self._say(f"no longer watching, the run continues; watch it again with: clusterddp watch {self._run}")
+
     def _help(self) -> bool:
         """Whether the run waits for something."""
         claims = [entry for entry in holders(self._run) if entry["kind"] == "slurm"]
         if not claims:
-            self.result = 1
-            return self._say("no Slurm job holds the run")
+            return self._look_at_local()
         jobs = []
         for entry in claims:  # any of them: a job that nobody knew of may have started before a resubmission
             jobs.append(job := slurm.show_job(entry["job"]))
@@ -97,6 +103,16 @@ class Watcher:
             return self._resubmit(ended)
         self.result = 1
         return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run}")
+
+    def _look_at_local(self) -> bool:
+        """A run that no Slurm job holds: it trains as local processes, or was stopped."""
+        state, words = state_of(self._run)
+        if state in ("held", "unknown"):
+            return self._say(f"a local run, {words}: waiting for its end")
+        if self._run.outcome() is None:
+            self.result = 1
+            self._say(words)
+        return True
 
     def _help_live(self, job: JobInfo) -> bool:
         if job.state != "PENDING":
@@ -155,10 +171,15 @@ def watch(runs: list[RunDirectory], follow: bool = False) -> int:
             stack.enter_context(Progress(run, job.steps, bar=len(runs) == 1, output=follow))
             for run, job in zip(runs, jobs, strict=True)
         ]
-        while any(watcher.result is None for watcher in watchers):
-            for watcher, progress in zip(watchers, shown, strict=True):
-                if watcher.result is None:
-                    watcher.look()
-                progress.update()
-            time.sleep(LOOK_S)
+        try:
+            while any(watcher.result is None for watcher in watchers):
+                for watcher, progress in zip(watchers, shown, strict=True):
+                    if watcher.result is None:
+                        watcher.look()
+                    progress.update()
+                time.sleep(LOOK_S)
+        except KeyboardInterrupt:
+            for watcher in watchers:
+                watcher.leave()
+            return INTERRUPTED
     return max(watcher.result or 0 for watcher in watchers)

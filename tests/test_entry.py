@@ -1,0 +1,168 @@
+"""Whatever happens to a command, it ends with one sentence and a documented exit code; our traceback is in a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterddp.entry import exit_with
+from clusterddp.rundir import RunDirectory, write_json
+from tests.waiting import wait_until
+
+CLI = [sys.executable, "-m", "clusterddp"]
+NEW = ["submit", "--local", "--device", "cpu", "-m", "this"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run that was stopped before its first attempt."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.job_file.write_text("module: this\ndevice: cpu\n")
+    return run
+
+
+def said(command: list[str], code: int, **options: object) -> str:
+    """What a command writes to standard error; it ends with ``code`` and shows no traceback."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+    assert done.returncode == code, (command, done.stdout, done.stderr)
+    assert "Traceback" not in done.stdout + done.stderr
+    return str(done.stderr)
+
+
+@pytest.mark.parametrize("entry", ["clusterddp", "clusterddp.submit"])
+@pytest.mark.parametrize("module", ["clusterddp.command_line", "argparse", "clusterddp.entry", "yaml"])
+def test_ctrl_c_while_a_command_imports_ends_it_without_a_traceback(entry: str, module: str, tmp_path: Path) -> None:
+    """The signal comes when the first thing of a module is imported."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\nclass Interrupt:\n    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {module!r}:\n            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+    )
+    words = ["submit"] if entry == "clusterddp" else []
+    command = [sys.executable, "-m", entry, *words, "-m", "this", "--dry-run"]
+    assert said(command, 130, env={**os.environ, "PYTHONPATH": str(tmp_path)}) in ("", "clusterddp: interrupted\n")
+
+
+def test_ctrl_c_ends_logs_that_follow(run: RunDirectory) -> None:
+    log = run.attempt_logs(run.create_attempt()) / "rank-0.out"
+    log.write_text("a line\n")
+    process = subprocess.Popen([*CLI, "logs", "-f", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"a line\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == b"clusterddp: interrupted\n"
+    assert process.returncode == 130
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
+@pytest.mark.parametrize(
+    ("mount", "command", "file", "words"),
+    [
+        ("mount --bind {0} {0} && mount -o remount,bind,ro {0}", ["cancel"], "/cancelled", "Read-only file system"),
+        ("mount --bind {0} {0} && mount -o remount,bind,ro {0}", ["submit", "--local", "--run-dir"], "",
+         "Read-only file system"),
+        ("mount -t tmpfs -o size=4k none {0} && echo x > {0}/x", [*NEW, "--run-dir"], "/private/secrets.json",
+         "No space left on device"),
+    ],
+)  # fmt: skip
+def test_a_disk_that_takes_nothing_is_one_sentence_that_names_the_file(
+    run: RunDirectory, mount: str, command: list[str], file: str, words: str
+) -> None:
+    """Nothing half-written is left that a later submission would stumble over."""
+    folder = run.path
+    if "tmpfs" in mount:
+        shutil.rmtree(folder)
+        folder, run = run.path.parent, RunDirectory(run.path.parent / "small" / "run")
+        folder = run.path.parent
+        folder.mkdir()
+    text = f'{mount.format(folder)} || exit 99; shift 0; "$@"; code=$?; ls {folder} >&2; exit $code'
+    lines = said(["unshare", "--mount", "bash", "-c", text, "bash", *CLI, *command, str(run)], 1).splitlines()
+    (line,) = [line for line in lines if line.startswith("clusterddp:")]
+    told = re.fullmatch(rf"clusterddp: {run}{file}: {words} \(traceback: (\S+)\)", line)
+    assert told, lines
+    assert "Traceback (most recent call last)" in Path(told[1]).read_text()
+    Path(told[1]).unlink()
+    assert ("run" in lines[lines.index(line) + 1 :]) is False
+
+
+def test_a_deleted_working_directory_is_said(tmp_path: Path) -> None:
+    """By every command that needs it."""
+    for words in ("status run", "submit -m this --local", "cancel run", "export run x.pt"):
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        command = ["bash", "-c", f'cd {gone} && rmdir {gone} && exec "$@"', "bash", *CLI, *words.split()]
+        assert said(command, 1) == "clusterddp: the working directory was deleted: change to one that exists\n"
+
+
+def test_output_that_takes_no_such_letters_gets_escapes(run: RunDirectory) -> None:
+    """A path with umlauts, on a terminal that has ASCII alone."""
+    path = run.path.rename(run.path.with_name("l\u00e4ufe"))
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    assert said([*CLI, "status", str(path)], 0, env=environ) == ""
+    environ.pop("PYTHONIOENCODING")
+    assert said([*CLI, "cancel", str(path)], 0, env=environ) == ""
+
+
+def test_output_that_takes_nothing_is_said() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*CLI, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "No space left on device" in done.stderr
+    closed = subprocess.run(["bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', "bash", *CLI, "--help"], timeout=60)
+    assert closed.returncode in (0, 141)
+
+
+def test_an_internal_error_leaves_its_traceback_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the folder that the entry point names; on the terminal with CLUSTERDDP_DEBUG=1."""
+
+    def fails() -> int:
+        raise ValueError("not\nforeseen")
+
+    def end() -> str:
+        with pytest.raises(SystemExit) as left:
+            exit_with(fails, tmp_path)
+        assert left.value.code == 70
+        return capsys.readouterr().err
+
+    told = re.fullmatch(r"clusterddp: internal error: ValueError: not foreseen \(traceback: (\S+)\)\n", end())
+    assert told and Path(told[1]).parent == tmp_path
+    assert "in fails" in Path(told[1]).read_text() and Path(told[1]).stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("CLUSTERDDP_DEBUG", "1")
+    assert "in fails" in end()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_internal_error_of_the_supervisor_is_a_sentence_too(run: RunDirectory) -> None:
+    """Its traceback is in the run's own folder."""
+    write_json(run.loop_file, {})
+    run.logs.rmdir()
+    run.logs.write_text("not a folder")
+    run.logs.chmod(0o600)
+    command = [sys.executable, "-m", "clusterddp.launch.supervisor", "--local", str(run)]
+    told = re.search(r"clusterddp: \S+: Not a directory \(traceback: (\S+)\)\n", said(command, 1))
+    assert told and Path(told[1]).parent == run.private
+
+
+def test_ctrl_c_ends_a_watch_and_leaves_the_run_alone(run: RunDirectory) -> None:
+    """Which it says."""
+    write_json(run.submitted_file, {"kind": "slurm", "job": "41"}, mode=0o600)
+    process = subprocess.Popen(
+        [*CLI, "watch", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PATH": "/nowhere"},
+    )  # fmt: skip
+    seen: list[str] = []
+    assert process.stderr is not None
+    wait_until(lambda: seen.append(process.stderr.readline()) or "trying again" in seen[-1], "its first question")  # type: ignore[union-attr,func-returns-value]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err and "no longer watching" in err
