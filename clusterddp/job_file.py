@@ -81,7 +81,7 @@ def user_defaults(cluster: str | None, path: str | os.PathLike[str] | None = Non
     for the whole file, whichever cluster is asked for.
     """
     config = Path(path) if path is not None else _user_file()
-    if path is None and not config.exists():
+    if config is None:
         return {}
     mistakes: list[Mistake] = []
     top = _file_fields(config, mistakes)
@@ -99,9 +99,14 @@ def user_defaults(cluster: str | None, path: str | os.PathLike[str] | None = Non
 # --- from text to fields
 
 
-def _user_file() -> Path:
-    home = os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
-    return Path(home) / "clusterddp" / "config.yaml"
+def _user_file() -> Path | None:
+    """None where there is no such file, or no home: HOME is another user's, or not set for an id without a name."""
+    home = os.environ.get("XDG_CONFIG_HOME")
+    try:
+        path = (Path(home) if home else Path("~/.config").expanduser()) / "clusterddp" / "config.yaml"
+        return path if path.exists() else None
+    except (OSError, RuntimeError):
+        return None
 
 
 def _file_fields(path: Path, mistakes: list[Mistake]) -> Fields:

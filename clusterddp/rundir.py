@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError
+from clusterddp.sharing import make_private, share_tree
 
 _ATTEMPT = re.compile(r"attempt-(\d{1,18})")
 
@@ -98,26 +99,17 @@ class RunDirectory:
         ``share``: "private" (nobody else may look into the run) or "group" (its group may read all but ``private``);
         None leaves the run's own folder as it is. What is made in it later follows, whatever the umask.
         """
-        make_folder(self.path)
+        make_folder(self.path, mode=0o777 if share is None else 0o700)  # nobody may put anything there before us
         if share is not None:
-            self._open_to(0o2750 if share == "group" else 0o700)
+            mode = 0o2750 if share == "group" else 0o700
+            if folder_mode(self.path) != mode:
+                share_tree(self.path, mode, closed=self.private)
+            elif stat.S_IMODE(self.path.stat().st_mode) != mode:  # open to writing by others
+                self.path.chmod(mode)
         for folder in (self.checkpoints, self.logs):
             make_inside(folder, exist_ok=True)
-        self.private.mkdir(mode=0o700, exist_ok=True)
+        make_private(self.private)
         fsync_directory(self.path)
-
-    def _open_to(self, mode: int) -> None:
-        """Sets the run's own folder's rights, and those of all that is in it already."""
-        changed = folder_mode(self.path) != mode
-        self.path.chmod(mode)
-        if not changed:
-            return
-        for folder, folders, files in os.walk(self.path):
-            folders[:] = [name for name in folders if Path(folder, name) != self.private]
-            for name in folders:
-                Path(folder, name).chmod(mode)
-            for name in files:
-                Path(folder, name).chmod(file_mode(Path(folder)))
 
     # --- attempts
 
@@ -147,7 +139,7 @@ class RunDirectory:
                 make_inside(self.attempt_logs(number))
             except FileExistsError:
                 continue
-            self.attempt_private(number).mkdir(mode=0o700, exist_ok=True)
+            make_private(self.attempt_private(number))
             fsync_directory(self.logs)
             fsync_directory(self.private)  # else the records of what it resumed from could go with their folder
             return number
@@ -247,10 +239,11 @@ def file_mode(folder: Path) -> int:
 
 
 def make_inside(path: Path, exist_ok: bool = False) -> None:
-    """Makes a folder that is as open as the one around it, whatever the umask."""
+    """Makes a folder that is as open as the one around it, whatever the umask. A link in its place is left as it is."""
     path.mkdir(exist_ok=exist_ok)
-    mode = folder_mode(path.parent)
-    if stat.S_IMODE(path.stat().st_mode) != mode:
+    mode, status = folder_mode(path.parent), path.lstat()
+    own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if own and stat.S_IMODE(status.st_mode) != mode:
         path.chmod(mode)
 
 
@@ -394,11 +387,14 @@ def drop_torn_line(path: Path) -> None:
             file.truncate(whole)
 
 
-def make_folder(path: Path, exist_ok: bool = True) -> None:
-    """Makes a folder and those above it; all of them are durable. Raises FileExistsError only if told to."""
+def make_folder(path: Path, exist_ok: bool = True, mode: int = 0o777) -> None:
+    """Makes a folder and those above it; all of them are durable. Raises FileExistsError only if told to.
+
+    ``mode`` is that of the last one alone, less the umask.
+    """
     if not path.parent.exists():
         make_folder(path.parent)
-    path.mkdir(exist_ok=exist_ok)
+    path.mkdir(mode=mode, exist_ok=exist_ok)
     fsync_directory(path.parent)
 
 

@@ -45,6 +45,7 @@ BENCHMARKS = Path(__file__).parent / "bench"
 def submit(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
     """Carries out ``submit``; ``script_arguments`` is None when there was no ``--``. Returns the exit code."""
     check_combinations(arguments)
+    os.umask(os.umask(0) & 0o077)  # one that takes rights from the user alone (277) would stop the run, and Slurm's log
     if not arguments.here:
         for name in set(os.environ) - set(scrub(os.environ)):
             del os.environ[name]  # what the surrounding job set does not belong to the new one

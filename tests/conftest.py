@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import clusterddp
 from clusterddp.rundir import RunDirectory
 from tests.cluster import Cluster, ClusterConfig, unavailable
+from tests.other_user import run_as_other
 from tests.trainings import Training
 from tests.waiting import story
 
@@ -125,3 +127,21 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     for handle in handles:
         if handle._process is not None and handle._process.poll() is None:
             handle._process.kill()  # supervisor and ranks die with it
+
+
+@pytest.fixture(scope="session")
+def _another_user() -> None:
+    """Skips where this process cannot be another user, or another user cannot run what it runs."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    if run_as_other(sys.executable, "-c", "import torch, clusterddp").returncode:
+        pytest.skip("another user cannot read this Python's packages")
+
+
+@pytest.fixture
+def open_folder(_another_user: None) -> Iterator[Path]:
+    """A folder that every user may write, with the sticky bit, as /tmp; pytest's own are closed to others."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)

@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "clusterddp"
 GROUND = {
     "entry",
     "errors",
+    "sharing",
     "environment",
     "hostlist",
     "yaml12",

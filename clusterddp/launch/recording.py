@@ -14,6 +14,7 @@ from clusterddp.job import Job
 from clusterddp.launch.holder import held_by_other
 from clusterddp.masking import secrets_file, without_secrets
 from clusterddp.rundir import RunDirectory, make_folder, remove, write_atomically, write_json
+from clusterddp.trust import check_run
 
 #: Adds something to a run directory that is about to be recorded.
 Plant = Callable[[RunDirectory], None]
@@ -32,7 +33,7 @@ def claim(run_dir: str | None, job: Job) -> tuple[RunDirectory, bool]:
     while True:
         run = choose_run_directory(run_dir, job)
         try:
-            make_folder(run.path, exist_ok=False)
+            make_folder(run.path, exist_ok=False, mode=0o700)  # nobody may put anything there before us
             return run, True
         except FileExistsError:
             if run_dir:
@@ -61,6 +62,7 @@ def recorded(run: RunDirectory, job: Job, created: bool, plant: Plant | None = N
     shown, secrets = without_secrets(job)
     try:
         run.create(share=job.share)
+        check_run(run)  # of what was there before, in a folder that others could write
         if plant:
             plant(run)
         write_json(secrets_file(run.job_file), secrets)

@@ -1,0 +1,125 @@
+"""Changing who may read a run touches nothing else, and nobody plants what it is to trust. Real files, real users."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterddp.errors import RunDirectoryError
+from clusterddp.job import Job
+from clusterddp.launch.recording import recorded
+from clusterddp.rundir import RunDirectory
+from tests.other_user import UID, run_as_other
+
+
+def record(run: RunDirectory, share: str) -> None:
+    with recorded(run, Job(name="net", module="net", share=share, device="cpu"), created=False):  # type: ignore[arg-type]
+        pass
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    record(run, "private")
+    return run
+
+
+def test_sharing_a_run_follows_no_link_out_of_it(run: RunDirectory, tmp_path: Path) -> None:
+    """A linked data set keeps its modes, and so does a file that has another name elsewhere."""
+    data = tmp_path / "data"
+    (data / "images").mkdir(parents=True)
+    (data / "labels").touch()
+    for path, other in ((data, 0o755), (data / "images", 0o700), (data / "labels", 0o604)):
+        path.chmod(other)
+    before = {path: mode(path) for path in (data, *data.iterdir())}
+    (run.path / "data").symlink_to(data)
+    (run.logs / "labels").symlink_to(data / "labels")
+    os.link(data / "labels", run.path / "labels")
+    (run.path / "dangling").symlink_to(tmp_path / "nowhere")
+    run.checkpoints.rmdir()
+    run.checkpoints.symlink_to(data)
+    for share in ("group", "private"):
+        record(run, share)
+        assert {path: mode(path) for path in before} == before
+
+
+def test_a_script_in_a_run_can_still_be_run_after_it_is_shared(run: RunDirectory) -> None:
+    """By those who may read it."""
+    script, text = run.path / "bin" / "train.sh", run.path / "notes"
+    script.parent.mkdir()
+    for path, own in ((script, 0o755), (text, 0o600)):
+        path.touch()
+        path.chmod(own)
+    for share, of_script, of_text in (("group", 0o750, 0o640), ("private", 0o700, 0o600)):
+        record(run, share)
+        assert (mode(script), mode(text)) == (of_script, of_text)
+
+
+def test_a_mode_that_cannot_be_changed_is_one_sentence_and_the_next_call_does_the_rest(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's own folder is opened last."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "chmod", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+        with pytest.raises(RunDirectoryError, match=f"cannot change who may read {run}: Read-only file system"):
+            record(run, "group")
+    record(run, "group")
+    assert (mode(run.path), mode(run.logs)) == (0o2750, 0o2750)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("name", ["private", "logs", "checkpoints"])
+def test_a_folder_that_somebody_else_planted_is_refused(tmp_path: Path, name: str) -> None:
+    """In a run directory that its group could write until now."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.path.chmod(0o775)
+    planted = run.path / name
+    planted.mkdir(mode=0o700)
+    os.chown(planted, UID, UID)
+    with pytest.raises(RunDirectoryError, match=f"{planted} belongs to user {UID}"):
+        record(run, "private")
+    assert (planted.stat().st_uid, list(planted.iterdir())) == (UID, [])
+
+
+def test_a_link_in_the_place_of_the_private_folder_is_refused(tmp_path: Path) -> None:
+    """Tokens would go where it points to."""
+    run, elsewhere = RunDirectory(tmp_path / "run"), tmp_path / "elsewhere"
+    run.path.mkdir()
+    elsewhere.mkdir(mode=0o755)
+    run.private.symlink_to(elsewhere)
+    with pytest.raises(RunDirectoryError, match=f"{run.private} is a symbolic link"):
+        record(run, "private")
+    assert (mode(elsewhere), list(elsewhere.iterdir())) == (0o755, [])
+
+
+def test_a_run_directory_is_closed_from_the_moment_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a umask of 002 the group could write there before the mode was set."""
+    run, seen = RunDirectory(tmp_path / "run"), []
+    made = Path.mkdir
+    monkeypatch.setattr(Path, "mkdir", lambda path, *a, **k: (made(path, *a, **k), seen.append((path, mode(path))))[0])
+    before = os.umask(0o002)
+    try:
+        record(run, "group")
+    finally:
+        os.umask(before)
+    assert dict(seen)[run.path] == 0o700
+
+
+def test_a_user_without_a_name_and_a_home_has_no_defaults(open_folder: Path) -> None:
+    """And submits all the same, under a umask that takes the user's own rights away, too."""
+    (open_folder / "train.py").write_text("print('trained')\n")
+    words = ("submit", open_folder / "train.py", "--local", "--device", "cpu", "--run-dir", open_folder / "runs" / "a")
+    done = run_as_other(sys.executable, "-m", "clusterddp", *words, umask=0o277)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    run = RunDirectory(open_folder / "runs" / "a")
+    assert (run.outcome() or {})["state"] == "completed"
+    assert (run.attempt_logs(0) / "rank-0.out").read_text() == "trained\n"
