@@ -3,6 +3,7 @@
 # make lint   ruff and mypy
 # make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination,
 #                    and tests of what others cover in the main
+# make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random
 # make soak     300 preemptions and other faults at random moments; make bench-handover, bench-agreement: what stopping costs
 # make bench-heartbeat    what the watchdog costs
 # make bench-checkpoint   what saving and restoring costs, beside torch, Lightning and accelerate
@@ -19,7 +20,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-24.11 test-product soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint cluster slurm clean
+.PHONY: demo test test-24.11 test-product chaos soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -52,6 +53,9 @@ test-product: .venv/ready slurm
 		tests/test_crash.py tests/test_fuzz.py tests/test_launchers.py tests/test_launchers_slurm.py \
 		tests/test_templates_slurm.py tests/test_here_slurm.py tests/test_faults.py tests/test_cluster.py \
 		tests/test_fencing.py tests/test_jobs_slurm.py tests/test_disk_slurm.py tests/test_main_job.py tests/test_preemption.py
+
+chaos: .venv/ready slurm
+	.venv/bin/python -m tests.chaos $(CHAOS)
 
 soak: .venv/ready slurm
 	.venv/bin/python -m benchmarks.soak $(SOAK)

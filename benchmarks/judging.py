@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ EVERY = 20
 """Steps from one checkpoint to the next in ``submit_training``."""
 SAVING = 10
 """Steps that may be made while a checkpoint is being written."""
+TERMINAL = ("completed", "failed", "cancelled")
 
 
 @dataclass
@@ -87,15 +88,34 @@ def judge(result: Result, run: RunDirectory, reference: RunDirectory, made: Sequ
         result.problems.append(f"not the uninterrupted run's: {', '.join(different)}")
 
 
+def after_the_end(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What the history holds behind its first terminal event."""
+    ends = (number for number, event in enumerate(events) if event["event"] in TERMINAL)
+    return list(events[next(ends, len(events)) + 1 :])
+
+
+def terminal_events(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is wrong unless the history ends with its only terminal event."""
+    count, after = sum(event["event"] in TERMINAL for event in events), after_the_end(events)
+    if count == 1 and not after:
+        return []
+    return [f"{count} terminal events; after the first one: {[event['event'] for event in after]}"]
+
+
+def steps_that_count(counted: Sequence[Mapping[str, Any]], total: int) -> list[str]:
+    """What is wrong unless the metrics that count are those of ``total`` steps, each once and in order."""
+    if [line["step"] for line in counted] == list(range(total)):
+        return []
+    repeated = [step for step, count in Counter(line["step"] for line in counted).items() if count > 1]
+    return [f"the steps that count are not 0 to {total - 1}; twice: {repeated}"]
+
+
 def _judge_end(result: Result, outcome: dict[str, Any] | None, events: Sequence[dict[str, Any]]) -> None:
     result.lost = (outcome or {}).get("state") != "completed"
     if result.lost:
         result.problems.append(f"the outcome is {outcome}")
-    ends = [number for number, event in enumerate(events) if event["event"] in ("completed", "failed", "cancelled")]
-    after = [event["event"] for event in events[ends[0] + 1 :]] if ends else []
-    if len(ends) != 1 or after:
-        result.problems.append(f"{len(ends)} terminal events; after the first one: {after}")
-    result.doubled = len(ends) > 1 or "started" in after
+    result.problems += terminal_events(events)
+    result.doubled = any(event["event"] in ("started", *TERMINAL) for event in after_the_end(events))
 
 
 def _judge_steps(
@@ -113,10 +133,8 @@ def _judge_steps(
         result.problems.append(f"{most} steps redone at once, and a checkpoint is taken every {EVERY}")
     if [line["step"] for line in lines] != list(range(STEPS)) and not result.steps_redone:
         result.problems.append("the metrics have not every step exactly once, in order")
-    if [line["step"] for line in counted] != list(range(STEPS)):
-        repeated = [step for step, count in Counter(line["step"] for line in counted).items() if count > 1]
-        result.doubled = result.doubled or bool(repeated)
-        result.problems.append(f"the steps that count are not 0 to {STEPS - 1}; twice: {repeated}")
+    result.doubled = result.doubled or len({line["step"] for line in counted}) < len(counted)
+    result.problems += steps_that_count(counted, STEPS)
 
 
 def resume_times(starts: Sequence[float], events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]) -> Any:

@@ -16,6 +16,7 @@ import pytest
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import give_notice, notice_file
 from clusterddp.rundir import RunDirectory, read_lines
+from tests.cluster.system import Process
 from tests.waiting import differing, final_state, story, wait_for_step, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -138,7 +139,9 @@ def test_a_killed_rank_is_named_and_all_ranks_start_anew_in_place(
 
 
 def ranks_of(run: RunDirectory) -> list[int]:
-    return [pid for pid, command in commands_of(run).items() if b"clusterddp.rank" in command]
+    """The ranks themselves, not the children that they forked."""
+    pids = {pid for pid, command in commands_of(run).items() if b"clusterddp.rank" in command}
+    return [pid for pid in pids if (process := Process.of(pid)) and process.parent() not in pids]
 
 
 def variable(pid: int, name: str) -> str:

@@ -46,6 +46,11 @@ class Process:
     def command(self) -> str:
         return _read_bytes(f"/proc/{self.pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
 
+    def parent(self) -> int | None:
+        """Its parent's pid; None when it is gone."""
+        stat = _read_bytes(f"/proc/{self.pid}/stat").rpartition(b")")[2].split()
+        return int(stat[1]) if stat else None
+
     def environment(self) -> list[bytes]:
         return _read_bytes(f"/proc/{self.pid}/environ").split(b"\0")
 

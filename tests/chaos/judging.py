@@ -1,0 +1,92 @@
+"""Whether the invariants hold over what a run left behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults import unannounced_redone
+from benchmarks.judging import steps_that_count, terminal_events
+from clusterddp.rundir import RunDirectory, read_lines
+from tests.chaos.behaviours import SECRET, STEPS, Behaviour
+from tests.waiting import differing, final_state
+
+#: Steps from one checkpoint to the next, and those that may be made while one is being written.
+EVERY, SAVING = 10, 10
+#: The events that end an attempt and not the run, each as what it says of its cause.
+ENDS = {"requeued": "preemption", "resubmitted": "preemption", "restarted": "kill", "stopped": "kill"}
+#: The longest history of such a run, in bytes; without the metrics.
+LONGEST = 2**20
+
+
+def problems(run: RunDirectory, habit: Behaviour, reference: RunDirectory | None) -> list[str]:
+    """What is wrong with a run that is over; ``reference``: the undisturbed training's, None for that one itself."""
+    try:
+        events, lines = run.events(), list(read_lines(run.metrics_file))
+        counted = run.metrics()
+    except Exception as error:
+        return [f"the history cannot be read: {error}"]
+    found = [*_end(run, habit, events), *_attempts(run, events), *_lost(habit, events, lines), *_records(run)]
+    completed = (run.outcome() or {}).get("state") == "completed"
+    found += steps_that_count(counted, STEPS if completed else len(counted))
+    if completed and reference is not None:
+        try:
+            different = differing(final_state(run), final_state(reference))
+        except Exception as error:
+            return [*found, f"I5: the last checkpoint cannot be read: {error!r}"]
+        found += [f"I3: not the undisturbed training's: {', '.join(different)}"] if different else []
+    return found
+
+
+def _end(run: RunDirectory, habit: Behaviour, events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One outcome, and the one that this habit has; "completed" only where all steps are done."""
+    outcome = run.outcome() or {}
+    state, step, reason = outcome.get("state"), outcome.get("step"), outcome.get("reason", "")
+    found = terminal_events(events)
+    if state == "completed" and step != STEPS:
+        found.append(f"completed at step {step} of {STEPS}")
+    if state not in habit.ends.replace("refused", "failed").split(" or "):
+        found.append(f"{state}, expected {habit.ends}: {reason[:300]}")
+    elif state == "failed" and not re.search(habit.says, reason):
+        found.append(f"the reason does not say {habit.says!r}: {reason[:300]}")
+    return found
+
+
+def _attempts(run: RunDirectory, events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """I6: every attempt but the last one has an event that ends it, with its reason."""
+    ended = {event["attempt"] for event in events if event["event"] in ENDS and event.get("reason")}
+    without = sorted({event["attempt"] for event in events if event["event"] == "started"} - ended)
+    last = max(run.attempts(), default=None)
+    return [f"I6: attempt {number} has no cause for its end" for number in without if number != last]
+
+
+def _lost(habit: Behaviour, events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]) -> list[str]:
+    """I4: no step is repeated after a notice, and no more than a snapshot's interval without."""
+    made = [{"kind": ENDS[event["event"]], "asked": event["time"]} for event in events if event["event"] in ENDS]
+    announced, most = unannounced_redone(made, events, lines)
+    found = []
+    if announced > (0 if habit.hears_notice else EVERY + SAVING):
+        found.append(f"I4: {announced} steps repeated after a preemption")
+    if most > EVERY + SAVING:
+        found.append(f"I4: {most} steps repeated after a kill, and a checkpoint is taken every {EVERY}")
+    return found
+
+
+def _records(run: RunDirectory) -> list[str]:
+    """The history is small, holds no secret, and nothing of ours raised."""
+    found = (
+        [] if run.events_file.stat().st_size < LONGEST else [f"events.jsonl: {run.events_file.stat().st_size} bytes"]
+    )
+    texts = {path.name: _text(path) for path in (run.events_file, run.outcome_file, run.logs / "supervisor.log")}
+    for name, text in texts.items():
+        if re.search(r'File "[^"]*/clusterddp/(launch|__main__)', text):
+            found.append(f"{name}: a traceback of the supervisor's")
+        if any(part in text for part in (SECRET, repr(SECRET)[1:-1])):
+            found.append(f"{name}: the password")
+    return found
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
