@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -33,13 +35,37 @@ STATE: dict[str, Any] = {
         "set": {1, 2},
         "dtype": torch.bfloat16,
         "text": "π\n\ud800",
+        "size": torch.Size([2, 3]),
+        "long": -(3**9999),
+        "scalars": [numpy.float64(0.1), numpy.float16(0.1), numpy.int8(3), numpy.uint64(2**64 - 1), numpy.bool_(True)],
+        "arrays": [numpy.array(0.5), numpy.arange(6).reshape(2, 3)[:, ::-1], numpy.zeros((0, 3), dtype="uint8")],
     },
 }
+
+
+class Phase(enum.IntEnum):
+    WARM_UP = 1
+
+
+class Mode(str, enum.Enum):  # noqa: UP042 (Python 3.10)
+    EVAL = "eval"
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose values are elsewhere, as those of DTensor and of torchao's quantized optimizers: its address is 0."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+
+    __torch_dispatch__ = None
 
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, numpy.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
     if isinstance(one, dict):
         return type(one) is type(other) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -88,6 +114,14 @@ def test_tied_weights_are_there_once_and_stay_one(tmp_path):
     assert torch.equal(read["head"], weight) and read["head"].data_ptr() == read["embed"].data_ptr()
 
 
+@pytest.mark.parametrize("tensor", [torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last), torch.ones(2, 3).t()])
+def test_the_order_of_dimensions_in_memory_comes_back(tmp_path, tensor):
+    """A fused optimizer pairs a parameter with its state by address, whatever the strides of both."""
+    state = {"one": tensor, "again": tensor, "other": tensor[:1].clone()}
+    read = content_of(written(tmp_path / "file", state))
+    assert same(read, state) and read["one"].stride() == tensor.stride() and read["again"] is read["one"]
+
+
 def test_names_that_meet_in_the_header_are_kept_apart(tmp_path):
     state = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}, "checksums": torch.tensor(3)}
     assert same(content_of(written(tmp_path / "file", state)), state)
@@ -103,15 +137,33 @@ def test_the_plain_state_shares_nothing_with_the_live_one():
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (Path("x"), r"'ema.decay' is a pathlib\.\w+, which a checkpoint does not hold: expected tensors, numbers"),
+        (Path("x"), r"'ema.decay' is a pathlib\.\w+, which a checkpoint does not hold: expected tensors, numpy's"),
         (torch.ones(2, dtype=torch.complex128), r"'ema.decay' is a tensor .*complex128.*expected a dense one of"),
         (torch.ones(2).to_sparse(), "sparse_coo"),
         (torch.ones(2, device="meta"), "on meta"),
+        (torch.nested.nested_tensor([torch.ones(1)]), "nested, torch.float32"),
+        (Wrapper(torch.ones(2)), r"'ema.decay' is a tests.test_archive.Wrapper, a subclass of torch.Tensor that would"),
+        (torch.nn.LazyLinear(2).weight, "UninitializedParameter, a subclass of torch.Tensor"),
+        (Phase.WARM_UP, r"'ema.decay' is a tests.test_archive.Phase, which"),
+        (Mode.EVAL, "tests.test_archive.Mode"),
+        (numpy.datetime64("2030-01-01"), "numpy.datetime64"),
+        (numpy.timedelta64(1, "ns"), "numpy.timedelta64"),
+        (numpy.str_("text"), "numpy.str_"),
+        (numpy.longdouble(1), "numpy.*longdouble"),
+        (numpy.array(["text"]), "numpy.ndarray"),
+        (numpy.ones(2, dtype=">f4"), "numpy.ndarray"),
     ],
 )
 def test_a_state_that_cannot_be_held_is_named_with_its_place(value, words):
     with pytest.raises(CheckpointError, match=words):
         pack({"ema": {"decay": value}})
+
+
+def test_a_state_that_contains_itself_is_refused():
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(CheckpointError, match="contains itself"):
+        pack({"a": endless})
 
 
 @pytest.mark.parametrize("place", [0, 100, 5_000_000, -1, None])
@@ -208,6 +260,8 @@ def test_a_header_that_lies_is_damage(tmp_path, change):
         lambda header: header["a"].update(data_offsets=[0, 0], shape=[10**12]),
         lambda header: header["a"].update(dtype="F99"),
         lambda header: header["__metadata__"].update(state='{"$tensor": "b"}'),
+        lambda header: header["__metadata__"].update(state='{"$tensor": ["a", [1, 0]]}'),
+        lambda header: header["__metadata__"].update(state='{"$tensor": ["a"]}'),
         lambda header: header["__metadata__"].update(state='{"$dtype": "load"}'),
         lambda header: header["__metadata__"].update(state='{"$set": 1}'),
         lambda header: header["__metadata__"].update(state='{"$nothing": 1}'),

@@ -196,6 +196,50 @@ def test_the_writer_is_gone_when_its_rank_is(directory):
     assert persisting._writer.returncode == 0
 
 
+def test_views_of_one_memory_are_apart_when_their_values_are(directory, persisting):
+    """Conjugates and negatives are views that have the address, the dtype, the shape and the strides of the original."""
+    numbers, plain = torch.randn(3, dtype=torch.complex64), torch.randn(4, 4)
+    views = [numbers, numbers.conj(), numbers.imag, numbers.conj().imag, plain, plain.t(), plain[0], plain[:, 0]]
+    save(persisting, 1, {"views": [*views, torch.empty(0), torch.empty(0, 2)]})
+    (path,) = directory.checkpoints.iterdir()
+    *read, empty, wide = content_of(path)["views"]
+    assert all(map(torch.equal, read, views)) and (empty.shape, wide.shape) == ((0,), (0, 2))
+
+
+class Rescaled(torch.nn.Module):
+    """Its first version kept the scale otherwise."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def _load_from_state_dict(self, state, prefix, metadata, *others):
+        if metadata.get("version", 1) < 2:
+            state[prefix + "scale"] = state[prefix + "scale"] * 10
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+@pytest.mark.parametrize("around", [lambda module: module, torch.compile], ids=["plain", "compiled"])
+def test_a_module_is_given_the_version_that_its_state_was_saved_by(directory, persisting, around):
+    make = lambda: torch.nn.Sequential(around(torch.nn.Sequential(Rescaled())))  # noqa: E731
+    saved, fresh, own = make(), make(), {"inner": make().state_dict()}
+    save(persisting, 1, {"model": state_of(saved), "other": own})
+    (path,) = directory.checkpoints.iterdir()
+    content = content_of(path)
+    load_state(fresh, content["model"])
+    assert [parameter.item() for parameter in fresh.parameters()] == [1.0]
+    assert content["other"]["inner"]._metadata == own["inner"]._metadata
+
+
+def test_the_state_of_a_module_that_was_saved_without_versions_is_loaded_as_before():
+    """As by versions of clusterddp that did not save them."""
+    module = torch.nn.Sequential(Rescaled())
+    load_state(module, {"0.scale": torch.ones(1)})
+    assert module[0].scale.item() == 10.0
+
+
 def test_keys_carry_neither_ddp_nor_compile_and_load_back_into_both():
     plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     compiled = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.compile(torch.nn.Linear(2, 2)))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from clusterddp.training import metrics
-from clusterddp.training.state import pack, unpack
 from tests import ddp
 
 SCRIPT = """
@@ -83,12 +82,3 @@ def test_a_value_that_the_history_has_no_form_for_is_refused_where_it_is_logged(
 @pytest.mark.parametrize("value", [1, 0.5, float("nan"), "text", None, np.float32(0.5), np.ones(1), torch.ones(1, 1)])
 def test_a_number_in_any_form_is_logged(value):
     metrics.check("loss", value)
-
-
-def test_a_state_may_hold_numpys_scalars_as_metrics_often_are():
-    """Those that compute as Python's numbers become such; narrower floats round otherwise, and stay what they are."""
-    scalars = [np.float64(0.1), np.int64(3), np.bool_(True), np.float32(0.1), np.float16("nan")]
-    plain, tensors = pack({"scalars": scalars})
-    restored = unpack(json.loads(json.dumps(plain)), tensors)["scalars"]
-    assert [type(value) for value in restored] == [float, int, bool, np.float32, np.float16]
-    assert restored[:4] == scalars[:4] and np.isnan(restored[4])

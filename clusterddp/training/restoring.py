@@ -90,7 +90,7 @@ def unpacked(content: Content) -> Any:
     """
     try:
         return unpack(content.state, tensors(content))
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
         raise CheckpointError(
             f"the state in the checkpoint of step {content.facts.get('step')} does not fit its tensors "
             f"({error!r:.200}): something else than clusterddp wrote it"
