@@ -197,7 +197,7 @@ def test_the_writer_is_gone_when_its_rank_is(directory):
 
 
 def test_views_of_one_memory_are_apart_when_their_values_are(directory, persisting):
-    """Conjugates and negatives are views that have the address, the dtype, the shape and the strides of the original."""
+    """Conjugates and negatives have the address, the dtype, the shape and the strides of the original."""
     numbers, plain = torch.randn(3, dtype=torch.complex64), torch.randn(4, 4)
     views = [numbers, numbers.conj(), numbers.imag, numbers.conj().imag, plain, plain.t(), plain[0], plain[:, 0]]
     save(persisting, 1, {"views": [*views, torch.empty(0), torch.empty(0, 2)]})

@@ -120,8 +120,8 @@ def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> list[Tensor]:
 def pack(content: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     """A nested state as JSON has it, and its tensors by name: their place in the state, such as ``model.fc.weight``.
 
-    In a tensor's place stands ``{"$tensor": NAME}``, or ``{"$tensor": [NAME, ORDER]}`` where its dimensions have another
-    order in memory (as with ``channels_last``). A tensor that occurs twice, as tied weights do, is there once.
+    In a tensor's place stands ``{"$tensor": NAME}``, or ``{"$tensor": [NAME, ORDER]}`` where its dimensions have
+    another order in memory (as with ``channels_last``). A tensor that occurs twice, as tied weights do, is there once.
     What JSON lacks is written as ``{"$KIND": ...}``; ``unpack`` is the inverse. The result shares no list and no dict
     with the state. Raises CheckpointError for what would come back as something else: nothing in a checkpoint is ever
     executed, so that no class of the user's can be restored.
@@ -319,7 +319,7 @@ def _is_plain(dtype: Any) -> bool:
 
 def _order(tensor: torch.Tensor) -> list[int]:
     """The dimensions as they are in memory, the outermost first."""
-    return sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension))
+    return sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
 
 
 def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
