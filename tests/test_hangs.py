@@ -83,9 +83,11 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_all_start_anew_in_place(
     assert "_engine_run_backward" in (logs / "rank-0.err").read_text()
     assert "in misbehave" in (logs / "rank-1.err").read_text()
     last = read_json(logs / "rank-0.collectives.json")
-    assert last is not None
-    assert last["entries"][-1]["profiling_name"].startswith("gloo:all")
-    assert len(last["entries"]) <= 100
+    if last is None:  # not every torch keeps it for gloo
+        assert "kept no record of the last collectives" in (logs / "rank-0.err").read_text()
+    else:
+        assert last["entries"][-1]["profiling_name"].startswith("gloo:all")
+        assert len(last["entries"]) <= 100
     assert [event["event"] for event in run.events() if event["event"] in ("restarted", "rank_failed")] == ["restarted"]
     assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in slow[0].metrics()]
     assert differing(final_state(run), final_state(slow[0])) == []

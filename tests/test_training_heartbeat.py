@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import torch
 from clusterddp import process
 from clusterddp.job import Watchdog
 from clusterddp.process import RunningClock
-from clusterddp.training.heartbeat import Pace, stands_of
+from clusterddp.training.heartbeat import RECORDED, Heartbeat, Pace, flight_record, stands_of
 from clusterddp.training.whereabouts import place_of, sleeping
 from tests import ddp
 from tests.waiting import wait_until
@@ -164,3 +166,29 @@ def test_a_rank_that_waits_for_others_names_the_collective(tmp_path: Path) -> No
     script = tmp_path / "waiting.py"
     script.write_text(WAITING)
     assert "seen in all_reduce" in ddp.run(script, ranks=2, folder=tmp_path / "out").output(0)
+
+
+@pytest.mark.parametrize("nccl", [[], [{"profiling_name": "nccl:all_reduce"}] * (RECORDED + 1)])
+def test_the_flight_record_of_a_cuda_build_is_that_of_the_backend_in_use(nccl: list[object]) -> None:
+    """It has one record for NCCL and one for all others."""
+    gloo = [{"profiling_name": "gloo:all_reduce"}]
+    bound = SimpleNamespace(
+        _dump_nccl_trace_json=lambda: json.dumps({"version": "2.10", **({"entries": nccl} if nccl else {})}),
+        _dump_fr_trace_json=lambda: json.dumps({"version": "2.10", "entries": gloo}),
+    )
+    assert flight_record(bound) == {"version": "2.10", "entries": nccl[1:] or gloo}
+
+
+@pytest.mark.parametrize("dump", [{}, {"_dump_fr_trace_json": lambda: '{"version": "2.10"}'}])
+def test_a_torch_without_a_flight_record_is_said(
+    dump: dict[str, Callable[[], str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """torch 2.4 has no such function; torch 2.9 records nothing for gloo."""
+    monkeypatch.setattr(torch._C, "_distributed_c10d", SimpleNamespace(**dump))
+    target = tmp_path / "rank-0.collectives.json"
+    Heartbeat(None, lambda: 0, lambda: 0, lambda *_, **__: None, target)._record_flight()
+    assert "kept no record of the last collectives: no flight record written" in capsys.readouterr().err
+    assert not target.exists()

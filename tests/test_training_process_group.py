@@ -11,7 +11,7 @@ import torch
 
 from clusterddp import environment
 from clusterddp.errors import DeviceError
-from clusterddp.training import settings
+from clusterddp.training import process_group, settings
 from clusterddp.training.process_group import choose_backend, choose_devices
 from clusterddp.training.wrapping import wrap
 from tests import ddp
@@ -85,6 +85,32 @@ def script(tmp_path, body, head=HEAD):
     return path
 
 
+def test_a_backend_per_device_type_is_known_on_every_torch(monkeypatch):
+    """torch 2.4's own check takes a plain name alone."""
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name in ("gloo", "nccl"))
+    assert choose_backend("cpu:gloo,cuda:nccl", torch.device("cpu")) == "cpu:gloo,cuda:nccl"
+    with pytest.raises(DeviceError, match="backend cpu:smoke: this torch was built without it"):
+        choose_backend("cpu:smoke", torch.device("cpu"))
+
+
+CANNOT_CHANGE = (
+    r"torch 2\.\S+ cannot change gloo's timeout after the start: a collective .* fails after \d+ s, not 1 s;"
+)
+
+
+def test_a_gloo_timeout_that_cannot_be_shortened_is_said_once(monkeypatch, capfd):
+    """As on torch 2.4, with a group of two of which only this rank is there."""
+    monkeypatch.setattr(process_group, "GLOO_TIMEOUT_CHANGES", False)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda timeout: None)
+    group = object.__new__(process_group.ProcessGroup)
+    group.rank, group.world_size, group.backend, group._start_s = 0, 2, "gloo", 1800.0
+    group.shorten_timeout(1.0)
+    group.rank = 1
+    group.shorten_timeout(1.0)
+    assert len(re.findall(CANNOT_CHANGE, capfd.readouterr().err)) == 1
+
+
+@pytest.mark.skipif(not process_group.GLOO_TIMEOUT_CHANGES, reason="this torch cannot change gloo's timeout")
 def test_the_shorter_time_out_is_taken_by_the_group(tmp_path):
     body = (
         "dist.all_reduce(torch.ones(1))\n"

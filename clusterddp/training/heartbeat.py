@@ -167,16 +167,13 @@ class Heartbeat:
             self._stacks_at = time.monotonic() + allowed_s
 
     def _record_flight(self) -> None:
-        """What the last collectives were, and which are not done: torch keeps it anyway, and prints it nowhere."""
-        bound: Any = torch._C._distributed_c10d
-        # torch 2.13 for CPUs has the second alone; NCCL's record is in the first.
-        dump = getattr(bound, "_dump_nccl_trace_json", None) or getattr(bound, "_dump_fr_trace_json", None)
-        if dump is None:
-            return
+        """Write down the last collectives and which of them are not done; torch itself prints them nowhere."""
         try:
-            record = json.loads(dump())
-            record["entries"] = record.get("entries", [])[-RECORDED:]
-            self._flight_record.write_text(json.dumps(record) + "\n")
+            record = flight_record(torch._C._distributed_c10d)
+            if record is None:
+                self._say(f"torch {torch.__version__} kept no record of the last collectives: no flight record written")
+            else:
+                self._flight_record.write_text(json.dumps(record) + "\n")
         except (OSError, RuntimeError, ValueError) as error:
             self._say(f"torch's flight record is not written: {error}")
 
@@ -184,6 +181,19 @@ class Heartbeat:
     def _say(words: str) -> None:
         with suppress(OSError):  # a full disk: a heart that stopped for it would look like a hang
             print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+
+
+def flight_record(bound: Any) -> dict[str, Any] | None:
+    """torch's record of the last collectives, at most RECORDED of them; None where it has none.
+
+    ``bound`` is torch._C._distributed_c10d. A CUDA build has one record for NCCL and one for all other backends,
+    of which one is empty. torch 2.4 has neither as JSON; torch 2.9 records nothing for gloo.
+    """
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        record = json.loads(getattr(bound, name)()) if hasattr(bound, name) else {}
+        if record.get("entries"):
+            return {**record, "entries": record["entries"][-RECORDED:]}
+    return None
 
 
 def main_thread_place() -> tuple[str, bool]:

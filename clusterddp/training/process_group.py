@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,8 @@ from clusterddp.errors import DeviceError, LauncherEnvironmentError
 
 #: Seconds that rank 0, which holds the store, waits for the others to leave before it does.
 LEAVE_TIMEOUT_S = 30.0
+#: Whether gloo takes another timeout once the group is up: torch 2.9 does, torch 2.4 ignores it.
+GLOO_TIMEOUT_CHANGES = hasattr(dist.ProcessGroup, "set_timeout")
 _OWNER, _LEFT, _ALL_LEFT = "clusterddp/owner", "left", "left/all"
 
 
@@ -64,11 +67,16 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     """NCCL between GPUs, gloo between CPUs, or as asked; one that cannot work here is an error."""
     if asked == "nccl" and device.type != "cuda":
         raise DeviceError(f"backend nccl needs a GPU per rank, but the device is {device}; leave it out, or gloo")
-    if asked is not None and not dist.is_backend_available(asked):
+    if asked is not None and not _available(asked):
         raise DeviceError(
             f"backend {asked}: this torch was built without it; leave it out for gloo on CPUs, NCCL on GPUs"
         )
     return asked or ("nccl" if device.type == "cuda" else "gloo")
+
+
+def _available(backend: str) -> bool:
+    """One backend, or one per device type as in "cpu:gloo,cuda:nccl"; torch 2.4's own check knows the former alone."""
+    return all(dist.is_backend_available(part.rpartition(":")[2]) for part in backend.split(","))
 
 
 def devices_of(environment: RankEnvironment, asked: str | None, per_rank: int) -> tuple[torch.device, ...]:
@@ -132,6 +140,14 @@ class ProcessGroup:
     def shorten_timeout(self, step_s: float) -> None:
         """From now on a collective that is not done within ``step_s`` seconds is an error: start-up is over."""
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=step_s))
+        if self.rank == 0 and self.world_size > 1 and "gloo" in self.backend and not GLOO_TIMEOUT_CHANGES:
+            words = f"a collective that never completes fails after {self._start_s:g} s, not {step_s:g} s"
+            print(
+                f"clusterddp: torch {torch.__version__} cannot change gloo's timeout after the start: {words}; "
+                "torch 2.9 and newer can",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self) -> None:
         """Leaves, rank 0 last: its store must outlive the others. Bounded; not to be called after an error."""
