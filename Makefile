@@ -1,6 +1,8 @@
 # make demo   set everything up in .venv and watch a run get preempted and come back, on this machine
 # make test   set everything up, a real Slurm included (as root on Debian or Ubuntu), and run the tests
 # make lint   ruff and mypy
+# make test-versions the matrix of docs/versions.md: four pairs of Python and torch, three Slurms; most of an hour, 3 GB
+#                    PYTHONS="python3.10 /opt/python3.13/bin/python3.13 ..."  ROWS="python3.10-torch2.4.1 slurm-sid ..."
 # make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination,
 #                    and tests of what others cover in the main
 # make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random
@@ -20,7 +22,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-24.11 test-product chaos soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint cluster slurm clean
+.PHONY: demo test test-versions test-24.11 test-product chaos soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -42,6 +44,9 @@ demo: .venv/ready
 
 test: .venv/integrations slurm
 	.venv/bin/python -m tests
+
+test-versions: .venv/ready slurm
+	.venv/bin/python -m tests.versions $(if $(PYTHONS),--pythons "$(PYTHONS)") $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(ROWS)
 
 test-24.11: .venv/ready slurm
 	.venv/bin/python -m tests.cluster install --release trixie

@@ -379,24 +379,26 @@ def test_run_gives_the_exit_code_and_takes_the_cluster_down(tmp_path: Path) -> N
 
 @pytest.mark.slurm
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.skipif(release.missing("trixie") is not None, reason=str(release.missing("trixie")))
-def test_another_releases_slurm_runs_the_machines_own_programs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "year"), [("trixie", "24.11."), ("sid", "26.")])
+def test_another_releases_slurm_runs_the_machines_own_programs(tmp_path: Path, name: str, year: str) -> None:
     """Daemons and commands are the release's; a task is as on any other Slurm, with nothing set for the loader."""
+    if reason := release.missing(name):
+        pytest.skip(reason)
     (tmp_path / "job.sh").write_text(
         "#!/bin/bash\nsrun --version\n"
         "srun python -c \"import os, sys; print(sys.version_info[:3], os.environ.get('LD_LIBRARY_PATH'))\"\n"
     )
     script = """
-        $2 -m tests.cluster run --nodes 1 --proctrack linuxproc --release trixie -- bash -c '
+        $2 -m tests.cluster run --nodes 1 --proctrack linuxproc --release RELEASE -- bash -c '
             sbatch --quiet --wait --output=$HOME/out /var/lib/job.sh; cat $HOME/out; sacct -nXP --format=state
             sinfo -hNO version -p low; scontrol show config | grep -o "SLURM_VERSION.*"'
         ls -A /var/lib
     """
-    done = apart(tmp_path, script)
+    done = apart(tmp_path, script.replace("RELEASE", name))
     assert done.returncode == 0, done.stdout + done.stderr
     command, task, accounting, slurmd, slurmctld, left = done.stdout.splitlines()
     number = command.removeprefix("slurm-wlm ")
-    assert number.startswith("24.11.") and task == f"{sys.version_info[:3]} None" and accounting == "COMPLETED"
+    assert number.startswith(year) and task == f"{sys.version_info[:3]} None" and accounting == "COMPLETED"
     assert slurmd.strip() == number and slurmctld.split()[-1] == number and left == "job.sh"
 
 

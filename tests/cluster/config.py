@@ -11,7 +11,7 @@ from .install import SEARCH_PATH
 # Outside the range that the kernel gives to outgoing connections, and not Slurm's own 6817 to 6819.
 CONTROLLER_PORT, NODE_PORT, DBD_PORT = 26817, 26818, 26819
 CLUSTER, ACCOUNT, USER = "clusterddp", "ddp", "ddpuser"
-RELEASES = ("trixie",)
+RELEASES = ("trixie", "sid")
 
 
 @dataclass(frozen=True)
