@@ -3,6 +3,8 @@
 # make lint   ruff and mypy
 # make test-versions the matrix of docs/versions.md: four pairs of Python and torch, three Slurms; most of an hour, 3 GB
 #                    PYTHONS="python3.10 /opt/python3.13/bin/python3.13 ..."  ROWS="python3.10-torch2.4.1 slurm-sid ..."
+# make dist   wheel and sdist in dist/, and a run from the wheel in an environment of its own
+# make coverage   the tests that need no Slurm, measured line by line, rank processes included (COVERAGE=... other tests)
 # make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination,
 #                    and tests of what others cover in the main
 # make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random
@@ -22,7 +24,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-versions test-24.11 test-product chaos soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint cluster slurm clean
+.PHONY: demo test test-versions test-24.11 test-product chaos soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -89,8 +91,28 @@ lint: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
+# The wheel is built from the sdist, so that both are tried.
+dist: .venv/ready
+	rm -rf dist build/dist-tools
+	$(PYTHON) -m venv build/dist-tools
+	build/dist-tools/bin/python -m pip --disable-pip-version-check -q install -c constraints.txt build
+	build/dist-tools/bin/python -m build --outdir dist . >build/dist-tools/log || { cat build/dist-tools/log; exit 1; }
+	.venv/bin/python -m tests.dist dist
+
+.venv/coverage: .venv/ready
+	$(PIP) install -c constraints.txt coverage
+	@touch $@
+
+COVERAGE ?= -m 'not slurm'
+coverage: .venv/coverage
+	rm -rf build/coverage && mkdir -p build/coverage
+	.venv/bin/python -m coverage run -m pytest -q $(COVERAGE)
+	.venv/bin/python -m coverage combine -q
+	.venv/bin/python -m coverage html -q -d build/coverage/html
+	.venv/bin/python -m coverage report
+
 cluster: .venv/ready slurm
 	.venv/bin/python -m tests.cluster run bash
 
 clean:
-	rm -rf .venv $(DEMO_RUN) build *.egg-info
+	rm -rf .venv $(DEMO_RUN) build dist *.egg-info

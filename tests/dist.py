@@ -1,0 +1,83 @@
+"""``python -m tests.dist FOLDER``: the wheel in FOLDER, installed in an environment of its own, outside the checkout.
+
+The environment takes what the wheel depends on from the one that runs this: torch is not installed twice.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+#: What is no module and must be there all the same.
+DATA = ("clusterddp/py.typed", "clusterddp/digits/digits.csv.gz", "clusterddp/digits/digits.yaml")
+
+
+def main(folder: Path) -> None:
+    """Raises where the wheel lacks something, or a command fails."""
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    check_contents(wheel, sdist)
+    with tempfile.TemporaryDirectory(prefix="clusterddp-dist-") as name:
+        place = Path(name)
+        python = make_environment(place / "venv", wheel)
+        check_runs(python, place, wheel)
+    print(f"{wheel.name} and {sdist.name}: contents, dry run and local run are good")
+
+
+def check_contents(wheel: Path, sdist: Path) -> None:
+    """Data files are in both, tests and benchmarks not in the wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    with tarfile.open(sdist) as archive:
+        sources = {member.partition("/")[2] for member in archive.getnames()}
+    missing = [name for name in DATA if name not in names or name not in sources]
+    assert not missing, f"missing: {missing}"
+    strange = {name.split("/")[0] for name in names} - {
+        "clusterddp",
+        f"clusterddp-{wheel.name.split('-')[1]}.dist-info",
+    }
+    assert not strange, f"{wheel.name} holds {strange}"
+
+
+def make_environment(folder: Path, wheel: Path) -> Path:
+    """A virtual environment with the wheel; its other packages are those of this one. Returns its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
+    own = [sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("-packages"))]
+    # A path in a .pth file is searched, but the .pth files in it are not read: not even that of an editable install.
+    (packages / "dependencies.pth").write_text("".join(f"{path}\n" for path in dict.fromkeys(own)))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install", "-q", "--no-deps"]
+    subprocess.run([*pip, "--ignore-installed", wheel], check=True)
+    return python
+
+
+def check_runs(python: Path, place: Path, wheel: Path) -> None:
+    """The command line of the installed wheel, in a folder that is no checkout."""
+    import os
+
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SLURM_"))}
+    command = [python.with_name("clusterddp"), "submit", "--device", "cpu", "--nodes", "1", "--gpus", "2"]
+
+    def output(*words: str | Path) -> str:
+        done = subprocess.run(words, cwd=place, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        return done.stdout
+
+    found = output(python, "-c", "import clusterddp; print(clusterddp.__version__, clusterddp.__file__)").split()
+    assert found[0] == wheel.name.split("-")[1], f"{wheel.name} says that it is {found[0]}"
+    assert Path(found[1]).is_relative_to(place), f"{found[1]} is imported instead of the wheel"
+    assert output(python.with_name("clusterddp"), "--version").split() == ["clusterddp", found[0]]
+    assert "#SBATCH --ntasks-per-node=2" in output(*command, "--dry-run")
+    output(*command, "--local", "--run-dir", "run", "--", "--steps", "20")
+    outcome = json.loads((place / "run" / "outcome.json").read_text())
+    assert (outcome["state"], outcome["step"]) == ("completed", 20), outcome
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
