@@ -7,7 +7,6 @@ import functools
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from clusterddp.launch.recording import Plant, record_local
 from clusterddp.launch.verdict import RankEnd
 from clusterddp.launch.watching import LOOK_S, Watcher
 from clusterddp.options import add_arguments, describe, say
+from clusterddp.process import module_command
 from clusterddp.rundir import RunDirectory, create_file
 from clusterddp.submit import check, fit, submit_fitted
 
@@ -239,7 +239,7 @@ def _start_local(arguments: argparse.Namespace, job: Job, plant: Plant | None) -
     """Records the run, and leaves it to a process of its own, which continues it as anyone might."""
     run = record_local(arguments.run_dir, job, plant)
     say(f"run directory: {run}")
-    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run)]
+    command = [*module_command("clusterddp.submit"), "--local", "--run-dir", str(run)]
     with open(_loop_log(run), "ab", opener=create_file) as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

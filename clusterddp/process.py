@@ -1,4 +1,4 @@
-"""Processes of this machine: when one started, that it dies with its parent, how long it ran, that it may always speak.
+"""Processes of this machine: how ours are started, when one started, that it dies with its parent, how long it ran.
 
 For Linux.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import json
 import os
 import signal
 import sys
@@ -18,6 +19,23 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+#: The folder that Python finds this package in.
+PACKAGE_FOLDER = Path(__file__).absolute().parents[1]
+#: As `python -P -m`, which only Python 3.11 and later have. Nothing but built-in modules is imported before.
+_ISOLATED = (
+    'import sys; sys.path = [*filter(None, sys.path)%s]; import runpy; runpy.run_module("%s", None, "__main__", True)'
+)
+
+
+def module_command(module: str, python: str | None = None) -> list[str]:
+    """The beginning of a command that runs one of clusterddp's own modules, by this interpreter or by ``python``.
+
+    As ``python -u -m MODULE``, but modules are not searched for in the folder that it is started in: in one that
+    others may write, such as /tmp, somebody else's ``yaml.py`` would be executed.
+    """
+    # This package's folder comes last: it may have been found in the current one, or by a PYTHONPATH that was changed.
+    more = "" if python else f", {json.dumps(str(PACKAGE_FOLDER), ensure_ascii=False)}"
+    return [python or sys.executable, "-u", "-c", _ISOLATED % (more, module)]
 
 
 def process_start(pid: int) -> str | None:

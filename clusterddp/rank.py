@@ -145,11 +145,12 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
     try:
         if command[0] == "-m":
             sys.argv = command[1:]
-            sys.path[0] = str(Path.cwd())
+            if not command[1].startswith("clusterddp."):  # ours are not looked for where others may have put one
+                sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = command
-            sys.path[0] = str(Path(command[0]).resolve().parent)
+            sys.path.insert(0, str(Path(command[0]).resolve().parent))
             runpy.run_path(command[0], run_name="__main__")
     except Stopped as stopped:
         return _stopped(stopped)

@@ -38,7 +38,8 @@ module load cuda
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-exec /venv/bin/python -u -m clusterddp.launch.supervisor /runs/net-0
+exec /venv/bin/python -u -c 'import sys; sys.path = [*filter(None, sys.path)]; import runpy; \
+runpy.run_module("clusterddp.launch.supervisor", None, "__main__", True)' /runs/net-0
 """
 
 
@@ -87,5 +88,5 @@ def test_slurms_own_warning_is_a_late_net_and_leaves_a_short_limit_its_time(time
 def test_a_folder_with_blanks_and_quotes_stays_one_word() -> None:
     """Shell words are quoted."""
     text = script(Job(name="net", script="/net.py", python="/a b/python"), run="/runs/it's mine")
-    assert text.splitlines()[-1].startswith("exec '/a b/python' -u -m clusterddp.launch.supervisor ")
+    assert text.splitlines()[-1].startswith("exec '/a b/python' -u -c ")
     assert """'/runs/it'"'"'s mine'""" in text

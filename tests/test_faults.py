@@ -38,7 +38,7 @@ def cluster(clusters: Any, uninterrupted_training: RunDirectory) -> Iterator[Clu
 
 def ranks_on(cluster: Cluster, node: str) -> list[Process]:
     """The ranks' own processes; srun has their command line behind its own."""
-    shims = [process for process in cluster.processes(node) if "-m clusterddp.rank" in process.command()]
+    shims = [process for process in cluster.processes(node) if "clusterddp.rank" in process.command()]
     return [process for process in shims if "srun" not in process.command()]
 
 

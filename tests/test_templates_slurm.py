@@ -136,5 +136,5 @@ def test_the_container_template_starts_the_ranks_and_nothing_else_in_the_image_a
     check_each_step_once(run, 300)
     said = log.read_text().splitlines()
     assert len(said) == (4 if runtime == "apptainer" else 2)
-    words = f"{IN_IMAGE[runtime].format(folder=cluster.source)} python -u -m clusterddp.rank"
+    words = f"{IN_IMAGE[runtime].format(folder=cluster.source)} python -u -c import sys;"
     assert all(words in line for line in said), said

@@ -13,6 +13,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
 from clusterddp.job import Job
 from clusterddp.launch.supervisor import supervise_slurm
+from clusterddp.process import PACKAGE_FOLDER, module_command
 from clusterddp.rundir import RunDirectory, write_atomically
 
 
@@ -30,8 +31,7 @@ class RunExecutor(SlurmExecutor):
         self._run = run
         self._ranks = job.world_size
         self._chdir = folder
-        python = shlex.quote(job.python or sys.executable)
-        self._command = f"exec {python} -u -m clusterddp.launch.supervisor {shlex.quote(str(run))}"
+        self._command = f"exec {shlex.join([*module_command('clusterddp.launch.supervisor', job.python), str(run)])}"
         self.update_parameters(**batch_parameters(job, run, folder))
 
     @classmethod
@@ -71,7 +71,8 @@ def check_lines(job: Job, run: RunDirectory, folder: Path) -> None:
     Values of the job definition are checked as they are read; these are not.
     """
     names = {"the run directory": str(run), "the folder to run in": str(folder), "the interpreter": sys.executable}
-    for what, text in {**names, "python:": job.python or "python"}.items():
+    package = {} if job.python else {"the folder of the package": str(PACKAGE_FOLDER)}
+    for what, text in {**names, **package, "python:": job.python or "python"}.items():
         if not text.isprintable():
             raise UsageError(f"{what} {text!r} has line breaks or control characters, which a batch script cannot hold")
     for character in "%\\":  # such a job never starts, or logs elsewhere: %% is no escape (seen on 22.05.8)

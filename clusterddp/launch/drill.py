@@ -21,6 +21,7 @@ from clusterddp.job import Job
 from clusterddp.launch import site, slurm
 from clusterddp.launch.site import Preemption
 from clusterddp.launch.watching import Hold
+from clusterddp.process import module_command
 from clusterddp.rundir import RunDirectory, read_json
 
 QUEUE_S = 3600.0
@@ -58,7 +59,7 @@ def drill_script(partition: str | None, qos: str | None, nodes: int, folder: Pat
         if text is not None and not text.isprintable():
             raise UsageError(f"{text!r} has line breaks or control characters, which a batch script cannot hold")
     lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
-    command = f"exec {shlex.quote(python)} -m clusterddp.launch.drill_job {shlex.quote(str(folder))}"
+    command = f"exec {shlex.join([*module_command('clusterddp.launch.drill_job', python), str(folder)])}"
     return "\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue", "trap '' TERM", command, ""])
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from clusterddp.errors import SlurmError
 from clusterddp.launch import slurm
 from clusterddp.launch.drill import COMMANDS
+from clusterddp.process import module_command
 from clusterddp.rundir import write_json
 
 RANK_S = 60.0
@@ -34,9 +35,7 @@ def first_start(folder: Path, job_id: str) -> None:
     command = [
         "srun",
         "--ntasks-per-node=1",
-        sys.executable,
-        "-m",
-        "clusterddp.launch.drill_job",
+        *module_command("clusterddp.launch.drill_job"),
         "--rank",
         str(folder),
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,6 +15,7 @@ from clusterddp.job import Job
 from clusterddp.launch import deaths
 from clusterddp.launch.deaths import Death
 from clusterddp.masking import without_secrets
+from clusterddp.process import module_command
 from clusterddp.rundir import create_file
 
 ABANDON_S = 5.0
@@ -248,4 +248,4 @@ def rank_command(job: Job, attempt: int) -> list[str]:
     job = without_secrets(job)[0]  # anyone on the node may see a command line: the shim puts them back
     target = ["-m", job.module] if job.module else [str(job.script)]
     resume = job.args_on_resume if attempt > 0 else ()
-    return [job.python or sys.executable, "-u", "-m", "clusterddp.rank", *target, *job.args, *resume]
+    return [*module_command("clusterddp.rank", job.python), *target, *job.args, *resume]

@@ -22,6 +22,7 @@ from clusterddp.job import Job
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import AGAIN, give_notice, notice_file
 from clusterddp.launch.progress import Progress
+from clusterddp.process import module_command
 from clusterddp.rundir import RunDirectory, create_file
 
 POLL_S = 0.05
@@ -84,7 +85,7 @@ class LocalRun:
     def _supervisor(self) -> Iterator[subprocess.Popen[bytes]]:
         # As the batch script does: TERM is ignored before Python starts.
         shell = ["/bin/sh", "-c", "trap '' TERM; exec \"$@\"", "sh"]
-        command = [*shell, sys.executable, "-m", "clusterddp.launch.supervisor", str(self.run), *self._options()]
+        command = [*shell, *module_command("clusterddp.launch.supervisor"), str(self.run), *self._options()]
         debugging = self.debug_rank is not None
         # A debugged rank keeps the terminal, which a session of its own would take from it.
         stdout: IO[Any] | None = None if debugging else open(self.run.logs / "supervisor.log", "ab", opener=create_file)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import socket
 import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-import clusterddp
 from clusterddp import archive
 from clusterddp.errors import Superseded
 from clusterddp.job import Keep
+from clusterddp.process import module_command
 from clusterddp.rundir import RunDirectory
 from clusterddp.training import interrupts
 from clusterddp.training.snapshot import Snapshot
@@ -136,17 +133,9 @@ class Persisting:
         self._socket, other = socket.socketpair()
         self._replies = self._socket.makefile("rb")
         memory = self._snapshot.file
-        command = [sys.executable, "-m", "clusterddp.training.writer", str(other.fileno()), str(memory)]
-        # The script may have changed sys.path and the folder, by which "-m" would look for the package.
-        package = str(Path(clusterddp.__file__).parents[1])
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        command = [*module_command("clusterddp.training.writer"), str(other.fileno()), str(memory)]
         with other, interrupts.blocked():
-            self._writer = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
-                pass_fds=(other.fileno(), memory),
-            )
+            self._writer = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(), memory))
         self._say(self._first)
 
     def _end_writer(self) -> int:
