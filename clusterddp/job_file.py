@@ -15,14 +15,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterddp import yaml12
-from clusterddp.errors import JobDefinitionError
+from clusterddp import __version__, yaml12
+from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.job import Job
 from clusterddp.job_fields import READERS, Fields, check_keys, read_fields
 from clusterddp.job_values import quoted
 from clusterddp.masking import MASK, is_secret, revealed
 from clusterddp.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
 
+#: The format of run directories that this version records. A later one is to name its own as ``format`` in job.yaml.
+RUN_FORMAT = 1
 #: What makes a job this job has no default for all of a user's jobs.
 _OF_ONE_JOB = {"job_name", "script", "module", "args", "args_on_resume", "steps"}
 
@@ -40,7 +42,7 @@ def load(
     it; ``overrides`` of ``--set``, by dotted key, on top, each read as a YAML scalar.
     """
     mistakes: list[Mistake] = []
-    fields = _file_fields(Path(path), mistakes)
+    fields = _supported(_file_fields(Path(path), mistakes), Path(path))
     layers = [defaults or {}, fields, _fields(node_of(values or {}, "command line"), mistakes)]
     return revealed(_job(layers, overrides or {}, Path(path).parent, Place(str(path)), mistakes), Path(path))
 
@@ -68,7 +70,7 @@ def load_resolved(path: str | os.PathLike[str]) -> Job:
     The script need not be there any more, so that an old run can be looked at.
     """
     mistakes: list[Mistake] = []
-    fields = _file_fields(Path(path), mistakes)
+    fields = _supported(_file_fields(Path(path), mistakes), Path(path))
     job = _job([fields], {}, Path(path).parent, Place(str(path)), mistakes, script_must_exist=False)
     return revealed(job, Path(path))
 
@@ -121,6 +123,17 @@ def _file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
     if not isinstance(root.value, (dict, type(None))):
         raise_mistakes(mistakes)  # nothing was read: what else there is to say would only follow from that
     return fields
+
+
+def _supported(fields: Fields, path: Path) -> Fields:
+    """The fields without ``format``. Raises RunDirectoryError for one that only a newer version can read."""
+    given = _get(fields, "format")
+    if given is not None and given.value != RUN_FORMAT:
+        raise RunDirectoryError(
+            f"{path} has run format {given.text}, and clusterddp {__version__} reads format {RUN_FORMAT}: "
+            "a newer version recorded this run; upgrade clusterddp to continue it"
+        )
+    return {key: node for key, node in fields.items() if key != "format"}
 
 
 def _fields(node: Node | None, mistakes: list[Mistake]) -> Fields:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterddp.errors import JobDefinitionError
+from clusterddp import __version__
+from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.job import Checkpointing, Job, Keep, Limits, Timeouts, Watchdog
 from clusterddp.job_fields import READERS
 from clusterddp.job_file import from_values, load, load_resolved, user_defaults
@@ -580,3 +582,19 @@ def test_a_name_that_no_file_can_have_is_a_script_that_is_not_there(folder: Path
     """The system's own error for it is no reason for a traceback."""
     with pytest.raises(JobDefinitionError, match="not found"):
         from_values({"script": "x" * 5000}, folder=folder)
+
+
+@pytest.mark.parametrize("read", [load, load_resolved])
+def test_a_run_of_a_newer_version_is_refused_in_one_sentence(read: Callable[[Path], Job], tmp_path: Path) -> None:
+    """Before its keys are judged: what it says may mean something else by then."""
+    path = tmp_path / "job.yaml"
+    path.write_text("format: 2\nscript: train.py\nranks: {model: 4}\n")
+    with pytest.raises(RunDirectoryError) as caught:
+        read(path)
+    assert str(caught.value) == (
+        f"{path} has run format 2, and clusterddp {__version__} reads format 1: "
+        "a newer version recorded this run; upgrade clusterddp to continue it"
+    )
+    (tmp_path / "train.py").touch()
+    path.write_text("format: 1\nscript: train.py\n")
+    assert read(path).script == str(tmp_path / "train.py")
