@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterddp import __version__, yaml12
+import clusterddp
+from clusterddp import yaml12
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.job import Job
 from clusterddp.job_fields import READERS, Fields, check_keys, read_fields
@@ -130,7 +131,7 @@ def _supported(fields: Fields, path: Path) -> Fields:
     given = _get(fields, "format")
     if given is not None and given.value != RUN_FORMAT:
         raise RunDirectoryError(
-            f"{path} has run format {given.text}, and clusterddp {__version__} reads format {RUN_FORMAT}: "
+            f"{path} has run format {given.text}, and clusterddp {clusterddp.__version__} reads format {RUN_FORMAT}: "
             "a newer version recorded this run; upgrade clusterddp to continue it"
         )
     return {key: node for key, node in fields.items() if key != "format"}
