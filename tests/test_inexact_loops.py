@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from clusterddp.launch.narration import sentence
 from clusterddp.rundir import RunDirectory
 from tests import ddp
 from tests.trainings import events_of
@@ -74,3 +75,63 @@ def test_a_resume_says_what_its_loops_do_not_do_as_the_uninterrupted_run(tmp_pat
     assert (resumed["step"], resumed["inexact"]) == (stop, inexact)
     if how != "phases" and not inexact:
         assert "epochs 3" in second.output(0)
+
+
+APART = """
+import random, sys
+import torch
+from torch.utils.data import TensorDataset
+import clusterddp
+
+
+class Own:
+    '''State of the script's own.'''
+    def __init__(self, **values):
+        self.values = values
+    def state_dict(self):
+        if "rank 0 only" in self.values and ctx.rank:
+            raise RuntimeError("this rank has no state")
+        return self.values
+    def load_state_dict(self, values):
+        self.values = values
+
+
+ctx = clusterddp.init(device="cpu", run_dir=sys.argv[1])
+model = torch.nn.Sequential(torch.nn.Linear(1, 200), torch.nn.Linear(200, 200))
+if sys.argv[2] == "wrapped":
+    model = ctx.wrap(model)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+own = {
+    "env": Own(place=torch.tensor(float(ctx.rank)) if sys.argv[2] == "wrapped" else torch.zeros(())),
+    "late": Own(returns=0.0),
+    "same": Own(steps=3),
+    "secret": Own(**{"rank 0 only": True}),
+}
+loader = ctx.loader(TensorDataset(torch.rand(8, 1)), batch_size=1)
+run = ctx.run(model=model, optimizer=optimizer, loader=loader, **own)
+for (x,) in run.steps(12):
+    if ctx.attempt == 0 and run.step == 11:
+        run.stop("by the test")
+    own["late"].values["returns"] += random.random() if run.step > 4 else 0.0
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"), [("wrapped", [["env"], ["late"]]), ("unwrapped", [["model", "optimizer"], ["late"]])]
+)
+def test_parts_that_differ_between_ranks_are_named_when_it_is_seen_and_at_a_resume(tmp_path, model, parts):
+    """An environment, or a model outside DDP, differs after the first step; ``late`` only after some more."""
+    script, run = tmp_path / "apart.py", tmp_path / "run"
+    script.write_text(APART)
+    first = ddp.start(script, run, model, ranks=2, folder=tmp_path / "out").expect(75)
+    ddp.run(script, run, model, ranks=2, folder=tmp_path / "out")
+    found = events_of(RunDirectory(run), "diverged")
+    assert [(event["step"], event["parts"]) for event in found] == list(zip((1, 10), parts, strict=True))
+    words = f"the state of {', '.join(parts[0])} differs between ranks, and a checkpoint holds rank 0's alone"
+    assert words in sentence(found[0]) and words in first.output(0) and words not in first.output(1)
+    (resumed,) = events_of(RunDirectory(run), "resumed")
+    named = sorted(part for found in parts for part in found)
+    assert resumed["inexact"] == [f"{part} differed between ranks, all have rank 0's" for part in named]

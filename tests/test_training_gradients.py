@@ -24,18 +24,25 @@ run_dir, stop, how, options = sys.argv[1], int(sys.argv[2]), sys.argv[3], json.l
 EVERY = 3
 ctx = clusterddp.init(device="cpu", seed=5, run_dir=run_dir, checkpoint=Checkpointing(every_steps=4))
 net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1))
+if how == "unused":
+    net.head = torch.nn.Linear(16, 1)
+    net.forward = lambda x: net[3](net[2](net[1](net[0](x))))
 model = ctx.wrap(net, **options)
+if how == "compiled":
+    model = torch.compile(model, backend="aot_eager")
 optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 loader = ctx.loader(TensorDataset(torch.arange(512.0).reshape(64, 8) / 512), batch_size=2)
 critic = ctx.wrap(torch.nn.Linear(8, 1))
+whole = torch.nn.ModuleDict({"net": model, "critic": critic}) if how == "module dict" else model
 often = torch.optim.SGD(critic.parameters(), lr=0.1)
 others = {"critic": critic, "often": often} if how == "two optimizers" else {}
-run = ctx.run(model=model, optimizer=optimizer, loader=loader, **others)
+run = ctx.run(model=whole, optimizer=optimizer, loader=loader, **others)
 for (x,) in run.steps(12):
     stops = ctx.attempt == 0 and run.step == stop
     if stops and how != "evaluation":
         run.stop("by the test")
     last = run.step % EVERY == EVERY - 1
+    model.require_backward_grad_sync = how != "no_sync flag" or last
     with model.no_sync() if how == "no_sync" and not last else contextlib.nullcontext():
         (model(x).square().mean() / EVERY).backward()
     if stops:
@@ -44,6 +51,10 @@ for (x,) in run.steps(12):
         often.zero_grad()
         critic(x).square().mean().backward()
         often.step()
+    if how == "evaluation before":
+        with torch.no_grad():
+            for (y,) in ctx.eval_loader(TensorDataset(torch.ones(4, 8)), batch_size=1):
+                model(y)
     if last:
         optimizer.step()
         optimizer.zero_grad()
@@ -64,6 +75,11 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
         ("each step", 7, "{}", []),  # one backward waits
         ("each step", 8, '{"gradient_as_bucket_view": true}', []),  # two do
         ("two optimizers", 7, "{}", []),  # the other one steps in each step
+        ("unused", 7, '{"find_unused_parameters": true}', []),  # the model's last parameter gets no gradient
+        ("module dict", 7, "{}", []),  # what the run is given is not itself in DDP
+        ("compiled", 7, "{}", []),
+        ("evaluation before", 7, "{}", []),  # after the backward, without gradients
+        ("no_sync flag", 7, "{}", LOST),
         ("no_sync", 7, "{}", LOST),
         ("no_sync", 6, "{}", []),
         ("evaluation", 6, "{}", []),  # the backward of the step that is done again is not one that waits

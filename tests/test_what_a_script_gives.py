@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import clusterddp
 from clusterddp.training import metrics
 from tests import ddp
 
@@ -80,3 +81,71 @@ def test_a_value_that_the_history_has_no_form_for_is_refused_where_it_is_logged(
 @pytest.mark.parametrize("value", [1, 0.5, float("nan"), "text", None, np.float32(0.5), np.ones(1), torch.ones(1, 1)])
 def test_a_number_in_any_form_is_logged(value):
     metrics.check("loss", value)
+
+
+TRYING = """
+import torch
+import clusterddp
+
+ctx = clusterddp.init(device="cpu")
+net, samples = torch.nn.Linear(1, 1), torch.ones(8, 1)
+model = ctx.wrap(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = ctx.loader(samples, batch_size=1)
+parts = {"model": model, "optimizer": optimizer}
+
+
+def tried(text):
+    try:
+        eval(text)
+    except (TypeError, ValueError) as error:
+        print(f"{text} -> {type(error).__name__}: {error}", flush=True)
+    else:
+        print(f"{text} is accepted", flush=True)
+
+
+for text in CALLS:
+    tried(text)
+    if text.startswith("ctx.run"):
+        run = ctx.run(**parts, loader=loader)
+list(run.steps(2.0))
+"""
+REFUSED = {
+    "ctx.wrap('net')": "TypeError: wrap() was given a str: expected a torch.nn.Module",
+    "ctx.wrap(model)": "TypeError: wrap() was given a DistributedDataParallel that is in DDP",
+    "ctx.wrap(torch.compile(model))": "TypeError: wrap() was given a OptimizedModule that is in DDP",
+    "ctx.wrap(torch.nn.ModuleDict({'a': model}))": "TypeError: wrap() was given a ModuleDict that is in DDP",
+    "ctx.wrap(net)": "TypeError: this Linear was wrapped before: use what the first wrap() returned",
+    "ctx.loader(samples, 1, num_worker=2)": "TypeError: 'num_worker' is no option of the loader, nor of torch's DataLoader; "
+    "did you mean num_workers?",
+    "ctx.eval_loader(samples, batch_size=1, foo=1)": "TypeError: 'foo' is no option of the loader, nor of",
+    "ctx.loader(samples, batch_size=1, num_workers=-1)": "ValueError: num_workers option should be non-negative",
+    "ctx.loader(samples, batch_size=1, prefetch_factor=2)": "ValueError: prefetch_factor option could only",
+    "ctx.loader(samples, batch_size=2.5)": "TypeError: batch_size is 2.5: expected an integer",
+    "ctx.eval_loader(samples, batch_size=0)": "ValueError: batch_size is 0; it is the number of samples",
+    "ctx.run(**parts, loader=loader, rng='steps')": "ValueError: run(rng='steps'): expected one of 'step', 'user'",
+    "run.steps(-1)": "ValueError: run.steps(-1): expected a whole number of steps, 0 or more",
+    "run.steps(2.5)": "ValueError: run.steps(2.5)",
+    "run.steps(float('nan'))": "ValueError: run.steps(nan)",
+    "run.steps('9')": "ValueError: run.steps('9')",
+    "run.steps()": "TypeError: run.steps() needs a number of steps",
+    "run.epochs(-0.5)": "ValueError: run.epochs(-0.5): expected a number of epochs, 0 or more",
+}
+
+
+def test_an_argument_that_cannot_work_is_refused_by_the_call_that_is_given_it(tmp_path):
+    script = tmp_path / "trying.py"
+    script.write_text(TRYING.replace("CALLS", repr(list(REFUSED))))
+    said = ddp.run(script, ranks=1, folder=tmp_path / "out").output(0)
+    for call, words in REFUSED.items():
+        assert f"{call} -> {words}" in said
+
+
+def test_a_folder_for_checkpoints_refuses_a_part_without_a_state_and_a_step_that_is_none(tmp_path):
+    with clusterddp.CheckpointFolder(tmp_path) as folder:
+        with pytest.raises(TypeError, match=r"restore\(best=...\) was given a float"):
+            folder.restore(best=1.5)
+        folder.restore(model=torch.nn.Linear(1, 1))
+        for step in (-1, 1.5, "3"):
+            with pytest.raises(ValueError, match="expected the number of the step, an integer from 0 on"):
+                folder.save(step, model=torch.nn.Linear(1, 1))

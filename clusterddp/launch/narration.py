@@ -84,6 +84,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"each rank takes {e['samples']} samples at a time, more than its batch_size of {e['most']}: "
         "the script does not call run.micro()"
     ),
+    "diverged": lambda e: e["explanation"],
     "left_loop": lambda e: (
         f"the script left its loop, by break or an error, after step {e['step']} of {e['steps']}: what is newer than "
         "the newest checkpoint is not saved; run.finish() makes a step the last one, and saves"

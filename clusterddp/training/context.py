@@ -291,6 +291,7 @@ class Context:
             raise RuntimeError(
                 "ctx.stop_point() saves the run, and there is no ctx.run() yet; use ctx.stop_requested()"
             )
+        self._run.evaluating()
         if self._agreement.boundary():
             self._run.stop(self._agreement.reason or "")
 

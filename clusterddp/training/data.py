@@ -8,7 +8,10 @@ r-th part. An epoch's tail is filled from the next epoch, so that no rank is eve
 from __future__ import annotations
 
 import atexit
+import difflib
+import inspect
 import math
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,11 +138,10 @@ class Loader:
         global_batch: int | None = None,
         **options: Any,
     ) -> None:
-        _refuse_own_options(options)
+        _check_options(options)
         self.dataset = dataset
         self.length = _length(dataset)
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it is the number of samples per rank and step, 1 or more")
+        batch_size = _positive(batch_size)
         if global_batch is not None and global_batch % world_size:
             raise ValueError(f"global_batch is {global_batch}, which {world_size} ranks cannot share evenly")
         self.batch_size = batch_size
@@ -148,6 +150,7 @@ class Loader:
         self._order = SampleOrder(self.length, seed, shuffle)
         self._samples = _SeededSamples(dataset, seed)
         self._rank, self._world_size, self._options = rank, world_size, options
+        DataLoader(self._samples, batch_sampler=[], **options)  # refuses values here that it would refuse in the loop
 
     def gather(self) -> None:
         """Nothing: where a rank is follows from the step."""
@@ -235,7 +238,8 @@ class EvalLoader:
         at_batch: Callable[[], None],
         **options: Any,
     ) -> None:
-        _refuse_own_options(options)
+        _check_options(options)
+        batch_size = _positive(batch_size)
         length = _length(dataset)
         share = range(rank, length, world_size)
         self.dataset = dataset
@@ -293,7 +297,21 @@ def _close(iterator: Any) -> None:
         killer.cancel()
 
 
-def _refuse_own_options(options: dict[str, Any]) -> None:
+def _positive(batch_size: int) -> int:
+    try:
+        number = operator.index(batch_size)
+    except TypeError:
+        raise TypeError(f"batch_size is {batch_size!r}: expected an integer") from None
+    if number < 1:
+        raise ValueError(f"batch_size is {number}; it is the number of samples per rank and step, 1 or more")
+    return number
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    known = inspect.signature(DataLoader.__init__).parameters
+    for name in sorted(options.keys() - known.keys()):
+        nearest = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))
+        raise TypeError(f"{name!r} is no option of the loader, nor of torch's DataLoader{nearest}")
     if clash := _OWN_OPTIONS & options.keys():
         raise TypeError(
             f"{', '.join(sorted(clash))}: clusterddp orders the samples; leave it out, or loop over a DataLoader "

@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NoReturn
+from numbers import Real
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.training import data, metrics, randomness, wrapping
 from clusterddp.training.agreement import Agreement
 from clusterddp.training.data import Loader
 from clusterddp.training.deadline import Deadline
+from clusterddp.training.divergence import Divergence, explanation
 from clusterddp.training.foreign import ForeignLoader
 from clusterddp.training.gradients import Gradients
 from clusterddp.training.heartbeat import Heartbeat
@@ -27,7 +28,7 @@ from clusterddp.training.micro import MicroBatches
 from clusterddp.training.own_time import OwnTime
 from clusterddp.training.process_group import ProcessGroup
 from clusterddp.training.saving import Saver
-from clusterddp.training.state import Stateful, load_state, pack, state_of
+from clusterddp.training.state import Stateful, check_parts, ddp_modules, load_state, pack, state_of
 
 _REMEDY = "Give run() what the run began with, or begin a new run"
 _RESERVED = {"format", "attempt", "parent", "progress"}
@@ -60,12 +61,9 @@ class Run:
         self._deadline, self._heartbeat = deadline, heartbeat
         if clash := _RESERVED & parts.keys():
             raise TypeError(f"{', '.join(sorted(clash))}: the checkpoint uses the name itself; give the part another")
-        for name, part in parts.items():
-            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-                raise TypeError(
-                    f"run({name}=...) was given a {type(part).__name__}: expected something with state_dict() and "
-                    "load_state_dict(); for values of your own, an object of yours that has them"
-                )
+        check_parts("run", parts)
+        if rng not in get_args(Randomness):
+            raise ValueError(f"run(rng={rng!r}): expected one of {', '.join(map(repr, get_args(Randomness)))}")
         self.step = 0
         self._parts, self._loader, self._rng, self._seed = parts, loader, rng, seed
         self._default_steps, self._step_timeout_s = default_steps, step_timeout_s
@@ -80,6 +78,8 @@ class Run:
         self._begun = self._in_step = self._optimizer_stepped = self._past_first = self._last_step = False
         self._stopping = self._cut = False
         self._gradients = Gradients(parts, group.world_size)
+        self._divergence = Divergence(parts, group)
+        self._buffers = wrapping.Buffers(parts.values())
         self._watch_optimizer()
         if group.rank == 0:
             pack({name: state_of(part) for name, part in parts.items()})  # refuses what cannot be saved
@@ -106,7 +106,9 @@ class Run:
         the script holds the iterator itself, that cannot be told from a long step: ``close()`` it, or use
         ``Context.unwatched``.
         """
-        total = self._total(total)
+        return self._steps(self._total(total))
+
+    def _steps(self, total: int) -> Iterator[Any]:
         self._begin(total)
         self._goal = total
         if self._over():
@@ -134,6 +136,8 @@ class Run:
 
     def epochs(self, count: float) -> Iterator[Any]:
         """``steps`` for ``count`` passes over the dataset; the last step's tail is filled from the next epoch."""
+        if not isinstance(count, Real) or not 0 <= count < math.inf:
+            raise ValueError(f"run.epochs({count!r}): expected a number of epochs, 0 or more")
         return self.steps(math.ceil(self._loader.steps_in(count)))
 
     def micro(self, batch: Any) -> Iterator[Any]:
@@ -196,7 +200,9 @@ class Run:
         total = self._default_steps if total is None else total
         if total is None:
             raise TypeError("run.steps() needs a number of steps: the job definition has no `steps`")
-        return total
+        if not isinstance(total, Real) or not (0 <= total < math.inf and total == int(total)):
+            raise ValueError(f"run.steps({total!r}): expected a whole number of steps, 0 or more")
+        return int(total)
 
     def _begin(self, total: int) -> None:
         if self._group.rank == 0:
@@ -230,11 +236,23 @@ class Run:
         if self._last_step:
             self._finished.append(self._goal)
         self._in_step = self._optimizer_stepped = self._last_step = False
+        self._gradients.note()
+        self._buffers.share()
+        self._compare_ranks()
         self._heartbeat.pace = self._own_time.step_done() or self._heartbeat.pace
         if not self._past_first:
             self._past_first = True
             self._group.shorten_timeout(self._step_timeout_s)
             self._saver.prepare(self._content)
+
+    def evaluating(self) -> None:
+        """An evaluation begins, or is at its next batch: a forward without gradients may follow."""
+        self._gradients.note()
+
+    def _compare_ranks(self) -> None:
+        if self._saver.saves and (parts := self._divergence.compare()):
+            print(f"clusterddp: {explanation(parts)}", file=sys.stderr, flush=True)
+            self._report("diverged", step=self.step, parts=parts, explanation=explanation(parts))
 
     def _check_micro(self) -> None:
         whole = self._micro.end_step()
@@ -295,6 +313,7 @@ class Run:
         def note(optimizer: torch.optim.Optimizer | None = None, *_: Any) -> None:
             self._optimizer_stepped = self._in_step
             self._gradients.stepped(optimizer)
+            self._buffers.share(optimizer)
 
         for part in self._parts.values():
             if isinstance(part, torch.optim.Optimizer):
@@ -313,6 +332,7 @@ class Run:
             "seed": self._seed,
             "finished": self._finished,
             "cut": self._cut,
+            "diverged": sorted(self._divergence.parts),
             **self._gradients.progress(before_step=self._in_step),
         }
         states = {name: state_of(part) for name, part in self._parts.items()}
@@ -336,6 +356,8 @@ class Run:
             except (ValueError, RuntimeError, KeyError) as error:
                 raise CheckpointError(f"{name} does not take the checkpoint's state: {error}. {_REMEDY}") from error
         self._inexact += self._gradients.restore(progress)
+        self._divergence.parts = set(progress.get("diverged", []))
+        self._inexact += [f"{name} differed between ranks, all have rank 0's" for name in progress.get("diverged", [])]
         if progress.get("cut"):
             self._inexact.append(f"step {step - 1} was left in an evaluation: what comes after that in it was left out")
         self.step, self._parent, self._finished = step, (attempt, step), list(progress.get("finished", []))
@@ -350,12 +372,11 @@ class Run:
         """Why a resumed run may differ from the uninterrupted one in its last bits, or more."""
         reasons = [*(["rng='user'"] if self._rng == "user" else []), *self._loader.doubts]
         for name, part in self._parts.items():
-            if not isinstance(part, DistributedDataParallel):
-                continue
-            if not part.broadcast_buffers and next(part.buffers(), None) is not None:
-                reasons.append(f"{name} has buffers of its own on each rank (broadcast_buffers=False)")
-            if self._group.world_size > 2 and (doubt := wrapping.doubt(part)):
-                reasons.append(f"{name} {doubt}")
+            for module in ddp_modules(part):
+                if not module.broadcast_buffers and next(module.buffers(), None) is not None:
+                    reasons.append(f"{name} has buffers of its own on each rank (broadcast_buffers=False)")
+                if self._group.world_size > 2 and (doubt := wrapping.doubt(module)):
+                    reasons.append(f"{name} {doubt}")
         return reasons
 
 

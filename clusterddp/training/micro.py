@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.training.data import Loader
 from clusterddp.training.foreign import ForeignLoader
+from clusterddp.training.state import ddp_modules
 
 
 def sizes(samples: int, most: int) -> list[int]:
@@ -57,6 +57,7 @@ class MicroBatches:
         parts = list(parts)
         self._loader = loader
         self._modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+        self._in_ddp = [module for part in parts for module in ddp_modules(part)]
         self._optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
         self._optimizer_steps = 0
         for optimizer in self._optimizers:
@@ -69,9 +70,9 @@ class MicroBatches:
         parts = sizes(self._loader.share, self._loader.batch_size)
         pieces = [batch] if len(parts) == 1 else cut(batch, parts)
         with contextlib.ExitStack() as unsynchronized:
-            for module in self._modules:
+            for module in self._in_ddp:
                 # A static graph counts on every backward being synchronized (2.13: wrong gradients or an assertion).
-                if isinstance(module, DistributedDataParallel) and not module.static_graph:
+                if not module.static_graph:
                     unsynchronized.enter_context(module.no_sync())
             for i, piece in enumerate(pieces):
                 last = i == len(pieces) - 1
@@ -109,7 +110,7 @@ class MicroBatches:
 
     def _sample(self) -> torch.Tensor | None:
         """One of the gradients; backward adds to it in place. None where DDP may put another tensor in its place."""
-        if any(getattr(module, "gradient_as_bucket_view", False) for module in self._modules):
+        if any(module.gradient_as_bucket_view for module in self._in_ddp):
             return None
         return next((parameter.grad for parameter in self._parameters()), None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from numbers import Integral
 from types import TracebackType
 
 import torch
@@ -16,7 +17,7 @@ from clusterddp.job import Keep
 from clusterddp.rundir import RunDirectory
 from clusterddp.training.persisting import NotSaved, Persisting, Saved
 from clusterddp.training.restoring import restore
-from clusterddp.training.state import Stateful, load_state, state_of
+from clusterddp.training.state import Stateful, check_parts, load_state, state_of
 
 
 class CheckpointFolder:
@@ -50,6 +51,7 @@ class CheckpointFolder:
 
         Raises CheckpointError, on all ranks, when no checkpoint is whole, or when it lacks a part.
         """
+        check_parts("restore", parts)
         restored = restore(self._checkpoints, self._device, _say_damaged)
         if self._checkpoints is not None and not self._restored:  # else the state is perhaps this process's own
             self._restored = True
@@ -68,12 +70,15 @@ class CheckpointFolder:
 
         Waits for the save before, if that is still under way. Raises CheckpointError when that one failed.
         """
+        check_parts("save", parts)
+        if not isinstance(step, Integral) or step < 0:
+            raise ValueError(f"save({step!r}): expected the number of the step, an integer from 0 on")
         if self._checkpoints is not None:
             if not self._restored:
                 raise RuntimeError("call restore() before save(): what is there already must not be passed by")
             self.wait()
             states = {name: state_of(part) for name, part in parts.items()}
-            self._persisting.save(step, states, {}, urgent=False)
+            self._persisting.save(int(step), states, {}, urgent=False)
 
     def wait(self) -> Saved | None:
         """Returns once the last save is durable and verified. Raises CheckpointError when it failed."""

@@ -43,6 +43,16 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
+def check_parts(where: str, parts: Mapping[str, Any]) -> None:
+    """Raises TypeError for a part without a state, by its name."""
+    for name, part in parts.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise TypeError(
+                f"{where}({name}=...) was given a {type(part).__name__}: expected something with state_dict() and "
+                "load_state_dict(); for values of your own, an object of yours that has them"
+            )
+
+
 def state_of(part: Stateful) -> dict[str, Any]:
     """A part's state; a module's under the names it has without DDP and torch.compile around it.
 
@@ -78,6 +88,11 @@ def _metadata(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """A module's parameters under the names they have in ``state_of``."""
     return {_bare_name(name): parameter for name, parameter in bare(module).named_parameters()}
+
+
+def trained_parameters(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    """All parameters of an optimizer."""
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def copied(state: Mapping[str, Any]) -> Any:

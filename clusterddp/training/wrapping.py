@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+from clusterddp.training.state import bare, ddp_modules, trained_parameters
 
 #: The modules made here, and those of them whose buckets have their final order.
 _made: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -45,6 +48,7 @@ def wrap(
     Of a broken promise, DDP itself refuses the unused parameter, in the second step; a gradient in several pieces
     raises RuntimeError in the first backward. TypeError: ``all_used_once`` without ``static_graph`` means nothing.
     """
+    _check_unwrapped(model)
     static_graph = options.get("static_graph", False)
     if all_used_once and not static_graph:
         raise TypeError("all_used_once=True is for static_graph=True; without it a resume is exact as it is")
@@ -64,6 +68,23 @@ def wrap(
     return wrapped
 
 
+def _check_unwrapped(model: torch.nn.Module) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"wrap() was given a {type(model).__name__}: expected a torch.nn.Module")
+    if ddp_modules(model):
+        raise TypeError(
+            f"wrap() was given a {type(model).__name__} that is in DDP, or contains a module that is, already"
+        )
+    if _is_wrapped(model):
+        gc.collect()  # a wrapper that the script has dropped
+    if _is_wrapped(model):
+        raise TypeError(f"this {type(model).__name__} was wrapped before: use what the first wrap() returned")
+
+
+def _is_wrapped(model: torch.nn.Module) -> bool:
+    return any(bare(wrapped) is bare(model) for wrapped in _made)
+
+
 def doubt(wrapped: DistributedDataParallel) -> str | None:
     """Why a resume may sum gradients in another order, at 3 and more ranks; None if it cannot."""
     rebuilds = wrapped.static_graph or not wrapped.find_unused_parameters
@@ -72,6 +93,31 @@ def doubt(wrapped: DistributedDataParallel) -> str | None:
     if wrapped.static_graph:
         return "is in DDP with static_graph=True, without all_used_once=True"
     return "is in DDP that ctx.wrap() did not make"
+
+
+class Buffers:
+    """The buffers of the models in DDP.
+
+    From a forward on, each rank has its own batch's BatchNorm statistics; DDP broadcasts rank 0's before the next. What
+    an average or an evaluation takes of them in between would not be the same after a resume, which gives all ranks
+    rank 0's. So that broadcast is made earlier: once the optimizer has stepped, and at the end of a step of the loop.
+    """
+
+    def __init__(self, parts: Iterable[object]) -> None:
+        parts = list(parts)
+        self._modules = [module for part in parts for module in ddp_modules(part)]
+        self._trained_by = {
+            part: [module for module in self._modules if trained_parameters(part) & set(module.parameters())]
+            for part in parts
+            if isinstance(part, torch.optim.Optimizer)
+        }
+
+    def share(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Gives all ranks rank 0's, of the models that an optimizer trains, or of all. Collective."""
+        for module in self._modules if optimizer is None else self._trained_by.get(optimizer, ()):
+            if module._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+                module._sync_buffers()  # type: ignore[no-untyped-call]
+                module.require_forward_param_sync = False
 
 
 def _let_go_of_the_group() -> None:

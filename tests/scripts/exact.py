@@ -76,6 +76,15 @@ class Net(nn.Module):
         return self.head(x + self.branch(x).relu() if with_branch else x)
 
 
+def loss_without_training(x, y):
+    """Of the bare model: BatchNorm takes the statistics that it has gathered, and nothing broadcasts them before."""
+    net.eval()
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(net(x), y).item()
+    net.train()
+    return loss.hex()
+
+
 def evaluate():
     model.eval()
     right = 0
@@ -113,7 +122,7 @@ often = Checkpointing(every_steps=options.every, every_s=None)
 ctx = clusterddp.init(seed=3, run_dir=options.run_dir, checkpoint=often)
 net = Net()
 model = DistributedDataParallel(net, **options.ddp) if options.plain_ddp else ctx.wrap(net, **options.ddp)
-ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=1000)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3, enabled=options.amp)
@@ -125,6 +134,7 @@ try:
     for x, y in run.steps(options.steps):
         if run.step in options.stop_in and run.step % ctx.world_size == ctx.rank:
             stop_here()
+        before = loss_without_training(x, y)
         optimizer.zero_grad()
         loss = gradients(x, y)
         scaler.step(optimizer)
@@ -135,7 +145,7 @@ try:
         run.log(lr=scheduler.get_last_lr()[0], epoch=run.epoch)
         if run.step == options.evaluate_in_step:
             ctx.print(f"evaluating {evaluate()}")
-        print(f"step {run.step} loss {loss.hex()} batch {x.double().sum().item().hex()}", flush=True)
+        print(f"step {run.step} before {before} loss {loss.hex()} batch {x.double().sum().item().hex()}", flush=True)
         time.sleep(options.sleep)
 finally:
     print("finally ran", flush=True)
