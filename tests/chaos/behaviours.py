@@ -416,7 +416,7 @@ class CatchesTheStopAndExits(Behaviour):
 class SysExitInTheMiddle(Behaviour):
     """Every rank exits with 0 before all steps are done."""
 
-    ends, says = "failed", f"step {ONCE}"
+    ends, says = "failed", "exited with code 0 in its loop"
 
     def step(self, update: Callable[[], None], run: Any) -> None:
         update()
@@ -427,7 +427,7 @@ class SysExitInTheMiddle(Behaviour):
 class OsExitInTheMiddle(Behaviour):
     """The same by ``os._exit(0)``, in each attempt."""
 
-    ends, says = "failed", r"os\._exit"
+    ends, says = "failed", r"exited with code 0 in its loop, by os\._exit"
 
     def step(self, update: Callable[[], None], run: Any) -> None:
         update()
@@ -438,7 +438,7 @@ class OsExitInTheMiddle(Behaviour):
 class OneRankExits(Behaviour):
     """The last rank exits with 0, the others wait for it."""
 
-    ends, says = "failed", "rank [13] "
+    ends, says = "failed", r"rank [13] \(.*exited with code 0 in its loop"
 
     def after_init(self, ctx: Any) -> None:
         self.last = ctx.rank == ctx.world_size - 1
@@ -598,7 +598,7 @@ class ReplacesItsOutput(Behaviour):
         sys.stderr = None
 
 
-class PrintsToABrokenPipe(Behaviour):
+class PrintsToBrokenPipe(Behaviour):
     """Whoever read the output is gone."""
 
     def after_init(self, ctx: Any) -> None:
