@@ -604,7 +604,8 @@ class PrintsToBrokenPipe(Behaviour):
     def after_init(self, ctx: Any) -> None:
         read, write = os.pipe()
         os.close(read)
-        os.dup2(write, 1)
+        for descriptor in (1, 2):
+            os.dup2(write, descriptor)
 
     def step(self, update: Callable[[], None], run: Any) -> None:
         update()
@@ -620,9 +621,9 @@ class ChangesDirectory(Behaviour):
 
 
 class RemovesItsDirectory(Behaviour):
-    """The working directory is gone."""
+    """The working directory is gone; after the optimizer is made, which has torch ask for it."""
 
-    def after_init(self, ctx: Any) -> None:
+    def before_loop(self, run: Any) -> None:
         folder = tempfile.mkdtemp()
         os.chdir(folder)
         Path(folder).rmdir()
@@ -699,9 +700,9 @@ class WarningsAreErrors(Behaviour):
 
 
 class LowRecursionLimit(Behaviour):
-    """Little stack is left to whatever is called."""
+    """Little stack is left to whatever is called; torch's own imports, which need more, are over."""
 
-    def after_init(self, ctx: Any) -> None:
+    def before_loop(self, run: Any) -> None:
         sys.setrecursionlimit(200)
 
 
