@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000, help="default: by the clock")
     parser.add_argument("--jobs", type=int, default=1, help="local runs at once")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds that a run may take")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds that a run may take")
     parser.add_argument("--state", type=Path, default=Path("runs/chaos"), help="results, failed runs")
     parser.add_argument("--out", type=Path, help="where to write chaos.md, such as docs; default: nowhere")
     options = parser.parse_args()
