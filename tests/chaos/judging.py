@@ -28,7 +28,7 @@ def problems(run: RunDirectory, habit: Behaviour, reference: RunDirectory | None
         counted = run.metrics()
     except Exception as error:
         return [f"the history cannot be read: {error}"]
-    found = [*_end(run, habit, events), *_attempts(run, events), *_lost(habit, events, lines), *_records(run)]
+    found = [*_end(run, habit, events), *_attempts(events), *_lost(habit, events, lines), *_records(run)]
     completed = (run.outcome() or {}).get("state") == "completed"
     found += steps_that_count(counted, STEPS if completed else len(counted))
     if completed and reference is not None:
@@ -54,12 +54,11 @@ def _end(run: RunDirectory, habit: Behaviour, events: Sequence[Mapping[str, Any]
     return found
 
 
-def _attempts(run: RunDirectory, events: Sequence[Mapping[str, Any]]) -> list[str]:
+def _attempts(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """I6: every attempt but the last one has an event that ends it, with its reason."""
     ended = {event["attempt"] for event in events if event["event"] in ENDS and event.get("reason")}
-    without = sorted({event["attempt"] for event in events if event["event"] == "started"} - ended)
-    last = max(run.attempts(), default=None)
-    return [f"I6: attempt {number} has no cause for its end" for number in without if number != last]
+    started = sorted(event["attempt"] for event in events if event["event"] == "started")
+    return [f"I6: attempt {number} has no cause for its end" for number in started[:-1] if number not in ended]
 
 
 def _lost(habit: Behaviour, events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]) -> list[str]:
