@@ -14,7 +14,7 @@ from benchmarks import report
 from benchmarks.runs import TooLong, until
 from clusterddp.hostlist import expand
 from clusterddp.launch.limits import FRUITLESS
-from clusterddp.rundir import read_lines
+from clusterddp.records import read_lines
 from tests.cluster import Cluster
 from tests.cluster.system import Process
 from tests.trainings import Training

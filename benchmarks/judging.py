@@ -9,7 +9,8 @@ from typing import Any
 
 from benchmarks import faults
 from benchmarks.runs import event_times, first_step_done
-from clusterddp.rundir import RunDirectory, read_lines
+from clusterddp.records import read_lines
+from clusterddp.rundir import RunDirectory
 from clusterddp.training.data import SampleOrder
 from tests.waiting import differing, final_state
 

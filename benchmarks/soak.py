@@ -47,7 +47,8 @@ from benchmarks.runs import (
     term_sent,
     until,
 )
-from clusterddp.rundir import RunDirectory, append_line, read_json, read_lines
+from clusterddp.records import read_json, read_lines
+from clusterddp.rundir import RunDirectory, append_line
 from tests.cluster import Cluster, ClusterConfig
 from tests.cluster.system import Process
 from tests.trainings import Training

@@ -20,6 +20,7 @@ from clusterddp.job import Job
 from clusterddp.job_file import load_resolved
 from clusterddp.launch import status
 from clusterddp.launch.holder import local_loop_alive
+from clusterddp.launch.limits import attempts_made
 from clusterddp.launch.narration import failure_box
 from clusterddp.launch.progress import Progress
 from clusterddp.launch.recording import Plant, record_local
@@ -27,6 +28,7 @@ from clusterddp.launch.verdict import RankEnd
 from clusterddp.launch.watching import LOOK_S, Watcher
 from clusterddp.options import add_arguments, describe, say
 from clusterddp.process import module_command
+from clusterddp.records import is_count
 from clusterddp.rundir import RunDirectory, create_file
 from clusterddp.submit import check, fit, submit_fitted
 
@@ -108,10 +110,9 @@ class Handle:
         state, text = status.state_of(self._run)
         if state == "stopped" and self._loop_alive():
             state, text = "held", "starting"
-        metrics, outcome = self._run.metrics(), self._run.outcome() or {}
-        steps = max(outcome.get("step") or 0, metrics[-1]["step"] + 1 if metrics else 0)
-        started = sum(event["event"] == "started" for event in self._run.events())
-        return Status(state, steps, started, text)
+        last, outcome = self._run.newest_metrics(), self._run.outcome() or {}
+        steps = max(outcome.get("step") or 0, last["step"] + 1 if last else 0)
+        return Status(state, steps, attempts_made(self._run.events()), text)
 
     def wait(self, timeout: float | None = None) -> str:
         """Waits until the run is over, whatever its jobs do; returns its state. Its history is shown meanwhile.
@@ -258,8 +259,10 @@ def _loop_log(run: RunDirectory) -> Path:
 
 
 def _last_attempt(run: RunDirectory) -> tuple[int, int]:
-    """The number of the attempt that completed the run, and of its ranks."""
+    """The number of the attempt that completed the run, and of its ranks; as the newest and the job's, if not said."""
     events = run.events()
-    attempt = next(event["attempt"] for event in reversed(events) if event["event"] == "completed")
-    ranks = next(event["ranks"] for event in events if event["event"] == "started" and event["attempt"] == attempt)
-    return attempt, ranks
+    completed = [event["attempt"] for event in events if event["event"] == "completed"]
+    attempt = completed[-1] if completed else run.newest_attempt() or 0
+    started = [event for event in events if event["event"] == "started" and event["attempt"] == attempt]
+    ranks: list[int] = [event["ranks"] for event in started if is_count(event.get("ranks"))]
+    return attempt, ranks[0] if ranks else load_resolved(run.job_file).world_size

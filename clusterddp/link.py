@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -29,7 +30,11 @@ from clusterddp.errors import LauncherEnvironmentError
 
 ADDRESS_VARIABLE = "CLUSTERDDP_SUPERVISOR"
 TOKEN_VARIABLE = "CLUSTERDDP_TOKEN"
+#: Bytes of a message, at most. A longer one is clipped or dropped by its sender, and skipped by its receiver: the
+#: connection stays, with what comes after it.
 LONGEST_LINE = 1 << 20
+#: Characters of each text that a message is clipped to when it is too long.
+_CLIPPED = 4000
 #: For how many seconds a rank whose connection broke tries to reach its supervisor again. Where the supervisor is gone,
 #: nobody listens at its port. One that is there may be waiting for a slow disk: its answer is waited for as long
 #: as for any word of its node.
@@ -68,7 +73,7 @@ class Link:
         self._connection, self._heard = connection, heard
         self.term_notice_s = term_notice_s
         self._known, self._said = known, 0
-        self._last: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+        self._last: deque[bytes] = deque(maxlen=_KEPT)
         self._lock = threading.Lock()
         self._closed = False
         #: Joins again as the same rank, at most for so many seconds.
@@ -156,8 +161,8 @@ class Link:
             self._connection, self._heard = again._connection, again._heard
             missing = self._said - again._known
             with suppress(OSError):  # broken again
-                for message in list(self._last)[-missing:] if missing > 0 else []:
-                    send_line(self._connection, message)
+                for line in list(self._last)[-missing:] if missing > 0 else []:
+                    self._connection.sendall(line)
         return True
 
     def _hear(self, on_words: Callable[[Mapping[str, Any]], None]) -> None:
@@ -181,10 +186,13 @@ class Link:
     def send(self, event: str, **values: Any) -> None:
         """Reports an event. A supervisor that is gone is no reason to stop training: the failure is swallowed."""
         message = {"event": event, **values}
+        line = _encoded(message)
+        if line is None:
+            return
         with self._lock, suppress(OSError):
-            self._last.append(message)
+            self._last.append(line)
             self._said += 1
-            send_line(self._connection, message)
+            self._connection.sendall(line)
 
 
 #: The link of this process, set by the rank shim; None in a process that no supervisor started.
@@ -195,6 +203,35 @@ def report(event: str, **values: Any) -> None:
     """Reports an event to the supervisor, if there is one."""
     if current is not None:
         current.send(event, **values)
+
+
+def _encoded(message: Mapping[str, Any]) -> bytes | None:
+    """A message's line; None, which is said on standard error, when it cannot be sent even with its texts clipped."""
+    try:
+        line = _line(message)
+        if len(line) > LONGEST_LINE:
+            clipped = {name: clip(value, _CLIPPED) for name, value in message.items() if isinstance(value, str)}
+            line = _line({**message, **clipped})
+        problem = f"{len(line):,} bytes, and the limit is {LONGEST_LINE:,}" if len(line) > LONGEST_LINE else None
+    except (TypeError, ValueError, RecursionError) as error:
+        problem = f"not JSON: {error}"
+    if problem is not None:
+        words = f"the report of {message.get('event')!r} is dropped ({problem})"
+        print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+        return None
+    return line
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    return (json.dumps(message) + "\n").encode()
+
+
+def clip(text: str, longest: int) -> str:
+    """The beginning and the end of a text that is longer than ``longest`` characters."""
+    left_out = len(text) - longest
+    if left_out <= 0:
+        return text
+    return f"{text[: longest // 2]} ... [{left_out:,} characters left out] ... {text[len(text) - longest // 2 :]}"
 
 
 def _words(line: bytes) -> dict[str, Any]:
@@ -272,4 +309,4 @@ def keep_alive(connection: socket.socket) -> None:
 
 def send_line(connection: socket.socket, message: Mapping[str, Any]) -> None:
     """Sends one message."""
-    connection.sendall((json.dumps(message) + "\n").encode())
+    connection.sendall(_line(message))

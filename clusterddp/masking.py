@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.job import Job
-from clusterddp.rundir import is_text, read_json
+from clusterddp.records import is_text, read_json
 
 MASK = "***"
 

@@ -2,50 +2,41 @@
 
 A file in a run directory is whole or absent, has one writer and reads with standard tools. Files that are replaced are
 written to a temporary sibling, synced, renamed, and the folder is synced. Histories are JSON lines, appended by one
-process; a torn last line (the writer was killed in the middle of it) is dropped on reading, and so are lines that a
-machine died before it had written.
+process; ``records`` reads them.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError
+from clusterddp.records import (
+    Form,
+    fault,
+    if_given,
+    is_count,
+    is_text,
+    is_time,
+    last_line,
+    patiently,
+    read_backwards,
+    read_json,
+    read_lines,
+)
 from clusterddp.sharing import make_private, share_tree
 
 _ATTEMPT = re.compile(r"attempt-(\d{1,18})")
 
 
-def is_count(value: Any) -> bool:
-    """Whether a value read from a file is a whole number that a step or an attempt can have."""
-    return type(value) is int and 0 <= value < 2**63
-
-
-def is_time(value: Any) -> bool:
-    """Whether it is a number of unix seconds."""
-    return type(value) in (int, float) and 0 <= value < 1e11
-
-
-def is_text(value: Any) -> bool:
-    """Whether it is text."""
-    return isinstance(value, str)
-
-
-def if_given(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """The same check, of a value that may be missing."""
-    return lambda value: value is None or check(value)
-
-
-#: What a JSON object must hold: its keys, each with a check that gets None for a missing one.
-Form = Mapping[str, Callable[[Any], bool]]
 EVENT: Form = {
     "time": is_time,
     "attempt": is_count,
@@ -58,14 +49,6 @@ _RESUMED: Form = {
     "step": is_count,
     "parent": if_given(lambda parent: isinstance(parent, dict) and fault(parent, METRICS) is None),
 }
-
-
-def fault(value: Any, form: Form) -> str | None:
-    """What is wrong with a value that is to be an object of this form; None when nothing is."""
-    if not isinstance(value, dict):
-        return f"expected an object, got {json.dumps(value)[:60]}"
-    wrong = next((key for key, check in form.items() if not check(value.get(key))), None)
-    return None if wrong is None else f"{wrong!r} is {json.dumps(value.get(wrong))[:60]}"
 
 
 class RunDirectory:
@@ -116,7 +99,7 @@ class RunDirectory:
     def attempts(self) -> list[int]:
         """The numbers of all attempts so far, ascending."""
         try:
-            names = os.listdir(self.logs)
+            names = patiently(self.logs, lambda: os.listdir(self.logs))
         except FileNotFoundError:
             return []
         return sorted(int(match[1]) for match in map(_ATTEMPT.fullmatch, names) if match)
@@ -171,18 +154,33 @@ class RunDirectory:
         return list(read_lines(self.events_file, EVENT))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics lines that count, ordered by step.
+        """The metrics lines that count, ordered by step; values that are not finite are floats again.
 
         A line (attempt a, step s) counts if no later attempt resumed at a checkpoint S <= s.
         """
-        resumed = {
-            event["attempt"]: event["step"]
-            for event in self.events()
-            if event["event"] == "resumed" and "step" in event
-        }
-        floor = _resume_floors({**resumed, **self._resume_records()})
-        lines = (line for line in read_lines(self.metrics_file, METRICS) if line["step"] < floor(line["attempt"]))
-        return sorted(lines, key=lambda line: (line["step"], line["attempt"]))
+        lines = list(read_lines(self.metrics_file, METRICS))
+        floor = self._floors(lines)
+        counted = [_with_floats(line) for line in lines if line["step"] < floor(line["attempt"])]
+        return sorted(counted, key=lambda line: (line["step"], line["attempt"]))
+
+    def newest_metrics(self) -> dict[str, Any] | None:
+        """The last of ``metrics()``, or None; read from the end of the file."""
+        floor = self._floors()
+        lines = read_backwards(self.metrics_file, METRICS)
+        return next((_with_floats(line) for line in lines if line["step"] < floor(line["attempt"])), None)
+
+    def _floors(self, lines: Iterable[Mapping[str, Any]] = ()) -> Callable[[int], float]:
+        """For an attempt: the lowest step that any later attempt began at (infinity when there is none).
+
+        Where neither the resume record nor an event says it, the first of the attempt's ``lines`` does.
+        """
+        begun: dict[int, int] = {}
+        for line in lines:
+            begun[line["attempt"]] = min(line["step"], begun.get(line["attempt"], line["step"]))
+        for event in self.events():
+            if event["event"] in ("training", "resumed") and "step" in event:
+                begun[event["attempt"]] = event["step"]
+        return _lowest_after({**begun, **self._resume_records()})
 
     def _resume_records(self) -> dict[int, int]:
         """The step that each attempt went on from, where its record may be read: the owner's alone, but surer than the
@@ -201,7 +199,7 @@ class RunDirectory:
         return record
 
     def last_metrics(self) -> dict[str, Any] | None:
-        """The last line of the metrics; None before the first."""
+        """The last line of the metrics, whether it counts or not; None before the first."""
         return last_line(self.metrics_file, METRICS)
 
     def mark_cancelled(self) -> None:
@@ -219,13 +217,33 @@ class RunDirectory:
         return outcome and {"step": None, **outcome}
 
 
-def _resume_floors(resumed: Mapping[int, int]) -> Callable[[int], float]:
-    """For an attempt: the lowest step that any later attempt resumed at (infinity when none did)."""
+def _lowest_after(begun: Mapping[int, int]) -> Callable[[int], float]:
+    """For an attempt: the lowest of the steps that later attempts began at."""
 
     def floor(attempt: int) -> float:
-        return min((step for later, step in resumed.items() if later > attempt), default=float("inf"))
+        return min((step for later, step in begun.items() if later > attempt), default=float("inf"))
 
     return floor
+
+
+#: JSON has no form for these numbers: they are written as text, as protobuf's JSON mapping does; float() reads it.
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_FLOATS = {text: float(text) for pair in _NOT_FINITE.items() for text in pair}  # "nan": as older versions wrote it
+
+
+def finite(value: Any) -> Any:
+    """A JSON value in which floats that are not finite are text: "NaN", "Infinity" or "-Infinity"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return _NOT_FINITE[str(float(value))]
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value
+
+
+def _with_floats(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: _FLOATS.get(value, value) if is_text(value) else value for name, value in line.items()}
 
 
 def folder_mode(folder: Path) -> int:
@@ -294,75 +312,11 @@ def write_json(path: Path, value: Mapping[str, Any], mode: int | None = None) ->
     write_atomically(path, json.dumps(value, indent=1) + "\n", mode)
 
 
-def read_json(path: Path, form: Form | None = None) -> dict[str, Any] | None:
-    """The JSON object in ``path``; None when there is no such file. RunDirectoryError unless it has the form."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        value: dict[str, Any] = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RunDirectoryError(
-            f"{path} is not JSON ({error}); it was written whole, so something else changed it"
-        ) from error
-    if wrong := fault(value, form or {}):
-        raise RunDirectoryError(f"{path}: {wrong}; it was written otherwise, so something else changed it")
-    return value
-
-
-def read_lines(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file, without a torn last line. Nothing when the file is absent.
-
-    Raises RunDirectoryError, with the place, for a line that is no object of this form.
-    """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        try:
-            value = json.loads(_written(line))
-        except (ValueError, RecursionError) as error:
-            if b"\0" not in line:
-                raise RunDirectoryError(f"{path}:{number} is not JSON ({error}): something else wrote there") from error
-            continue
-        if wrong := fault(value, form or {}):
-            raise RunDirectoryError(f"{path}:{number}: {wrong}: something else wrote there")
-        yield value
-
-
-def last_line(path: Path, form: Form | None = None) -> dict[str, Any] | None:
-    """The last whole line's object, read from the file's end; None when there is none."""
-    try:
-        file = open(path, "rb")
-    except FileNotFoundError:
-        return None
-    with file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
-        lines = file.read().split(b"\n")[:-1]
-    whole = next((line for line in reversed(lines) if b"\0" not in line), None)
-    if not whole:
-        return None
-    try:
-        value: dict[str, Any] = json.loads(whole)
-    except (ValueError, RecursionError) as error:
-        raise RunDirectoryError(f"{path}: its last line is not JSON ({error}): something else wrote there") from error
-    if wrong := fault(value, form or {}):
-        raise RunDirectoryError(f"{path}: {wrong} in its last line: something else wrote there")
-    return value
-
-
-def _written(line: bytes) -> bytes:
-    """What is left of a line where a machine died: what it had not written reads as NUL, which JSON never has."""
-    return line.rpartition(b"\0")[2]
-
-
 def append_line(path: Path, value: Mapping[str, Any]) -> None:
     """Appends one JSON object as a line, durably; on an OSError nothing is appended. The caller is the only writer."""
     with open(path, "ab", buffering=0, opener=create_file) as file:
         size = file.seek(0, os.SEEK_END)
-        data = (json.dumps(value) + "\n").encode()
+        data = (json.dumps(finite(value), allow_nan=False) + "\n").encode()
         try:
             if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -372,19 +326,6 @@ def append_line(path: Path, value: Mapping[str, Any]) -> None:
         except OSError:
             file.truncate(size)
             raise
-
-
-def drop_torn_line(path: Path) -> None:
-    """Cuts off what a killed writer left after the last whole line. For the next writer, before its first line."""
-    try:
-        file = open(path, "rb+")
-    except FileNotFoundError:
-        return
-    with file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole != len(content):
-            file.truncate(whole)
 
 
 def make_folder(path: Path, exist_ok: bool = True, mode: int = 0o777) -> None:

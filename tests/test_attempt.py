@@ -30,7 +30,8 @@ from clusterddp.launch.launcher import SlurmLauncher, srun_command
 from clusterddp.launch.limits import exceeded
 from clusterddp.launch.supervisor import as_started, supervise
 from clusterddp.launch.verdict import judge
-from clusterddp.rundir import RunDirectory, append_line, read_json, write_json
+from clusterddp.records import read_json
+from clusterddp.rundir import RunDirectory, append_line, write_json
 from clusterddp.training.interval import between_interruptions_s
 from tests.waiting import wait_until
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from clusterddp.hostlist import expand
-from clusterddp.rundir import RunDirectory, read_lines
+from clusterddp.records import read_lines
+from clusterddp.rundir import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.cluster.system import Process
 from tests.conftest import Clusters

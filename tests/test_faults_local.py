@@ -14,7 +14,8 @@ from clusterddp import rank
 from clusterddp.checkpoints import Checkpoints
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.job import Keep
-from clusterddp.rundir import RunDirectory, append_line, read_lines
+from clusterddp.records import read_lines
+from clusterddp.rundir import RunDirectory, append_line
 from tests.checkpoint_files import save
 from tests.test_local import start
 from tests.trainings import STEPS, events_of

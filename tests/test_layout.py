@@ -19,6 +19,7 @@ GROUND = {
     "job_fields",
     "job_values",
     "job_file",
+    "records",
     "rundir",
     "link",
     "process",

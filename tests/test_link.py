@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import re
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -229,6 +232,43 @@ def test_what_the_supervisor_says_reaches_every_rank_that_is_there(heard: Heard)
     assert [words.get(timeout=10) for _ in links] == [{"leave": "node n2 lost"}] * 2
 
 
+def test_a_report_that_is_too_long_costs_itself_alone(heard: Heard, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its texts are clipped; one that cannot be is dropped by name. The connection stays, and what follows is heard."""
+    link = join(heard, 0, port=1)
+    link.send("left", error="E" + "x" * 3_000_000 + "!", rank=0)
+    link.send("result", predictions=[0.5] * 500_000)
+    link.send("result", value=object())
+    link.send("checkpoint", step=7)
+    assert heard.events.get(timeout=10)[1] == "joined"
+    _, event, values = heard.events.get(timeout=10)
+    assert (event, values["error"][:2], values["error"][-2:]) == ("left", "Ex", "x!")
+    assert "2,996,002 characters left out" in values["error"] and len(values["error"]) < 5000
+    assert heard.events.get(timeout=10) == (0, "checkpoint", {"step": 7})
+    said = capsys.readouterr().err.splitlines()
+    assert re.search(r"the report of 'result' is dropped .2,500,\d+ bytes, and the limit is 1,048,576.", said[0])
+    assert "the report of 'result' is dropped (not JSON: Object of type object" in said[1]
+    assert heard.lost.empty()
+
+
+@pytest.mark.parametrize("line", [b"x" * 3_000_000, b'{"event": "x", "v": "' + b"x" * (1 << 20) + b'"}', b"nonsense"])
+def test_a_line_of_a_rank_that_cannot_be_read_is_skipped_for_good(heard: Heard, line: bytes) -> None:
+    """A rank that was dropped for it would join again, and repeat it for ever."""
+    link = join(heard, 0, port=1)
+    link.send("checkpoint", step=1)
+    link._last.append(line + b"\n")
+    link._said += 1
+    link._connection.sendall(line + b"\n")
+    link.send("checkpoint", step=2)
+    events = [heard.events.get(timeout=10) for _ in range(3)]
+    assert [values.get("step") for _, _, values in events] == [None, 1, 2]
+    assert heard.lost.empty()
+    link.listen(lambda: None, lambda _: None)
+    link._connection.shutdown(socket.SHUT_RDWR)
+    assert heard.events.get(timeout=10)[1] == "rejoined"
+    link.send("checkpoint", step=3)
+    assert heard.events.get(timeout=10)[2] == {"step": 3}
+
+
 def test_sending_to_a_supervisor_that_is_gone_does_not_stop_training() -> None:
     """The rank goes on: losing the history's writer is no reason to lose the run."""
     heard = Heard()
@@ -296,6 +336,49 @@ def test_a_flood_of_strangers_keeps_no_rank_out(heard: Heard) -> None:
     assert heard.lost.empty()
     for stranger in flood:
         stranger.close()
+
+
+def test_strangers_cannot_use_up_the_descriptors_that_a_site_allows() -> None:
+    """With a hard limit of 256: the history and Slurm's commands still find some. Where something else has used up all
+    of them, ranks join as soon as one is free."""
+    code = """
+import resource, subprocess, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from clusterddp.launch.link_server import LinkServer
+hear = lambda rank, *_: print("rank", rank, flush=True)
+server = LinkServer("secret of this attempt", hear, host="127.0.0.1", ranks=4)
+print(server.port, flush=True)
+sys.stdin.readline()
+held = [open("/dev/null") for _ in range(40)]
+subprocess.run(["true"], check=True)
+try:
+    while True:
+        held.append(open("/dev/null"))
+except OSError:
+    print("none left", flush=True)
+sys.stdin.readline()
+held.clear()
+sys.stdin.readline()
+server.close()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        assert supervisor.stdin is not None and supervisor.stdout is not None
+        address = ("127.0.0.1", int(supervisor.stdout.readline()))
+        flood = [socket.create_connection(address) for _ in range(300)]
+        assert Link.join(f"127.0.0.1:{address[1]}", TOKEN, 0, 1, timeout=10)
+        assert supervisor.stdout.readline() == "rank 0\n"
+        print(file=supervisor.stdin, flush=True)
+        assert supervisor.stdout.readline() == "none left\n"
+        flood += [socket.create_connection(address) for _ in range(300)]
+        print(file=supervisor.stdin, flush=True)
+        assert Link.join(f"127.0.0.1:{address[1]}", TOKEN, 1, None, timeout=10)
+        assert supervisor.stdout.readline() == "rank 1\n"
+        print(file=supervisor.stdin, flush=True)
+        for stranger in flood:
+            stranger.close()
+    assert supervisor.returncode == 0
 
 
 @pytest.mark.parametrize(

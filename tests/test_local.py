@@ -15,7 +15,8 @@ import pytest
 
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import give_notice, notice_file
-from clusterddp.rundir import RunDirectory, read_lines
+from clusterddp.records import read_lines
+from clusterddp.rundir import RunDirectory
 from tests.cluster.system import Process
 from tests.waiting import differing, final_state, story, wait_for_step, wait_until
 

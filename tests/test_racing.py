@@ -28,7 +28,8 @@ from hypothesis.stateful import (
 from clusterddp.checkpoints import Checkpoint, Checkpoints, visible
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.job import Keep
-from clusterddp.rundir import RunDirectory, read_json
+from clusterddp.records import read_json
+from clusterddp.rundir import RunDirectory
 from tests.ddp import REPOSITORY
 from tests.scripts import racer
 

@@ -11,7 +11,8 @@ import pytest
 
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.link import Link
-from clusterddp.rundir import RunDirectory, read_lines
+from clusterddp.records import read_lines
+from clusterddp.rundir import RunDirectory
 from tests.cluster import Cluster
 from tests.cluster.system import Process
 from tests.trainings import STEPS, Training, events_of

@@ -72,15 +72,38 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_that_names_the_part_and_the_
         assert "Give run() what the run began with, or begin a new run" in said
 
 
-@pytest.mark.parametrize("value", [np.ones(3), torch.ones(0), object(), {"loss": torch.ones(1)}, {1, 2}])
+@pytest.mark.parametrize(
+    "value",
+    [np.ones(3), torch.ones(0), object(), {"loss": torch.ones(1)}, {1, 2}, [1.0], "text", None, 1j, torch.tensor(1j),
+     np.complex64(1j), np.str_("x"), np.datetime64("2026-01-01"), np.array(None), torch.ones(1, device="meta")],
+)  # fmt: skip
 def test_a_value_that_the_history_has_no_form_for_is_refused_where_it_is_logged(value):
     with pytest.raises(TypeError, match=r"run.log\(loss=...\): expected a number"):
         metrics.check("loss", value)
 
 
-@pytest.mark.parametrize("value", [1, 0.5, float("nan"), "text", None, np.float32(0.5), np.ones(1), torch.ones(1, 1)])
-def test_a_number_in_any_form_is_logged(value):
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [(1, 1), (True, True), (0.5, 0.5), (np.float32(0.5), 0.5), (np.ones(1), 1.0), (torch.ones(1, 1), 1.0),
+     (np.longdouble(0.5), 0.5), (np.uint64(2**64 - 1), 2**64 - 1), (torch.tensor(2, dtype=torch.int8), 2),
+     (float("nan"), "NaN"), (torch.tensor(-torch.inf, dtype=torch.bfloat16), "-Infinity")],
+)  # fmt: skip
+def test_a_number_in_any_form_is_logged(value, kept):
     metrics.check("loss", value)
+    assert metrics.plain("loss", value) == kept
+
+
+def test_values_that_are_too_large_or_too_many_are_refused_where_they_are_logged():
+    with pytest.raises(ValueError, match=r"run.log\(n=...\): expected at most 64 bits, got an integer of 101 bits"):
+        metrics.check("n", 2**100)
+    values = metrics.Values()
+    for _ in range(100_000):  # the same name: it is merged
+        values.add({"loss": 1.0})
+    values.add({f"gradient norm of layer {layer}": 1.0 for layer in range(10_000)})
+    words = r"run.log\(a0=..., a1=..., ...\): the values of one step would take 1,\d+,\d+ bytes.*limit is 1,000,000"
+    with pytest.raises(ValueError, match=words):
+        values.add({f"a{number}": 1.0 for number in range(20_000)})
+    assert len(values.take()) == 10_001 and values.take() == {}
 
 
 TRYING = """

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.rundir import RunDirectory, read_lines
+from clusterddp.records import read_lines
+from clusterddp.rundir import RunDirectory
 from tests.cluster import Cluster
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_until
 

@@ -12,7 +12,8 @@ import torch
 
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import give_notice
-from clusterddp.rundir import RunDirectory, read_json, read_lines
+from clusterddp.records import read_json, read_lines
+from clusterddp.rundir import RunDirectory
 from tests.checkpoint_files import content_of
 
 T = TypeVar("T")

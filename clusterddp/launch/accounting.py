@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clusterddp.launch.limits import ENDS
-from clusterddp.rundir import is_count
+from clusterddp.launch.limits import ENDS, attempts_made
+from clusterddp.records import is_count
 
+#: Events with which an attempt begins to make steps.
+_BEGINNINGS = ("training", "resumed")
 #: Events after which an attempt makes no step.
 _STOPS = ENDS | {"stopping", "rank_failed"}
 
@@ -32,15 +34,16 @@ class Cost:
 def cost(events: Iterable[Mapping[str, Any]], now: float) -> Cost | None:
     """The cost so far; None for a run that never started."""
     events = list(events)
-    starts = [event["time"] for event in events if event["event"] == "started"]
-    if not starts:
+    if not attempts_made(events):
         return None
+    starts = [event["time"] for event in events if event["event"] in ("started", *_BEGINNINGS)]
+    first, newest_start = (starts[0], starts[-1]) if starts else (events[0]["time"], events[0]["time"])
     over = [event["time"] for event in events if event["event"] in ("completed", "failed", "cancelled")]
-    last = over[-1] if over and over[-1] >= starts[-1] else now
+    last = over[-1] if over and over[-1] >= newest_start else now
     training = 0.0
     for attempt in {event["attempt"] for event in events}:
         own = [event for event in events if event["attempt"] == attempt]
-        begun = next((event["time"] for event in own if event["event"] in ("training", "resumed")), None)
+        begun = next((event["time"] for event in own if event["event"] in _BEGINNINGS), None)
         if begun is not None:
             newest = attempt == max(event["attempt"] for event in events)
             end = next(
@@ -49,7 +52,7 @@ def cost(events: Iterable[Mapping[str, Any]], now: float) -> Cost | None:
             training += end - begun
     known: list[Any] = [event.get("redone") for event in events if event["event"] == "resumed"]
     redone = sum(steps for steps in known if is_count(steps))
-    return Cost(redone, training, last - starts[0])
+    return Cost(redone, training, last - first)
 
 
 def _duration(seconds: float) -> str:

@@ -50,7 +50,7 @@ class Attempt:
         self._run, self._job, self._number, self._submission = run, job, number, submission
         self._launcher, self._controller = launcher, controller
         self._history = History(run, number)
-        self._steps_before = (run.last_metrics() or {"step": -1})["step"] + 1
+        self._steps_before = self._steps_so_far()
         self._secrets = secret_values(job, os.environ)
         self._hosts: dict[int, str] = {}
         self._lost_at: dict[int, float] = {}
@@ -64,6 +64,14 @@ class Attempt:
         self._told = self._heard = self._deaf = False
         self._watch = self._new_watch()
         self._hang: tuple[Hang, float] | None = None
+
+    def _steps_so_far(self) -> int:
+        """How many steps the run has made before this attempt."""
+        try:
+            return int((self._run.last_metrics() or {"step": -1})["step"]) + 1
+        except OSError as error:
+            print(f"clusterddp: cannot read the metrics ({error}): repeated steps will not be counted", flush=True)
+            return 0
 
     def _new_watch(self) -> Watch | None:
         if self._job.watchdog is None:
@@ -126,7 +134,7 @@ class Attempt:
         if self._submission is not None:
             self._history.add("submitted", job=self._submission["job"], submitted=self._submission["time"])
         state = code_state(self._job)
-        before = [event.get("code") or {} for event in self._run.events() if event["event"] == "started"]
+        before = [event.get("code") or {} for event in self._history.events if event["event"] == "started"]
         differences = changed(before[-1], state) if before else []
         started = {**self._controller.describe(), "ranks": self._job.world_size}
         self._history.add("started", **started, code=state, changed=differences)

@@ -15,7 +15,8 @@ from clusterddp.hostlist import expand
 from clusterddp.job import Job
 from clusterddp.launch import exclusion, holder, site, slurm
 from clusterddp.launch.cause import Cause, read_cause
-from clusterddp.rundir import RunDirectory, read_json, write_json
+from clusterddp.records import read_json
+from clusterddp.rundir import RunDirectory, write_json
 
 #: The exit code that asks the local loop for another attempt (EX_TEMPFAIL, sysexits.h).
 AGAIN = 75

@@ -22,7 +22,8 @@ from clusterddp.launch import site, slurm
 from clusterddp.launch.site import Preemption
 from clusterddp.launch.watching import Hold
 from clusterddp.process import module_command
-from clusterddp.rundir import RunDirectory, read_json
+from clusterddp.records import read_json
+from clusterddp.rundir import RunDirectory
 
 QUEUE_S = 3600.0
 COMMANDS = ("srun", "scontrol", "sbatch", "scancel")

@@ -162,7 +162,7 @@ class GoingOn:
 
     def _record_lost(self, nodes: Sequence[str]) -> None:
         """Those that fell silent after the first one, when the ranks were leaving already, are lost as well."""
-        own = [event for event in self._run.events() if event["attempt"] == self._number]
+        own = [event for event in self._history.events if event["attempt"] == self._number]
         known = [event.get("node") for event in own if event["event"] == "node_lost"]
         for node in nodes:
             if node not in known:
@@ -170,7 +170,7 @@ class GoingOn:
 
     def _choose_nodes(self, lost: Sequence[str]) -> exclusion.Choice:
         """Which nodes the next job leaves out; says so where that is new, or cannot be."""
-        events, now = self._run.events(), time.time()
+        events, now = self._history.events, time.time()
         if not lost and not set(exclusion.failed(events, now)) - set(exclusion.excluded(events, now)):
             return exclusion.Choice()
         usable = self._usable_nodes()
@@ -186,7 +186,7 @@ class GoingOn:
 
     def _excluded(self) -> list[str]:
         """The nodes that a new job is to go without, as the ones before did: only as long as enough others work."""
-        nodes = exclusion.excluded(self._run.events(), time.time())
+        nodes = exclusion.excluded(self._history.events, time.time())
         usable = self._usable_nodes() if nodes else None
         return nodes if usable is not None and len(set(usable) - set(nodes)) >= self._needed_nodes else []
 
@@ -205,7 +205,7 @@ class GoingOn:
     def _bounded(self, event: str, verdict: Verdict) -> bool:
         """Ends the run as failed when it may not have another attempt; whether it did."""
         end = {"event": event, "attempt": self._number, "time": time.time(), "cause": verdict.cause.value}
-        reason = exceeded(self._job, [*self._run.events(), end], time.time())
+        reason = exceeded(self._job, [*self._history.events, end], time.time())
         if reason is not None:
             self._history.conclude(Action.FAIL.value, f"{verdict.reason}, and {reason}")
         return reason is not None

@@ -1,4 +1,7 @@
-"""The run's history as its one writer sees it: events, told as sentences too, and the outcome at the end."""
+"""The run's history as its one writer sees it: events, told as sentences too, and the outcome at the end.
+
+It is read once, when the attempt starts, and kept: nothing that a supervisor decides later depends on another read.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from clusterddp.errors import RunDirectoryError
+from clusterddp.launch.limits import attempts_made
 from clusterddp.launch.narration import sentence
-from clusterddp.rundir import RunDirectory, append_line, drop_torn_line, write_json
+from clusterddp.records import drop_torn_line
+from clusterddp.rundir import RunDirectory, append_line, write_json
 
 
 class History:
@@ -25,6 +29,13 @@ class History:
         self.newest_checkpoint: int | None = None
         self.last_save_s = 0.0
         drop_torn_line(run.events_file)
+        self._events = run.events()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """All events of the run, oldest first, with those that a full disk has not taken yet."""
+        with self._lock:
+            return list(self._events)
 
     def add(self, event: str, **values: Any) -> None:
         """Appends one event, unless the history was closed."""
@@ -35,6 +46,7 @@ class History:
             self.newest_step = _highest([self.newest_step, values.get("step")])
             if event == "checkpoint":
                 self.newest_checkpoint, self.last_save_s = values["step"], values["durable_s"]
+            self._events.append(line)
             self._pending.append(line)
             self._write_pending()
             written = not self._pending
@@ -61,8 +73,8 @@ class History:
         """Where this attempt came to (0: no further; None: it records no steps), and its newest checkpoint, if any."""
         try:
             line = self._run.last_metrics()
-        except RunDirectoryError as error:  # the run goes on all the same: its checkpoints are what counts
-            print(f"clusterddp: {error}", flush=True)
+        except OSError as error:  # the run continues all the same: its checkpoints are what counts
+            print(f"clusterddp: cannot read the metrics ({error}): the last step is unknown", flush=True)
             line = None
         done = line["step"] + 1 if line and line["attempt"] == self._attempt else self.newest_checkpoint
         if done is None and self.newest_step is not None:
@@ -75,10 +87,9 @@ class History:
         A disk that does not take it is said to be so, and changes nothing of what the attempt came to: the answer is
         whether it is written.
         """
-        events = self._run.events()
-        step = _highest([self.newest_step, *(event.get("step") for event in events)])
-        starts = sum(event["event"] == "started" for event in events)
-        values = {"step": step, "attempts": starts, "reason": reason}
+        events = self.events
+        step = _highest(event.get("step") for event in events)
+        values = {"step": step, "attempts": attempts_made(events), "reason": reason}
         self.add(state, **values)
         try:
             write_json(self._run.outcome_file, {"state": state, **values})

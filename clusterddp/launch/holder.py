@@ -16,7 +16,8 @@ from typing import Any
 
 from clusterddp.launch import slurm
 from clusterddp.process import process_start
-from clusterddp.rundir import Form, RunDirectory, if_given, is_text, read_json, remove, write_json
+from clusterddp.records import Form, if_given, is_text, read_json
+from clusterddp.rundir import RunDirectory, remove, write_json
 
 
 def of_job(job_id: str) -> dict[str, Any]:

@@ -7,10 +7,12 @@ from typing import Any
 
 from clusterddp.job import Job
 from clusterddp.launch.cause import Cause
-from clusterddp.rundir import is_count
+from clusterddp.records import is_count
 
 #: Events after which an attempt has no ranks.
 ENDS = frozenset(("requeued", "resubmitted", "restarted", "stopped", "completed", "failed", "cancelled"))
+#: Events that an attempt may have which never starts its ranks. By any other it did, even if its `started` is lost.
+_WITHOUT_RANKS = frozenset(("submitted", "forked", "failed", "cancelled"))
 #: Attempts in a row that may end at their time limit, or by a failure that may pass, without a checkpoint of their own:
 #: the next would do no better.
 FRUITLESS = 3
@@ -19,9 +21,9 @@ FRUITLESS = 3
 def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:
     """Why there must be no further attempt, in a sentence; None when there may be one."""
     events = list(events)
-    started = [event for event in events if event["event"] == "started"]
-    if job.limits.attempts is not None and len(started) >= job.limits.attempts:
-        return f"{len(started)} attempts are made, and limits.attempts is {job.limits.attempts}"
+    made = attempts_made(events)
+    if job.limits.attempts is not None and made >= job.limits.attempts:
+        return f"{made} attempts are made, and limits.attempts is {job.limits.attempts}"
     hours = used_rank_hours(events, now, job.world_size) * (job.gpus_per_rank if job.device == "cuda" else 1)
     if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
         return f"{hours:.2f} GPU hours are used, and limits.gpu_hours is {job.limits.gpu_hours:g}"
@@ -30,8 +32,13 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
     return None
 
 
+def attempts_made(events: Iterable[Mapping[str, Any]]) -> int:
+    """How many attempts have started their ranks."""
+    return len({event["attempt"] for event in events if event["event"] not in _WITHOUT_RANKS})
+
+
 def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size: int) -> float:
-    """Hours times ranks, from each attempt's start to its last event; the newest attempt's last to now.
+    """Hours times ranks, from each attempt's first event to its last; the newest attempt's last to now.
 
     ``world_size``: of attempts whose record does not say it.
     """
@@ -40,15 +47,16 @@ def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size:
     ranks: dict[int, int] = {}
     ended: set[int] = set()
     for event in events:
-        if event["event"] == "started":
-            first[event["attempt"]] = event["time"]
-            ranks[event["attempt"]] = event["ranks"] if is_count(event.get("ranks")) else world_size
+        if event["event"] not in _WITHOUT_RANKS:
+            first.setdefault(event["attempt"], event["time"])
+        if event["event"] == "started" and is_count(event.get("ranks")):
+            ranks[event["attempt"]] = event["ranks"]
         last[event["attempt"]] = event["time"]
         if event["event"] in ENDS:
             ended.add(event["attempt"])
     if first and max(first) not in ended:  # what comes after an end is time in the queue
         last[max(first)] = now
-    return sum((last[attempt] - start) * ranks[attempt] for attempt, start in first.items()) / 3600
+    return sum((last[attempt] - start) * ranks.get(attempt, world_size) for attempt, start in first.items()) / 3600
 
 
 def _fruitless(events: list[Mapping[str, Any]]) -> int:
@@ -58,7 +66,7 @@ def _fruitless(events: list[Mapping[str, Any]]) -> int:
     not known here.
     """
     count, records = 0, any(event.get("step") is not None for event in events)
-    for attempt in sorted({event["attempt"] for event in events if event["event"] == "started"}, reverse=True):
+    for attempt in sorted({event["attempt"] for event in events if event["event"] not in _WITHOUT_RANKS}, reverse=True):
         own = [event for event in events if event["attempt"] == attempt]
         failed, timed = any(map(_failed, own)), any(map(_timed, own))
         if not (failed or (timed and records)) or any(event["event"] == "checkpoint" for event in own):

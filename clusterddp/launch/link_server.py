@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hmac
 import json
+import resource
 import selectors
 import socket
 import threading
@@ -20,8 +21,12 @@ from clusterddp.link import LONGEST_LINE, keep_alive, send_line
 
 # What a stranger may use up: whoever connects is one until it has shown the token, which a rank does at once.
 _LONGEST_HELLO = 4096
-_HELLO_S = 30.0
-_MOST_STRANGERS = 256
+_HELLO_S = 10.0
+_MOST_STRANGERS, _FEWEST_STRANGERS = 256, 16
+#: File descriptors that the rest of the supervisor needs: logs, the run's files, Slurm's commands.
+_OWN_DESCRIPTORS = 64
+#: Pause before accepting again when no file descriptor is left.
+_NO_DESCRIPTOR_S = 0.1
 #: How the kernel says that a peer is silent.
 _SILENT = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
 _LAST_WORDS_S = 1.0
@@ -40,6 +45,8 @@ class _Peer:
     deadline: float
     rank: int | None = None
     pending: bytearray = field(default_factory=bytearray)
+    skipping: bool = False
+    """Whether the line that is being received is too long, and skipped."""
 
 
 class LinkServer:
@@ -69,6 +76,7 @@ class LinkServer:
         self._known: Counter[int] = Counter()  # how many events each rank has reported
         self._store: dict[str, Any] | None = None
         self._told: dict[str, Any] = {}
+        self._most_strangers = _most_strangers(ranks or 0)
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -129,7 +137,9 @@ class LinkServer:
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except OSError:  # reset by the peer, or no file descriptor left: it will try again, or is named as lost
+        except OSError as error:  # reset by the peer, or no file descriptor left: a rank tries again
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._make_room()
             return
         connection.setblocking(False)
         try:
@@ -140,8 +150,15 @@ class LinkServer:
         peer = _Peer(connection, address[0], time.monotonic() + _HELLO_S)
         self._peers[connection] = self._strangers[connection] = peer
         self._selector.register(connection, selectors.EVENT_READ)
-        if len(self._strangers) > _MOST_STRANGERS:
+        if len(self._strangers) > self._most_strangers:
             self._drop(next(iter(self._strangers.values())))
+
+    def _make_room(self) -> None:
+        """No descriptor is left: half of the strangers' are freed, and so many are never given out again."""
+        self._most_strangers = max(1, len(self._strangers) // 2)  # a rank is one, too, until its hello is read
+        for peer in list(self._strangers.values())[: -self._most_strangers]:
+            self._drop(peer)
+        time.sleep(_NO_DESCRIPTOR_S)  # the listener stays readable
 
     def _until_next_deadline(self) -> float | None:
         """Seconds until the oldest stranger is to be dropped; None when there is none."""
@@ -165,28 +182,40 @@ class LinkServer:
         *lines, rest = bytes(peer.pending).split(b"\n")
         peer.pending = bytearray(rest)
         stays = all(self._handle(peer, line) for line in lines)
-        if not stays or not data or len(rest) > (_LONGEST_HELLO if peer.rank is None else LONGEST_LINE):
+        if stays and peer.rank is not None and len(rest) > LONGEST_LINE:
+            peer.skipping, peer.pending = True, bytearray()
+        if not stays or not data or (peer.rank is None and len(rest) > _LONGEST_HELLO):
             self._drop(peer, silent)
 
     def _handle(self, peer: _Peer, line: bytes) -> bool:
-        """Whether the peer may stay."""
-        if peer.rank is None and len(line) > _LONGEST_HELLO:
+        """Whether the peer may stay. A rank does, whatever it says: it would join again, and repeat what it said."""
+        if peer.rank is not None:
+            self._hear(peer.rank, None if peer.skipping else line)
+            peer.skipping = False
+            return True
+        if len(line) > _LONGEST_HELLO:
             return False
         try:
             message = json.loads(line)
-            if peer.rank is None:
-                trusted = hmac.compare_digest(str(message["token"]).encode(), self._token.encode())
-                return trusted and self._greet(peer, message)
-            event = str(message.pop("event"))
+            trusted = hmac.compare_digest(str(message["token"]).encode(), self._token.encode())
+            return trusted and self._greet(peer, message)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
-        self._known[peer.rank] += 1
+
+    def _hear(self, rank: int, line: bytes | None) -> None:
+        """Hands on what a rank reports; None for a line that was too long. What cannot be understood is skipped."""
+        self._known[rank] += 1
+        event = "something"
         try:
-            self._on_event(peer.rank, event, message)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):  # not what the event should hold
-            print(f"clusterddp: rank {peer.rank} reported {event!r} in a way that cannot be understood:", flush=True)
-            traceback.print_exc()
-        return True
+            if line is None or len(line) > LONGEST_LINE:
+                raise ValueError(f"longer than {LONGEST_LINE:,} bytes")
+            message = json.loads(line)
+            event = str(message.pop("event"))
+            self._on_event(rank, event, message)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            print(f"clusterddp: skipped what rank {rank} reported ({event!r}): {error!r}", flush=True)
+            if event != "something":
+                traceback.print_exc()
 
     def _greet(self, peer: _Peer, hello: Mapping[str, Any]) -> bool:
         rank, port = hello["rank"], hello["port"]
@@ -235,6 +264,14 @@ class LinkServer:
             if silent:
                 self._taken[peer.rank] = None
             self._on_lost(peer.rank, silent)
+
+
+def _most_strangers(ranks: int) -> int:
+    """How many connections of strangers leave enough descriptors for the ranks' and for the rest of the process."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MOST_STRANGERS
+    return max(_FEWEST_STRANGERS, min(_MOST_STRANGERS, limit - _OWN_DESCRIPTORS - ranks))
 
 
 def _unanswered_probes(connection: socket.socket) -> int:

@@ -75,6 +75,14 @@ def _failed(event: Event) -> str:
     return f"failed{at_step(event['step'])}{cause}"
 
 
+def _not_finite(event: Event) -> str:
+    """Of many metrics the first."""
+    (name, value), *others = event["metrics"].items()
+    more = max(len(others), event["count"] - 1)
+    also = f", and {more} other metric{'s'[: more != 1]} became NaN or infinite" if more else ""
+    return f"{name} became {value} at step {event['step']}{also}; training continues"
+
+
 _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "submitted": lambda e: f"submitted as job {e['job']}",
     "started": _started,
@@ -96,6 +104,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"saving every {e['seconds']:.0f} s: a save blocks training for {1000 * e['stall_s']:.0f} ms, and it is "
         f"interrupted every {e['between_s'] / 3600:.1f} hours as far as the history tells"
     ),
+    "not_finite": _not_finite,
     "controller_away": lambda e: f"the controller cannot be asked, training goes on: {e['error']}",
     "controller_back": lambda _: "the controller answers again",
     "notice": lambda e: f"{e['why']}: telling the ranks to stop",

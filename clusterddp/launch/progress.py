@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.launch.narration import sentence
-from clusterddp.rundir import EVENT, METRICS, Form, RunDirectory, fault, is_count
+from clusterddp.records import Form, fault, is_count
+from clusterddp.rundir import EVENT, METRICS, RunDirectory
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

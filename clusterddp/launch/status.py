@@ -19,6 +19,7 @@ from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import give_notice
 from clusterddp.launch.history import History
 from clusterddp.launch.holder import held_by_other, holders, local_loop_alive
+from clusterddp.launch.limits import attempts_made
 from clusterddp.launch.narration import at_step, over_already, readable, sentence
 from clusterddp.launch.progress import Tail
 from clusterddp.process import process_start
@@ -47,17 +48,16 @@ def show(path: str) -> int:
     """Prints what a run is doing, its history in sentences, and how to go on."""
     run = open_run(path)
     job = load_resolved(run.job_file)
-    metrics = run.metrics()
+    last = run.newest_metrics()
     print(f"run       {run}")
     print(f"job       {job.name}: {job.shape}")
     print(f"state     {readable(state_of(run)[1])}")
     events = run.events()
-    print(f"attempts  {sum(event['event'] == 'started' for event in events)}")
+    print(f"attempts  {attempts_made(events)}")
     recorded = any(event.get("step") is not None for event in events)
     if recorded and (spent := cost(events, time.time())) is not None:
         print(f"cost      {spent.sentence()}")
-    if metrics:
-        last = metrics[-1]
+    if last is not None:
         values = {key: value for key, value in last.items() if key not in ("step", "time", "attempt")}
         logged = readable(_values(values))
         print(f"steps     {last['step'] + 1} done{f'; the last: {logged}' if logged else ''}")

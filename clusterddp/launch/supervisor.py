@@ -40,7 +40,8 @@ from clusterddp.launch.narration import at_step
 from clusterddp.launch.verdict import Action
 from clusterddp.masking import check_revealed
 from clusterddp.process import die_with_parent, speak_on_a_full_disk
-from clusterddp.rundir import RunDirectory, follow_folder, read_json, remove
+from clusterddp.records import read_json
+from clusterddp.rundir import RunDirectory, follow_folder, remove
 from clusterddp.trust import check_run
 
 

@@ -14,7 +14,7 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.deaths import Death
 from clusterddp.masking import masked
-from clusterddp.rundir import Form, fault, if_given, is_count, is_text, read_json
+from clusterddp.records import Form, fault, if_given, is_count, is_text, read_json
 
 #: Exceptions that tell of a device, a network or a peer rather than of the user's code: another try may go well.
 _MAY_PASS = re.compile(

@@ -22,7 +22,8 @@ from clusterddp.launch.narration import over_already
 from clusterddp.launch.progress import Progress
 from clusterddp.launch.slurm import JobInfo
 from clusterddp.launch.status import state_of
-from clusterddp.rundir import RunDirectory, read_json
+from clusterddp.records import read_json
+from clusterddp.rundir import RunDirectory
 from clusterddp.trust import check_run
 
 LOOK_S = 0.2

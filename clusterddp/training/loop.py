@@ -68,7 +68,7 @@ class Run:
         self._parts, self._loader, self._rng, self._seed = parts, loader, rng, seed
         self._default_steps, self._step_timeout_s = default_steps, step_timeout_s
         self._group, self._agreement, self._saver, self._report = group, agreement, saver, report
-        self._values: dict[str, Any] = {}
+        self._values = metrics.Values()
         self._parent: tuple[int, int] | None = None
         self._goal = 0  # of the loop that is being made
         self._finished: list[int] = []  # the goals of loops that ``finish`` has ended
@@ -152,20 +152,22 @@ class Run:
         return self._micro.pieces(batch)
 
     def log(self, **values: Any) -> None:
-        """Values of the step being made (numbers, tensors of one element); calls in a step are merged. Rank 0's count.
+        """Numbers, or tensors of one element, of the step being made; calls in a step are merged. Rank 0's count.
 
-        Outside a step they go into the history as a ``result``. TypeError for what is none.
+        Outside a step they go into the history as a ``result``. TypeError for anything else, ValueError for more than
+        1 MB in a step or a result.
         """
         if taken := {"step", "time", "attempt", "event", "rank"} & values.keys():
             raise TypeError(
                 f"run.log({', '.join(sorted(taken))}=...): the history uses the name itself; give it another"
             )
-        for name, value in values.items():
-            metrics.check(name, value)
         if self._in_step:
-            self._values.update(values)
-        elif self._group.rank == 0:
-            self._report("result", step=self.step, **{name: metrics.plain(value) for name, value in values.items()})
+            self._values.add(values)
+            return
+        metrics.Values().add(values)
+        if self._group.rank == 0:
+            result = {name: metrics.plain(name, value) for name, value in values.items()}
+            self._report("result", step=self.step, **result)
 
     def finish(self) -> None:
         """Makes the step being made the loop's last one: early stopping. All ranks call it in the same step.
@@ -230,8 +232,7 @@ class Run:
 
     def _finish_step(self) -> None:
         self._check_micro()
-        self._saver.log(self.step, self._values)
-        self._values = {}
+        self._saver.log(self.step, self._values.take())
         self.step += 1
         if self._last_step:
             self._finished.append(self._goal)
@@ -299,8 +300,8 @@ class Run:
             return
         made = self.step + self._optimizer_stepped
         if self._optimizer_stepped:
-            self._saver.log(self.step, self._values)
-        self._in_step, self._values = False, {}
+            self._saver.log(self.step, self._values.take())
+        self._in_step = False
         if self._group.rank == 0:
             self._report("left_loop", step=made, steps=self._goal)
 

@@ -44,7 +44,7 @@ class Saver:
         if directory is not None and group.rank == 0:
             self._directory = directory
             self._checkpoints = Checkpoints(directory, attempt, settings.keep)
-            self._metrics = Metrics(directory.metrics_file, attempt)
+            self._metrics = Metrics(directory.metrics_file, attempt, report)
             self._persisting = Persisting(directory, attempt, settings.keep, group.device)
         #: Whether there is a place to save in.
         self.saves = directory is not None
@@ -52,6 +52,8 @@ class Saver:
         self._saved_at = time.monotonic()
         self._every_s = interval.FIRST_S if settings.auto else settings.every_s
         self._said_s = 0.0
+        #: The events so far, read once, for ``every: auto``: what this attempt adds costs it no step.
+        self._history: list[dict[str, Any]] | None = None
         self._stall_s = self._durable_s = 0.0
         #: The metric that `keep` goes by: its best value so far (as its order), and that of the step just done.
         self._best = float("inf")
@@ -236,7 +238,14 @@ class Saver:
         return {"step": self._committed, "problem": problem}
 
     def _choose_interval(self, step: int, durable_s: float) -> None:
-        between_s = interval.between_interruptions_s(self._directory.events(), time.time())
+        if self._history is None:
+            try:
+                self._history = self._directory.events()
+            except OSError as error:
+                words = f"cannot read the history ({error}); still saving every {self._every_s:.0f} s"
+                print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+                return
+        between_s = interval.between_interruptions_s(self._history, time.time())
         self._every_s = interval.interval_s(self._stall_s, durable_s, between_s)
         if not 0.5 < self._every_s / (self._said_s or 1e-9) < 2:
             self._said_s = self._every_s

@@ -27,7 +27,8 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.runs import cluster
-from clusterddp.rundir import RunDirectory, append_line, read_lines
+from clusterddp.records import read_lines
+from clusterddp.rundir import RunDirectory, append_line
 from tests.chaos import runs
 from tests.chaos.behaviours import ALL, behaviour
 from tests.chaos.judging import problems
