@@ -26,6 +26,7 @@ from clusterddp.launch.progress import Progress
 from clusterddp.launch.recording import Plant, record_local
 from clusterddp.launch.verdict import RankEnd
 from clusterddp.launch.watching import LOOK_S, Watcher
+from clusterddp.masking import revealed, secret_values
 from clusterddp.options import add_arguments, describe, say
 from clusterddp.process import module_command
 from clusterddp.records import is_count
@@ -189,7 +190,8 @@ class Handle:
         end = RankEnd.read(rank, event["host"], when, path)
         if end.end == "died":  # the supervisor knew more of how it was killed
             end = replace(end, error=event["error"])
-        return f"{words}\n{failure_box(self._run, attempt, end, (), event.get('step'), when)}"
+        secrets = secret_values(revealed(load_resolved(self._run.job_file), self._run.job_file), os.environ)
+        return f"{words}\n{failure_box(self._run, attempt, end.without(secrets), (), event.get('step'), when, secrets)}"
 
 
 # --- starting

@@ -6,8 +6,12 @@ the batch script or any command line, but in the run's ``private/secrets.json``;
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import functools
+import json
 import re
+import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -94,17 +98,94 @@ def check_revealed(job: Job, job_file: Path) -> None:
 
 def secret_values(job: Job, environ: Mapping[str, str]) -> list[str]:
     """The secrets that a run's processes know, the longest first."""
-    named = [value for name, value in environ.items() if is_secret(name)]
-    own = [value.rpartition("=")[2] for place, value in without_secrets(job)[1].items() if not place.startswith("env.")]
-    own += [value for name, value in job.env.items() if is_secret(name)]
-    return sorted({value for value in [*named, *own] if len(value) >= _SHORTEST}, key=len, reverse=True)
+    found = {*known_secrets(environ), *known_secrets(job.env, job.args, job.args_on_resume)}
+    return sorted(found, key=len, reverse=True)
+
+
+def known_secrets(environ: Mapping[str, str], *arguments: Sequence[str]) -> list[str]:
+    """The secrets in an environment and among lists of arguments, the longest first."""
+    found = {value for name, value in environ.items() if is_secret(name)}
+    for words in arguments:
+        found |= {words[index][len(text) - len(MASK) :] for index, text in _masked_arguments(words).items()}
+    return sorted((value for value in found if len(value) >= _SHORTEST), key=len, reverse=True)
 
 
 def masked(text: str, secrets: Iterable[str]) -> str:
-    """The text without these values."""
-    for value in secrets:
-        text = text.replace(value, MASK)
-    return text
+    """The text without these values in any form: as they are, as repr or JSON write them, URL-encoded, in base64.
+
+    Also where a line is broken within one, and the single lines of a value of several.
+    """
+    plain, places = _unbroken(text)
+    spans = []
+    for form in _forms(tuple(secrets)):
+        start = plain.find(form)
+        while start >= 0:
+            spans.append((start, start + len(form)))
+            start = plain.find(form, start + 1)
+    shown, at, end = [], 0, 0
+    for start, stop in sorted(spans):
+        if start >= end:  # else it continues what is masked already
+            shown += [text[at : places[start]], MASK]
+        end = max(end, stop)
+        at = places[end - 1] + 1
+    return "".join([*shown, text[at:]])
+
+
+_BREAK = re.compile(r"\s*\n[\s|]*|\s+")
+
+
+def _unbroken(text: str) -> tuple[str, Sequence[int]]:
+    """The text without blanks, line breaks and a box's border; and where each character was."""
+    parts, places, at = [], list[int](), 0
+    for found in _BREAK.finditer(text):
+        parts.append(text[at : found.start()])
+        places += range(at, found.start())
+        at = found.end()
+    if not parts:
+        return text, range(len(text))
+    return "".join([*parts, text[at:]]), [*places, *range(at, len(text))]
+
+
+@functools.lru_cache(maxsize=8)
+def _forms(secrets: tuple[str, ...]) -> list[str]:
+    """All that ``masked`` looks for."""
+    found: set[str] = set()
+    for value in {piece for secret in secrets for piece in (secret, *map(str.strip, secret.splitlines()))}:
+        once = _quoted(value)
+        twice = {form for other in once for form in _quoted(other)}  # a repr in a repr, or in JSON
+        found |= {value} | once | twice | _url_encoded(value) | _base64(value)
+    unbroken = {_unbroken(form)[0] for form in found}
+    return sorted((form for form in unbroken if len(form) >= _SHORTEST), key=len, reverse=True)
+
+
+def _quoted(value: str) -> set[str]:
+    """As repr, ascii, repr of its bytes and JSON write it within whatever else is quoted with it."""
+    forms = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
+    pieces = value.split("'")
+    for quote in (repr, ascii, lambda piece: repr(_bytes(piece))[1:]):
+        written = [quote(piece)[1:-1] for piece in pieces]
+        forms |= {"'".join(written), "\\'".join(written)}
+    return forms
+
+
+def _url_encoded(value: str) -> set[str]:
+    data = _bytes(value)
+    forms = {urllib.parse.quote(data), urllib.parse.quote(data, safe=""), urllib.parse.quote_plus(data)}
+    return forms | {re.sub("%[0-9A-F]{2}", lambda code: code[0].lower(), form) for form in forms}
+
+
+def _base64(value: str) -> set[str]:
+    """The characters that depend on the value alone, for each place that it can have in groups of three bytes."""
+    data, forms = _bytes(value), set()
+    for before in range(3):
+        encoded = base64.b64encode(bytes(before) + data).decode()
+        form = encoded[(8 * before + 5) // 6 : 8 * (before + len(data)) // 6]
+        forms |= {form, form.replace("+", "-").replace("/", "_")}
+    return forms
+
+
+def _bytes(value: str) -> bytes:
+    return value.encode(errors="surrogatepass")
 
 
 def _masked_arguments(words: Sequence[str]) -> dict[int, str]:

@@ -37,8 +37,8 @@ from clusterddp.rundir import RunDirectory, write_json
 KNOWING = {"clusterddp.training.context", "clusterddp.function"}
 JOIN_TIMEOUT_S = 600.0
 FENCE_S = 2.0
-#: Characters of a traceback that are recorded: its end.
-LONGEST_TRACEBACK = 100_000
+#: Characters of an exception's text, and of its traceback, that are recorded: the beginning and the end.
+LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 40_000
 
 
 def main() -> None:
@@ -182,7 +182,7 @@ def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
     if isinstance(leaving.code, int):
         return {"end": "exit", "exit_code": leaving.code}, leaving.code
     print(leaving.code, file=sys.stderr)
-    return {"end": "exit", "exit_code": 1, "error": str(leaving.code)}, 1
+    return {"end": "exit", "exit_code": 1, "error": _short(str(leaving.code), LONGEST_ERROR)}, 1
 
 
 def _raised(error: BaseException) -> dict[str, Any]:
@@ -192,8 +192,19 @@ def _raised(error: BaseException) -> dict[str, Any]:
         inner = inner.tb_next
     error.__traceback__ = inner
     sys.excepthook(type(error), error, inner)
-    text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
-    return {"end": "exception", "error": f"{type(error).__name__}: {error}", "traceback": text}
+    try:
+        said = f"{type(error).__name__}: {error}"
+    except Exception:  # its own __str__ fails; so says traceback
+        said = f"{type(error).__name__}: <exception str() failed>"
+    text = "".join(traceback.format_exception(error))
+    return {"end": "exception", "error": _short(said, LONGEST_ERROR), "traceback": _short(text, LONGEST_TRACEBACK)}
+
+
+def _short(text: str, longest: int) -> str:
+    """The beginning and the end of a long text; first without secrets, of which the cut could leave a part."""
+    from clusterddp.masking import known_secrets, masked
+
+    return link.clip(masked(text, known_secrets(os.environ, sys.argv)), longest)
 
 
 def _leave(record: Path, end: dict[str, Any], code: int) -> NoReturn:

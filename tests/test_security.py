@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import pytest
 
@@ -21,7 +25,16 @@ from clusterddp.launch.launcher import rank_command
 from clusterddp.launch.recording import recorded
 from clusterddp.launch.supervisor import load_trusted
 from clusterddp.launch.verdict import RankEnd
-from clusterddp.masking import MASK, is_secret, masked, secret_values, with_secrets, without_secrets
+from clusterddp.masking import (
+    MASK,
+    _forms,
+    is_secret,
+    known_secrets,
+    masked,
+    secret_values,
+    with_secrets,
+    without_secrets,
+)
 from clusterddp.rundir import RunDirectory, append_line, write_atomically, write_json
 from clusterddp.trust import check_own
 from tests.waiting import story
@@ -35,6 +48,7 @@ JOB = Job(
     device="cpu",
 )
 SHARED = dataclasses.replace(JOB, share="group")
+PASSWORD = """se'cr\\et"\nof two lines"""
 SECRETS = ("s3cret-argument", "s3cret-override", "s3cret-resume", "s3cret-environment")
 
 
@@ -145,6 +159,28 @@ def test_a_failures_words_are_shown_without_the_secrets(tmp_path: Path) -> None:
     end = RankEnd.read(0, "n1", 1.0, tmp_path / "rank-0.json").without(secrets)
     assert (end.error, end.traceback) == (f"no answer from https://x?key={MASK}", f"connect('{MASK}')")
     assert masked("nothing here", secrets) == "nothing here"
+    assert known_secrets({}, ["--api-key=YWJjZA==", "--token", "x=YWJjZB=="]) == ["x=YWJjZB==", "YWJjZA=="]
+
+
+@pytest.mark.parametrize(
+    "secret", ["simple-s3cret", PASSWORD, "a'b'c-s3cret", 'a"b\\n-s3cret', "pässwörd-s3cret", "%2F/+ s3cret"]
+)
+def test_a_secret_is_masked_in_every_form_that_an_error_may_have(secret: str) -> None:
+    """Quoted once or twice, encoded, with a line broken within it, or with one of its own lines alone."""
+    data = secret.encode()
+    forms = [secret, repr(secret), repr((secret, "'\"")), ascii(secret), repr(data), repr(KeyError(repr(secret)))]
+    forms += [json.dumps(secret), json.dumps(secret, ensure_ascii=False), json.dumps({"x": repr(secret)})]
+    forms += [quote(secret), quote(secret, safe=""), quote_plus(secret)]
+    forms += [re.sub("%..", lambda code: code[0].lower(), quote(secret))]
+    for before in (b"", b"a", b"ab"):
+        forms += [base64.b64encode(before + data + b"xyz").decode(), base64.urlsafe_b64encode(before + data).decode()]
+    forms += [secret.splitlines()[-1], "\n".join(secret), textwrap.indent(textwrap.fill(repr(secret), 7), "| ")]
+    forms += [base64.encodebytes(b"x" * 50 + data).decode()]
+    pieces = [form[at : at + 6] for form in _forms((secret,)) for at in range(len(form) - 5)]
+    for form in forms:
+        shown = masked(f"error: {form} at the end", [secret])
+        assert MASK in shown and shown.startswith("error: ") and shown.endswith(" at the end"), (form, shown)
+        assert not [piece for piece in pieces if piece in shown], (form, shown)
 
 
 def test_a_run_gets_its_secrets_and_shows_none(tmp_path: Path) -> None:
@@ -153,22 +189,32 @@ def test_a_run_gets_its_secrets_and_shows_none(tmp_path: Path) -> None:
     script.write_text(
         "import os, sys\nassert sys.argv[1:] == ['--api-key', 's3cret-argument']\n"
         "print(open('/proc/self/cmdline').read().split('\\0'))\n"
-        "raise ValueError('with ' + os.environ['HF_TOKEN'])\n"
+        "import base64; password = os.environ['DB_PASSWORD']\n"
+        "code = base64.encodebytes(b'user:' + password.encode()).decode()\n"
+        "raise ValueError('with ' + os.environ['HF_TOKEN'], password, code, 'x' * 3_000_000 + password)\n"
     )
     (tmp_path / "job.yaml").write_text(f"script: train.py\ndevice: cpu\nenv: {{HF_TOKEN: {SECRETS[3]}}}\n")
     command = [sys.executable, "-m", "clusterddp.submit", "job.yaml", "--local", "--run-dir", "run"]
     done = subprocess.run(
-        [*command, "--", "--api-key", SECRETS[0]], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [*command, "--", "--api-key", SECRETS[0]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "DB_PASSWORD": PASSWORD},
     )
     run = RunDirectory(tmp_path / "run")
     logs = run.attempt_logs(0)
     assert f"'--api-key', '{MASK}'" in (logs / "rank-0.out").read_text(), story(run)
-    assert f"ValueError: with {SECRETS[3]}" in (logs / "rank-0.err").read_text()
+    assert f"ValueError: ('with {SECRETS[3]}" in (logs / "rank-0.err").read_text()
     assert f"with {MASK}" in done.stderr + (logs.parent / "supervisor.log").read_text()
-    holding = {path for path in run.path.rglob("*") if path.is_file() and "s3cret" in path.read_text()}
-    expected = {run.private / "secrets.json", run.rank_record(0, 0), logs / "rank-0.err"}
-    assert holding == expected
-    assert "s3cret" not in done.stdout + done.stderr
+    traces = ["s3cret", *_forms((PASSWORD,))]
+    texts = {path: path.read_text() for path in run.path.rglob("*") if path.is_file()}
+    holding = {path for path, text in texts.items() if any(trace in text for trace in traces)}
+    assert holding == {run.private / "secrets.json", logs / "rank-0.err"}
+    assert not [trace for trace in traces if trace in done.stdout + done.stderr]
+    assert run.events_file.stat().st_size + run.outcome_file.stat().st_size < 30_000
+    assert "characters left out" in run.events()[-1]["reason"]
 
 
 # --- who may read

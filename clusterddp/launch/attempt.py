@@ -49,9 +49,9 @@ class Attempt:
     ) -> None:
         self._run, self._job, self._number, self._submission = run, job, number, submission
         self._launcher, self._controller = launcher, controller
-        self._history = History(run, number)
-        self._steps_before = self._steps_so_far()
         self._secrets = secret_values(job, os.environ)
+        self._history = History(run, number, self._secrets)
+        self._steps_before = self._steps_so_far()
         self._hosts: dict[int, str] = {}
         self._lost_at: dict[int, float] = {}
         self._left: dict[int, Mapping[str, Any]] = {}

@@ -115,7 +115,7 @@ class GoingOn:
         step = self._history.saved()["step"]
         if self._ranks.hang is None:  # which is in the history already
             self._add_failure(failure, step)
-        box = failure_box(self._run, self._number, failure, others, step, time.time())
+        box = failure_box(self._run, self._number, failure, others, step, time.time(), self._history.secrets)
         print(box, file=sys.stderr, flush=True)
 
     def _add_failure(self, failure: RankEnd, step: int | None) -> None:

@@ -8,20 +8,28 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from clusterddp.launch.limits import attempts_made
 from clusterddp.launch.narration import sentence
+from clusterddp.link import clip
+from clusterddp.masking import masked
 from clusterddp.records import drop_torn_line
 from clusterddp.rundir import RunDirectory, append_line, write_json
 
+#: Characters of a free text in an event that are kept.
+_LONGEST_TEXT = 4000
+
 
 class History:
-    """Appends an attempt's events. A disk that does not take them stops nothing: they are kept and written later."""
+    """Appends an attempt's events. A disk that does not take them stops nothing: they are kept and written later.
 
-    def __init__(self, run: RunDirectory, attempt: int) -> None:
-        self._run, self._attempt = run, attempt
+    ``secrets``: what no event may show.
+    """
+
+    def __init__(self, run: RunDirectory, attempt: int, secrets: Sequence[str] = ()) -> None:
+        self._run, self._attempt, self.secrets = run, attempt, secrets
         self._lock = threading.Lock()
         self._pending: list[dict[str, Any]] = []
         self._closed = False
@@ -39,7 +47,7 @@ class History:
 
     def add(self, event: str, **values: Any) -> None:
         """Appends one event, unless the history was closed."""
-        line = {"time": time.time(), "attempt": self._attempt, "event": event, **values}
+        line = {"time": time.time(), "attempt": self._attempt, "event": event, **self._presentable(values)}
         with self._lock:
             if self._closed:
                 return
@@ -53,6 +61,11 @@ class History:
         words = sentence(line)
         if words:  # a local run's terminal shows what is in the file, and the supervisor's standard error
             print(words, file=sys.stdout if written else sys.stderr, flush=True)
+
+    def _presentable(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of which the free texts, such as an exception's, are without secrets and not too long."""
+        texts = {name: values[name] for name in ("error", "reason") if isinstance(values.get(name), str)}
+        return {**values, **{name: clip(masked(text, self.secrets), _LONGEST_TEXT) for name, text in texts.items()}}
 
     def _write_pending(self) -> None:
         try:
@@ -89,7 +102,7 @@ class History:
         """
         events = self.events
         step = _highest(event.get("step") for event in events)
-        values = {"step": step, "attempts": attempts_made(events), "reason": reason}
+        values = self._presentable({"step": step, "attempts": attempts_made(events), "reason": reason})
         self.add(state, **values)
         try:
             write_json(self._run.outcome_file, {"state": state, **values})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from clusterddp.launch.deaths import CHECK_MEMORY
 from clusterddp.launch.verdict import RankEnd
+from clusterddp.masking import masked
 from clusterddp.rundir import RunDirectory
 
 Event = Mapping[str, Any]
@@ -26,8 +29,8 @@ def sentence(event: Event) -> str | None:
 
 
 def readable(text: str) -> str:
-    """Without what would command the terminal that shows it: another's history may hold anything."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
+    """Without what would command the terminal that shows it, or cannot be printed: a history may hold anything."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "?", text)
 
 
 def at_step(step: int | None) -> str:
@@ -134,17 +137,25 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
 
 #: How many of the other ranks' ends a box shows.
 MOST_OTHERS = 8
+#: Bytes of a rank's log, from its end, that are searched for what a box shows.
+_LOG_BYTES = 1 << 20
 
 
 def failure_box(
-    run: RunDirectory, attempt: int, failure: RankEnd, others: Sequence[RankEnd], step: int | None, now: float
+    run: RunDirectory,
+    attempt: int,
+    failure: RankEnd,
+    others: Sequence[RankEnd],
+    step: int | None,
+    now: float,
+    secrets: Sequence[str] = (),
 ) -> str:
     """The first failure, boxed: who, where, when, its traceback or the end of its log, and what came of it.
 
-    ``step``: how many were done, as far as is known.
+    ``step``: how many were done, as far as is known. ``secrets``: what the log may have, and the box must not show.
     """
     log = run.attempt_logs(attempt) / f"rank-{failure.rank}.err"
-    text = log.read_text(errors="replace") if log.exists() else ""
+    text = masked(_end_of(log), secrets)
     body = failure.traceback or _main_stack(text) or last_words(text)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(failure.lost_at, now)))
     lines = [failure.sentence(), f"attempt {attempt}{at_step(step)}, {when}", "", *body.rstrip().splitlines(), ""]
@@ -152,6 +163,16 @@ def failure_box(
     wrapped = [piece for line in lines for piece in (textwrap.wrap(line, 116, drop_whitespace=False) or [""])]
     rule = "-" * 118
     return "\n".join([f"+{rule}", *(f"| {line}" for line in wrapped), f"+{rule}"])
+
+
+def _end_of(log: Path) -> str:
+    """The last part of a log, which may be larger than memory; empty when it cannot be read."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _main_stack(text: str) -> str:
