@@ -226,7 +226,7 @@ class Preempter:
     def _signal_again(self, delay: float, asked: float) -> None:
         """Another TERM to the ranks that have got the first, and to no later attempt's."""
         # Not srun, which has their command line behind its own: a TERM, ignored or not, makes it kill them.
-        ranks = [p for p in job_processes(self._up) if "-m clusterddp.rank" in p.command() and not srun(p)]
+        ranks = [p for p in job_processes(self._up) if "clusterddp.rank" in p.command() and not srun(p)]
         try:
             until(lambda: term_sent(self._up, self.training.job_id, asked - 0.001), "the first TERM", 5)
         except TooLong:
