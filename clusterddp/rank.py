@@ -191,7 +191,12 @@ def _raised(error: BaseException) -> dict[str, Any]:
     while inner is not None and inner.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         inner = inner.tb_next
     error.__traceback__ = inner
-    sys.excepthook(type(error), error, inner)
+    try:
+        sys.excepthook(type(error), error, inner)
+    except BaseException as failure:  # in a hook of the script's own: as Python, show its failure and the script's
+        failure.__context__ = None
+        sys.__excepthook__(type(failure), failure, failure.__traceback__)
+        sys.__excepthook__(type(error), error, inner)
     try:
         said = f"{type(error).__name__}: {error}"
     except Exception:  # its own __str__ fails; so says traceback

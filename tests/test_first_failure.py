@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from clusterddp import rank
 from clusterddp.launch import attempt as attempts
 from clusterddp.launch.attempt import Attempt
 from clusterddp.launch.cause import Cause
@@ -89,3 +91,17 @@ def test_the_peers_of_a_failed_rank_are_told_to_leave_wherever_they_are(
     assert attempt.supervise() == 1
     assert told == ["rank 1 (n2) failed"]
     assert (run.outcome() or {})["reason"] == "rank 1 (n2) raised ValueError: no"
+
+
+def test_an_exception_is_recorded_and_shown_whatever_the_scripts_own_hook_does_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script = tmp_path / "hooked.py"
+    script.write_text("import sys\nsys.excepthook = lambda *_: 1 // 0\nraise ValueError('the data ends here')\n")
+    end, code = rank.run_script([str(script)])
+    assert (end["end"], end["error"], code) == ("exception", "ValueError: the data ends here", 1)
+    shown = capsys.readouterr().err
+    assert "ZeroDivisionError" in shown and "ValueError: the data ends here" in shown
