@@ -1,1 +1,228 @@
-../clusterddp/bench/collectives.py
+"""Every collective of torch.distributed: its result against plain arithmetic, its time over sizes, its bandwidth.
+
+Bandwidths are those of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): the algorithm bandwidth is
+S / t, and the bus bandwidth that times a factor for the n ranks, to be held against the links' speed whatever n is:
+
+    all_reduce                                             2 (n - 1) / n
+    all_gather, reduce_scatter, all_to_all, gather, scatter  (n - 1) / n
+    broadcast, reduce, send and receive                            1
+
+S is the bytes of a rank's buffer; of the larger one where it sends and receives different amounts. t is the time from a
+barrier until the slowest rank is through, divided by the repetitions.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import clusterddp
+
+
+class Prepared(NamedTuple):
+    """One rank's part in a collective. ``output`` is to be ``expected`` after the first call; None: it gets nothing."""
+
+    call: Callable[[], object]
+    output: torch.Tensor | None = None
+    expected: torch.Tensor | None = None
+
+
+# Each prepares a collective for this rank of n. ``of(r)`` makes rank r's buffer, whose length is a multiple of n.
+
+
+def send_recv(rank, n, of):
+    """Ranks 0, 2, ... send to their next ones."""
+    if rank % 2:
+        output = torch.zeros_like(of(rank))
+        return Prepared(lambda: dist.recv(output, rank - 1), output, of(rank - 1))
+    mine = of(rank)
+    return Prepared(lambda: dist.send(mine, rank + 1) if rank + 1 < n else None)
+
+
+def isend_irecv(rank, n, of):
+    """All ranks at once, each to the next one, around. In one batch: NCCL could wait for ever for two single calls."""
+    mine, output = of(rank), torch.zeros_like(of(rank))
+    before, after = (rank - 1) % n, (rank + 1) % n
+
+    def call():
+        both = [dist.P2POp(dist.isend, mine, after), dist.P2POp(dist.irecv, output, before)]
+        for request in dist.batch_isend_irecv(both):
+            request.wait()
+
+    return Prepared(call, output, of(before))
+
+
+def broadcast(rank, _, of):
+    buffer = of(rank)
+    return Prepared(lambda: dist.broadcast(buffer, 0), buffer, of(0))
+
+
+def scatter(rank, n, of):
+    output, pieces = torch.zeros_like(of(rank)[: len(of(rank)) // n]), list(of(0).chunk(n))
+    return Prepared(lambda: dist.scatter(output, pieces if rank == 0 else None), output, pieces[rank])
+
+
+def gather(rank, n, of):
+    mine, buffer = of(rank).chunk(n)[rank].clone(), torch.zeros_like(of(rank))
+    call = lambda: dist.gather(mine, list(buffer.chunk(n)) if rank == 0 else None)  # noqa: E731
+    return Prepared(call, buffer, own_pieces(n, of)) if rank == 0 else Prepared(call)
+
+
+def reduce(rank, n, of):
+    buffer = of(rank)
+    call = lambda: dist.reduce(buffer, 0)  # noqa: E731
+    return Prepared(call, buffer, total(n, of)) if rank == 0 else Prepared(call)
+
+
+def all_reduce(rank, n, of):
+    buffer = of(rank)
+    return Prepared(lambda: dist.all_reduce(buffer), buffer, total(n, of))
+
+
+def all_gather(rank, n, of):
+    mine, buffer = of(rank).chunk(n)[rank].clone(), torch.zeros_like(of(rank))
+    return Prepared(lambda: dist.all_gather(list(buffer.chunk(n)), mine), buffer, own_pieces(n, of))
+
+
+def reduce_scatter(rank, n, of):
+    pieces, output = list(of(rank).chunk(n)), torch.zeros_like(of(rank).chunk(n)[0])
+    return Prepared(lambda: dist.reduce_scatter(output, pieces), output, total(n, of).chunk(n)[rank])
+
+
+def all_to_all(rank, n, of):
+    pieces, buffer = list(of(rank).chunk(n)), torch.zeros_like(of(rank))
+    expected = torch.cat([of(other).chunk(n)[rank] for other in range(n)])
+    return Prepared(lambda: dist.all_to_all(list(buffer.chunk(n)), pieces), buffer, expected)
+
+
+def barrier(*_):
+    return Prepared(lambda: dist.barrier())
+
+
+def subgroup(rank, n, of):
+    """all_reduce within the even ranks and within the odd ones, at the same time; every rank makes both groups."""
+    groups = [dist.new_group(range(parity, n, 2)) for parity in (0, 1)]
+    buffer, group = of(rank), groups[rank % 2]
+    expected = torch.stack([of(other) for other in range(rank % 2, n, 2)]).sum(0)
+    return Prepared(lambda: dist.all_reduce(buffer, group=group), buffer, expected)
+
+
+def own_pieces(n, of):
+    """Piece r of rank r's buffer, for all r, joined."""
+    return torch.cat([of(rank).chunk(n)[rank] for rank in range(n)])
+
+
+def total(n, of):
+    return torch.stack([of(rank) for rank in range(n)]).sum(0)
+
+
+COLLECTIVES = (
+    *(send_recv, isend_irecv, broadcast, scatter, gather, reduce),
+    *(all_reduce, all_gather, reduce_scatter, all_to_all, barrier, subgroup),
+)
+
+
+def bus_factor(collective, n):
+    """From the algorithm bandwidth to the bus bandwidth; of the two subgroups, the larger one counts."""
+    if collective in (all_gather, reduce_scatter, all_to_all, gather, scatter):
+        return (n - 1) / n
+    if collective is subgroup:
+        n = (n + 1) // 2
+    return 2 * (n - 1) / n if collective in (all_reduce, subgroup) else 1
+
+
+def buffers(length, device):
+    """Makes each rank's buffer: no two ranks' and no two pieces are alike, so that none can be taken for another.
+
+    Whole numbers so small that float32 has their exact sums, for up to 2,000 ranks.
+    """
+    return lambda rank: (torch.arange(length, device=device) % 1009 + 3 * rank).float()
+
+
+def check(ctx, name, prepared):
+    """Calls once, and ends all ranks if any rank's output is wrong; False if the backend lacks the collective."""
+    try:
+        prepared.call()
+    except RuntimeError as error:
+        if "support" not in str(error):
+            raise
+        ctx.print(f"{name:15} {dist.get_backend()} of torch {torch.__version__} lacks it: {str(error).splitlines()[0]}")
+        return False
+    right = prepared.output is None or torch.equal(prepared.output, prepared.expected)
+    wrong = int(ctx.all_reduce_sum(float(not right)))
+    if wrong:
+        raise SystemExit(f"{name} is wrong on {wrong} of {ctx.world_size} ranks")
+    return True
+
+
+def seconds(ctx, call, repetitions):
+    """The slowest rank's time of a call. Sums made in place grow meanwhile, to infinity, which costs no time."""
+    call()
+    dist.barrier()
+    synchronize(ctx)
+    started = time.perf_counter()
+    for _ in range(repetitions):
+        call()
+    synchronize(ctx)
+    return float(ctx.gather(torch.tensor([time.perf_counter() - started])).max()) / repetitions
+
+
+def synchronize(ctx):
+    if ctx.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def show(ctx, name, size, taken, factor):
+    bandwidth = size / taken / 1e9
+    ctx.print(f"{name:15} {size:12} {taken * 1e6:12.1f} {bandwidth:12.4g} {bandwidth * factor:12.4g}")
+
+
+def measure(ctx, collective, size, repetitions):
+    """Checks and times one collective; ``size``: the bytes of each rank's buffer, made a multiple of 4 x ranks."""
+    length = -(-size // (4 * ctx.world_size)) * ctx.world_size
+    prepared = collective(ctx.rank, ctx.world_size, buffers(length, ctx.device))
+    if check(ctx, collective.__name__, prepared):
+        taken = seconds(ctx, prepared.call, repetitions)
+        show(ctx, collective.__name__, 4 * length, taken, bus_factor(collective, ctx.world_size))
+
+
+def measure_pairs(ctx, size, repetitions):
+    """all_reduce among the ranks of each two nodes, one pair after the other: a slow link or node stands out."""
+    nodes = ctx.gather(torch.tensor([ctx.node_rank])).tolist()
+    for pair in itertools.combinations(sorted(set(nodes)), 2):
+        ranks = [rank for rank, node in enumerate(nodes) if node in pair]
+        group = dist.new_group(ranks)
+        buffer = buffers(size // 4, ctx.device)(ctx.rank)
+        call = (lambda: dist.all_reduce(buffer, group=group)) if ctx.rank in ranks else (lambda: None)  # noqa: B023
+        taken = seconds(ctx, call, repetitions)
+        show(ctx, f"nodes {pair[0]} and {pair[1]}", size // 4 * 4, taken, bus_factor(all_reduce, len(ranks)))
+        if ctx.rank in ranks:
+            dist.destroy_process_group(group)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2**10, 2**16, 2**20, 2**24], help="in bytes")
+    parser.add_argument("--repetitions", type=int, default=10)
+    args = parser.parse_args()
+
+    ctx = clusterddp.init()
+    if ctx.world_size < 2:
+        raise SystemExit("needs 2 ranks or more, found 1: say --gpus 2 or --nodes 2")
+    ctx.print(f"{ctx.world_size} ranks, {dist.get_backend()}, torch {torch.__version__}; bandwidths as in nccl-tests")
+    ctx.print(f"{'collective':15} {'bytes':>12} {'us':>12} {'algbw GB/s':>12} {'busbw GB/s':>12}")
+    for collective in COLLECTIVES:
+        for size in args.sizes if collective is not barrier else [0]:
+            if ctx.stop_requested():
+                ctx.requeue()  # to begin anew: times on two machines have no place in one table
+            measure(ctx, collective, size, args.repetitions)
+    measure_pairs(ctx, max(args.sizes), args.repetitions)
+    ctx.print("all results were right")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -339,3 +340,19 @@ def macro_f1(actual: str, predicted: str) -> float:
         precision, recall = hits / max(1, predicted.count(digit)), hits / max(1, actual.count(digit))
         scores.append(2 * precision * recall / (precision + recall) if hits else 0.0)
     return sum(scores) / len(scores)
+
+
+# ---- all of them
+
+
+def test_a_copy_of_the_folder_is_whole(tmp_path: Path) -> None:
+    """No job is a link out of it; those that are packaged as well are the same files."""
+    copied = shutil.copytree(JOBS, tmp_path / "jobs", symlinks=True)
+    assert [path for path in copied.iterdir() if path.is_symlink()] == []
+    package = JOBS.parent / "clusterddp"
+    packaged = [*package.glob("digits/digits.*"), *package.glob("bench/collectives.*")]
+    assert len(packaged) == 5
+    assert [path.name for path in packaged if path.read_bytes() != (copied / path.name).read_bytes()] == []
+    command = [sys.executable, "-m", "clusterddp", "submit", "digits.yaml", "--dry-run"]
+    done = subprocess.run(command, cwd=copied, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and f"{copied}/digits.py" in done.stdout, done.stderr
