@@ -186,9 +186,9 @@ def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
 
 
 def _raised(error: BaseException) -> dict[str, Any]:
-    """Shows the traceback as Python would, without this file's and runpy's frames, and returns the record of it."""
+    """Shows the traceback as Python would, from the script's own frames on, and returns the record of it."""
     inner = error.__traceback__
-    while inner is not None and inner.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while inner is not None and _below_the_script(inner.tb_frame.f_code.co_filename):
         inner = inner.tb_next
     error.__traceback__ = inner
     try:
@@ -210,6 +210,12 @@ def _short(text: str, longest: int) -> str:
     from clusterddp.masking import known_secrets, masked
 
     return link.clip(masked(text, known_secrets(os.environ, sys.argv)), longest)
+
+
+def _below_the_script(file: str) -> bool:
+    """Whether a frame is of what runs a script, or calls a launched function."""
+    ours = (__file__, str(Path(__file__).with_name("function.py")), runpy.__file__, "<frozen runpy>")
+    return file in ours or file.endswith("/submitit/core/utils.py")
 
 
 def _leave(record: Path, end: dict[str, Any], code: int) -> NoReturn:

@@ -280,7 +280,7 @@ def test_ranks_that_are_killed_again_and_again_are_started_three_times_without_a
     assert supervise(run, JOB, lambda: killed, FakeController(Cause.NONE)) == 1
     names = [event["event"] for event in run.events() if event["event"] != "not_excluded"]
     assert names == ["started", "rank_failed", "restarted"] * 2 + ["started", "rank_failed", "failed"]
-    assert "3 attempts in a row came to a failure without a checkpoint" in (run.outcome() or {})["reason"]
+    assert "3 consecutive attempts failed without reaching a new checkpoint" in (run.outcome() or {})["reason"]
 
 
 def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirectory) -> None:

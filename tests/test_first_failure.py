@@ -38,6 +38,7 @@ def run(tmp_path: Path) -> RunDirectory:
         ("memory", [1], 2, "ran out of memory: RuntimeError: ", "failing.py", True),
         ("segfault", [1], 2, r"killed by signal 11 \(SIGSEGV\)", "Fatal Python error: Segmentation fault", False),
         ("abort", [0], 2, r"killed by signal 6 \(SIGABRT\)", "Fatal Python error: Aborted", False),
+        ("leave", [1], 2, "exited early, with code 0 while other ranks waited for it", "rank 0 waited for it:", False),
         ("exit", [1], 2, r"left by os._exit\(3\), no traceback", "log: ", False),
     ],
 )  # fmt: skip
@@ -58,6 +59,9 @@ def test_the_box_names_the_true_first_failure(
     assert head, done.stderr
     box = done.stderr[head.start() :].partition("\n+---")[0]
     assert body in box
+    if how in ("segfault", "abort"):  # the stack of what crashed, and nothing of ours
+        assert re.search(r'most recent call first\):\n(\|.*\n)*?.*failing.py", line \d+ in fail\n', box), box
+    assert "clusterddp/rank.py" not in box and "runpy" not in box, box
     others = re.findall(r"\| (besides|in consequence): rank (\d)", box)
     assert sorted(number for _, number in others) == [str(r) for r in range(gpus) if f"| rank {r} " not in head[0]], box
     besides = [number for kind, number in others if kind == "besides"]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 _TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?$", re.MULTILINE)
 _LAUNCH = re.compile(r"^srun: error: tasks? ([\d,-]+) launch failed: (.+)$", re.MULTILINE)
 _EXITED = re.compile(r"Exited with exit code (\d+)")
-#: What may have killed a rank with a KILL that is nobody's of ours.
-CHECK_MEMORY = "; check memory"
+#: What a launcher ends the peers of a failed rank with.
+KILLS = (signal.SIGKILL, signal.SIGTERM)
 #: srun names signals as strsignal(3) does.
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
 
@@ -41,7 +41,7 @@ class Death:
         that a peer in a collective may fail, and say so, before.
         """
         alone = self.first or self.out_of_memory or bool(self.not_started)
-        return alone or self.signal not in (None, signal.SIGKILL, signal.SIGTERM)
+        return alone or self.signal not in (None, *KILLS)
 
     def words(self) -> str:
         """What a user is told."""
@@ -50,7 +50,7 @@ class Death:
         if self.out_of_memory:
             return "killed: out of memory (the job's limit; ask for more with --mem)"
         if self.signal == signal.SIGKILL:
-            return f"killed by signal 9, no traceback{CHECK_MEMORY}"
+            return "killed by signal 9, no traceback; check memory"
         if self.signal is not None:
             return f"killed by signal {self.signal} ({_name(self.signal)})"
         return f"left by os._exit({self.exit_code}), no traceback"

@@ -28,7 +28,7 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
     if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
         return f"{hours:.2f} GPU hours are used, and limits.gpu_hours is {job.limits.gpu_hours:g}"
     if _fruitless(events) >= FRUITLESS:
-        return f"{FRUITLESS} attempts in a row came to {_ends(events)} without a checkpoint"
+        return f"{FRUITLESS} consecutive attempts {_ended(events)} without reaching a new checkpoint"
     return None
 
 
@@ -85,5 +85,5 @@ def _timed(event: Mapping[str, Any]) -> bool:
     return event.get("cause") in (Cause.TIME_LIMIT.value, Cause.TIMED_OUT.value)
 
 
-def _ends(events: list[Mapping[str, Any]]) -> str:
-    return "a failure" if events[-1]["event"] == "restarted" else "their time limit (ask for more time)"
+def _ended(events: list[Mapping[str, Any]]) -> str:
+    return "failed" if events[-1]["event"] == "restarted" else "ran into their time limit (ask for more time)"

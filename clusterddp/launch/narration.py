@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterddp.launch.deaths import CHECK_MEMORY
+from clusterddp.launch.stacks import end_of_log
 from clusterddp.launch.verdict import RankEnd
 from clusterddp.masking import masked
 from clusterddp.rundir import RunDirectory
 
 Event = Mapping[str, Any]
+#: Characters of a reason that a line of the history shows.
+LONGEST_REASON = 500
 
 
 def sentence(event: Event) -> str | None:
@@ -74,8 +76,9 @@ def _stopped(event: Event) -> str:
 
 
 def _failed(event: Event) -> str:
-    cause = "" if event["reason"].startswith("rank ") else f": {event['reason']}"  # said by rank_failed already
-    return f"failed{at_step(event['step'])}{cause}"
+    reason = event["reason"]
+    shown = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ..."
+    return f"failed{at_step(event['step'])}: {shown}"
 
 
 def _not_finite(event: Event) -> str:
@@ -155,11 +158,10 @@ def failure_box(
     ``step``: how many were done, as far as is known. ``secrets``: what the log may have, and the box must not show.
     """
     log = run.attempt_logs(attempt) / f"rank-{failure.rank}.err"
-    text = masked(_end_of(log), secrets)
-    body = failure.traceback or _main_stack(text) or last_words(text)
+    body = failure.traceback or end_of_log(masked(_end_of(log), secrets))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(failure.lost_at, now)))
     lines = [failure.sentence(), f"attempt {attempt}{at_step(step)}, {when}", "", *body.rstrip().splitlines(), ""]
-    lines += [f"log: {log}", *_other_ends(others)]
+    lines += [*_who_waited(failure, others), f"log: {log}", *_other_ends(failure, others)]
     wrapped = [piece for line in lines for piece in (textwrap.wrap(line, 116, drop_whitespace=False) or [""])]
     rule = "-" * 118
     return "\n".join([f"+{rule}", *(f"| {line}" for line in wrapped), f"+{rule}"])
@@ -175,25 +177,26 @@ def _end_of(log: Path) -> str:
         return ""
 
 
-def _main_stack(text: str) -> str:
-    """The main thread's stack, which faulthandler writes last, if it was written because the rank's time was over."""
-    stacks = text.rpartition("Timeout (")[2].partition("\nclusterddp: ")[0] if "Timeout (" in text else ""
-    lines = stacks.rpartition("Thread 0x")[2].splitlines()[1:]
-    return "\n".join(line for line in lines[:12] if "<frozen runpy>" not in line and "clusterddp/rank.py" not in line)
+def _who_waited(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
+    """Where another rank waited for one that had left early, which has no traceback of its own."""
+    waiting = next((end for end in others if end.traceback), None) if failure.end == "early" else None
+    return [f"rank {waiting.rank} waited for it:", *waiting.traceback.splitlines(), ""] if waiting else []
 
 
-def _other_ends(others: Sequence[RankEnd]) -> list[str]:
-    """The other ranks' ends, those by themselves first. The others were likely killed by their launcher."""
+def _other_ends(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
+    """The other ranks' ends, those by themselves first."""
     ordered = sorted(others, key=lambda end: (not end.own, end.rank))
     lines = [
-        f"besides: {end.sentence()}" if end.own else f"in consequence: {end.sentence().removesuffix(CHECK_MEMORY)}"
+        f"besides: {end.sentence()}" if end.own else f"in consequence: {_consequence(end, failure)}"
         for end in ordered[:MOST_OTHERS]
     ]
     left = len(ordered) - MOST_OTHERS
     return ["", *lines, *([f"in consequence: {left} ranks more"] if left > 0 else [])] if lines else []
 
 
-def last_words(text: str) -> str:
-    """The end of a rank's log; from where Python's fault handler begins, if it does: the stack of what crashed."""
-    crash = text.rfind("Fatal Python error:")
-    return "\n".join(text.splitlines()[-12:] if crash < 0 else text[crash:].splitlines()[:30])
+def _consequence(end: RankEnd, failure: RankEnd) -> str:
+    """How a rank ended that did not fail by itself; the launcher kills the peers of one that did."""
+    if not end.ended_by_us:
+        return end.sentence()
+    what = {"hung": "hung", "hung for good": "hung", "early": "exited"}.get(failure.end, "failed")
+    return f"rank {end.rank} ({end.host}) ended by clusterddp after rank {failure.rank} {what}"

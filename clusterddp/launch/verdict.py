@@ -12,7 +12,7 @@ from typing import Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.launch.cause import Cause
-from clusterddp.launch.deaths import Death
+from clusterddp.launch.deaths import KILLS, Death
 from clusterddp.masking import masked
 from clusterddp.records import Form, fault, if_given, is_count, is_text, read_json
 
@@ -20,6 +20,11 @@ from clusterddp.records import Form, fault, if_given, is_count, is_text, read_js
 _MAY_PASS = re.compile(
     r"(Dist(Backend|Network|Store)Error|AcceleratorError|ConnectionError|ConnectionResetError|BrokenPipeError): "
     r"|CUDA error|NCCL error|gloo/transport/|rank 0's store is gone"
+)
+#: Of these, what tells that another rank is gone.
+_LOST_PEER = re.compile(
+    r"gloo/transport/|Connection (closed|reset|refused)|remote process exited|rank 0's store is gone"
+    r"|(DistNetworkError|DistStoreError|ConnectionError|ConnectionResetError|BrokenPipeError): "
 )
 #: Of these, what tells of the rank's own device, or of its node's.
 _OF_THE_NODE = re.compile(r"CUDA error|NCCL error|AcceleratorError: ")
@@ -66,7 +71,8 @@ class RankEnd:
     ``end``: done, stopped (a clusterddp stop), exit (a code of its own), exception, lost (it never reached the
     supervisor), declined (a callable's ``checkpoint()`` returned None), hung (all ranks had to be ended), hung for
     good (and are not to be started again), dismissed (told to leave, as another was lost), silent (its node does not
-    answer), or died (no record of its own: killed by a signal, or os._exit).
+    answer), early (it exited with code 0 while others waited for it), or died (no record of its own: killed by a
+    signal, or os._exit).
     ``lost_at``: unix seconds on the supervisor's clock when it said that it failed, or its connection broke; infinity
     if it never joined.
     """
@@ -124,7 +130,7 @@ class RankEnd:
         """Whether a failure may have come from outside the user's code. A Python exception of its own never does."""
         if self.end == "exception":
             return _MAY_PASS.search(self.error) is not None
-        return self.end in ("died", "lost", "silent", "hung")
+        return self.end in ("died", "lost", "silent", "hung", "early")
 
     @property
     def of_the_node(self) -> bool:
@@ -137,11 +143,23 @@ class RankEnd:
         return self.death is None or not self.death.not_started
 
     @property
+    def lost_peer(self) -> bool:
+        """Whether an exception tells that another rank is gone."""
+        return self.end == "exception" and _LOST_PEER.search(self.error) is not None
+
+    @property
     def own(self) -> bool:
         """Whether the rank failed by itself: not for a lost peer, nor ended by its launcher for a peer's failure."""
         if self.end == "died":
             return self.death is not None and self.death.by_itself
         return self.end in ("exit", "silent") or (self.end == "exception" and not self.may_pass)
+
+    @property
+    def ended_by_us(self) -> bool:
+        """Whether the supervisor or the launcher ended it, for a peer's failure."""
+        if self.end == "died":
+            return self.death is not None and self.death.signal in KILLS and not self.death.by_itself
+        return self.end == "dismissed"
 
     @property
     def out_of_memory(self) -> bool:
@@ -219,8 +237,10 @@ def judge(ends: list[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cau
     if all_done:
         return Verdict(Action.COMPLETE, "all ranks finished")
     if failures:
-        again = failures[0].may_pass and cause is Cause.NONE
-        return Verdict(Action.RESTART if again else Action.FAIL, failures[0].sentence(), cause, failures[0], others)
+        first = _early_leaver(ends, failures) or failures[0]
+        others = tuple(end for end in failures if end.rank != first.rank)
+        again = first.may_pass and cause is Cause.NONE
+        return Verdict(Action.RESTART if again else Action.FAIL, first.sentence(), cause, first, others)
     if any(end.end == "stopped" for end in ends):
         return Verdict(Action.LEAVE, cause.value, cause)
     return Verdict(Action.FAIL, f"all ranks finished, but the launcher returned {exit_code}")
@@ -237,3 +257,21 @@ def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
     own = [end for end in near if end.own]
     first = (own or near)[:1]
     return first + [end for end in failures if end not in first]
+
+
+def _early_leaver(ends: Sequence[RankEnd], failures: Sequence[RankEnd]) -> RankEnd | None:
+    """The rank that exited with code 0 before the others failed, all of them for the loss of a peer: that was it.
+
+    One without a record, of which the launcher tells no failure either, exited by ``os._exit(0)``.
+    """
+    silent = [end for end in failures if end.end == "died" and end.death is None]
+    consequences = [end for end in failures if end not in silent and not end.ended_by_us]
+    if not consequences or not all(end.lost_peer for end in consequences):
+        return None
+    left = [end for end in ends if end.end == "done" or end in silent]
+    left = [end for end in left if end.lost_at <= consequences[0].lost_at + JITTER_S]
+    if not left:
+        return None
+    first = min(left, key=lambda end: end.lost_at)
+    how = "with code 0" if first.end == "done" else "by os._exit(0), or killed without a trace,"
+    return dataclasses.replace(first, end="early", error=f"exited early, {how} while other ranks waited for it")

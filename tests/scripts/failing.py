@@ -1,7 +1,7 @@
 """A small training in which ranks fail in attempt 0: ``failing.py HOW RANK...``, at step 5 of 8.
 
-HOW: raise, worker (an exception in a DataLoader's worker), segfault, abort, exit (by os._exit), memory (more than there
-is), or nothing.
+HOW: raise, worker (an exception in a DataLoader's worker), segfault, abort, exit (by os._exit), leave (with code 0),
+memory (more than there is), or nothing.
 """
 
 import ctypes
@@ -37,6 +37,8 @@ def fail():
         ctypes.string_at(0)
     if HOW == "abort":
         os.abort()
+    if HOW == "leave":
+        sys.exit(0)
     if HOW == "exit":
         os._exit(3)
     if HOW == "memory":

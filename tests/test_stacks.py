@@ -1,0 +1,71 @@
+"""What is shown of a rank's log: the stack of what crashed, from the script's own frames on."""
+
+from __future__ import annotations
+
+from clusterddp.launch.deaths import Death
+from clusterddp.launch.narration import failure_box, sentence
+from clusterddp.launch.stacks import MOST_FRAMES, end_of_log
+from clusterddp.launch.verdict import RankEnd
+from clusterddp.rundir import RunDirectory
+
+BELOW = """  File "<frozen runpy>", line 291 in run_path
+  File "/x/clusterddp/rank.py", line 153 in run_script
+  File "<frozen runpy>", line 198 in _run_module_as_main
+"""
+THREAD = """Thread 0x1 (most recent call first):
+  File "/x/clusterddp/link.py", line 137 in _listen
+
+"""
+USER = '  File "train.py", line 7 in <module>\n'
+
+
+def test_the_thread_that_crashed_is_shown_and_no_other() -> None:
+    """Before it come those of clusterddp, as many as there are."""
+    current = f"Current thread 0x2 (most recent call first):\n{USER}{BELOW}"
+    log = f"noise\nFatal Python error: Segmentation fault\n\n{THREAD * 9}{current}"
+    shown = end_of_log(f"{log}\nExtension modules: a, b (total: 2)\n")
+    head = "Fatal Python error: Segmentation fault\n\nCurrent thread 0x2 (most recent call first):"
+    assert shown == f"{head}\n{USER.rstrip()}"
+
+
+def test_a_crash_in_a_thread_without_python_shows_what_it_said_and_the_main_threads_stack() -> None:
+    """Such as gloo's, which aborts the process."""
+    said = "terminate called after throwing an instance of 'X'\n  what():  12 vs 8\n"
+    log = (
+        f"{said}Fatal Python error: Aborted\n\n{THREAD}Thread 0x3 (most recent call first):\n{USER}{BELOW}\nExtension m"
+    )
+    shown = end_of_log(log)
+    assert shown == f"{said}Fatal Python error: Aborted\n\nThread 0x3 (most recent call first):\n{USER.rstrip()}"
+
+
+def test_a_deep_stack_is_cut_and_a_log_without_one_shows_its_end() -> None:
+    deep = "".join(f'  File "a.py", line {number} in f\n' for number in range(50))
+    shown = end_of_log(f"Fatal Python error: Aborted\n\nCurrent thread 0x2 (most recent call first):\n{deep}")
+    assert shown.endswith(f"line {MOST_FRAMES - 1} in f\n  ... {50 - MOST_FRAMES} more")
+    assert end_of_log("\n".join(map(str, range(20)))) == "\n".join(map(str, range(8, 20)))
+
+
+def test_ranks_that_were_ended_for_a_peer_do_not_read_like_out_of_memory(tmp_path: object) -> None:
+    """Killed by the launcher, or told to leave; one whose node ran out of memory still does."""
+    others = [
+        RankEnd(0, "n1", "died", 2.0, death=Death(signal=9)),
+        RankEnd(2, "n2", "dismissed", 2.0, error="rank 1 (n1) failed"),
+        RankEnd(3, "n2", "died", 2.0, error="killed: out of memory", death=Death(out_of_memory=True)),
+    ]
+    first = RankEnd(1, "n1", "exception", 1.0, error="ValueError: x")
+    box = failure_box(RunDirectory(str(tmp_path)), 0, first, others, None, 3.0)
+    assert "| in consequence: rank 0 (n1) ended by clusterddp after rank 1 failed\n" in box
+    assert "| in consequence: rank 2 (n2) ended by clusterddp after rank 1 failed\n" in box
+    assert "| besides: rank 3 (n2) killed: out of memory\n" in box
+
+
+def test_the_last_line_of_a_failed_run_has_the_reason() -> None:
+    """Cut, where it is endless."""
+    event = {
+        "event": "failed",
+        "attempt": 2,
+        "step": 5,
+        "reason": "3 consecutive attempts failed; the last: rank 1 ...",
+    }
+    assert sentence(event) == f"attempt 2: failed at step 5: {event['reason']}"
+    assert len(sentence({**event, "reason": "x" * 10_000}) or "") < 600
