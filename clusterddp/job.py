@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -218,11 +219,14 @@ class Job:
 
         recorded, given = _flat(_written(self)), _flat(_written(other))
         before, after = (_flat(_written(without_secrets(job)[0])) for job in (self, other))
-        return [
-            f"{key}: {_shown(before.get(key))} recorded, {_shown(after.get(key))} given"
-            for key in dict.fromkeys([*recorded, *given])
-            if recorded.get(key) != given.get(key)
-        ]
+        lines = []
+        for key in dict.fromkeys([*recorded, *given]):
+            was, now = before.get(key), after.get(key)
+            if isinstance(was, tuple) and isinstance(now, tuple) and key.startswith("args"):
+                was, now = _where_they_differ(recorded[key], given[key], was, now)
+            if recorded.get(key) != given.get(key):
+                lines.append(f"{key}: {_shown(was)} recorded, {_shown(now)} given")
+        return lines
 
 
 # --- from a job to text
@@ -283,6 +287,36 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
+
+
+def _where_they_differ(
+    recorded: tuple[str, ...], given: tuple[str, ...], before: tuple[str, ...], after: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The arguments that only one of two command lines has, an option with its value; as ``before`` and ``after`` show
+    them, which may mask words."""
+    mine, theirs = _options(recorded), _options(given)
+    matcher = difflib.SequenceMatcher(
+        None, [recorded[part] for part in mine], [given[part] for part in theirs], autojunk=False
+    )
+    only_before: tuple[str, ...] = ()
+    only_after: tuple[str, ...] = ()
+    for kind, low, high, other_low, other_high in matcher.get_opcodes():
+        if kind != "equal":
+            only_before += tuple(word for part in mine[low:high] for word in before[part])
+            only_after += tuple(word for part in theirs[other_low:other_high] for word in after[part])
+    return only_before, only_after
+
+
+def _options(words: tuple[str, ...]) -> list[slice]:
+    """Each option with the word after it, if that is none itself, and each other word."""
+    parts: list[slice] = []
+    start = 0
+    while start < len(words):
+        with_value = words[start].startswith("-") and "=" not in words[start] and start + 1 < len(words)
+        end = start + (2 if with_value and not words[start + 1].startswith("--") else 1)
+        parts.append(slice(start, end))
+        start = end
+    return parts
 
 
 def _shown(value: Any) -> str:

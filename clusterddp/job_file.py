@@ -163,10 +163,21 @@ def _merged(layers: Iterable[Fields]) -> Fields:
     return merged
 
 
+#: Fields that take a list or a mapping, which ``--set`` then reads as YAML: ``--set args=[--lr, 1e-3]``.
+_COLLECTIONS = {
+    *("args", "args_on_resume", "setup", "env", "sbatch", "srun", "checkpoint", "checkpoint.every", "checkpoint.keep"),
+    *("timeouts", "watchdog", "limits"),
+}
+
+
 def _override(name: str, text: str) -> Fields:
     place = Place(f"--set {name}={MASK if any(map(is_secret, name.split('.'))) else text}")
     outer, *inner = name.split(".")
-    node = Node(yaml12.scalar(text), text, place)
+    if name in _COLLECTIONS and text.startswith(("[", "{")):
+        place = Place(f"--set {name}")  # without what it holds: a secret may be in it
+        node = yaml12.load(text, str(place))
+    else:
+        node = Node(yaml12.scalar(text), text, place)
     for key in reversed(inner):
         node = Node({Key(key, place): node}, "", place)
     return {Key(outer, place): node}

@@ -74,32 +74,63 @@ def check(arguments: argparse.Namespace, job: Job) -> int | None:
     """Checks that the job may start, or continue the run in ``--run-dir``; the exit code where that run is over."""
     if arguments.run_dir:
         check_folder(arguments.run_dir)
-        code = check_continues(RunDirectory(arguments.run_dir), job, arguments.change)
+        run = RunDirectory(arguments.run_dir)
+        differences = check_continues(run, job, arguments.change)
+        code = check_over(run, bool(differences)) if run.exists() else None
         if code is not None:
             return code
+        if differences and not arguments.change:
+            say(f"{run} failed before its first step, and starts with other arguments: {'; '.join(differences)}")
+            arguments.change = True
     check_nodes_fixed(arguments, job)
     check_tasks_are_ranks(arguments, job)
     say(f"{job.name}: {job.shape}")
     return None
 
 
-def check_continues(run: RunDirectory, job: Job, change: bool) -> int | None:
-    """Checks that the job may begin or continue the run; the exit code when the run is over.
+def check_continues(run: RunDirectory, job: Job, change: bool) -> list[str]:
+    """Checks that the job may begin or continue the run; returns what differs from what is recorded.
 
-    Other arguments than recorded are an error that lists them, unless ``change`` is to record them.
+    Other arguments than recorded are an error that lists them, unless ``change`` is to record them, or the run failed
+    before its first step. What every step depends on stays as it was recorded.
     """
     if not run.exists():
         if run.path.exists() and any(run.path.iterdir()):
             raise RunDirectoryError(f"{run} is not empty and holds no run (no job.yaml): name another --run-dir")
-        return None
+        return []
     check_run(run)
-    differences = load_resolved(run.job_file).differences(job)
-    if differences and not change:
+    recorded = load_resolved(run.job_file)
+    differences = recorded.differences(job)
+    if differences and not change and not failed_before_first_step(run):
         raise RunDirectoryError(
             f"{run} was started with other arguments: {'; '.join(differences)}. "
             "Leave them as recorded, add --change to record and use the new ones, or name another --run-dir"
         )
-    return check_over(run, bool(differences))
+    check_frozen(run, recorded, job)
+    return differences
+
+
+def check_frozen(run: RunDirectory, recorded: Job, job: Job) -> None:
+    """What the order of the samples depends on stays as it is once there is a checkpoint: a rank would refuse that."""
+    changed = ["seed"] if job.seed != recorded.seed else []
+    if job.global_batch and recorded.global_batch and job.global_batch != recorded.global_batch:
+        changed.append("global_batch")
+    if changed and any(run.checkpoints.glob("step-*")):
+        was, now = (", ".join(f"{key} {getattr(one, key)}" for key in changed) for one in (recorded, job))
+        raise RunDirectoryError(
+            f"{run} has checkpoints of a training with {was}, which cannot continue with {now}: leave it as recorded, "
+            "or start a new run with another --run-dir"
+        )
+
+
+def failed_before_first_step(run: RunDirectory) -> bool:
+    """Whether nothing was trained in a failed run: no step recorded, no file of the script's own."""
+    outcome = run.outcome()
+    if outcome is None or outcome["state"] != "failed" or outcome["step"] or run.last_metrics() is not None:
+        return False
+    own = {path.name for path in (run.job_file, run.batch_script, run.events_file, run.metrics_file, run.outcome_file)}
+    own |= {path.name for path in (run.checkpoints, run.logs, run.private)}
+    return not any(run.checkpoints.iterdir()) and not {path.name for path in run.path.iterdir()} - own
 
 
 def check_over(run: RunDirectory, changing: bool) -> int | None:
@@ -116,18 +147,27 @@ def check_over(run: RunDirectory, changing: bool) -> int | None:
 def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     """Runs the job here, and waits."""
     from clusterddp.launch import holder
-    from clusterddp.launch.local import LocalRun, Moment
+    from clusterddp.launch.local import LocalRun, Moment, step_warning
     from clusterddp.launch.progress import Progress
 
     moments = [Moment.parse(text) for text in arguments.preempt_after]
+    if warning := step_warning(job, moments):
+        say(warning)
     run = record_local(arguments.run_dir, job, fork_of(arguments))
     say(f"run directory: {run}")
     write_json(run.loop_file, holder.of_this_process(), mode=0o600)
     with Progress(run, job.steps, bar=arguments.debug is None) as progress:
         code = LocalRun(run, job, moments, arguments.debug).loop(progress)
-    if code == INTERRUPTED and run.outcome() is None:
-        say(f"stopped; continue with: clusterddp submit --local --run-dir {run}")
-    return code
+    return ended(run, code, f"clusterddp submit --local --run-dir {run}")
+
+
+def ended(run: RunDirectory, code: int, how: str) -> int:
+    """Says how a run that is not over can be continued; returns the exit code, as a shell has it for a signal."""
+    if code < 0:
+        say(f"clusterddp: the supervisor was killed by signal {-code}, and its ranks ended with it; check memory")
+    if (code < 0 or code == INTERRUPTED) and run.outcome() is None:
+        say(f"stopped; continue with: {how}")
+    return code if code >= 0 else 128 - code
 
 
 def submit_here(arguments: argparse.Namespace, job: Job) -> int:
@@ -151,9 +191,7 @@ def submit_here(arguments: argparse.Namespace, job: Job) -> int:
     say(f"run directory: {run}")
     with Progress(run, job.steps) as progress:
         code = AllocatedRun(run, job).loop(progress)
-    if code == INTERRUPTED and run.outcome() is None:
-        say(f"stopped; continue with: clusterddp submit --here --run-dir {run}, or sbatch {run.batch_script}")
-    return code
+    return ended(run, code, f"clusterddp submit --here --run-dir {run}, or sbatch {run.batch_script}")
 
 
 def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:

@@ -526,6 +526,31 @@ def test_differences_are_listed_one_a_line() -> None:
     assert recorded.differences(dataclasses.replace(recorded)) == []
 
 
+def test_of_two_long_argument_lines_only_what_differs_is_shown() -> None:
+    """An option with its value, however long the rest; a secret stays masked."""
+    recorded = Job(name="x", module="m", args=("--data", "/d", "--lr", "0.1", "--api-key", "s3cret", "--fast", "a.txt"))
+    args = ("--data", "/d", "--lr", "-2", "--api-key", "other1", "--fast", "a.txt", "b.txt")
+    (line,) = recorded.differences(dataclasses.replace(recorded, args=args))
+    assert line == "args: --lr 0.1 --api-key '***' recorded, --lr -2 --api-key '***' b.txt given"
+    (line,) = recorded.differences(dataclasses.replace(recorded, args=recorded.args[2:]))
+    assert line == "args: --data /d recorded, none given"
+
+
+def test_set_takes_lists_and_mappings_for_the_fields_that_are_such(folder: Path) -> None:
+    """As YAML; elsewhere brackets are text, and what is no YAML is refused with its place."""
+    given = {
+        "args": "[--lr, 1e-3, '[x]']", "checkpoint": "{every: 5 steps}", "checkpoint.keep": "{last: 2, every: 9}",
+        "env": "{A: 1}", "env.B": "[1, 2]", "setup": "[module load a, cd b]",
+    }  # fmt: skip
+    job = from_values({"module": "m", "env": {"C": "3"}}, overrides=given)
+    assert job.args == ("--lr", "1e-3", "[x]")
+    assert job.env == {"A": "1", "B": "[1, 2]", "C": "3"}
+    assert (job.checkpoint.every_steps, job.checkpoint.keep) == (5, Keep(2, every=9))
+    assert job.setup == ("module load a", "cd b")
+    with pytest.raises(JobDefinitionError, match=r"^--set args:1:\d+: .*expected ',' or '\]'"):
+        from_values({"module": "m"}, overrides={"args": "[--lr"})
+
+
 def test_every_difference_is_found(folder: Path) -> None:
     """No field can change unnoticed."""
     everything, least = read(folder, EVERYTHING), Job(name="x", module="m", device="cpu")

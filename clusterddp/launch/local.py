@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from clusterddp.entry import INTERRUPTED
@@ -52,6 +53,35 @@ class Moment:
             return steps_done >= self.step
         return elapsed_s >= (self.seconds or 0.0)
 
+    def __str__(self) -> str:
+        return f"--preempt-after {f'{self.seconds:g}s' if self.step is None else self.step}"
+
+    def missed(self, steps_done: int) -> str:
+        """What is said when the attempt ended before."""
+        if self.step is None:
+            return f"{self} did not fire: the attempt ended before"
+        if steps_done:
+            return f"{self} did not fire: the attempt ended after {steps_done} steps"
+        return (
+            f"{self} did not fire: no steps were recorded; without ctx.run(), give seconds, as in --preempt-after 2.5s"
+        )
+
+
+def step_warning(job: Job, moments: Sequence[Moment]) -> str | None:
+    """What is said of a script that probably records no steps, where a moment is given as a step."""
+    moment = next((moment for moment in moments if moment.step), None)
+    if moment is None or job.script is None:
+        return None
+    try:
+        text = Path(job.script).read_bytes()
+    except OSError:  # its absence is a mistake of its own
+        return None
+    if b"clusterddp" in text:
+        return None
+    return (
+        f"{job.script} does not name clusterddp: if it records no steps, {moment} never fires; seconds do, as in 2.5s"
+    )
+
 
 @dataclass
 class LocalRun:
@@ -75,6 +105,8 @@ class LocalRun:
                 with self._supervisor() as process:
                     code = self._watch(process, progress)
                 if self.run.outcome() is not None:  # also of a script that left with one of these codes itself
+                    for moment in self.preemptions:
+                        print(f"{moment} did not fire: the run was over before", file=sys.stderr, flush=True)
                     return code
                 if self.interrupts:
                     return INTERRUPTED
@@ -115,6 +147,8 @@ class LocalRun:
                 moment = None
             time.sleep(POLL_S)
         progress.update()
+        if moment and not self.interrupts:
+            print(moment.missed(progress.steps_done), file=sys.stderr, flush=True)
         return code
 
     def _interrupted(self) -> None:

@@ -1,0 +1,96 @@
+"""A run that is submitted again: what differs is said, mistakes are corrected, and what is done is never undone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from clusterddp.rundir import RunDirectory, read_json, write_json
+from tests.test_local import start, submit
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+CHECKED = "import sys\nassert sys.argv[1:] == ['--lr', '0.1', '--steps', '5'], 'a mistake'\n"
+
+
+def test_a_run_that_failed_before_its_first_step_is_corrected_without_change(run: RunDirectory, tmp_path: Path) -> None:
+    """What differs is said, and the new arguments are recorded. Once it completed, other arguments need --change."""
+    script = tmp_path / "checked.py"
+    script.write_text(CHECKED)
+    options = [str(script), "--device", "cpu", "--"]
+    assert submit(run, *options, "--lr", "0.2", "--steps", "5").returncode == 1
+    corrected = submit(run, *options, "--lr", "0.1", "--steps", "5")
+    assert corrected.returncode == 0, corrected.stderr
+    said = (
+        f"{run} failed before its first step, and starts with other arguments: args: --lr 0.2 recorded, --lr 0.1 given"
+    )
+    assert f"{said}\n" in corrected.stderr
+    assert "--lr" in run.job_file.read_text() and "'0.1'" in run.job_file.read_text()
+    refused = submit(run, *options, "--lr", "0.3", "--steps", "5")
+    assert refused.returncode == 1
+    assert "args: --lr 0.1 recorded, --lr 0.3 given. Leave them" in refused.stderr
+
+
+def test_what_a_failed_script_left_in_its_run_directory_needs_change(run: RunDirectory, tmp_path: Path) -> None:
+    """It may be its own checkpoint, which other arguments do not fit."""
+    script = tmp_path / "own.py"
+    script.write_text("import os, sys\nopen(os.environ['CLUSTERDDP_RUN_DIR'] + '/own.pt', 'w')\nsys.exit(3)\n")
+    options = [str(script), "--device", "cpu", "--"]
+    assert submit(run, *options, "1").returncode == 3
+    refused = submit(run, *options, "2")
+    assert refused.returncode == 1 and "add --change" in refused.stderr
+
+
+@pytest.mark.parametrize("option", ["seed=5", "global_batch=128"])
+def test_a_seed_that_no_checkpoint_fits_is_refused_and_a_completed_run_stays_so(run: RunDirectory, option: str) -> None:
+    """With and without an outcome."""
+    run.create()
+    run.job_file.write_text("module: this\ndevice: cpu\nglobal_batch: 64\n")
+    (run.checkpoints / "step-000000000005.attempt-0.safetensors").write_text("")
+    outcome = {"state": "completed", "step": 5, "attempts": 1, "reason": "all ranks finished"}
+    write_json(run.outcome_file, outcome)
+    before = run.job_file.read_text()
+    refused = submit(run, "--change", "--set", option)
+    assert refused.returncode == 1
+    key, _, value = option.partition("=")
+    was = {"seed": 0, "global_batch": 64}[key]
+    assert f"of a training with {key} {was}, which cannot continue with {key} {value}: leave it" in refused.stderr
+    assert (run.outcome(), run.job_file.read_text()) == (outcome, before)
+
+
+def test_a_killed_supervisor_is_said_and_the_run_continues(run: RunDirectory, tmp_path: Path) -> None:
+    """With the exit code that a shell gives for a KILL."""
+    script = tmp_path / "waits.py"
+    script.write_text("import os, time\ntime.sleep(60 if os.environ['CLUSTERDDP_ATTEMPT'] == '0' else 0)\n")
+    process = start(run, str(script), "--device", "cpu")
+    wait_until(lambda: run.events_file.exists() and "started" in run.events_file.read_text(), "the attempt", timeout=60)
+    holder = read_json(run.holder_file(0)) or {}
+    assert holder["host"] == socket.gethostname()
+    os.kill(holder["pid"], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 137
+    how = f"stopped; continue with: clusterddp submit --local --run-dir {run}"
+    assert (
+        f"clusterddp: the supervisor was killed by signal 9, and its ranks ended with it; check memory\n{how}\n" in err
+    )
+    assert submit(run).returncode == 0
+
+
+def test_a_preemption_after_steps_that_no_script_records_is_said(run: RunDirectory, tmp_path: Path) -> None:
+    """At the start, where the script can be seen to know nothing of clusterddp, and at the end."""
+    script = tmp_path / "plain.py"
+    script.write_text("print('trained')\n")
+    done = submit(run, str(script), "--device", "cpu", "--preempt-after", "5", "--preempt-after", "9s")
+    assert done.returncode == 0
+    assert f"{script} does not name clusterddp: if it records no steps, --preempt-after 5 never fires" in done.stderr
+    assert "\n--preempt-after 5 did not fire: no steps were recorded; seconds work for any script" in done.stderr
+    assert "\n--preempt-after 9s did not fire: the run was over before\n" in done.stderr
