@@ -24,7 +24,7 @@ NEW = ["submit", "--local", "--device", "cpu", "-m", "this"]
 def run(tmp_path: Path) -> RunDirectory:
     """A run that was stopped before its first attempt."""
     run = RunDirectory(tmp_path / "run")
-    run.create()
+    run.create(share="private")
     run.job_file.write_text("module: this\ndevice: cpu\n")
     return run
 
@@ -66,8 +66,8 @@ def test_ctrl_c_ends_logs_that_follow(run: RunDirectory) -> None:
     ("mount", "command", "file", "words"),
     [
         ("mount --bind {0} {0} && mount -o remount,bind,ro {0}", ["cancel"], "/cancelled", "Read-only file system"),
-        ("mount --bind {0} {0} && mount -o remount,bind,ro {0}", ["submit", "--local", "--run-dir"], "",
-         "Read-only file system"),
+        ("mount --bind {0} {0} && mount -o remount,bind,ro {0}", ["submit", "--local", "--run-dir"],
+         "/private/secrets.json", "Read-only file system"),
         ("mount -t tmpfs -o size=4k none {0} && echo x > {0}/x", [*NEW, "--run-dir"], "/private/secrets.json",
          "No space left on device"),
     ],
