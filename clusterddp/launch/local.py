@@ -62,9 +62,7 @@ class Moment:
             return f"{self} did not fire: the attempt ended before"
         if steps_done:
             return f"{self} did not fire: the attempt ended after {steps_done} steps"
-        return (
-            f"{self} did not fire: no steps were recorded; without ctx.run(), give seconds, as in --preempt-after 2.5s"
-        )
+        return f"{self} did not fire: no steps were recorded; seconds work for any script, as in --preempt-after 2.5s"
 
 
 def step_warning(job: Job, moments: Sequence[Moment]) -> str | None:
@@ -78,9 +76,7 @@ def step_warning(job: Job, moments: Sequence[Moment]) -> str | None:
         return None
     if b"clusterddp" in text:
         return None
-    return (
-        f"{job.script} does not name clusterddp: if it records no steps, {moment} never fires; seconds do, as in 2.5s"
-    )
+    return f"{job.script} does not name clusterddp: if it records no steps, {moment} never fires; seconds do (2.5s)"
 
 
 @dataclass
