@@ -1,0 +1,104 @@
+"""What a script logs may be long, not finite or refused, and its history garbled: the run is preempted and resumed."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+from clusterddp.rundir import RunDirectory
+from tests import ddp
+from tests.waiting import story
+
+SCRIPT = """
+import os
+from pathlib import Path
+import torch
+import clusterddp
+
+ctx = clusterddp.init()
+model = ctx.wrap(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.ones(64, 4), batch_size=4))
+folder, attempt = Path(os.environ["CLUSTERDDP_RUN_DIR"]), int(os.environ["CLUSTERDDP_ATTEMPT"])
+try:
+    run.log(predictions=[0.5] * 100_000)
+except TypeError as error:
+    print(error, flush=True)
+run.log(**{f"score {number}": 1 / 3 for number in range(20_000)})
+run.log(before=1.0)
+for batch in run.steps(40):
+    model(batch).sum().backward()
+    optimizer.step()
+    run.log(**{f"transformer.layers.{number}.attention.weight/gradient norm": number / 7 for number in range(2000)})
+    run.log(loss=float("nan") if run.step >= 3 else 0.5, scale=float("inf"))
+    if run.step == 10 and attempt == 0:
+        lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+        with open(folder / "events.jsonl", "r+") as file:  # as two writers on NFS do
+            file.write("garbled " + lines[0][8:])
+        ctx.request_stop("the test")
+"""
+
+
+def test_a_run_with_long_values_and_a_garbled_history_is_resumed_and_completed(tmp_path: Path) -> None:
+    """Metrics lines of 160 KB, a result of 700 KB, NaN, and a first event that cannot be read."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    run = RunDirectory(tmp_path / "run")
+    command = [sys.executable, "-m", "clusterddp.submit"]
+    first = [*command, str(script), "--local", "--device", "cpu", "--run-dir", str(run)]
+    said = ""
+    for arguments in (first, [*command, "--local", "--run-dir", str(run)]):
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False)
+        said += done.stdout + done.stderr
+        assert run.exists(), said
+    events = run.events()
+    assert (run.outcome() or {}).get("state") == "completed", story(run)
+    assert [line["step"] for line in run.metrics()] == list(range(40))
+    assert math.isnan(run.metrics()[-1]["loss"]) and run.metrics()[-1]["scale"] == math.inf
+    assert (run.outcome() or {})["attempts"] == 2
+    assert f"{run.events_file}:1 skipped" in said and "delete it to fix the file" in said
+    results = [event for event in events if event["event"] == "result"]
+    assert [(len(event) > 20_000, event.get("before")) for event in results] == [(True, None), (False, 1.0)] * 2
+    assert "rejoined" not in [event["event"] for event in events]
+    assert "run.log(predictions=...): expected a number" in (run.attempt_logs(0) / "rank-0.out").read_text()
+    shown = subprocess.run(
+        [sys.executable, "-m", "clusterddp", "status", str(run)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "attempt 0: scale became Infinity at step 0; training continues" in shown.stdout
+    assert "attempt 0: loss became NaN at step 3; training continues" in shown.stdout
+    assert "attempts  2" in shown.stdout and f"{run.events_file}:1 skipped" in shown.stderr
+
+
+AUTO = """
+import sys
+from pathlib import Path
+import torch
+import clusterddp
+from clusterddp.job import Checkpointing
+
+ctx = clusterddp.init(run_dir=sys.argv[1], checkpoint=Checkpointing(None, None, auto=True))
+model = ctx.wrap(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.zeros(16, 4), batch_size=2))
+history = Path(sys.argv[1], "events.jsonl")
+history.unlink(missing_ok=True)
+history.mkdir()
+run._saver._every_s = 0.0
+for batch in run.steps(50):
+    model(batch).sum().backward()
+    optimizer.step()
+    if run._saver._committed and history.is_dir():
+        history.rmdir()
+"""
+
+
+def test_a_history_that_cannot_be_read_for_a_while_stops_no_training(tmp_path: Path) -> None:
+    """The interval that `every: auto` asks for is chosen after a later save."""
+    script = tmp_path / "auto.py"
+    script.write_text(AUTO)
+    ranks = ddp.run(script, tmp_path / "run", ranks=1, folder=tmp_path / "out")
+    assert "cannot read the history ([Errno 21] Is a directory" in ranks.output(0)
+    assert "still saving every 0 s" in ranks.output(0)
+    assert "interval" in [event["event"] for event in RunDirectory(tmp_path / "run").events()]
