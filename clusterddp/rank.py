@@ -209,7 +209,7 @@ def _short(text: str, longest: int) -> str:
     """The beginning and the end of a long text; first without secrets, of which the cut could leave a part."""
     from clusterddp.masking import known_secrets, masked
 
-    return link.clip(masked(text, known_secrets(os.environ, sys.argv)), longest)
+    return link.clip(masked(text, known_secrets(os.environ, [str(word) for word in sys.argv or ()])), longest)
 
 
 def _below_the_script(file: str) -> bool:
