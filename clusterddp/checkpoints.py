@@ -14,18 +14,21 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from clusterddp import archive
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.job import Keep
-from clusterddp.rundir import RunDirectory, fsync_directory, write_json
+from clusterddp.records import fault
+from clusterddp.rundir import METRICS, RunDirectory, fsync_directory, write_json
 
 _T = TypeVar("_T")
+#: The resume record of an attempt whose records cannot be seen.
+_UNKNOWN: Mapping[str, Any] = {}
 _NAME = re.compile(r"step-(\d{12})\.attempt-(\d{1,18})\.(safetensors|pt)", re.ASCII)
 _TEMPORARY = re.compile(r"\.step-\d{12}\.attempt-(\d+)\.safetensors\.[0-9a-f]+\.tmp")
 
@@ -85,9 +88,17 @@ class Checkpoints:
             if checkpoint.attempt == attempt and checkpoint.step <= highest
         ]
 
-    def expected(self) -> bool:
-        """Whether there must be a checkpoint: an attempt of the lineage went on from one."""
-        return len(list(lineage(self._directory, self._attempt))) > 1
+    def expected(self) -> int | None:
+        """The newest step that was committed in the lineage, by the records and the history; None: there was none."""
+        highest = dict(lineage(self._directory, self._attempt))
+        committed = [int(step) for step in list(highest.values())[1:]]  # those that an attempt resumed from
+        for event in self._directory.events():
+            step = event.get("step")
+            if event["event"] not in ("checkpoint", "forked") or step is None:
+                continue
+            if not highest or step <= highest.get(event["attempt"], -1):
+                committed.append(step)
+        return max(committed, default=None)
 
     def record_resume(self, parent: tuple[int, int] | None) -> None:
         """Records, before the first step, which checkpoint (attempt, step) this attempt goes on from.
@@ -176,12 +187,17 @@ def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
             yield Checkpoint(path, int(match[1]), int(match[2]))
 
 
+def of_run(directory: RunDirectory) -> Checkpoints:
+    """The checkpoints that the run has now, as its newest attempt sees them."""
+    return Checkpoints(directory, directory.newest_attempt() or 0, Keep())
+
+
 def choose(directory: RunDirectory, step: int | None) -> Checkpoint:
     """The checkpoint that the run would go on from, or that of ``step`` in its lineage; every byte of it verified.
 
     Raises CheckpointError with the steps that there are.
     """
-    found = Checkpoints(directory, directory.newest_attempt() or 0, Keep()).candidates()
+    found = of_run(directory).candidates()
     wanted = [checkpoint for checkpoint in found if step in (None, checkpoint.step)]
     for checkpoint in wanted:
         try:
@@ -199,10 +215,16 @@ def lineage(directory: RunDirectory, attempt: int) -> Iterator[tuple[int, float]
     """The attempts whose checkpoints count for ``attempt``, newest first, each with its highest step that counts.
 
     It follows the resume records. Attempts without one never took a step: the walk to the first record passes them by.
+    Where records are closed to this user, or were not copied with the run, the history says what they said; without
+    either, the names of the files say which attempt was the last.
     """
-    highest = float("inf")
+    highest, history = float("inf"), None
+    newest = attempt
     while attempt >= 0:
-        record = directory.resumed(attempt)
+        record = _record(directory, attempt)
+        if record == _UNKNOWN:
+            history = _told(directory) if history is None else history
+            record = history.get(attempt)
         if record is None and highest == float("inf"):
             attempt -= 1
             continue
@@ -211,6 +233,40 @@ def lineage(directory: RunDirectory, attempt: int) -> Iterator[tuple[int, float]
         if parent is None:
             return
         attempt, highest = parent["attempt"], min(highest, parent["step"])
+    if named := [checkpoint.attempt for checkpoint in visible(directory) if checkpoint.attempt <= newest]:
+        yield max(named), highest
+
+
+def _record(directory: RunDirectory, attempt: int) -> Mapping[str, Any] | None:
+    """An attempt's resume record; None when it made none, ``_UNKNOWN`` when its records cannot be seen."""
+    try:
+        record = directory.resumed(attempt)
+        return record if record or directory.attempt_private(attempt).exists() else _UNKNOWN
+    except PermissionError:
+        return _UNKNOWN
+
+
+def _told(directory: RunDirectory) -> dict[int, Mapping[str, Any]]:
+    """The attempts' resume records as the history has them."""
+    told: dict[int, Mapping[str, Any]] = {}
+    for event in directory.events():
+        number: int = event["attempt"]
+        parent: Any = event.get("parent")
+        if event["event"] == "resumed" and fault(parent, METRICS) is None and parent["attempt"] < number:
+            told[number] = {"parent": parent}
+        elif event["event"] in ("training", "forked", "checkpoint"):
+            told.setdefault(number, {"parent": None})
+    return told
+
+
+def check_present(checkpoints: Checkpoints) -> None:
+    """Raises CheckpointError when the run has committed checkpoints and none is left: it would start from step 0."""
+    if not checkpoints.candidates() and (step := checkpoints.expected()) is not None:
+        raise CheckpointError(
+            f"checkpoint {step} of the run was committed, and {checkpoints.folder} has none of its checkpoints any "
+            "more. A run never starts again from step 0 by itself: put the files back, or begin a new run in another "
+            "run directory"
+        )
 
 
 def kept(candidates: list[Checkpoint], keep: Keep) -> set[Checkpoint]:

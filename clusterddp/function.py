@@ -135,7 +135,10 @@ def load_result(path: Path) -> Any:
 
 def read_private(path: Path) -> bytes:
     """A file's bytes; RunDirectoryError where anyone but this user may have written it, or its folder."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError as error:
+        raise RunDirectoryError(f"{path} is missing: copy it from where the run was, or launch a new run") from error
     with open(descriptor, "rb") as file:
         for name, status in ((path, os.fstat(descriptor)), (path.parent, path.parent.stat())):
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:

@@ -73,8 +73,13 @@ class RunDirectory:
         return str(self.path)
 
     def exists(self) -> bool:
-        """Whether a run was made here: it has a job definition."""
-        return self.job_file.exists()
+        """Whether a run was made here: it has a job definition. RunDirectoryError where this user may not look."""
+        try:
+            return self.job_file.exists()
+        except PermissionError as error:
+            raise RunDirectoryError(
+                f"{self}: permission denied: its owner can share the run with `--change --set share=group`"
+            ) from error
 
     def create(self, share: str | None = None) -> None:
         """Makes the folders, durably; ``private`` is closed to others. Folders that exist are kept.
@@ -97,11 +102,12 @@ class RunDirectory:
     # --- attempts
 
     def attempts(self) -> list[int]:
-        """The numbers of all attempts so far, ascending."""
+        """The numbers of all attempts so far, ascending. Each has a folder of logs and one of records."""
         try:
-            names = patiently(self.logs, lambda: os.listdir(self.logs))
-        except FileNotFoundError:
-            return []
+            records = _names_in(self.private)
+        except PermissionError:  # another user's run
+            records = []
+        names = {*_names_in(self.logs), *records}
         return sorted(int(match[1]) for match in map(_ATTEMPT.fullmatch, names) if match)
 
     def newest_attempt(self) -> int | None:
@@ -115,9 +121,12 @@ class RunDirectory:
 
     def create_attempt(self) -> int:
         """Claims the next attempt number; the exclusive mkdir decides between two that try at once."""
+        if not self.logs.exists():  # deleted with the logs of earlier attempts
+            make_inside(self.logs, exist_ok=True)
+            fsync_directory(self.path)
+        told = max((event["attempt"] for event in self.events()), default=-1) if not self.attempts() else -1
         while True:
-            newest = self.newest_attempt()
-            number = 0 if newest is None else newest + 1
+            number = max([told, *self.attempts()]) + 1
             try:
                 make_inside(self.attempt_logs(number))
             except FileExistsError:
@@ -215,6 +224,14 @@ class RunDirectory:
         """How the run ended, None while it is not over."""
         outcome = read_json(self.outcome_file, _OUTCOME)
         return outcome and {"step": None, **outcome}
+
+
+def _names_in(folder: Path) -> list[str]:
+    """What is in a folder; nothing where there is none."""
+    try:
+        return patiently(folder, lambda: os.listdir(folder))
+    except FileNotFoundError:
+        return []
 
 
 def _lowest_after(begun: Mapping[int, int]) -> Callable[[int], float]:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from clusterddp.checkpoints import check_present, of_run
 from clusterddp.entry import INTERRUPTED
 from clusterddp.environment import in_batch_step, scrub
 from clusterddp.errors import RunDirectoryError, UsageError
@@ -137,6 +138,7 @@ def check_over(run: RunDirectory, changing: bool) -> int | None:
     """None when the run may go on. A failed run may, and so may a completed one whose arguments change."""
     outcome = run.outcome()
     if outcome is None or outcome["state"] == "failed" or (outcome["state"] == "completed" and changing):
+        check_present(of_run(run))
         return None
     if outcome["state"] == "completed":
         say(f"{run} completed{at_step(outcome['step'])} already: nothing to do. --change --set ... extends it")

@@ -111,7 +111,7 @@ def test_safetensors_reads_the_export_and_the_checkpoint_itself(tmp_path, source
         (("model.bin",), "expected a name that ends in .pt, .pth or .safetensors"),
         (("there.pt",), "exists already"),
         (("model.pt", "--part", "ema"), "has no part 'ema'; it has model, optimizer"),
-        (("no_such_folder/model.pt",), "cannot be written: Parent directory"),
+        (("no_such_folder/model.pt",), "cannot be written: No such file or directory"),
         (("model.safetensors", "--part", "optimizer"), "only a part that is tensors by name"),
     ],
 )

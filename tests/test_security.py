@@ -323,7 +323,7 @@ def test_who_may_not_look_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "exists", refuse)
-        with pytest.raises(RunDirectoryError, match="closed to you.*share=group"):
+        with pytest.raises(RunDirectoryError, match="permission denied.*share=group"):
             status.open_run(str(run))
     monkeypatch.setattr("clusterddp.launch.status.held_by_other", refuse)
     assert status.state_of(run) == ("unknown", "not over; who trains it, only its owner can see")

@@ -8,11 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from clusterddp.checkpoints import Checkpoints
 from clusterddp.errors import RunDirectoryError
-from clusterddp.job import Job
+from clusterddp.job import Job, Keep
 from clusterddp.launch.recording import recorded
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir import RunDirectory, append_line
+from clusterddp.training.export import export
+from tests.checkpoint_files import save
 from tests.other_user import UID, run_as_other
 
 
@@ -123,3 +127,49 @@ def test_a_user_without_a_name_and_a_home_has_no_defaults(open_folder: Path) -> 
     run = RunDirectory(open_folder / "runs" / "a")
     assert (run.outcome() or {})["state"] == "completed"
     assert (run.attempt_logs(0) / "rank-0.out").read_text() == "trained\n"
+
+
+def test_another_member_of_the_group_can_fork_and_export_a_shared_run(open_folder: Path) -> None:
+    """Without a look at `private`; of a closed run they get one sentence."""
+    run, mine = RunDirectory(open_folder / "run"), open_folder / "mine"
+    run.create(share="group")
+    run.job_file.write_text(Job(name="net", module="net", device="cpu", share="group").to_yaml())
+    for number, parent in enumerate((None, (0, 10))):
+        assert run.create_attempt() == number
+        Checkpoints(run, number, Keep()).record_resume(parent)
+        event = {"event": "training"} if parent is None else {"event": "resumed", "parent": {"attempt": 0, "step": 10}}
+        append_line(run.events_file, {"time": 1.0, "attempt": number, **event})
+        save(run, number, 10 * (number + 1), {"model": {"weight": torch.ones(2)}})
+    for path in (run.path, *run.path.rglob("*")):
+        os.chown(path, -1, UID)
+        if path.is_dir() and run.private not in (path, *path.parents):
+            path.chmod(0o2750)
+        elif path.is_file():
+            path.chmod(0o640)
+    fork = (
+        "import sys; from clusterddp.launch.fork import Fork; from clusterddp.rundir import RunDirectory; "
+        "into = RunDirectory(sys.argv[2]); into.create('private'); print(Fork.parse(sys.argv[1]).plant(into))"
+    )
+    for step in (20, 10):
+        done = run_as_other(sys.executable, "-c", fork, f"{run}@{step}", f"{mine}-{step}")
+        assert (done.returncode, f"begins with checkpoint {step} of {run}" in done.stdout) == (0, True), done.stderr
+    exporting = [sys.executable, "-m", "clusterddp", "export", run]
+    assert run_as_other(*exporting, "10", open_folder / "model.pt").returncode == 0
+    assert torch.load(open_folder / "model.pt", weights_only=True)["weight"].tolist() == [1, 1]
+    run.path.chmod(0o700)
+    for command in ([*exporting, open_folder / "no.pt"], [sys.executable, "-c", fork, run, f"{mine}-no"]):
+        words = f"{run}: permission denied: its owner can share the run with `--change --set share=group`"
+        assert words in run_as_other(*command).stderr
+
+
+def test_an_export_writes_through_no_link_that_was_put_there_before(tmp_path: Path) -> None:
+    """In a folder such as /tmp, where its temporary name could be known."""
+    run, target, victim = RunDirectory(tmp_path / "run"), tmp_path / "model.pt", tmp_path / "victim"
+    run.create()
+    Checkpoints(run, run.create_attempt(), Keep()).record_resume(None)
+    save(run, 0, 1, {"model": {"weight": torch.ones(2)}})
+    victim.write_text("mine")
+    (tmp_path / ".model.pt.tmp").symlink_to(victim)
+    export(run, None, target, "model", everything=False)
+    assert (victim.read_text(), torch.load(target, weights_only=True)["weight"].tolist()) == ("mine", [1, 1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model.pt.tmp", "model.pt", "run", "victim"]

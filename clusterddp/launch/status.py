@@ -31,13 +31,7 @@ CANCEL_TIMEOUT_S = 60.0
 def open_run(path: str) -> RunDirectory:
     """The run in a folder; an error when there is none."""
     run = RunDirectory(path)
-    try:
-        exists = run.exists()
-    except PermissionError as error:
-        raise RunDirectoryError(
-            f"{run} is closed to you: its owner may open it to the group (--change --set share=group)"
-        ) from error
-    if not exists:
+    if not run.exists():
         raise RunDirectoryError(
             f"{run} holds no run: expected a folder with a job.yaml, as named by `clusterddp submit`"
         )

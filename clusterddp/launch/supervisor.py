@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from clusterddp.checkpoints import check_present, of_run
 from clusterddp.entry import exit_with
 from clusterddp.environment import in_batch_step, scrub
 from clusterddp.errors import RunDirectoryError
@@ -127,6 +128,7 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     held = holder.held_by_other(run, controller.holder())
     if held:
         raise RunDirectoryError(f"{run} is {held}; two jobs must not train one run")
+    check_present(of_run(run))
     reason = exceeded(job, run.events(), time.time())
     number = run.create_attempt()
     if (run.outcome() or {}).get("state") == Action.FAIL.value:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,10 @@ def export(run: RunDirectory, step: int | None, target: Path, part: str, everyth
         parts = ", ".join(name for name, value in content.items() if isinstance(value, dict) and name != "progress")
         raise CheckpointError(f"{checkpoint.path.name} has no part {part!r}; it has {parts}")
     value = copied(content if everything else content[part])  # else torch would write the whole file's memory
-    temporary = target.with_name(f".{target.name}.tmp")
+    folder = None
     try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.absolute().parent))  # where nobody else is
+        temporary = folder / target.name
         if target.suffix == ".safetensors":
             _write_safetensors(temporary, value, target)
         else:
@@ -44,10 +47,10 @@ def export(run: RunDirectory, step: int | None, target: Path, part: str, everyth
         temporary.rename(target)
         fsync_directory(target.absolute().parent)
     except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of the system's errors
-        raise UsageError(f"{target} cannot be written: {error}") from error
+        raise UsageError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     finally:
-        with suppress(OSError):
-            temporary.unlink()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
     return f"{target}: {'everything' if everything else part} of step {checkpoint.step}"
 
 

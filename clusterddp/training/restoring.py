@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from clusterddp import archive
 from clusterddp.archive import Content
-from clusterddp.checkpoints import Checkpoint, Checkpoints
+from clusterddp.checkpoints import Checkpoint, Checkpoints, check_present
 from clusterddp.errors import CheckpointError
 from clusterddp.training.collectives import broadcast_json
 from clusterddp.training.state import TORCH_DTYPES, unpack
@@ -55,11 +55,12 @@ def _newest_whole(
         except CheckpointError as error:
             on_damaged(checkpoint, str(error))
             reasons.append(str(error))
-    if not reasons and not checkpoints.expected():
+    if not reasons:
+        check_present(checkpoints)
         return None
     raise CheckpointError(
         "no checkpoint of the run can be read, and it does not start from step 0 by itself:\n  "
-        + "\n  ".join(reasons or ["the files are gone that it went on from before"])
+        + "\n  ".join(reasons)
         + f"\nput a good copy into {checkpoints.folder}, or begin a new run in another run directory"
     )
 
