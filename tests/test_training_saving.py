@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -177,6 +178,33 @@ def test_too_little_memory_is_an_error_with_sizes_before_any_is_taken(persisting
     monkeypatch.setattr(snapshot, "free_memory", lambda: 1 << 20)
     with pytest.raises(CheckpointError, match=r"needs 0\.4 GiB of memory, and 0\.0 GiB are free on this node"):
         persisting.prepare(state(size=100_000_000))
+
+
+@pytest.mark.parametrize(("shared_memory", "place"), [(True, "/dev/shm"), (False, "private")])
+def test_where_memfds_are_refused_the_snapshot_is_a_file_without_a_name(
+    directory, monkeypatch, capsys, shared_memory, place
+):
+    """As by the seccomp filter of a container; its shared memory may be too small."""
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    files = set(directory.private.iterdir())
+    if not shared_memory:
+        monkeypatch.setattr(snapshot, "_SHARED_MEMORY", Path("/proc"))
+    persisting = Persisting(directory, 0, Keep(2), torch.device("cpu"))
+    try:
+        persisting.prepare(state())
+        assert save(persisting, 1, state()).step == 1
+        assert save(persisting, 2, state(2.0, size=1 << 20)).step == 2
+    finally:
+        persisting.close()
+    newest = max(directory.checkpoints.glob("step-*"))
+    assert torch.equal(content_of(newest)["model"]["weight"], torch.full((1 << 20,), 2.0))
+    said = capsys.readouterr().err
+    assert "the snapshot is an unlinked file in" in said and place in said and "memfd_create: Operation not" in said
+    assert set(directory.private.iterdir()) == files
 
 
 def test_the_tightest_control_group_counts(tmp_path):

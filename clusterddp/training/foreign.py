@@ -35,13 +35,18 @@ class ForeignLoader:
         self._loader, self._group = loader, group
         self._passes = 0
         self._states: list[dict[str, Any]] = []
+        #: Whether it took random numbers from the global generators, whose state is not the loader's.
+        self._drew = False
         #: Samples per rank and step are the loader's own affair: nothing is ever cut.
         self.share = self.batch_size = 1
 
     @property
     def doubts(self) -> list[str]:
-        """Why a resume may not be exact."""
-        return [f"the order and the randomness of samples are those of {type(self._loader).__name__}"]
+        """Why a resume may not be exact, as far as has been seen: else a loader with a state is where it was."""
+        name = type(self._loader).__name__
+        if getattr(self._loader, "num_workers", 0):
+            return [f"the random numbers in the workers of {name} are its own"]
+        return [f"{name} takes random numbers from the global generators"] if self._drew else []
 
     def epoch(self, step: int) -> int:
         """How many passes over the loader are behind."""
@@ -66,11 +71,14 @@ class ForeignLoader:
         empty = False
         while True:
             found = False
+            before = randomness.states()
             with interrupts.blocked(self._loader):
                 iterator = iter(self._loader)
+            self._notice_draws(before)
             while True:
-                with randomness.preserved():
+                with randomness.preserved() as before:
                     batch = next(iterator, _END)
+                    self._notice_draws(before)
                 if batch is _END:
                     break
                 found = True
@@ -80,16 +88,21 @@ class ForeignLoader:
             empty = not found
             self._passes += 1
 
+    def _notice_draws(self, before: randomness.States) -> None:
+        self._drew = self._drew or not randomness.equal(before, randomness.states())
+
     def gather(self) -> None:
         """Brings all ranks' states to rank 0. Collective."""
         states: list[Any] | None = [None] * self._group.world_size if self._group.rank == 0 else None
-        dist.gather_object(self._loader.state_dict(), states, dst=0)
-        self._states = states or []
+        dist.gather_object((self._loader.state_dict(), self._drew), states, dst=0)
+        if states is not None:
+            self._states = [state for state, _ in states]
+            self._drew = any(drew for _, drew in states)
 
     def progress(self, step: int) -> dict[str, Any]:
         """What a checkpoint holds of it: the passes, and the states that were gathered."""
         del step
-        return {"epoch": self._passes, "loaders": self._states}
+        return {"epoch": self._passes, "loaders": self._states, "loaders_drew": self._drew}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Gives each rank its loader's state back. Raises CheckpointError at another world size."""
@@ -102,7 +115,7 @@ class ForeignLoader:
                 f"the run has the states of {len(states)} ranks' {name}, which {self._group.world_size} ranks cannot "
                 f"share: use {len(states)} ranks, or ctx.loader(), which can"
             )
-        self._passes = progress["epoch"]
+        self._passes, self._drew = progress["epoch"], progress.get("loaders_drew", True)
         self._loader.load_state_dict(states[self._group.rank])
 
 

@@ -72,7 +72,7 @@ class Run:
         self._parent: tuple[int, int] | None = None
         self._goal = 0  # of the loop that is being made
         self._finished: list[int] = []  # the goals of loops that ``finish`` has ended
-        self._inexact = self._reasons_for_doubt()
+        self._inexact: list[str] = []
         self._own_time = OwnTime(parts.values())
         self._micro = MicroBatches(parts.values(), loader)
         self._begun = self._in_step = self._optimizer_stepped = self._past_first = self._last_step = False
@@ -349,6 +349,7 @@ class Run:
         if progress["seed"] != self._seed:
             raise CheckpointError(f"the run began with seed {progress['seed']}, and the seed is now {self._seed}")
         self._loader.restore(progress)
+        self._inexact = self._reasons_for_doubt()
         if progress["world_size"] != self._group.world_size:
             self._inexact.append(f"{self._group.world_size} ranks instead of {progress['world_size']}")
         for name, part in self._parts.items():

@@ -53,7 +53,7 @@ class Persisting:
 
     def __init__(self, directory: RunDirectory, attempt: int, keep: Keep, device: torch.device) -> None:
         self._first = {"run": str(directory), "attempt": attempt, "keep": dataclasses.asdict(keep)}
-        self._snapshot = Snapshot(device)
+        self._snapshot = Snapshot(device, directory.private)
         self._writer: subprocess.Popen[bytes] | None = None
         self._requests: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._sent = threading.Event()

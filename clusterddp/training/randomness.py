@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -29,16 +30,32 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
         sys.modules["numpy"].random.seed(seed)
 
 
-@contextmanager
-def preserved() -> Iterator[None]:
-    """Puts back the state of torch's CPU generator, random and numpy at the end."""
-    cpu, plain = torch.get_rng_state(), random.getstate()
+#: Of torch's CPU generator, random, and numpy if it is in use.
+States = tuple[torch.Tensor, Any, Any]
+
+
+def states() -> States:
+    """The states of the global generators."""
     numpy = sys.modules.get("numpy")
-    numbers = numpy.random.get_state() if numpy else None
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=False) if numpy else None
+
+
+def equal(one: States, other: States) -> bool:
+    """Whether two of the ``states`` are the same: nothing was drawn in between."""
+    if not torch.equal(one[0], other[0]) or one[1] != other[1] or (one[2] is None) != (other[2] is None):
+        return False
+    mine, others = (states[2] and states[2]["state"] for states in (one, other))
+    return mine is None or bool(mine["pos"] == others["pos"] and (mine["key"] == others["key"]).all())
+
+
+@contextmanager
+def preserved() -> Iterator[States]:
+    """Puts back the ``states`` at the end, which it yields."""
+    cpu, plain, numbers = before = states()
     try:
-        yield
+        yield before
     finally:
         torch.set_rng_state(cpu)
         random.setstate(plain)
-        if numpy:
-            numpy.random.set_state(numbers)
+        if numbers is not None:
+            sys.modules["numpy"].random.set_state(numbers)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,17 +21,22 @@ from clusterddp.archive import Tensor, offsets
 from clusterddp.errors import CheckpointError
 from clusterddp.training.state import TORCH_DTYPES, tensor_facts
 
+_SHARED_MEMORY = Path("/dev/shm")
+
 
 class Snapshot:
     """Memory of an anonymous file (memfd), as large as the state: /dev/shm and its limit have no part in it.
+
+    Where memfd_create is refused (seccomp, an old kernel), it is an unlinked file in /dev/shm, or in ``folder`` if that
+    is too small.
 
     On GPUs it is pinned, and the copies run behind the step's kernels without blocking the CPU; the kernels of the next
     step wait for them, as nobody can know which of these will write where.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.file = _anonymous_file("clusterddp-snapshot")
-        self._device = device
+    def __init__(self, device: torch.device, folder: Path) -> None:
+        self._device, self._folder = device, folder
+        self._file: int | None = None
         self._map: mmap.mmap | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         #: What a checkpoint's header says of the tensors that there is memory for; the size of their data.
@@ -38,12 +46,19 @@ class Snapshot:
         self._copied: list[torch.cuda.Event] = []
         self._preparing: threading.Thread | None = None
 
+    @property
+    def file(self) -> int:
+        """The descriptor, for the writer; after ``prepare`` or ``take``."""
+        assert self._file is not None
+        return self._file
+
     def prepare(self, layout: list[Tensor]) -> None:
         """Gets the memory for a state of this layout, in the background: the first save is then as quick as any.
 
         Raises CheckpointError, at once, when the machine does not have that much.
         """
         check_memory(offsets(layout)[1] - len(self._memory))
+        self._open(offsets(layout)[1])
         self._preparing = threading.Thread(target=self._try_resize, args=(layout,), name="snapshot", daemon=True)
         self._preparing.start()
 
@@ -53,6 +68,7 @@ class Snapshot:
         if not self._fits(tensors):
             layout = tensor_facts(tensors)
             check_memory(offsets(layout)[1] - len(self._memory))
+            self._open(offsets(layout)[1])
             self._resize(layout)
         sources = list(tensors.values())
         if not sources:
@@ -92,13 +108,17 @@ class Snapshot:
         self._kinds = [(tensor.name, view.dtype, view.shape) for tensor, view in zip(layout, self._views, strict=True)]
         self.described, self.nbytes = archive.described(layout), size
 
+    def _open(self, size: int) -> None:
+        if self._file is None:
+            self._file, self._kind = _anonymous_file(size, self._folder)
+
     def _grow(self, size: int) -> None:
         self._release()
         try:
             os.posix_fallocate(self.file, 0, size)
         except OSError as error:
             need = f"the snapshot of the state needs {size / 2**30:.1f} GiB of memory"
-            raise CheckpointError(f"{need}: {error.strerror} (a memfd, to which `ulimit -f` applies)") from error
+            raise CheckpointError(f"{need}: {error.strerror} ({self._kind}, to which `ulimit -f` applies)") from error
         self._map = mmap.mmap(self.file, size)
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._memory.zero_()  # touches every page now, outside the interpreter's lock
@@ -115,14 +135,36 @@ class Snapshot:
         self._views, self._kinds, self._memory, self._map = [], [], torch.empty(0, dtype=torch.uint8), None
 
 
-def _anonymous_file(name: str) -> int:
-    """A memfd; Pythons that were built on an old system lack the call that the running one has."""
+def _anonymous_file(size: int, folder: Path) -> tuple[int, str]:
+    """A file without a name, and what it is, in words; one on a disk has ``size`` bytes already."""
+    try:
+        return _memfd("clusterddp-snapshot"), "a memfd"
+    except OSError as error:
+        reasons = [f"memfd_create: {error.strerror}"]
+    for place in (_SHARED_MEMORY, folder):
+        try:
+            with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+                os.posix_fallocate(file.fileno(), 0, max(size, 1))
+                found = os.dup(file.fileno())
+        except OSError as error:
+            reasons.append(f"{place}: {error.strerror}")
+        else:
+            used = f"an unlinked file in {place}"
+            print(f"clusterddp: the snapshot is {used} ({'; '.join(reasons)})", file=sys.stderr, flush=True)
+            return found, used
+    raise CheckpointError(f"no memory for the snapshot that another process can see: {'; '.join(reasons)}")
+
+
+def _memfd(name: str) -> int:
+    """Pythons that were built on an old system lack the call that the running one has."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
-    descriptor: int = ctypes.CDLL(None, use_errno=True).memfd_create(name.encode(), 1)  # MFD_CLOEXEC
+    call = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
+    descriptor = call(name.encode(), 1) if call else -1  # MFD_CLOEXEC
     if descriptor < 0:
-        raise CheckpointError(f"memfd_create failed: {os.strerror(ctypes.get_errno())}; Linux 3.17 or newer is needed")
-    return descriptor
+        number = ctypes.get_errno() if call else errno.ENOSYS
+        raise OSError(number, os.strerror(number))
+    return int(descriptor)
 
 
 def _cuda_runtime() -> Any:

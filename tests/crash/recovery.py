@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +128,6 @@ def _check_going_on(run: RunDirectory, number: int, promised: Promised) -> None:
     for at in range(step, following):
         saver.log(at, values(at))
     saver.close()
-    os.close(saver._persisting._snapshot.file)  # a process has one saver; here, thousands
     save(run, number, following, content(following))  # in this process: the writer makes the same calls
     _check_metrics(run, following)
     again = Checkpoints(run, run.create_attempt(), Keep()).candidates()[0]
