@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from clusterddp import archive
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.job import Keep
-from clusterddp.records import fault
+from clusterddp.records import fault, patiently
 from clusterddp.rundir import METRICS, RunDirectory, fsync_directory, write_json
 
 _T = TypeVar("_T")
@@ -56,7 +56,7 @@ class Checkpoint:
         if self.path.suffix == ".pt":
             raise CheckpointError(f"{self.path.name} is of format 1, which this version does not read")
         try:
-            return read(self.path)
+            return patiently(self.path, lambda: read(self.path))
         except archive.Damaged as error:
             raise CheckpointError(f"{self.path.name} is damaged: {error}") from error
         except OSError as error:
@@ -182,7 +182,8 @@ class Checkpoints:
 
 def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
     """All checkpoints in the folder, of whatever lineage, in no order."""
-    for path in directory.checkpoints.iterdir() if directory.checkpoints.exists() else ():
+    folder = directory.checkpoints
+    for path in patiently(folder, lambda: list(folder.iterdir()) if folder.exists() else []):
         if match := _NAME.fullmatch(path.name):
             yield Checkpoint(path, int(match[1]), int(match[2]))
 

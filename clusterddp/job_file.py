@@ -22,6 +22,7 @@ from clusterddp.job import Job
 from clusterddp.job_fields import READERS, Fields, check_keys, read_fields
 from clusterddp.job_values import quoted
 from clusterddp.masking import MASK, is_secret, revealed
+from clusterddp.records import patiently
 from clusterddp.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
 
 #: The format of run directories that this version records. A later one is to name its own as ``format`` in job.yaml.
@@ -114,7 +115,7 @@ def _user_file() -> Path | None:
 
 def _file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = patiently(path, lambda: path.read_text(encoding="utf-8"))
     except OSError as error:
         raise JobDefinitionError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

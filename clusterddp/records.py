@@ -195,7 +195,7 @@ def _warn(path: Path, skipped: list[tuple[int, str]]) -> None:
 def drop_torn_line(path: Path) -> None:
     """Cuts off what a killed writer left after the last whole line. For the next writer, before its first line."""
     try:
-        file = open(path, "rb+")
+        file = patiently(path, lambda: open(path, "rb+"))
     except FileNotFoundError:
         return
     with file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import subprocess
@@ -146,6 +147,38 @@ def test_a_preempted_attempt_is_requeued_and_says_so_once_it_is(run: RunDirector
     controller = FakeController(Cause.PREEMPTED)
     assert supervised(run, controller) == (4, ["started", "requeued"])
     assert controller.asked == ["requeue"]
+
+
+def test_a_disk_that_cannot_be_read_while_an_attempt_ends_delays_the_requeue_alone(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the history said is known by then, and whether a newer attempt exists is asked until there is an answer."""
+    monkeypatch.setattr("clusterddp.records._PAUSES_S", (0.0,))
+    errors, real, real_list = [OSError(errno.EIO, "Input/output error")] * 9, Path.read_bytes, os.listdir
+    ended = threading.Event()
+
+    def read(path: Path) -> bytes:
+        if ended.is_set() and path in (run.events_file, run.rank_record(0, 1)):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path)
+
+    def listed(path: Any) -> list[str]:
+        if ended.is_set() and errors:
+            raise errors.pop()
+        return real_list(path)
+
+    class Ranks(FakeRanks):
+        def wait(self) -> int:
+            ended.set()
+            return super().wait()
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr("os.listdir", listed)
+    controller = FakeController(Cause.PREEMPTED)
+    assert Attempt(run, JOB, run.create_attempt(), Ranks(run, STOPPED), controller).supervise() == 4
+    assert controller.asked == ["requeue"] and not errors
+    ended.clear()
+    assert [event["event"] for event in run.events()] == ["started", "requeued"]
 
 
 def test_a_controller_that_is_away_at_the_requeue_is_asked_again(run: RunDirectory) -> None:

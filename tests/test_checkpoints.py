@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from clusterddp import archive
 from clusterddp.checkpoints import Checkpoints, lineage
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.job import Keep
@@ -68,6 +70,23 @@ def test_a_half_written_file_of_a_killed_attempt_is_removed_and_never_a_candidat
     assert [one.step for one in Checkpoints(directory, second, Keep()).candidates()] == [1]
     save(directory, second, 3, CONTENT)
     assert not leftover.exists()
+
+
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_passed_over(directory, monkeypatch):
+    """The one before would cost the steps between them."""
+    number = attempt(directory)
+    save(directory, number, 1, CONTENT)
+    save(directory, number, 2, CONTENT)
+    errors, real = [OSError(errno.EIO, "Input/output error")], archive.read
+
+    def read(path):
+        if errors:
+            raise errors.pop()
+        return real(path)
+
+    monkeypatch.setattr(archive, "read", read)
+    newest = next(iter(Checkpoints(directory, number, Keep()).candidates()))
+    assert newest.read().facts["step"] == "2" and not errors
 
 
 def test_what_an_attempt_left_that_was_killed_in_its_first_save_is_removed(directory):

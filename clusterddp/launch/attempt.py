@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from clusterddp.errors import ClusterddpError, SlurmError, SlurmUnavailable
@@ -224,8 +225,9 @@ class Attempt:
             if not waiting:
                 print(f"clusterddp: neither {self.node_of(rank)} nor the controller answers, waiting", flush=True)
             waiting = True
-            if self._gone.wait(SILENT_PAUSE_S) or self.superseded():
-                return
+            with suppress(OSError):  # cut off from the disk, too
+                if self._gone.wait(SILENT_PAUSE_S) or self.superseded():
+                    return
         self._recorded.wait()
         if self._gone.is_set():
             return

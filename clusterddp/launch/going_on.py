@@ -74,15 +74,15 @@ class GoingOn:
         """
         pause_s = FIRST_PAUSE_S
         while True:
-            if self._ranks.superseded():
-                return Cause.SUPERSEDED
-            if self._run.cancelled:
-                return Cause.CANCELLED
             try:
+                if self._ranks.superseded():
+                    return Cause.SUPERSEDED
+                if self._run.cancelled:
+                    return Cause.CANCELLED
                 return self._controller.why(self._ranks.lead_s())
             except SlurmMissing:
                 return Cause.UNKNOWN
-            except SlurmUnavailable as error:
+            except (SlurmUnavailable, OSError) as error:  # or the run directory cannot be read
                 print(f"clusterddp: asking again in {pause_s:g} s: {error}", flush=True)
                 time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
@@ -91,7 +91,7 @@ class GoingOn:
                 return Cause.UNKNOWN
 
     def _act(self, verdict: Verdict) -> int:
-        if verdict.cause is Cause.SUPERSEDED or self._ranks.superseded():
+        if verdict.cause is Cause.SUPERSEDED or self._superseded():
             newest = self._run.newest_attempt()
             print(f"clusterddp: attempt {self._number} superseded by attempt {newest}; not writing", flush=True)
             return 1
@@ -109,6 +109,17 @@ class GoingOn:
             return self._controller.leave_code
         self._history.conclude(verdict.action.value, verdict.reason)
         return verdict.exit_code
+
+    def _superseded(self) -> bool:
+        """Whether a newer attempt exists; asked until the run directory can be read."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return self._ranks.superseded()
+            except OSError as error:
+                print(f"clusterddp: cannot read the run directory ({error}); retrying in {pause_s:g} s", flush=True)
+                time.sleep(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
     def _tell_failure(self, failure: RankEnd, others: Sequence[RankEnd]) -> None:
         """In the history, and as a box in the job's log."""

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Protocol
 
-from clusterddp.errors import SlurmError, SlurmMissing
+from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing
 from clusterddp.job import Job
 from clusterddp.launch.controller import Controller, Notice
 
@@ -101,7 +101,7 @@ class Monitor:
             ahead = self._controller.notice()
         except SlurmMissing:
             return known
-        except SlurmError as error:
+        except (SlurmError, RunDirectoryError, OSError) as error:
             if not self._silent:
                 self._watched.on_controller(str(error))
             self._silent = True

@@ -93,8 +93,8 @@ class RankEnd:
         """From the file that the rank shim wrote. One that cannot be read tells no more than a missing one."""
         try:
             return cls.from_record(rank, host, lost_at, read_json(path, _RECORD), death)
-        except RunDirectoryError as error:
-            return cls(rank, host, "died", lost_at, error=f"gone, and its record cannot be read: {error}")
+        except (RunDirectoryError, OSError) as error:
+            return cls(rank, host, "died", lost_at, error=f"exited, and its record cannot be read: {error}")
 
     @classmethod
     def from_record(
