@@ -5,6 +5,7 @@
 #                    PYTHONS="python3.10 /opt/python3.13/bin/python3.13 ..."  ROWS="python3.10-torch2.4.1 slurm-sid ..."
 # make dist   wheel and sdist in dist/, and a run from the wheel in an environment of its own
 # make coverage   the tests that need no Slurm, measured line by line, rank processes included (COVERAGE=... other tests)
+# make gpu-check     what needs a GPU, in less than ten minutes; GPU_CHECK="--device cpu" is the dry run
 # make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination,
 #                    and tests of what others cover in the main
 # make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random
@@ -24,7 +25,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-versions test-24.11 test-product chaos soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint dist coverage cluster slurm clean
+.PHONY: demo test test-versions gpu-check test-24.11 test-product chaos soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -49,6 +50,9 @@ test: .venv/integrations slurm
 
 test-versions: .venv/ready slurm
 	.venv/bin/python -m tests.versions $(if $(PYTHONS),--pythons "$(PYTHONS)") $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(ROWS)
+
+gpu-check: .venv/ready
+	.venv/bin/python -m benchmarks.gpu_check $(GPU_CHECK)
 
 test-24.11: .venv/ready slurm
 	.venv/bin/python -m tests.cluster install --release trixie

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks import agreement, checkpoint, faults, handover, judging, report, runs, savers, soak
+from benchmarks import agreement, checkpoint, faults, gpu_check, handover, judging, report, runs, savers, soak
 from clusterddp.rundir import RunDirectory, append_line, write_json
 from clusterddp.training.agreement import Agreement
 from tests.checkpoint_files import file_bytes
@@ -270,3 +271,38 @@ def test_faults_are_shown_in_the_report(tmp_path):
     assert "| all | 10 | 0 | 2 | 1 | 0 | 0 | 0 | 0 | 1 | 0.30 / 0.40 | 1.50 / 2.00 | 3.00 / 3.00 |" in text
     assert "- cgroup-001: the outcome is None" in text
     assert not figures["met"] and json.dumps(figures)
+
+
+# ---- the check on GPUs
+
+
+def test_the_dry_run_of_the_gpu_check_passes_fails_and_says_what_is_not_run(tmp_path, monkeypatch):
+    """One real run; then the same with a wrong digest, as of a snapshot that is torn."""
+    lab = gpu_check.Lab("cpu", 1, tmp_path, time.monotonic() + 240)
+    checks = dict(gpu_check.checks(lab, "aot_eager", megabytes=1))
+    assert {"start-1", "exact", "exact-float16", "exact-compile", "snapshot", "hang-host", "hang-device"} <= set(checks)
+    right = gpu_check.perform("snapshot", checks["snapshot"], lab)
+    assert right.state == "passed" and right.figures["checkpoints"] == 5, right.words
+
+    run = RunDirectory(tmp_path / "run-1")
+    monkeypatch.setattr(gpu_check.Lab, "train", lambda *_, **__: run)
+    assert gpu_check._differing(run, run) == []
+    line = next(line for line in run.metrics() if line["step"] == 5)
+    run.metrics_file.write_text(run.metrics_file.read_text().replace(str(line["digest"]), "7"))
+    wrong = gpu_check.perform("snapshot", checks["snapshot"], lab)
+    assert (wrong.state, wrong.words) == ("failed", "checkpoint 6 is not the state after 6 steps")
+
+    absent = gpu_check.perform("hang-device", checks["hang-device"], lab)
+    assert (absent.state, absent.words) == ("not run", "needs a GPU")
+    lab.deadline = 0.0
+    assert gpu_check.perform("exact", checks["exact"], lab).words == "the time for all checks was over"
+    gpu_check.write(tmp_path, "cpu", 1, [right, wrong, absent])
+    said = json.loads((tmp_path / "gpu-check-dry-run.json").read_text())
+    assert [check["state"] for check in said["checks"]] == ["passed", "failed", "not run"]
+    assert "this says nothing about GPUs" in (tmp_path / "gpu-check-dry-run.md").read_text()
+
+
+def test_the_gpu_check_without_a_gpu_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert gpu_check.main([]) == 2
+    assert capsys.readouterr().err == "no GPU is visible; the dry run is --device cpu\n"

@@ -32,29 +32,30 @@ GRAPHS: dict[str, tuple[str, ...]] = {
     "unused": ("--unused", "--ddp", '{"find_unused_parameters": true}'),
 }
 TWICE_IN_AN_EPOCH, AT_THE_END_OF_AN_EPOCH, FIRST_STEP_AND_SECOND_EPOCH = (1, 4), (7,), (0, 10)
-#: The number of ranks, the graph, the pieces of a batch, AMP, the loader's workers, the steps in which a TERM comes.
+AMP = (None, "float16", "bfloat16")
+#: Ranks, the graph, the pieces of a batch, AMP's type, the loader's workers, the steps in which a TERM comes.
 FACTORS = (
     (1, 2, 3, 4),
     tuple(GRAPHS),
     (1, 2),
-    (True, False),
+    AMP,
     (0, 2),
     (TWICE_IN_AN_EPOCH, AT_THE_END_OF_AN_EPOCH, FIRST_STEP_AND_SECOND_EPOCH),
 )
 #: Each value of a factor meets each of every other.
 PAIRWISE = [
-    (1, "dynamic", 2, False, 0, FIRST_STEP_AND_SECOND_EPOCH),
-    (1, "static", 2, False, 2, TWICE_IN_AN_EPOCH),
-    (1, "unused", 1, True, 0, AT_THE_END_OF_AN_EPOCH),
-    (2, "dynamic", 1, True, 2, FIRST_STEP_AND_SECOND_EPOCH),
-    (2, "static", 2, True, 0, AT_THE_END_OF_AN_EPOCH),
-    (2, "unused", 2, False, 0, TWICE_IN_AN_EPOCH),
-    (3, "dynamic", 2, True, 0, AT_THE_END_OF_AN_EPOCH),
-    (3, "static", 1, True, 0, FIRST_STEP_AND_SECOND_EPOCH),
-    (3, "unused", 1, False, 2, TWICE_IN_AN_EPOCH),
-    (4, "dynamic", 1, True, 0, TWICE_IN_AN_EPOCH),
-    (4, "static", 2, False, 2, AT_THE_END_OF_AN_EPOCH),
-    (4, "unused", 2, True, 0, FIRST_STEP_AND_SECOND_EPOCH),
+    (1, "dynamic", 1, "bfloat16", 2, AT_THE_END_OF_AN_EPOCH),
+    (1, "static", 2, "float16", 2, TWICE_IN_AN_EPOCH),
+    (1, "unused", 2, None, 0, FIRST_STEP_AND_SECOND_EPOCH),
+    (2, "dynamic", 1, "float16", 0, TWICE_IN_AN_EPOCH),
+    (2, "static", 2, "bfloat16", 0, AT_THE_END_OF_AN_EPOCH),
+    (2, "unused", 1, None, 2, FIRST_STEP_AND_SECOND_EPOCH),
+    (3, "dynamic", 1, None, 0, TWICE_IN_AN_EPOCH),
+    (3, "static", 2, "bfloat16", 2, FIRST_STEP_AND_SECOND_EPOCH),
+    (3, "unused", 1, "float16", 0, AT_THE_END_OF_AN_EPOCH),
+    (4, "dynamic", 2, "float16", 0, FIRST_STEP_AND_SECOND_EPOCH),
+    (4, "static", 1, None, 0, AT_THE_END_OF_AN_EPOCH),
+    (4, "unused", 1, "bfloat16", 2, TWICE_IN_AN_EPOCH),
 ]
 CASES = list(itertools.product(*FACTORS)) if "CLUSTERDDP_TEST_PRODUCT" in os.environ else PAIRWISE
 
@@ -145,7 +146,7 @@ def assert_exact(resumed: Left, whole: Left, ranks: int) -> None:
 def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(
     tmp_path, left_alone, ranks, graph, micro, amp, workers, stops
 ):
-    options = (*GRAPHS[graph], "--micro", micro, *(["--amp"] if amp else []))
+    options = (*GRAPHS[graph], "--micro", micro, *(["--amp", amp] if amp else []))
     whole = left_alone(*options, ranks=ranks)
     resumed = train(tmp_path / "stopped", *options, "--workers", workers, ranks=ranks, stops=stops)
 
@@ -158,9 +159,22 @@ def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(
         assert max(resumed.begun()) <= IN_EPOCH_0
     for stopped in resumed.attempts[:-1]:
         assert stopped.text().count("finally ran") == ranks and "all done" not in stopped.text()
-    if amp:  # Some steps were skipped for an overflow, and the scale has grown, too.
+    if amp == "float16":  # Some steps were skipped for an overflow, and the scale has grown, too.
         scales = [line["scale"] for line in whole.raw()]
         assert {later / former for former, later in itertools.pairwise(scales)} == {0.5, 1.0, 2.0}
+
+
+@pytest.mark.product  # compiling takes a minute
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("amp", AMP)
+def test_a_compiled_model_is_resumed_exactly(tmp_path, left_alone, ranks, amp, monkeypatch):
+    """Each process compiles for itself, or takes what an earlier one left in inductor's cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    options = ("--compile", "inductor", *(["--amp", amp] if amp else []))
+    whole = left_alone(*options, ranks=ranks)
+    resumed = train(tmp_path / "stopped", *options, ranks=ranks, stops=(4,))
+    assert_exact(resumed, whole, ranks)
+    assert resumed.inexact() == [[]]
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
@@ -209,7 +223,7 @@ def test_another_number_of_ranks_keeps_the_samples_and_is_said_to_be_inexact(tmp
 
 
 def test_a_stop_in_an_evaluation_keeps_a_step_that_the_scaler_skipped(tmp_path, left_alone):
-    options = ("--amp", "--evaluate-in-step", 0)
+    options = ("--amp", "float16", "--evaluate-in-step", 0)
     whole = left_alone(*options, ranks=2)
     assert whole.raw()[0]["scale"] < 2.0**22
     stopped = ddp.start(

@@ -32,12 +32,14 @@ parser.add_argument("--evaluate", action="store_true")
 parser.add_argument("--evaluate-in-step", type=int)
 parser.add_argument("--stop-in", type=int, nargs="*", default=[], help="steps in which a rank sends itself a TERM")
 parser.add_argument("--micro", type=int, default=1, help="pieces of a batch whose gradients are accumulated")
-parser.add_argument("--amp", action="store_true", help="float16 with a GradScaler")
+parser.add_argument("--amp", choices=("float16", "bfloat16"), help="autocast; float16 with a GradScaler")
+parser.add_argument("--compile", metavar="BACKEND", help="by torch.compile")
 parser.add_argument("--unused", action="store_true", help="some ranks, in some steps all, use no `branch`")
 parser.add_argument("--rng", default="step")
 parser.add_argument("--ddp", type=json.loads, default={}, help="options of DDP, as JSON")
 parser.add_argument("--plain-ddp", action="store_true", help="not by ctx.wrap()")
 options = parser.parse_args()
+PRECISION = getattr(torch, options.amp) if options.amp else None
 
 
 class Noisy(torch.utils.data.Dataset):
@@ -111,7 +113,7 @@ def gradients(x, y):
     total = 0.0
     for number, (inputs, labels) in enumerate(pieces, start=1):
         with contextlib.nullcontext() if number == len(pieces) else model.no_sync():
-            with torch.autocast("cpu", torch.float16, enabled=options.amp):
+            with torch.autocast("cpu", PRECISION, enabled=PRECISION is not None):
                 loss = nn.functional.cross_entropy(model(inputs, with_branch), labels) / len(pieces)
             scaler.scale(loss).backward()
         total += loss.item()
@@ -121,11 +123,14 @@ def gradients(x, y):
 often = Checkpointing(every_steps=options.every, every_s=None)
 ctx = clusterddp.init(seed=3, run_dir=options.run_dir, checkpoint=often)
 net = Net()
+if options.compile:
+    net.compile(backend=options.compile)
 model = DistributedDataParallel(net, **options.ddp) if options.plain_ddp else ctx.wrap(net, **options.ddp)
 ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=1000)
-scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3, enabled=options.amp)
+scaling = PRECISION is torch.float16
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3, enabled=scaling)
 loader = ctx.loader(Noisy(), batch_size=options.batch, num_workers=options.workers)
 parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ema": ema, "scaler": scaler}
 run = ctx.run(**parts, loader=loader, rng=options.rng)
