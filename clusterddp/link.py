@@ -261,12 +261,17 @@ def _answer(line: bytes, address: str) -> tuple[str, int, float | None, int]:
 
 
 def _connect(host: str, port: int, timeout: float) -> socket.socket:
-    """Connects, again and again for ``timeout`` seconds: a node's network may come up late."""
+    """Connects, retrying for ``timeout`` seconds: a node's network may come up late.
+
+    On the loopback interface a refusal is final: a local run's supervisor listens before it starts its ranks.
+    """
     deadline = time.monotonic() + timeout
     while True:
         try:
             return socket.create_connection((host, port), timeout=max(1.0, deadline - time.monotonic()))
         except OSError as error:
+            if isinstance(error, ConnectionRefusedError) and host.startswith("127."):
+                raise LauncherEnvironmentError(f"no supervisor listens at {host}:{port}: it has exited") from error
             if time.monotonic() > deadline:
                 raise LauncherEnvironmentError(
                     f"no supervisor answers at {host}:{port} after {timeout:.0f} s ({error}); "

@@ -464,3 +464,12 @@ def test_a_rank_hears_its_supervisors_end_whatever_was_said_before(words: bytes)
         assert link is not None
         link.listen(lambda: heard.put("lost"), heard.put)
         assert [heard.get(timeout=10) for _ in range(2)] == [{"leave": "x"}, "lost"]
+
+
+@pytest.mark.timeout(20)
+def test_a_local_rank_whose_supervisor_was_killed_before_it_joined_exits_at_once() -> None:
+    """It was orphaned before it could ask the kernel to die with its parent, and would retry for ten minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+    with pytest.raises(LauncherEnvironmentError, match=r"no supervisor listens at 127\.0\.0\.1:\d+: it has exited"):
+        Link.join(address, TOKEN, 1, None, timeout=600)
