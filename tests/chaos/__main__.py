@@ -94,7 +94,8 @@ class Chaos:
         self._judge(name, "slurm", plan, made, time.monotonic() - began, f"Slurm {up.version}")
 
     def _judge(self, name: str, how: str, plan: Plan, made: Made, seconds: float, place: str = "local") -> None:
-        found = [*made.problems, *problems(made.run, behaviour(name), self._reference)]
+        killed = plan.kill.attempt if plan.kill and made.killed else None
+        found = [*made.problems, *problems(made.run, behaviour(name), self._reference, killed)]
         result = Result(name, how, self._ranks, self._seed, str(plan), self._commit, place, found)
         result.state = (made.run.outcome() or {}).get("state") or "not over"
         result.attempts, result.killed, result.seconds = len(made.run.attempts()), made.killed, round(seconds, 1)

@@ -22,14 +22,19 @@ ENDS = {"requeued": "preemption", "resubmitted": "preemption", "restarted": "kil
 LONGEST = 2**20
 
 
-def problems(run: RunDirectory, habit: Behaviour, reference: RunDirectory | None) -> list[str]:
-    """What is wrong with a run that is over; ``reference``: the undisturbed training's, None for that one itself."""
+def problems(
+    run: RunDirectory, habit: Behaviour, reference: RunDirectory | None, killed: int | None = None
+) -> list[str]:
+    """What is wrong with a run that is over.
+
+    ``reference``: the undisturbed training's, None for that one itself. ``killed``: the attempt that lost a rank.
+    """
     try:
         events, lines = run.events(), list(read_lines(run.metrics_file))
         counted = run.metrics()
     except Exception as error:
         return [f"the history cannot be read: {error}"]
-    found = [*_end(run, habit, events), *_attempts(events), *_lost(habit, events, lines), *_records(run)]
+    found = [*_end(run, habit, events), *_attempts(events), *_lost(habit, killed, events, lines), *_records(run)]
     completed = (run.outcome() or {}).get("state") == "completed"
     found += steps_that_count(counted, STEPS if completed else len(counted))
     if completed and reference is not None:
@@ -62,9 +67,18 @@ def _attempts(events: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"I6: attempt {number} has no cause for its end" for number in started[:-1] if number not in ended]
 
 
-def _lost(habit: Behaviour, events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]) -> list[str]:
-    """I4: no step is repeated after a notice, and no more than a snapshot's interval without."""
-    made = [{"kind": ENDS[event["event"]], "asked": event["time"]} for event in events if event["event"] in ENDS]
+def _lost(
+    habit: Behaviour, killed: int | None, events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]
+) -> list[str]:
+    """I4: no step is repeated after a notice, and no more than a snapshot's interval without.
+
+    A notice may come while an attempt ends by the kill: its steps are lost by that.
+    """
+    made = [
+        {"kind": "kill" if event["attempt"] == killed else ENDS[event["event"]], "asked": event["time"]}
+        for event in events
+        if event["event"] in ENDS
+    ]
     announced, most = unannounced_redone(made, events, lines)
     found = []
     if announced > (0 if habit.hears_notice else EVERY + SAVING):

@@ -150,6 +150,9 @@ def run_on_slurm(up: Cluster, name: str, ranks: int, plan: Plan, limit_s: float)
 def _in_order(training: Training, made: Made, plan: Plan, limit_s: float) -> list[Callable[[], None]]:
     def preempt() -> None:
         at = plan.preempt_at or 0
+        if made.killed:  # another attempt than the one that is ending
+            training.wait(lambda: _over(training.run) or len(training.run.attempts()) > 1, "a restart", limit_s)
+            at = max(at, _steps_done(training.run) + 1)
         training.wait(lambda: _over(training.run) or _steps_done(training.run) >= at, f"step {at}", limit_s)
         if not _over(training.run):
             high = HighJob.submit(training.cluster, training.folder / "high")
