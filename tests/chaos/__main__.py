@@ -137,7 +137,7 @@ def describe(results: dict[tuple[str, str], dict[str, Any]]) -> str:
         for name, kind in ALL.items()
     ]
     failing = [
-        f"- {line['name']}, {WAYS[line['how']]} ({line['plan']}): {'; '.join(line['problems'])}"
+        f"- {line['name']}, {WAYS[line['how']]} ({line['plan']}; {line['commit']}): {'; '.join(line['problems'])}"
         for line in lines
         if line["problems"]
     ]
@@ -198,7 +198,17 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=180.0, help="seconds that a run may take")
     parser.add_argument("--state", type=Path, default=Path("runs/chaos"), help="results, failed runs")
     parser.add_argument("--out", type=Path, help="where to write chaos.md, such as docs; default: nowhere")
+    parser.add_argument("--report", action="store_true", help="run nothing; write the report of what was run")
     options = parser.parse_args()
+    results = [] if options.report else make_runs(options)
+    if options.out:
+        found = newest(options.state)
+        report.write(options.out, "chaos", describe(found), {"runs": list(found.values())})
+    sys.exit(any(result.problems for result in results))
+
+
+def make_runs(options: argparse.Namespace) -> list[Result]:
+    """All runs that the options ask for."""
     print(f"seed {options.seed}", file=sys.stderr, flush=True)
     chaos = Chaos(options.state, options.ranks, options.seed, options.limit)
     names = options.only or list(ALL)
@@ -209,10 +219,7 @@ def main() -> None:
         with test_cluster() as up:
             for name in names:
                 chaos.on_slurm(up, name)
-    if options.out:
-        found = newest(options.state)
-        report.write(options.out, "chaos", describe(found), {"runs": list(found.values())})
-    sys.exit(any(result.problems for result in chaos.results))
+    return chaos.results
 
 
 if __name__ == "__main__":
