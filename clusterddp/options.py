@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from clusterddp.environment import in_step
 from clusterddp.errors import UsageError
 from clusterddp.hostlist import tasks_per_node
 from clusterddp.job import Job
+from clusterddp.launch import slurm
 from clusterddp.launch.fork import Fork
 from clusterddp.rundir import RunDirectory
 from clusterddp.trust import check_run
@@ -50,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option")
     parser.add_argument("--run-dir", metavar="DIR", help="the run's folder; the same one again continues the run")
     parser.add_argument("--fork", metavar="RUN[@STEP]", help="begin a new run with another's checkpoint")
+    parser.add_argument(
+        "--take-over", action="store_true", help="continue a run that was trained where it cannot be reached from here"
+    )
     parser.add_argument("--change", action="store_true", help="continue a run with other arguments than recorded")
     parser.add_argument("--dry-run", action="store_true", help="print the batch script, submit and write nothing")
     parser.add_argument("--wait", action="store_true", help="wait until the run is over, whatever its jobs do")
@@ -80,6 +83,8 @@ def check_combinations(arguments: argparse.Namespace) -> None:
         raise UsageError(
             "--fork begins a new run, with whatever arguments are given: expected without --here, --change"
         )
+    if arguments.take_over and not arguments.run_dir:
+        raise UsageError("--take-over needs the --run-dir of the run to continue")
     if arguments.fork and arguments.run_dir and RunDirectory(arguments.run_dir).exists():
         raise UsageError(f"{arguments.run_dir} holds a run already: --fork needs another --run-dir, or none")
     if arguments.local and (arguments.sbatch or arguments.dry_run):
@@ -143,23 +148,11 @@ def named_run(arguments: argparse.Namespace) -> RunDirectory | None:
 
 def describe(target: str | None, values: dict[str, Any], overrides: Mapping[str, str]) -> Job:
     """The job definition of a script, a YAML file, or of ``values`` alone, above the user's defaults."""
-    defaults = jobs.user_defaults(cluster_name(os.environ))
+    defaults = jobs.user_defaults(slurm.submission_cluster(os.environ))
     if target and Path(target).suffix in (".yaml", ".yml"):
         return jobs.load(target, overrides, values=values, defaults=defaults)
     values |= {"script": target} if target else {}
     return jobs.from_values(values, folder=Path.cwd(), overrides=overrides, defaults=defaults)
-
-
-def cluster_name(environ: Mapping[str, str]) -> str | None:
-    """The cluster that a submission goes to: SLURM_CLUSTERS, else ClusterName in slurm.conf where it can be read."""
-    if "SLURM_CLUSTERS" in environ:
-        return environ["SLURM_CLUSTERS"]
-    try:
-        text = Path(environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).read_text()
-    except OSError:
-        return None
-    named = re.search(r"^\s*ClusterName\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
-    return named[1] if named else None
 
 
 def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> dict[str, Any]:

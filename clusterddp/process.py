@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,39 @@ def process_start(pid: int) -> str | None:
         return None
     state, *fields = text.rpartition(")")[2].split()
     return None if state == "Z" else fields[18]
+
+
+def process_namespace() -> str:
+    """Where this process's number is valid: on this machine, since it was started, in this container.
+
+    A container that is started again, by whatever name, is another one.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def signal_ranks(supervisor: int, signum: int) -> None:
+    """Signals the session that a local run's supervisor leads; with --debug, where it leads none, its ranks alone.
+
+    The terminal's own process group is not touched then: its shell and the loop are in it.
+    """
+    try:
+        os.killpg(supervisor, signum)
+    except ProcessLookupError:
+        for child in children(supervisor):
+            with suppress(ProcessLookupError):
+                os.kill(child, signum)
+
+
+def children(parent: int) -> list[int]:
+    """The processes that a process has started and that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent_pid, *_ = path.read_text().rpartition(")")[2].split()
+            if int(parent_pid) == parent and state != "Z":
+                found.append(int(path.parent.name))
+    return found
 
 
 def die_with_parent() -> None:

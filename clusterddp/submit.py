@@ -17,7 +17,7 @@ import argparse
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clusterddp.checkpoints import check_present, of_run
@@ -27,6 +27,7 @@ from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.job import Job
 from clusterddp.job_file import load_resolved
 from clusterddp.launch.fork import Fork
+from clusterddp.launch.holder import let_go_unreachable
 from clusterddp.launch.narration import at_step
 from clusterddp.launch.recording import Plant, check_not_held, choose_run_directory, claim, record_local, recorded
 from clusterddp.options import (
@@ -37,7 +38,7 @@ from clusterddp.options import (
     resolve_job,
     say,
 )
-from clusterddp.rundir import RunDirectory, write_atomically, write_json
+from clusterddp.rundir import RunDirectory, write_atomically
 from clusterddp.trust import check_run
 
 BENCHMARKS = Path(__file__).parent / "bench"
@@ -54,6 +55,8 @@ def submit(arguments: argparse.Namespace, script_arguments: Sequence[str] | None
     code = check(arguments, job)
     if code is not None:
         return code
+    if arguments.take_over and not arguments.dry_run:
+        let_go_unreachable(RunDirectory(arguments.run_dir))
     if arguments.here:
         return submit_here(arguments, job)
     if arguments.local:
@@ -131,7 +134,7 @@ def failed_before_first_step(run: RunDirectory) -> bool:
         return False
     own = {path.name for path in (run.job_file, run.batch_script, run.events_file, run.metrics_file, run.outcome_file)}
     own |= {path.name for path in (run.checkpoints, run.logs, run.private)}
-    return not any(run.checkpoints.iterdir()) and not {path.name for path in run.path.iterdir()} - own
+    return not any(run.checkpoints.glob("*")) and not {path.name for path in run.path.iterdir()} - own
 
 
 def check_over(run: RunDirectory, changing: bool) -> int | None:
@@ -157,9 +160,11 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
         say(warning)
     run = record_local(arguments.run_dir, job, fork_of(arguments))
     say(f"run directory: {run}")
-    write_json(run.loop_file, holder.of_this_process(), mode=0o600)
+    holder.loop_started(run)
     with Progress(run, job.steps, bar=arguments.debug is None) as progress:
         code = LocalRun(run, job, moments, arguments.debug).loop(progress)
+    with suppress(OSError):  # a disk that is full: who asks finds no such process
+        holder.loop_ended(run)
     return ended(run, code, f"clusterddp submit --local --run-dir {run}")
 
 

@@ -6,13 +6,12 @@ own so that Ctrl-C reaches the loop alone; to preempt it says why in a file and 
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -23,7 +22,7 @@ from clusterddp.job import Job
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import AGAIN, give_notice, notice_file
 from clusterddp.launch.progress import Progress
-from clusterddp.process import module_command
+from clusterddp.process import module_command, signal_ranks
 from clusterddp.rundir import RunDirectory, create_file
 
 POLL_S = 0.05
@@ -166,9 +165,8 @@ class LocalRun:
         Ranks that are not there yet are told by their supervisor, which finds the notice.
         """
         give_notice(self.run, cause)
-        with suppress(ProcessLookupError):
-            if self._process is not None:
-                os.killpg(self._process.pid, self.stop_signal)
+        if self._process is not None:
+            signal_ranks(self._process.pid, self.stop_signal)
 
 
 @contextmanager

@@ -46,7 +46,11 @@ def check_not_held(run: RunDirectory) -> None:
     """A run has one job at a time."""
     held = held_by_other(run)
     if held:
-        raise RunDirectoryError(f"{run} is {held}: wait for it, or `clusterddp cancel {run}`")
+        if "cannot be reached from here" in held:
+            remedy = "if that has ended, continue the run with --take-over; if it still trains, it ends then"
+        else:
+            remedy = f"wait for it, or end the run for good: `clusterddp cancel {run}`"
+        raise RunDirectoryError(f"{run} is {held}: {remedy}")
 
 
 @contextmanager

@@ -97,6 +97,24 @@ class NodeShape:
         return self.gpus.get(gpu_type, 0) if gpu_type else sum(self.gpus.values())
 
 
+def submission_cluster(environ: Mapping[str, str]) -> str | None:
+    """The cluster that a submission goes to: SLURM_CLUSTERS, else ClusterName in slurm.conf where it can be read."""
+    if "SLURM_CLUSTERS" in environ:
+        return environ["SLURM_CLUSTERS"]
+    try:
+        text = Path(environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).read_text()
+    except OSError:
+        return None
+    named = re.search(r"^\s*ClusterName\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
+    return named[1] if named else None
+
+
+def cluster_name(environ: Mapping[str, str]) -> str | None:
+    """The cluster that job numbers belong to, as Slurm writes it, in a job or outside; None where nothing says."""
+    name = environ.get("SLURM_CLUSTER_NAME") or submission_cluster(environ) or ""
+    return name.lower() if re.fullmatch(r"[^\s,]+", name) and name.lower() != "all" else None
+
+
 def own_job_id(environ: Mapping[str, str]) -> str | None:
     """The id of the job that this process runs in; ``<array>_<task>`` for an array's member.
 

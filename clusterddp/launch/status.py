@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -18,11 +16,11 @@ from clusterddp.launch.accounting import cost
 from clusterddp.launch.cause import Cause
 from clusterddp.launch.controller import give_notice
 from clusterddp.launch.history import History
-from clusterddp.launch.holder import held_by_other, holders, local_loop_alive
+from clusterddp.launch.holder import held_by_other, holders, local_loop_alive, reachable
 from clusterddp.launch.limits import attempts_made
 from clusterddp.launch.narration import at_step, over_already, readable, sentence
 from clusterddp.launch.progress import Tail
-from clusterddp.process import process_start
+from clusterddp.process import process_start, signal_ranks
 from clusterddp.rundir import RunDirectory
 
 CANCEL_TIMEOUT_S = 60.0
@@ -97,7 +95,7 @@ def state_of(run: RunDirectory) -> tuple[str, str]:
 
 def _ended_job(run: RunDirectory) -> str | None:
     """How the job that held the run ended, if the controller still knows it."""
-    claims = [entry for entry in holders(run) if entry["kind"] == "slurm"]
+    claims = [entry for entry in holders(run) if entry["kind"] == "slurm" and reachable(entry)]
     job = slurm.show_job(claims[0]["job"]) if claims else None
     return f" (job {job.job_id} ended: {job.state})" if job else None
 
@@ -156,12 +154,16 @@ def cancel(path: str) -> int:
 
 def end_for_good(run: RunDirectory) -> dict[str, Any]:
     """Marks a run first, so that nothing starts it again, then ends what trains it and waits; returns the outcome."""
+    for entry in holders(run):
+        if entry["kind"] == "slurm" and not reachable(entry):
+            raise RunDirectoryError(f"{run} is {held_by_other(run)}: cancel it on that cluster")
     run.mark_cancelled()
     for entry in holders(run):
         _end_holder(entry, run)
     held = _await_end(run)
     if held:
-        raise RunDirectoryError(f"{run} is cancelled and will not run again, but is still {held}: it is being ended")
+        words = f"{run} is cancelled and will not run again, but is still {held}"
+        raise RunDirectoryError(words if "cannot be reached" in held else f"{words}: it is being ended")
     if run.outcome() is None:  # no supervisor was there to write it: the run was waiting, or was killed
         History(run, max(run.attempts(), default=0)).conclude("cancelled", "cancelled")
     return run.outcome() or {"state": "cancelled", "step": None}  # on a disk that is full the mark has to do
@@ -173,14 +175,14 @@ def _end_holder(entry: Mapping[str, Any], run: RunDirectory) -> None:
         job = slurm.show_job(entry["job"])
         if job is not None and job.live:
             slurm.cancel(entry["job"])
-    elif entry["host"] == socket.gethostname() and process_start(entry["pid"]) == entry["process_start"]:
+    elif reachable(entry) and process_start(entry["pid"]) == entry["process_start"]:
         give_notice(run, Cause.CANCELLED)
-        os.killpg(entry["pid"], signal.SIGTERM)
+        signal_ranks(entry["pid"], signal.SIGTERM)
 
 
 def _await_end(run: RunDirectory) -> str | None:
     """Waits for the holders to end; who still holds the run after a minute."""
     deadline = time.monotonic() + CANCEL_TIMEOUT_S
-    while (held := held_by_other(run)) and time.monotonic() < deadline:
+    while (held := held_by_other(run)) and time.monotonic() < deadline and any(map(reachable, holders(run))):
         time.sleep(0.1)
     return held

@@ -41,7 +41,6 @@ from clusterddp.launch.narration import at_step
 from clusterddp.launch.verdict import Action
 from clusterddp.masking import check_revealed
 from clusterddp.process import die_with_parent, speak_on_a_full_disk
-from clusterddp.records import read_json
 from clusterddp.rundir import RunDirectory, follow_folder, remove
 from clusterddp.trust import check_run
 
@@ -136,8 +135,17 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     elif reason is not None:
         History(run, number).conclude(Action.FAIL.value, reason)
         return 1
-    submission = holder.take(run, number, controller.holder())
-    return Attempt(run, job, number, launcher, controller, submission).supervise()
+    me = controller.holder()
+    submission = holder.take(run, number, me)
+    if run.cancelled:  # since it was looked at: whoever cancelled may have seen no holder to end
+        print(f"{run} was cancelled; it never runs again", flush=True)
+        code = 1
+    else:
+        code = Attempt(run, job, number, launcher, controller, submission).supervise()
+    if me["kind"] == "local" and code != RESTART:
+        with suppress(OSError):  # the next start finds no such process, at least on this machine
+            holder.let_go(run, number)
+    return code
 
 
 def finished(run: RunDirectory, controller: Controller) -> int | None:
@@ -150,7 +158,7 @@ def finished(run: RunDirectory, controller: Controller) -> int | None:
         print(f"{run}: completed{at_step(outcome['step'])} already; nothing to do", flush=True)
         return 0
     newest = run.newest_attempt()
-    same_job = newest is not None and read_json(run.holder_file(newest)) == controller.holder()
+    same_job = newest is not None and holder.held_before(run, newest, controller.holder())
     same_job = same_job and controller.starts_again  # else it was someone at a terminal
     if outcome.get("state") == Action.FAIL.value and same_job:
         print(f"{run}: failed{at_step(outcome['step'])} in this very job: not started again by a requeue", flush=True)

@@ -17,7 +17,7 @@ from clusterddp.errors import SlurmError
 from clusterddp.job import Job
 from clusterddp.job_file import load_resolved
 from clusterddp.launch import exclusion, slurm
-from clusterddp.launch.holder import holders, submitted
+from clusterddp.launch.holder import holders, reachable, submitted
 from clusterddp.launch.narration import over_already
 from clusterddp.launch.progress import Progress
 from clusterddp.launch.slurm import JobInfo
@@ -88,7 +88,7 @@ class Watcher:
 
     def _help(self) -> bool:
         """Whether the run waits for something."""
-        claims = [entry for entry in holders(self._run) if entry["kind"] == "slurm"]
+        claims = [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
         if not claims:
             return self._look_at_local()
         jobs = []

@@ -1,0 +1,153 @@
+"""Who holds a run: on this machine and others, in a copy of its directory, on another cluster, while it is claimed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.errors import RunDirectoryError
+from clusterddp.job import Job
+from clusterddp.launch import holder, status, supervisor
+from clusterddp.launch.controller import LocalController
+from clusterddp.launch.recording import check_not_held
+from clusterddp.process import module_command, process_start
+from clusterddp.rundir import RunDirectory, read_json
+from tests.waiting import story, wait_until
+
+JOB = Job(name="net", module="net", device="cpu")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.create("private")
+    run.job_file.write_text(JOB.to_yaml())
+    return run
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that stands for a supervisor: it leads a session."""
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+def entry_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    return {**holder.of_this_process(), "pid": process.pid, "process_start": process_start(process.pid)}
+
+
+def be_elsewhere(monkeypatch: pytest.MonkeyPatch, namespace: str = "another 4026531836") -> None:
+    """As in a container that was started again under another name."""
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    monkeypatch.setattr(holder, "process_namespace", lambda: namespace)
+
+
+def test_a_local_run_that_was_stopped_can_be_continued_under_another_host_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Supervisor and loop let go of it when they end."""
+    run, script = RunDirectory(tmp_path / "run"), tmp_path / "train.py"
+    script.write_text("print('here', flush=True)\nimport time\ntime.sleep(600)\n")
+    words = ("submit", str(script), "--local", "--device", "cpu", "--run-dir", str(run))
+    with subprocess.Popen([*module_command("clusterddp"), *words], stderr=subprocess.PIPE, text=True) as loop:
+        out = run.attempt_logs(0) / "rank-0.out"
+        wait_until(lambda: out.exists() and "here" in out.read_text(), "the script's first line")
+        loop.send_signal(signal.SIGINT)
+        _, err = loop.communicate(timeout=60)
+    assert loop.returncode == 130, err + story(run)
+    be_elsewhere(monkeypatch)
+    check_not_held(run)
+    assert not holder.local_loop_alive(run)
+    assert "not over, and not running" in status.state_of(run)[1]
+
+
+def test_a_run_of_a_machine_out_of_reach_can_be_taken_over(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it did not end cleanly, nobody here can know: whoever does says so, and the run is not lost."""
+    for _ in range(2):
+        holder.take(run, run.create_attempt(), holder.of_this_process())
+    be_elsewhere(monkeypatch)
+    words = r"held by process \d+ on .*, which cannot be reached from here: if that has ended, continue .* --take-over"
+    with pytest.raises(RunDirectoryError, match=words):
+        check_not_held(run)
+    holder.let_go_unreachable(run)
+    check_not_held(run)
+
+
+def test_a_process_is_known_by_its_machine_whatever_the_host_is_called(
+    run: RunDirectory, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host was renamed: alive is alive and dead is dead, and nothing alive is taken over."""
+    holder.take(run, run.create_attempt(), entry_of(sleeper))
+    be_elsewhere(monkeypatch, holder.process_namespace())
+    holder.let_go_unreachable(run)
+    with pytest.raises(RunDirectoryError, match="on this machine: wait for it, or end the run for good"):
+        check_not_held(run)
+    sleeper.kill()
+    sleeper.wait()
+    check_not_held(run)
+
+
+def test_cancelling_a_copy_leaves_the_original_alone(run: RunDirectory, sleeper: subprocess.Popen[bytes]) -> None:
+    """Its entries name the run that they were written for; a run that was only moved is still its own."""
+    holder.take(run, run.create_attempt(), entry_of(sleeper))
+    holder._write(run.loop_file, run, entry_of(sleeper))
+    copy = RunDirectory(run.path.with_name("copy"))
+    shutil.copytree(run.path, copy.path)
+    assert not holder.local_loop_alive(copy) and holder.local_loop_alive(run)
+    assert status.end_for_good(copy)["state"] == "cancelled"
+    assert (sleeper.poll(), run.outcome(), run.cancelled) == (None, None, False)
+    moved = RunDirectory(run.path.rename(run.path.with_name("moved")))
+    with pytest.raises(RunDirectoryError, match=f"held by process {sleeper.pid}"):
+        check_not_held(moved)
+
+
+def test_a_job_of_another_cluster_is_not_taken_for_one_of_this(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clusters on one file system number their jobs alike; the run is neither cancelled nor continued here."""
+    monkeypatch.setattr("clusterddp.launch.slurm.show_job", lambda job: pytest.fail(f"asked for job {job}"))
+    monkeypatch.setattr("clusterddp.launch.slurm.cancel", lambda job: pytest.fail(f"cancelled job {job}"))
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "alpha")
+    holder.take(run, run.create_attempt(), holder.of_job("41"))
+    assert read_json(run.holder_file(0))["cluster"] == "alpha"  # type: ignore[index]
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "beta")
+    words = "held by job 41 of cluster alpha, which cannot be reached from here"
+    assert holder.held_by_other(run, holder.of_job("41")) == words
+    with pytest.raises(RunDirectoryError, match=f"{words}: cancel it on that cluster"):
+        status.end_for_good(run)
+    assert (run.cancelled, run.outcome()) == (False, None)
+
+
+def test_a_cancel_while_an_attempt_is_claimed_ends_it(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No entry says yet who holds the run: the supervisor looks once more when it has written its own."""
+    claim = RunDirectory.create_attempt
+
+    def claimed_and_cancelled(self: RunDirectory) -> int:
+        number = claim(self)
+        assert status.end_for_good(run)["state"] == "cancelled"
+        return number
+
+    monkeypatch.setattr(RunDirectory, "create_attempt", claimed_and_cancelled)
+    monkeypatch.setattr(supervisor, "Attempt", lambda *_: pytest.fail("the ranks are started"))
+    assert supervisor.supervise_one(run, JOB, None, LocalController(run)) == 1  # type: ignore[arg-type]
+    assert holder.holders(run) == []
+
+
+def test_a_run_with_a_debugged_rank_can_be_cancelled(run: RunDirectory) -> None:
+    """Its supervisor leads no session, since the rank keeps the terminal: the ranks alone are signalled."""
+    with subprocess.Popen(["sh", "-c", "sleep 600 & wait $!"]) as process:
+        wait_until(lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(), "the shell's child")
+        assert os.getpgid(process.pid) != process.pid
+        holder.take(run, run.create_attempt(), entry_of(process))
+        waiting = subprocess.Popen([*module_command("clusterddp"), "cancel", str(run)], stdout=subprocess.PIPE)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert b"cancelled; it will not run again" in waiting.communicate(timeout=60)[0]
+    assert (run.outcome() or {})["state"] == "cancelled"
