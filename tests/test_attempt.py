@@ -321,8 +321,9 @@ def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirect
     ends = iter([{"end": "died", "error": "killed"}] * 5 + [{"end": "done"}])
 
     def ranks() -> FakeRanks:
-        time_now = {"time": 1.0, "attempt": len(run.attempts()), "event": "checkpoint", "step": 1}
-        append_line(run.events_file, time_now)
+        if before := run.newest_attempt():
+            append_line(run.events_file, {"time": 1.0, "attempt": before, "event": "checkpoint", "step": 1})
+            (run.checkpoints / f"step-000000000001.attempt-{before}.safetensors").touch()
         return FakeRanks(run, next(ends))
 
     assert supervise(run, JOB, ranks, FakeController(Cause.NONE)) == 0
