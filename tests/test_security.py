@@ -334,7 +334,7 @@ def test_anothers_history_does_not_command_the_terminal(tmp_path: Path, capsys: 
     run = RunDirectory(tmp_path / "run")
     with recorded(run, JOB, created=True):
         pass
-    bad = "\x1b[2J\x9bx"
+    bad = "\x1b[2J\x9bx\udcff"
     event = {"time": 1.0, "attempt": 0, "event": "rank_failed", "rank": 0, "host": bad, "error": bad}
     append_line(run.events_file, event)
     append_line(run.metrics_file, {"step": 0, "attempt": 0, bad: bad})
