@@ -115,6 +115,17 @@ def check_nodes_fixed(arguments: argparse.Namespace, job: Job) -> None:
         )
 
 
+def check_local_ranks(arguments: argparse.Namespace, job: Job) -> None:
+    """No more processes than a machine can start: each is a Python of its own."""
+    cores = len(os.sched_getaffinity(0))
+    most = max(64, 32 * cores)
+    if arguments.local and job.world_size > most:
+        raise UsageError(
+            f"{job.world_size} ranks with --local, on the {cores} cores of this machine: expected at most {most}; give "
+            "fewer --nodes or --gpus"
+        )
+
+
 def check_tasks_are_ranks(arguments: argparse.Namespace, job: Job) -> None:
     """An allocation's tasks are its ranks, however many GPUs each has."""
     if arguments.here and job.gpus_per_rank > 1:

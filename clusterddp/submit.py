@@ -33,6 +33,7 @@ from clusterddp.launch.recording import Plant, check_not_held, choose_run_direct
 from clusterddp.options import (
     check_combinations,
     check_folder,
+    check_local_ranks,
     check_nodes_fixed,
     check_tasks_are_ranks,
     resolve_job,
@@ -87,6 +88,7 @@ def check(arguments: argparse.Namespace, job: Job) -> int | None:
             say(f"{run} failed before its first step, and starts with other arguments: {'; '.join(differences)}")
             arguments.change = True
     check_nodes_fixed(arguments, job)
+    check_local_ranks(arguments, job)
     check_tasks_are_ranks(arguments, job)
     say(f"{job.name}: {job.shape}")
     return None

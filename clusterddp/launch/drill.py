@@ -20,6 +20,7 @@ from clusterddp.errors import UsageError
 from clusterddp.job import Job
 from clusterddp.launch import site, slurm
 from clusterddp.launch.site import Preemption
+from clusterddp.launch.status import open_run
 from clusterddp.launch.watching import Hold
 from clusterddp.process import module_command
 from clusterddp.records import read_json
@@ -129,7 +130,7 @@ def report(
 
 def check(path: str | None) -> RunDirectory | None:
     """The run whose last save is compared, if one was named."""
-    run = RunDirectory(path) if path else None
+    run = open_run(path) if path else None
     if run is not None and last_save_s(run) is None:
         raise UsageError(f"{run} has saved nothing yet: name a run with a checkpoint, or leave --run out")
     return run

@@ -103,7 +103,9 @@ def _ended_job(run: RunDirectory) -> str | None:
 def logs(path: str, rank: int, attempt: int | None, follow: bool) -> int:
     """Prints a rank's output to standard output, and its errors to standard error."""
     run = open_run(path)
-    if follow:
+    if attempt is not None and attempt not in (made := run.attempts()):
+        raise RunDirectoryError(f"{run} has no attempt {attempt}; it has {', '.join(map(str, made)) or 'none yet'}")
+    if follow and run.outcome() is None:
         number = run.newest_attempt() if attempt is None else attempt
     else:
         number, _ = find_log(run, rank, attempt)
