@@ -40,17 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = top.parse_args(arguments)
     if unknown := set(options.rows) - set(_names()):
         top.error(f"no row {', '.join(sorted(unknown))}; expected {', '.join(_names())}")
-    rows = report.load()
     chosen = options.rows
     found = interpreters(options.pythons.split())
     for pair in PAIRS:
         if pair.name in chosen:
-            rows[pair.name] = _row(_test_pair, pair, found, options.index)
-            report.write(rows)
+            report.write(pair.name, _row(_test_pair, pair, found, options.index))
     for name in _slurms():
         if name in chosen:
-            rows[name] = _row(_test_slurm, name)
-            report.write(rows)
+            report.write(name, _row(_test_slurm, name))
+    rows = report.load()
     print(report.text(rows))
     return int(any(rows[name].get("failed") or "not_run" in rows[name] for name in chosen))
 

@@ -53,7 +53,9 @@ def load() -> dict[str, dict[str, Any]]:
     return json.loads(FIGURES.read_text())["rows"] if FIGURES.exists() else {}
 
 
-def write(rows: Mapping[str, Mapping[str, Any]]) -> None:
+def write(name: str, row: Mapping[str, Any]) -> None:
+    """One row; the others may be written by other processes meanwhile."""
+    rows = {**load(), name: row}
     FIGURES.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     TABLES.write_text(text(rows))
 
