@@ -26,7 +26,7 @@ from tests.versions.environments import PAIRS, REPOSITORY, Pair, environment, in
 #: What depends on Python or torch: started processes, signals and threads, gloo, the bits of a resumed run, files.
 TESTS = (
     "exact_resume training_data training_gradients training_agreement training_process_group training_heartbeat "
-    "hangs local link rundir job"
+    "hangs local link rundir job batch"
 ).split()
 #: Each pair's run on the cluster: its ranks are started by srun as an ordinary user.
 ON_SLURM = "tests/test_main_job.py::test_a_preempted_run_comes_back_and_is_the_same_run"
