@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.report import place, table
+from benchmarks.report import machine, table
 from tests.versions.environments import PAIRS, REPOSITORY
 
 FIGURES, TABLES = REPOSITORY / "docs" / "versions.json", REPOSITORY / "docs" / "versions.md"
@@ -15,7 +15,8 @@ PACKAGES = ("python", "torch", "submitit", "numpy", "cloudpickle", "pyyaml", "ri
 
 HEAD = """# Versions
 
-What clusterddp is tested with. `make test-versions` writes this page; each row says when it last ran. {place}
+What clusterddp is tested with. `make test-versions` writes this page; each row says when it last ran.
+All ran on one machine: {cores} cores ({cpu}), Linux {kernel}.
 """
 PAIRS_HEAD = """## Python and torch
 
@@ -64,7 +65,7 @@ def text(rows: Mapping[str, Mapping[str, Any]]) -> str:
     pairs = [_pair(rows[pair.name], pair.python, pair.torch) for pair in PAIRS if pair.name in rows]
     slurms = [_slurm(rows[name], release) for name, release in RELEASE_NAMES.items() if name in rows]
     parts = [
-        HEAD.format(place=place()),
+        HEAD.format(**machine()),
         PAIRS_HEAD,
         table([*PACKAGES, "passed", "skipped", "failed", "on Slurm", "date"], pairs),
         "",
