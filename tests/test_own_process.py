@@ -1,0 +1,46 @@
+"""What a script does to its own process and to its run directory changes nothing of what the run comes to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clusterddp.rundir import RunDirectory
+from tests.test_local import submit
+
+HABITS = """
+import locale, os, resource, shutil, sys, tempfile
+
+run = os.environ["CLUSTERDDP_RUN_DIR"]
+folder = tempfile.mkdtemp()
+os.chdir(folder)
+os.rmdir(folder)
+os.umask(0o777)
+locale.setlocale(locale.LC_ALL, "C")
+for name in ("logs", "checkpoints"):
+    shutil.rmtree(os.path.join(run, name))
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+os.environ.clear()
+os.close(1)
+os.close(2)
+if sys.argv[1] == "raises":
+    raise ValueError("its own mistake")
+"""
+
+
+@pytest.mark.parametrize(("end", "code", "said"), [
+    ("returns", 0, "attempt 0: completed after 1 attempt"),
+    ("raises", 1, "raised ValueError: its own mistake"),
+])  # fmt: skip
+def test_a_script_that_leaves_nothing_as_it_was_ends_as_any_other(
+    tmp_path: Path, end: str, code: int, said: str
+) -> None:
+    """No directory, output, file descriptor, environment or umask is left to it, nor its run directory's folders."""
+    run = RunDirectory(tmp_path / "run")
+    script = tmp_path / "habits.py"
+    script.write_text(HABITS)
+    done = submit(run, str(script), "--device", "cpu", "--", end)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr and done.stderr.count("Traceback") == (end == "raises")
+    assert (run.outcome() or {})["state"] == ("completed" if code == 0 else "failed")
