@@ -150,6 +150,7 @@ def describe(results: dict[tuple[str, str], dict[str, Any]]) -> str:
         for how, words in WAYS.items()
         if (own := [line for line in lines if line["how"] == how])
     )
+    missing = [name for name in ALL if not any((name, how) in results for how in WAYS)]
     return f"""# Chaos: what user code does to its own process
 
 {report.place(", ".join(slurm))}
@@ -164,7 +165,9 @@ whole run, on a machine that did other things besides. What is checked is in `te
 
 {"What failed:" if failing else "Nothing failed."}
 
-{chr(10).join(failing)}""".rstrip()
+{chr(10).join(failing)}
+
+{f"Not run yet: {', '.join(missing)}." if missing else ""}""".rstrip()
 
 
 def _first_line(kind: type) -> str:

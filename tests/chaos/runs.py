@@ -119,7 +119,7 @@ def _left_locally(run: RunDirectory) -> list[str]:
 
 
 def _shown(command: bytes) -> str:
-    return command.replace(b"\0", b" ").decode(errors="replace").strip()[:80]
+    return " ".join(Path(word).name for word in command.decode(errors="replace").split("\0"))[:80]
 
 
 # ---- on the cluster
