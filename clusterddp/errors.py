@@ -6,6 +6,7 @@ without a traceback, and exits with ``exit_code``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 
@@ -70,12 +71,16 @@ class Stopped(SystemExit):
 
     #: The one that this process has made: a script may catch it and go on, which makes it no less stopped.
     latest: ClassVar[Stopped | None] = None
+    #: Called with each one that is made: the rank shim bounds the time until the process ends.
+    on_raised: ClassVar[Callable[[Stopped], None] | None] = None
 
     def __init__(self, step: int | None, reason: str) -> None:
         super().__init__(75)
         Stopped.latest = self
         self.step = step
         self.reason = reason
+        if Stopped.on_raised is not None:
+            Stopped.on_raised(self)
 
 
 class StoppedAlone(Stopped):

@@ -5,8 +5,8 @@ This is a rank's end of it; the supervisor's is ``launch/link_server.py``.
 It carries four things. At the start every rank says hello with the attempt's token, and is told where rank 0's store
 is (rank 0 chose and holds the port; its address is the one it was seen under, so that no name is ever looked up).
 While it runs, ranks report events, which the supervisor alone writes into the history, and the supervisor may tell them
-to leave. When it breaks, and the rank does not make it anew at once, the rank is gone; when it falls silent, the rank's
-node is.
+to stop, or to exit at once. When it breaks, and the rank does not connect again at once, the rank is lost; when it
+falls silent, the rank's node is.
 
 A file in the run directory would not do for this: on NFS a new file may stay invisible on other nodes for a minute.
 """
@@ -79,6 +79,9 @@ class Link:
         #: Joins again as the same rank, at most for so many seconds.
         self._again: Callable[[float], Link | None] = lambda _: None
         self.store_host, self.store_port = store_host, store_port
+        self._stop: str | None = None
+        self._on_stop: Callable[[str], None] | None = None
+        self._stopping = threading.Lock()
 
     @classmethod
     def join(
@@ -178,6 +181,25 @@ class Link:
                 if len(rest) > LONGEST_LINE:
                     break
 
+    def on_stop(self, act: Callable[[str], None] | None) -> None:
+        """``act`` is called once, with the reason, when the supervisor says to stop; at once if it has said so."""
+        with self._stopping:
+            self._on_stop = act
+            if act is not None and self._stop is not None:
+                act(self._stop)
+
+    def stop(self, reason: str) -> None:
+        """The supervisor says to stop."""
+        with self._stopping:
+            if self._stop is None and self._on_stop is not None:
+                self._on_stop(reason)
+            self._stop = self._stop or reason
+
+    def forget(self) -> None:
+        """In a forked child: the connection is its parent's, and stays open there."""
+        self._closed = True
+        self._connection.close()
+
     def close(self) -> None:
         """Leaves the supervisor."""
         self._closed = True
@@ -197,6 +219,16 @@ class Link:
 
 #: The link of this process, set by the rank shim; None in a process that no supervisor started.
 current: Link | None = None
+
+
+def _forget_in_child() -> None:
+    global current
+    if current is not None:
+        current.forget()
+        current = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def report(event: str, **values: Any) -> None:

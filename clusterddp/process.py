@@ -1,10 +1,11 @@
-"""Processes of this machine: how ours are started, when one started, that it dies with its parent, how long it ran.
+"""Processes of this machine: how ours are started, start time, children, death with the parent, exit handlers.
 
 For Linux.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import io
 import json
@@ -12,9 +13,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -44,12 +46,67 @@ def process_start(pid: int) -> str | None:
 
     With its number it names a process for good: numbers are used again.
     """
+    status = _status(pid)
+    return None if status is None or status[0] == "Z" else status[19]
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """The processes below ``pid``, children first: their pids and command lines. Zombies are left out."""
+    processes = _processes()
+    found: dict[int, str] = {}
+    below = processes.get(pid, [])
+    while below:
+        found |= {child: _command(child) for child in sorted(below)}
+        below = [grandchild for child in below for grandchild in processes.get(child, [])]
+    return found
+
+
+def _processes() -> dict[int, list[int]]:
+    """All processes of this machine that run, by their parents."""
+    found: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if (status := _status(int(entry.name))) and status[0] != "Z":
+            found.setdefault(int(status[1]), []).append(int(entry.name))
+    return found
+
+
+def _status(pid: int) -> list[str] | None:
+    """The state, the parent's pid and the further fields of proc(5)'s stat; None when there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    state, *fields = text.rpartition(")")[2].split()
-    return None if state == "Z" else fields[18]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+_exit_handlers: list[Callable[[], Any]] = []
+
+
+def at_exit(act: Callable[[], Any]) -> None:
+    """``atexit.register`` for this process alone: a forked child that exits does not call it."""
+    atexit.register(act)
+    _exit_handlers.append(act)
+
+
+def cancel_at_exit(act: Callable[[], Any]) -> None:
+    """Undoes ``at_exit``."""
+    atexit.unregister(act)
+    if act in _exit_handlers:
+        _exit_handlers.remove(act)
+
+
+def _drop_exit_handlers() -> None:
+    for act in list(_exit_handlers):
+        cancel_at_exit(act)
+
+
+os.register_at_fork(after_in_child=_drop_exit_handlers)
 
 
 def process_namespace() -> str:
@@ -76,13 +133,7 @@ def signal_ranks(supervisor: int, signum: int) -> None:
 
 def children(parent: int) -> list[int]:
     """The processes that a process has started and that still run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, parent_pid, *_ = path.read_text().rpartition(")")[2].split()
-            if int(parent_pid) == parent and state != "Z":
-                found.append(int(path.parent.name))
-    return found
+    return sorted(_processes().get(parent, []))
 
 
 def die_with_parent() -> None:

@@ -13,7 +13,6 @@ if __name__ == "__main__":
     # The first act: a notice that comes while Python still imports stays pending instead of killing the rank.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
 
-import atexit
 import fcntl
 import os
 import random
@@ -25,12 +24,13 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from clusterddp import environment, link
+from clusterddp import completion, environment, link, rank_exit
 from clusterddp.errors import ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
-from clusterddp.process import die_with_parent
+from clusterddp.process import at_exit, die_with_parent
 from clusterddp.rundir import RunDirectory, write_json
 
 #: Modules that a rank has loaded if it does not take a stop for its end.
@@ -42,8 +42,11 @@ LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 40_000
 
 
 def main() -> None:
-    """Runs the script as one rank; the process ends here, with the script's exit code."""
-    started = time.time()
+    """Runs the script as one rank; the process ends here, with the script's exit code.
+
+    So does a child that the script has forked, with its own exit code: it is no rank, and reports nothing.
+    """
+    started, process = time.time(), os.getpid()
     if os.environ["CLUSTERDDP_LAUNCHER"] == "local":
         die_with_parent()
     run = RunDirectory(os.environ["CLUSTERDDP_RUN_DIR"])
@@ -59,11 +62,15 @@ def main() -> None:
         _leave(record, {**end, "end": "lost", "error": str(error)}, 1)
     if link.current is None:
         _leave(record, {**end, "end": "stopped", "reason": "a stop signal came before all ranks were there"}, 0)
-    link.current.listen(lambda: leave_if_superseded(run, record, end), lambda words: leave_when_told(words, end))
+    link.current.listen(lambda: leave_if_superseded(run, record, end), lambda words: obey(words, end))
     _let_signals_through()
+    at_exit(rank_exit.end_daemonic)
+    Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
     values, code = run_script(whole_command(sys.argv[1:], run))
+    if os.getpid() != process:
+        rank_exit.finish_child(code)
     del held_port
-    _leave(record, {**end, **values, "used_clusterddp": bool(KNOWING & sys.modules.keys())}, code)
+    _leave(record, {**end, **values, "used_clusterddp": _used_clusterddp()}, code)
 
 
 def whole_command(command: list[str], run: RunDirectory) -> list[str]:
@@ -122,15 +129,22 @@ def leave_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) ->
     _leave(record, {**end, "end": "superseded", "reason": words}, 1)
 
 
-def leave_when_told(words: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """The supervisor ends this attempt: at once, as the main thread, and whatever it holds, may never come back.
+def obey(words: Mapping[str, Any], end: Mapping[str, Any]) -> None:
+    """What the supervisor says: to stop, as a signal would, or to exit at once, because the main thread may hang.
 
-    A script that knows nothing of clusterddp is left to its launcher: it may be saving.
+    A script that does not use clusterddp is left to its launcher: it may be saving.
     """
-    if "leave" in words and KNOWING & sys.modules.keys():
-        os.write(2, f"clusterddp: told to leave: {words['leave']}\n".encode())
+    if "stop" in words and link.current is not None:
+        link.current.stop(str(words["stop"]))
+    if "leave" in words and _used_clusterddp():
+        os.write(2, f"clusterddp: told to exit: {words['leave']}\n".encode())
         link.report("left", **{**end, "end": "dismissed", "error": words["leave"], "used_clusterddp": True})
+        rank_exit.end_children()
         os._exit(1)
+
+
+def _used_clusterddp() -> bool:
+    return bool(KNOWING & sys.modules.keys())
 
 
 def _superseded(run: RunDirectory, own: int) -> bool:
@@ -152,15 +166,19 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
             sys.argv = command
             sys.path.insert(0, str(Path(command[0]).resolve().parent))
             runpy.run_path(command[0], run_name="__main__")
-    except Stopped as stopped:
-        return _stopped(stopped)
-    except Declined as declined:
-        return {"end": "declined", "error": str(declined)}, 1
-    except SystemExit as leaving:
-        return _exited(leaving)
     except BaseException as error:
-        return _raised(error), 1
+        return _ended(error)
     return _done()
+
+
+def _ended(error: BaseException) -> tuple[dict[str, Any], int]:
+    if isinstance(error, Stopped):
+        return _stopped(error)
+    if isinstance(error, Declined):
+        return {"end": "declined", "error": str(error)}, 1
+    if isinstance(error, SystemExit):
+        return _exited(error)
+    return _raised(error), 1
 
 
 def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:
@@ -169,15 +187,30 @@ def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:
 
 
 def _done() -> tuple[dict[str, Any], int]:
-    """The script is at its end; it is not done if it came there by catching the stop, as a bare ``except:`` does."""
-    if Stopped.latest is None:
-        return {"end": "done"}, 0
-    print("clusterddp: the script has caught clusterddp.Stopped: stopped all the same, not done", file=sys.stderr)
-    return _stopped(Stopped.latest)
+    """The script is at its end. It is not done if it caught the stop, as a bare ``except:`` does, or was told to stop.
+
+    A loop that was left by ``break`` is done, unless the supervisor knows of a reason to stop.
+    """
+    if Stopped.latest is not None:
+        print("clusterddp: the script has caught clusterddp.Stopped: stopped all the same, not done", file=sys.stderr)
+        return _stopped(Stopped.latest)
+    if completion.told_to_stop is not None:
+        words = "the script ended after ctx.stop_requested() was true: stopped, not done (ctx.requeue() says so)"
+        print(f"clusterddp: {words}", file=sys.stderr)
+        return {"end": "stopped", "reason": completion.told_to_stop}, 0
+    return {"end": "done", "left_loop": completion.loop is not None}, 0
 
 
 def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
     if leaving.code is None or leaving.code == 0:
+        loop = completion.loop
+        if Stopped.latest is None and loop is not None and loop.ended_by(leaving):
+            where = f"exited with code 0 in its loop, after step {loop.step()} of {loop.steps}"
+            words = (
+                f"the script {where}: not completed; run.finish() makes a step the last one, and break ends the loop"
+            )
+            print(f"clusterddp: {words}", file=sys.stderr)
+            return {"end": "unfinished", "error": where}, 0
         return _done()
     if isinstance(leaving.code, int):
         return {"end": "exit", "exit_code": leaving.code}, leaving.code
@@ -195,8 +228,9 @@ def _raised(error: BaseException) -> dict[str, Any]:
         sys.excepthook(type(error), error, inner)
     except BaseException as failure:  # in a hook of the script's own: as Python, show its failure and the script's
         failure.__context__ = None
-        sys.__excepthook__(type(failure), failure, failure.__traceback__)
-        sys.__excepthook__(type(error), error, inner)
+        with suppress(Exception):  # the script has closed standard error
+            sys.__excepthook__(type(failure), failure, failure.__traceback__)
+            sys.__excepthook__(type(error), error, inner)
     try:
         said = f"{type(error).__name__}: {error}"
     except Exception:  # its own __str__ fails; so says traceback
@@ -219,24 +253,33 @@ def _below_the_script(file: str) -> bool:
 
 
 def _leave(record: Path, end: dict[str, Any], code: int) -> NoReturn:
-    """Records the end, with the supervisor and in a file, and goes, at once.
+    """Records the end and exits. After a failure nothing may hold the process: not a process group, not a thread."""
+    _record(record, end)
+    if code == 0:
+        rank_exit.finish(0, stopped=end["end"] == "stopped")
+    rank_exit.leave(code)
 
-    After a failure nothing may hold the process: not a process group, not a thread. After a good end other threads and
-    exit handlers run as ever; only the interpreter's own teardown is left out, which takes torch a second or two on a
-    busy node (seen: 2.1 s for 4 ranks on 2 cores) that the preempting job is waiting for.
-    """
+
+def _bound_stop(record: Path, end: dict[str, Any], stopped: Stopped) -> None:
+    """From now on the script has a bounded time to end: its state is saved, and its nodes are needed."""
+    values, code = _stopped(stopped)
+    known = {**end, **values, "used_clusterddp": True}
+    rank_exit.watch(rank_exit.STOP_GRACE_S, "the stop", code, lambda: _record(record, known))
+
+
+_recorded = threading.Lock()
+
+
+def _record(record: Path, end: dict[str, Any]) -> None:
+    """Records the end, with the supervisor and in a file, once."""
+    if not _recorded.acquire(blocking=False):
+        return
     end = {**end, "ended": time.time()}
     link.report("left", **end)  # first: a failure's order counts, and a file may stay unseen, or unwritten
     try:
         write_json(record, end, mode=0o600)
     except OSError as error:
         print(f"clusterddp: the end of rank {end['rank']} cannot be recorded ({error})", file=sys.stderr)
-    if code == 0:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _notified() -> bool:
@@ -300,8 +343,18 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
+def _forget_in_child() -> None:
+    """A forked child is no rank, and one from before ``clusterddp.init()`` does not inherit that USR2 is held back."""
+    Stopped.on_raised = Stopped.latest = None
+    completion.complete()
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+
+
 if __name__ == "__main__":
     import faulthandler
+
+    os.register_at_fork(after_in_child=_forget_in_child)
 
     faulthandler.enable()
     main()

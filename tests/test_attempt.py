@@ -54,7 +54,7 @@ class FakeController:
         return {"job": "41", "restarts": 0, "nodes": "n1"}
 
     def notice(self) -> Notice:
-        return Notice(None, False)
+        return Notice(None)
 
     def why(self, notice_s: float) -> Cause:
         return _next(self._causes)

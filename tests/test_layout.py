@@ -23,6 +23,8 @@ GROUND = {
     "rundir",
     "link",
     "process",
+    "completion",
+    "rank_exit",
     "archive",
     "checkpoints",
     "masking",

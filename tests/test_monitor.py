@@ -11,7 +11,7 @@ import pytest
 from clusterddp.errors import SlurmUnavailable
 from clusterddp.job import Job, Timeouts
 from clusterddp.launch import monitor
-from clusterddp.launch.controller import Notice
+from clusterddp.launch.controller import Notice, Stop
 from clusterddp.launch.monitor import Monitor, lead_s
 
 
@@ -43,13 +43,11 @@ class Told:
     def lead_s(self) -> float:
         return 60.0
 
-    def training(self) -> bool:
-        return False
-
     def heard(self) -> bool:
         return self.notices.qsize() >= 2
 
-    def on_notice(self, why: str) -> None:
+    def on_notice(self, stop: Stop, why: str) -> None:
+        assert stop.value in ("preemption", "time limit")
         self.notices.put(why)
 
     def on_superseded(self) -> None:
@@ -58,11 +56,15 @@ class Told:
     def on_controller(self, away: str | None) -> None:
         self.controller.put(away)
 
+    def on_controller_missing(self, why: str) -> None:
+        self.controller.put(why)
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(monitor, "LOOK_S", 0.01)
-    monkeypatch.setattr(monitor, "ASK_STARTING_S", 0.01)
+    monkeypatch.setattr(monitor, "ASK_S", 0.01)
+    monkeypatch.setattr(monitor, "SETTLE_S", 0.01)
     yield
 
 
@@ -75,20 +77,20 @@ def notices(told: Told, *answers: Notice | Exception) -> list[str]:
 
 def test_the_ranks_are_told_in_time_for_a_limit_that_was_lowered_meanwhile() -> None:
     """First hours, then, by an administrator, half a minute; told again until a rank has heard it."""
-    later, soon = Notice(time.time() + 9000, False), Notice(time.time() + 30, False)
+    later, soon = Notice(time.time() + 9000), Notice(time.time() + 30)
     assert all("the time limit is" in why for why in notices(Told(), later, later, soon))
 
 
 def test_a_preemption_that_began_before_there_were_ranks_is_passed_on() -> None:
     """Slurm signals the steps that run, and there was none."""
-    assert notices(Told(), Notice(None, False), Notice(None, True)) == ["the job is being preempted"] * 2
+    assert notices(Told(), Notice(None), Notice(None, Stop.PREEMPTION)) == ["the job is being preempted"] * 2
 
 
 def test_a_controller_that_does_not_answer_is_asked_again() -> None:
     """Told once when it goes, once when it comes back; the ranks train on."""
     away = SlurmUnavailable("Unable to contact slurm controller")
     told = Told()
-    notices(told, away, away, Notice(None, True))
+    notices(told, away, away, Notice(None, Stop.PREEMPTION))
     assert [told.controller.get_nowait() for _ in range(2)] == [str(away), None]
     assert told.controller.empty()
 
@@ -96,7 +98,7 @@ def test_a_controller_that_does_not_answer_is_asked_again() -> None:
 def test_a_newer_attempt_ends_the_watch() -> None:
     """Once."""
     told = Told(newer=True)
-    watch = Monitor(Clockwork(Notice(None, False)), told)  # type: ignore[arg-type]
+    watch = Monitor(Clockwork(Notice(None)), told)  # type: ignore[arg-type]
     told.superseded_.get(timeout=10)
     watch.close()
     assert told.superseded_.empty()

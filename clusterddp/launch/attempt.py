@@ -15,14 +15,14 @@ from clusterddp.errors import ClusterddpError, SlurmError, SlurmUnavailable
 from clusterddp.hostlist import expand
 from clusterddp.job import Job
 from clusterddp.launch.code_state import changed, code_state
-from clusterddp.launch.controller import Controller
+from clusterddp.launch.controller import Controller, Stop
 from clusterddp.launch.deaths import Death, in_order
 from clusterddp.launch.going_on import GoingOn
 from clusterddp.launch.hangs import Hang, Slow, Watch
 from clusterddp.launch.history import History
 from clusterddp.launch.launcher import Launcher, rank_command
 from clusterddp.launch.link_server import LinkServer
-from clusterddp.launch.monitor import Monitor, lead_s
+from clusterddp.launch.monitor import ASK_S, Monitor, lead_s
 from clusterddp.launch.verdict import RankEnd, check_record
 from clusterddp.link import ADDRESS_VARIABLE, SILENCE_S, TOKEN_VARIABLE
 from clusterddp.masking import secret_values
@@ -63,6 +63,10 @@ class Attempt:
         self._saved = threading.Event()
         self._saved.set()
         self._told = self._heard = self._deaf = False
+        #: Whether the newest loop has steps left; None: no loop has begun.
+        self._unfinished: bool | None = None
+        self._exit_code: int | None = None
+        self._notices = 0
         self._watch = self._new_watch()
         self._hang: tuple[Hang, float] | None = None
 
@@ -113,7 +117,8 @@ class Attempt:
             except OSError as error:
                 print(f"clusterddp: the attempt's start cannot be recorded ({error}); training goes on", flush=True)
             self._recorded.set()
-            return self._launcher.wait()
+            self._exit_code = self._launcher.wait()
+            return self._exit_code
         finally:
             for happened in (self._gone, self._recorded, self._saved):
                 happened.set()
@@ -157,8 +162,10 @@ class Attempt:
             self._saved.clear()
         if event == "progress":
             self._saved.set()
-        if event == "signal":
+        if event in ("signal", "notified"):
             self._told = self._heard = True
+        if event == "progress":
+            self._unfinished = values["step"] < values["steps"]
         values = {"rank": rank, **values}
         if event == "resumed" and self._steps_before:
             values["redone"] = max(0, self._steps_before - values["step"])
@@ -175,7 +182,9 @@ class Attempt:
         self._left.setdefault(rank, values)
         if values["end"] not in ("done", "stopped"):
             self._lost_at.setdefault(rank, time.time())
-            self._let_go(f"rank {rank} ({values['host']}) failed")
+            # One that exits with 0 may do so for a signal that only the controller knows of, and so will its peers.
+            after_s = LET_GO_S + (ASK_S if values["end"] == "unfinished" else 0.0)
+            self._let_go(f"rank {rank} ({values['host']}) failed", after_s)
 
     def _on_lost(self, rank: int, silent: bool) -> None:
         # A peer that fails for want of a silent rank may say so before the silence is long enough.
@@ -204,10 +213,10 @@ class Attempt:
             self._watch.close()
             self._watch = self._new_watch()
 
-    def _let_go(self, why: str) -> None:
+    def _let_go(self, why: str, after_s: float = LET_GO_S) -> None:
         """Tells the other ranks to leave, soon; in a stop, and without a word of it, they may be saving."""
         if self._letting_go is None and not self._told:
-            self._letting_go = threading.Timer(LET_GO_S, self._tell_to_leave, args=(why,))
+            self._letting_go = threading.Timer(after_s, self._tell_to_leave, args=(why,))
             self._letting_go.daemon = True
             self._letting_go.start()
 
@@ -270,17 +279,20 @@ class Attempt:
         """How many seconds before the time limit to stop."""
         return lead_s(self._job, self._history.last_save_s)
 
-    def training(self) -> bool:
-        """Whether the ranks have been heard of."""
-        return bool(self._hosts)
-
     def heard(self) -> bool:
         """Whether a rank has said that it was told to stop."""
         return self._heard
 
-    def on_notice(self, why: str) -> None:
-        """Tells the ranks first."""
-        self._launcher.notify()
+    def on_notice(self, stop: Stop, why: str) -> None:
+        """Tells the ranks first: over their connections, and by a signal those that may not listen there.
+
+        These have not joined, or have a Python function with a ``checkpoint()``, which waits for a signal. Under
+        proctrack/linuxproc the signal goes to their children, too.
+        """
+        self._server.say(stop=stop.value)
+        self._notices += 1
+        if self._notices > 1 or len(self._hosts) < self._job.world_size:
+            self._launcher.notify()
         if not self._told:
             self._history.add("notice", why=why)
         self._told = True
@@ -294,8 +306,13 @@ class Attempt:
         self._server.close()
         self._launcher.abandon()
 
+    def on_controller_missing(self, why: str) -> None:
+        """Signals alone tell the ranks to stop then."""
+        self._recorded.wait()
+        self._history.add("controller_missing", error=why)
+
     def on_controller(self, away: str | None) -> None:
-        """Training goes on without it."""
+        """Training continues without it."""
         self._recorded.wait()
         if away is None:
             self._history.add("controller_back")
@@ -346,6 +363,8 @@ class Attempt:
         if rank in self._left:
             return RankEnd.from_record(rank, host, lost_at, self._left[rank])
         end = RankEnd.read(rank, host, lost_at, self._run.rank_record(self._number, rank), death)
+        if end.end == "died" and self._exit_code == 0:
+            return RankEnd.without_record(rank, host, lost_at, self._unfinished)
         if rank in self._silent and end.end == "died":
             return RankEnd(rank, host, "silent", lost_at, error=f"lost with its node {self.node_of(rank)}")
         return end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -15,19 +16,28 @@ from clusterddp.hostlist import expand
 from clusterddp.job import Job
 from clusterddp.launch import exclusion, holder, site, slurm
 from clusterddp.launch.cause import Cause, read_cause
-from clusterddp.records import read_json
+from clusterddp.records import is_text, read_json
 from clusterddp.rundir import RunDirectory, write_json
 
 #: The exit code that asks the local loop for another attempt (EX_TEMPFAIL, sysexits.h).
 AGAIN = 75
 
 
+class Stop(enum.Enum):
+    """Why ranks are told to stop; the value is what they and the history call it."""
+
+    PREEMPTION = "preemption"
+    TIME_LIMIT = "time limit"
+    JOB_END = "end of the job"
+    INTERRUPTION = "interruption"
+
+
 @dataclass(frozen=True)
 class Notice:
-    """How long a job has left: ``end_time`` in unix seconds (None: no limit), and whether it is being preempted."""
+    """What is ahead of a job: ``end_time`` in unix seconds (None: no limit), and why it is to stop now, if it is."""
 
     end_time: float | None
-    preempted: bool
+    stop: Stop | None = None
 
 
 class Controller(Protocol):
@@ -100,11 +110,13 @@ class SlurmController:
         return {"job": self._job_id, "restarts": self._restarts, "nodes": self._nodes}
 
     def notice(self) -> Notice:
-        """EndTime and PreemptTime; an administrator may have moved the first."""
+        """EndTime, PreemptTime and the state; an administrator may have moved the first."""
         job = slurm.show_job(self._job_id)
         if job is None or job.restarts != self._restarts:
-            return Notice(None, False)
-        return Notice(job.end_time, job.preempt_time is not None)
+            return Notice(None)
+        if job.preempt_time is not None:
+            return Notice(job.end_time, Stop.PREEMPTION)
+        return Notice(job.end_time, Stop.JOB_END if job.state == "COMPLETING" else None)
 
     def why(self, notice_s: float) -> Cause:
         """Reads the job's state and PreemptTime."""
@@ -161,8 +173,13 @@ class AllocationController(SlurmController):
     leave_code = 130
     starts_again = False
 
-    def why(self, notice_s: float) -> Cause:
+    def notice(self) -> Notice:
         """What whoever waits wrote before it sent a signal, else what slurmctld knows."""
+        said = _stop_said(notice_file(self._run))
+        return Notice(None, said) if said else super().notice()
+
+    def why(self, notice_s: float) -> Cause:
+        """The same, of the cause."""
         notice = read_json(notice_file(self._run))
         return Cause(notice["cause"]) if notice else super().why(notice_s)
 
@@ -191,8 +208,8 @@ class LocalController:
         return {"pid": os.getpid(), "nodes": socket.gethostname()}
 
     def notice(self) -> Notice:
-        """A local run has no time limit, and its ranks are signalled by the loop itself."""
-        return Notice(None, False)
+        """A local run has no time limit; the loop has said what else before it signalled the ranks."""
+        return Notice(None, _stop_said(self._notice))
 
     def why(self, notice_s: float) -> Cause:
         """What the loop wrote before it sent the signal."""
@@ -223,6 +240,11 @@ class LocalController:
 def notice_file(run: RunDirectory) -> Path:
     """Where the loop of a local run says why it sends a signal."""
     return run.private / "notice.json"
+
+
+def _stop_said(notice: Path) -> Stop | None:
+    cause = (read_json(notice, {"cause": is_text}) or {}).get("cause")
+    return {Cause.PREEMPTED.value: Stop.PREEMPTION, Cause.INTERRUPTED.value: Stop.INTERRUPTION}.get(str(cause))
 
 
 def give_notice(run: RunDirectory, cause: Cause) -> None:

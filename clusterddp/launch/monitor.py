@@ -1,8 +1,8 @@
 """While the ranks train: has a newer attempt started, and what is ahead of the job?
 
-Questions that nobody else asks. The time limit is timed here, from the job's EndTime as it stands now, because an
-administrator may change it, and because Slurm's own warning (``--signal``) comes up to 60 s early and once. A
-preemption that begins before the ranks' step exists signals nobody; it is noticed here.
+The time limit is timed here, from the job's EndTime as it stands now, because an administrator may change it, and
+because Slurm's own warning (``--signal``) comes up to 60 s early and once. A preemption is noticed here when its TERM
+reached nobody: it began before the ranks' step existed, or the script has changed what a signal does in its process.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Protocol
 
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing
 from clusterddp.job import Job
-from clusterddp.launch.controller import Controller, Notice
+from clusterddp.launch.controller import Controller, Notice, Stop
 
 LOOK_S = 2.0
-#: How often the controller is asked: while the ranks come up or it does not answer, and later.
-ASK_STARTING_S, ASK_S = 5.0, 20.0
+#: How often the controller is asked. A stop that no signal brought is known to the ranks within 5 s.
+ASK_S = 4.0
+#: A signal gets this much time to reach the ranks before they are told what it means.
+SETTLE_S = 0.5
 
 
 def lead_s(job: Job, last_save_s: float) -> float:
@@ -29,6 +31,13 @@ def lead_s(job: Job, last_save_s: float) -> float:
     return wanted if job.time_s is None else min(wanted, job.time_s / 4)
 
 
+_WORDS = {
+    Stop.PREEMPTION: "the job is being preempted",
+    Stop.JOB_END: "the job is being ended",
+    Stop.INTERRUPTION: "the run is being interrupted",
+}
+
+
 class Watched(Protocol):
     """The attempt that is monitored."""
 
@@ -38,20 +47,20 @@ class Watched(Protocol):
     def lead_s(self) -> float:
         """How many seconds before the time limit to stop."""
 
-    def training(self) -> bool:
-        """Whether the ranks have been heard of."""
-
     def heard(self) -> bool:
         """Whether a rank has said that it was told to stop."""
 
-    def on_notice(self, why: str) -> None:
+    def on_notice(self, stop: Stop, why: str) -> None:
         """It is time to stop. Called again, every look, until a rank has heard it."""
 
     def on_superseded(self) -> None:
         """A newer attempt trains the run. Called once."""
 
     def on_controller(self, away: str | None) -> None:
-        """The controller cannot be asked, and why; None: it answers again. Called once each time."""
+        """The controller is unreachable, and why; None: it answers again. Called once each time."""
+
+    def on_controller_missing(self, why: str) -> None:
+        """The controller can never be asked from here. Called once."""
 
 
 class Monitor:
@@ -60,7 +69,7 @@ class Monitor:
     def __init__(self, controller: Controller, watched: Watched) -> None:
         self._controller, self._watched = controller, watched
         self._end = threading.Event()
-        self._silent = False
+        self._silent = self._missing = self._due_before = False
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
         self._thread.start()
 
@@ -70,7 +79,7 @@ class Monitor:
         self._thread.join(timeout=0.1)
 
     def _watch(self) -> None:
-        ahead, ask_at = Notice(None, False), 0.0
+        ahead, ask_at = Notice(None), 0.0
         while True:
             try:
                 if self._watched.superseded():
@@ -80,26 +89,37 @@ class Monitor:
                 print(f"clusterddp: the run directory cannot be looked at ({error}); training goes on", flush=True)
             if time.monotonic() >= ask_at:
                 ahead = self._ask(ahead)
-                often = self._silent or not self._watched.training()
-                ask_at = time.monotonic() + (ASK_STARTING_S if often else ASK_S)
-            why = self._due(ahead)
-            if why is not None and not self._watched.heard():
-                self._watched.on_notice(why)
-            if self._end.wait(LOOK_S):
+                ask_at = time.monotonic() + ASK_S
+            if self._end.wait(self._look_ahead(ahead)):
                 return
 
-    def _due(self, ahead: Notice) -> str | None:
-        if ahead.preempted:
-            return "the job is being preempted"
+    def _look_ahead(self, ahead: Notice) -> float:
+        """Says what is due, and returns the seconds until the next look."""
+        due = self._due(ahead)
+        first, self._due_before = not self._due_before, due is not None
+        if due is None or self._watched.heard():
+            return LOOK_S
+        if first and ahead.stop is not None:  # a signal is on its way
+            return SETTLE_S
+        self._watched.on_notice(*due)
+        return LOOK_S
+
+    def _due(self, ahead: Notice) -> tuple[Stop, str] | None:
+        """Why to stop, and the same in words."""
+        if ahead.stop is not None:
+            return ahead.stop, _WORDS[ahead.stop]
         if ahead.end_time is not None and time.time() >= ahead.end_time - self._watched.lead_s():
-            return f"the time limit is {max(0, round(ahead.end_time - time.time()))} s away"
+            return Stop.TIME_LIMIT, f"the time limit is {max(0, round(ahead.end_time - time.time()))} s away"
         return None
 
     def _ask(self, known: Notice) -> Notice:
         """What is ahead; as far as known when the controller does not answer, which is told once each time."""
         try:
             ahead = self._controller.notice()
-        except SlurmMissing:
+        except SlurmMissing as error:
+            if not self._missing:
+                self._watched.on_controller_missing(str(error))
+            self._missing = True
             return known
         except (SlurmError, RunDirectoryError, OSError) as error:
             if not self._silent:

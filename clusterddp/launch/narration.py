@@ -112,6 +112,13 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     ),
     "not_finite": _not_finite,
     "controller_away": lambda e: f"the controller cannot be asked, training goes on: {e['error']}",
+    "controller_missing": lambda e: (
+        f"{e['error']}: only a signal tells the ranks to stop, and why it came remains unknown"
+    ),
+    "handler_replaced": lambda e: (
+        f"the script replaced the {e['signal']} handler of clusterddp.init() with {e['handler']}: steps since the last "
+        "checkpoint may be repeated after a preemption; remove it, as clusterddp saves and stops the run by itself"
+    ),
     "controller_back": lambda _: "the controller answers again",
     "notice": lambda e: f"{e['why']}: telling the ranks to stop",
     "stopped": _stopped,

@@ -68,11 +68,11 @@ def check_record(record: Any) -> None:
 class RankEnd:
     """How one rank ended.
 
-    ``end``: done, stopped (a clusterddp stop), exit (a code of its own), exception, lost (it never reached the
-    supervisor), declined (a callable's ``checkpoint()`` returned None), hung (all ranks had to be ended), hung for
-    good (and are not to be started again), dismissed (told to leave, as another was lost), silent (its node does not
-    answer), early (it exited with code 0 while others waited for it), or died (no record of its own: killed by a
-    signal, or os._exit).
+    ``end``: done, stopped (a clusterddp stop), unfinished (exit code 0 with steps left), exit (a code of its own),
+    exception, lost (it never reached the supervisor), declined (a callable's ``checkpoint()`` returned None), hung (all
+    ranks had to be ended), hung for good (and are not to be restarted), dismissed (told to exit, as another was lost),
+    silent (its node does not answer), early (it exited with code 0 while others waited for it), or died (no record of
+    its own: killed by a signal, or os._exit).
     ``lost_at``: unix seconds on the supervisor's clock when it said that it failed, or its connection broke; infinity
     if it never joined.
     """
@@ -87,6 +87,19 @@ class RankEnd:
     exit_code: int | None = None
     used_clusterddp: bool = False
     death: Death | None = None
+    left_loop: bool = False
+    """Whether it is done with steps left, as after ``break``."""
+
+    @classmethod
+    def without_record(cls, rank: int, host: str, lost_at: float, unfinished: bool | None) -> RankEnd:
+        """A rank that exited with code 0 and left no record: by ``os._exit(0)``.
+
+        ``unfinished``: whether the training had steps left; None: it never began, or is not one of clusterddp's.
+        """
+        if unfinished:
+            words = "exited with code 0 in its loop, by os._exit"
+            return cls(rank, host, "unfinished", lost_at, error=words, used_clusterddp=True)
+        return cls(rank, host, "done", lost_at, used_clusterddp=unfinished is False)
 
     @classmethod
     def read(cls, rank: int, host: str, lost_at: float, path: Path, death: Death | None = None) -> RankEnd:
@@ -114,6 +127,7 @@ class RankEnd:
             step=record.get("step"),
             exit_code=record.get("exit_code"),
             used_clusterddp=record.get("used_clusterddp", False),
+            left_loop=record.get("left_loop") is True,
         )
 
     def without(self, secrets: Sequence[str]) -> RankEnd:
@@ -152,7 +166,7 @@ class RankEnd:
         """Whether the rank failed by itself: not for a lost peer, nor ended by its launcher for a peer's failure."""
         if self.end == "died":
             return self.death is not None and self.death.by_itself
-        return self.end in ("exit", "silent") or (self.end == "exception" and not self.may_pass)
+        return self.end in ("exit", "unfinished", "silent") or (self.end == "exception" and not self.may_pass)
 
     @property
     def ended_by_us(self) -> bool:
@@ -219,7 +233,8 @@ def judge(ends: list[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cau
     ``told``: whether ranks were warned at all; a crash just before the time limit is no consequence of the limit.
     """
     all_done = exit_code == 0 and all(end.end == "done" for end in ends)
-    if all_done and all(end.used_clusterddp for end in ends):
+    left_loop = any(end.left_loop for end in ends)
+    if all_done and not left_loop and all(end.used_clusterddp for end in ends):
         return Verdict(Action.COMPLETE, "all ranks finished")
     failures = _in_order([end for end in ends if end.failed])
     raised = failures[0] if failures and failures[0].end == "exception" else None
@@ -231,8 +246,10 @@ def judge(ends: list[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cau
     cause = ask()
     if cause is Cause.TIME_LIMIT and not told:
         cause = Cause.NONE
-    # A script that knows nothing of clusterddp ends with exit code 0 after a notice, too: stopped, not done.
-    if cause in _FOLLOWS and not (all_done and cause is Cause.INTERRUPTED) and not (raised and cause is Cause.UNKNOWN):
+    # A script that does not use clusterddp, or that left its loop, ends with exit code 0 after a notice, too: stopped.
+    if all_done and (cause is Cause.UNKNOWN and not told if left_loop else cause is Cause.INTERRUPTED):
+        cause = Cause.NONE
+    if cause in _FOLLOWS and not (raised and cause is Cause.UNKNOWN):
         return Verdict(_FOLLOWS[cause], cause.value, cause, raised, others if raised else ())
     if all_done:
         return Verdict(Action.COMPLETE, "all ranks finished")

@@ -102,18 +102,31 @@ class Agreement:
         self._lost: Exception | None = None
         self._asking = threading.Lock()
         self._asked = False
+        self._signals: SignalPipe | None = None
         self._watcher = threading.Thread(target=self._watch, args=(watched,), name="agreement", daemon=True)
         self._watcher.start()
 
-    def listen(self, signals: SignalPipe) -> None:
-        """From now on, a stop signal in this process is a request to stop all ranks."""
-        signals.listen(self._on_signal)
+    def listen(self, signals: SignalPipe, on_replaced: Callable[[signal.Signals, object], None]) -> None:
+        """From now on, a stop signal in this process is a request to stop all ranks.
+
+        ``on_replaced``: see ``SignalPipe.listen``; the handlers are checked at each boundary.
+        """
+        signals.listen(self._on_signal, on_replaced)
+        self._signals = signals
+
+    def on_notice(self, reason: str) -> None:
+        """The supervisor says that it is time to stop. Any thread; does not wait for the store."""
+        self._report("notified", reason=reason)
+        threading.Thread(target=self._ask, args=(reason,), name="notice", daemon=True).start()
 
     def boundary(self) -> bool:
         """Whether to stop here: all ranks get the same answer at the same call. Without a request it costs 1 us.
+        Main thread.
 
         Raises ClusterddpError when a stop is being agreed on and rank 0's store is gone: no answer will come.
         """
+        if self._signals is not None:
+            self._signals.check()
         number = self._ballot.enter()
         if not self._ballot.sees_flag():
             return False
@@ -161,8 +174,11 @@ class Agreement:
     def _on_signal(self, number: signal.Signals) -> None:
         name = number.name.removeprefix("SIG")
         self._report("signal", signal=name)
+        self._ask(f"signal {name}")
+
+    def _ask(self, reason: str) -> None:
         try:
-            self.request(f"signal {name}")
+            self.request(reason)
         except RuntimeError as error:
             self._lost = error  # Rank 0 is gone: its peers fail in their next collective, and that is what to show.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import os
+import signal
 import socket
 import sys
 import threading
@@ -20,16 +20,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from clusterddp import link
+from clusterddp import completion, link
 from clusterddp.errors import Stopped
 from clusterddp.job import Checkpointing
+from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.rundir import append_line, write_json
 from clusterddp.training import collectives, data, process_group, randomness, settings, wrapping
 from clusterddp.training.agreement import Agreement
 from clusterddp.training.deadline import Deadline
 from clusterddp.training.foreign import ForeignLoader, StatefulLoader
 from clusterddp.training.heartbeat import Heartbeat
-from clusterddp.training.interrupts import SignalPipe
+from clusterddp.training.interrupts import SignalPipe, described
 from clusterddp.training.loop import Randomness, Run
 from clusterddp.training.saving import Saver
 from clusterddp.training.state import Stateful
@@ -83,20 +84,23 @@ class Context:
         backend = process_group.choose_backend(read.backend, self.device)
         self._group = process_group.ProcessGroup(ranks, self.device, backend, read.store, read.timeouts.start_s)
         self._attempt = self._claim_attempt()
+        self._forked = False
         self._deadline = Deadline(read.notices, self._leave_with_newest)
         self._agreement = Agreement(
             self._group.store, self._group.watched, self.rank, self.world_size, self._report, self._on_stop_request
         )
         # Not before all ranks are there: one that waits for the others has nothing to save, and ends by TERM at once.
         self._signals = SignalPipe()
-        self._agreement.listen(self._signals)
+        self._agreement.listen(self._signals, self._on_handler_replaced)
+        if link.current is not None:
+            link.current.on_stop(self._agreement.on_notice)
         data.guard_workers()
         self._run: Run | None = None
         self._saver: Saver | None = None
         self._turns = 0
         self._heartbeat = self._begin_heartbeat()
         self._closed = False
-        atexit.register(self._close_at_exit)
+        at_exit(self._close_at_exit)
         randomness.seed_all(randomness.hash32("init", self.seed), self.device)
         if read.device is None:
             self.print(f"clusterddp: {self.world_size} x {self.device.type}, {backend}", file=sys.stderr)
@@ -257,6 +261,13 @@ class Context:
         if self.rank == 0 and self._saver is not None and self._saver.saves:
             self._deadline.begin(reason, self._saver.last_save_s)
 
+    def _on_handler_replaced(self, number: signal.Signals, handler: object) -> None:
+        name, of_script = number.name.removeprefix("SIG"), described(handler)
+        words = handler_replaced(name, of_script, supervised=link.current is not None)
+        print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+        if self.rank == 0:
+            self._report("handler_replaced", signal=name, handler=of_script)
+
     def _leave_with_newest(self, waited_s: float) -> None:
         """Ends this rank, and thereby all, when no step was agreed on in time: with what is saved, or being saved."""
         assert self._saver is not None
@@ -278,7 +289,10 @@ class Context:
 
         For loops that save by themselves: ``if ctx.stop_requested(): save(); ctx.requeue()``.
         """
-        return self._agreement.boundary()
+        stop = self._agreement.boundary()
+        if stop:
+            completion.stop(self._agreement.reason or "")
+        return stop
 
     def stop_point(self) -> None:
         """A place to stop in a long stretch without steps: saves the run and raises Stopped if it was asked to stop.
@@ -345,7 +359,9 @@ class Context:
             return
         self._closed = True
         _current = None
-        atexit.unregister(self._close_at_exit)
+        cancel_at_exit(self._close_at_exit)
+        if link.current is not None:
+            link.current.on_stop(None)
         data.close_workers()
         self._signals.close(restore_handlers=restore_handlers)
         self._agreement.close()
@@ -355,6 +371,10 @@ class Context:
             self._saver.close()
         if clean:
             self._group.close()
+
+    def _forget(self) -> None:
+        """In a forked child: the ranks, their store and their run directory are the parent's business."""
+        self._closed = self._forked = True
 
     def _claim_attempt(self) -> int:
         """This attempt's number: the supervisor's, or claimed here by rank 0."""
@@ -368,6 +388,8 @@ class Context:
 
     def _report(self, event: str, **values: Any) -> None:
         """Into the run's history: through the supervisor, or, where there is none, by rank 0."""
+        if self._forked:
+            return
         link.report(event, **values)
         directory = self._settings.run_dir
         if link.current is None and self.rank == 0 and directory is not None:
@@ -376,3 +398,20 @@ class Context:
                 append_line(directory.events_file, line)
             except OSError as error:
                 print(f"clusterddp: the history lacks {event!r}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def handler_replaced(name: str, handler: str, supervised: bool) -> str:
+    """What is said of a handler that the script has installed over that of ``init()``."""
+    then = "steps since the last checkpoint may be repeated" if supervised else "the run is not saved and stopped by it"
+    return (
+        f"the script replaced the {name} handler of clusterddp.init() with {handler}, which runs instead when {name} "
+        f"comes: {then}; remove it, as clusterddp saves and stops the run by itself"
+    )
+
+
+def _forget_in_child() -> None:
+    if _current is not None:
+        _current._forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

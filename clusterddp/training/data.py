@@ -7,11 +7,11 @@ r-th part. An epoch's tail is filled from the next epoch, so that no rank is eve
 
 from __future__ import annotations
 
-import atexit
 import difflib
 import inspect
 import math
 import operator
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import signal_handling
 
 from clusterddp.errors import CheckpointError
+from clusterddp.process import at_exit
 from clusterddp.training import interrupts, randomness
 
 #: Seconds that workers get to finish the sample at hand when their loop ends, before they are killed.
@@ -101,12 +102,12 @@ def _iter_without_signals(loader: DataLoader[Any]) -> Any:
 def guard_workers() -> None:
     """From now on no DataLoader's workers see the stop signals, those of the script's own loaders neither.
 
-    torch's workers die of a TERM, and with them their rank, before the script can save. When the process ends, a
-    TERM does not end them either, for which Python would wait: they are closed before.
+    torch's workers die of a TERM, and their rank fails with them, before it can save. When the process ends, a TERM
+    does not end them either, and Python would wait for them: they are closed before.
     """
     if DataLoader.__iter__ is _iter_of_torch:
         DataLoader.__iter__ = _iter_and_remember  # type: ignore[method-assign]
-        atexit.register(_close_all, _others)
+        at_exit(_close_others)
 
 
 def _iter_and_remember(loader: DataLoader[Any]) -> Any:
@@ -218,7 +219,7 @@ class Loader:
                     batch = next(iterator)
                 yield batch
         finally:
-            _close(iterator)
+            close(iterator)
 
 
 class EvalLoader:
@@ -260,12 +261,16 @@ class EvalLoader:
                     yield next(iterator)
         finally:
             if not self._loader.persistent_workers:
-                _close(iterator)
+                close(iterator)
 
 
 #: The iterators that may have workers: of the loaders made here, and of the script's own.
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 _others: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _close_others() -> None:
+    _close_all(_others)
 
 
 def close_workers() -> None:
@@ -275,16 +280,16 @@ def close_workers() -> None:
 
 def _close_all(iterators: weakref.WeakSet[Any]) -> None:
     for iterator in list(iterators):
-        _close(iterator)
+        close(iterator)
 
 
-def _close(iterator: Any) -> None:
-    """Ends an iterator's workers: they finish the sample at hand, or are killed.
+def close(iterator: Any) -> None:
+    """Ends an iterator's workers, if it has any: they finish the sample at hand, or are killed.
 
     torch would wait 5 s for each that does not come, then send it a TERM, which is blocked there, and wait again.
     """
     workers: Sequence[Any] = getattr(iterator, "_workers", ())
-    if not workers or iterator._shutdown:
+    if not workers or iterator._shutdown or workers[0]._parent_pid != os.getpid():  # a forked child's parent has them
         return
     if iterator._worker_pids_set:  # Else torch raises in the main thread when it hears that a worker was killed.
         signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from clusterddp.errors import CheckpointError
-from clusterddp.training import interrupts, randomness
+from clusterddp.training import data, interrupts, randomness
 from clusterddp.training.process_group import ProcessGroup
 
 
@@ -75,14 +75,18 @@ class ForeignLoader:
             with interrupts.blocked(self._loader):
                 iterator = iter(self._loader)
             self._notice_draws(before)
-            while True:
-                with randomness.preserved() as before:
-                    batch = next(iterator, _END)
-                    self._notice_draws(before)
-                if batch is _END:
-                    break
-                found = True
-                yield batch
+            try:
+                while True:
+                    with randomness.preserved() as before:
+                        batch = next(iterator, _END)
+                        self._notice_draws(before)
+                    if batch is _END:
+                        break
+                    found = True
+                    yield batch
+            except GeneratorExit:  # the loop is over
+                data.close(iterator)
+                raise
             if empty and not found:  # one may be: its state was saved behind the last batch of a pass
                 raise ValueError(f"{type(self._loader).__name__} has no batches")
             empty = not found

@@ -1,21 +1,30 @@
-"""Signals that ask a rank to stop: noted at once wherever the main thread sits, and kept away from workers.
+"""Signals that ask a rank to stop: noticed at once wherever the main thread is, and a matter of this process alone.
 
 A Python handler runs only between bytecodes of the main thread, so not while that thread waits in a collective. The
 interpreter's own C handler does run, and writes the signal's number into the wakeup pipe: a thread reads it there.
+
+Forked children share none of this. TERM has the action in them that it had before ``init()``, and USR2 is ignored:
+under proctrack/linuxproc Slurm sends both to every process of the step.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal.getsignal takes 1.5 us
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
 
 #: Slurm's TERM (preemption, time limit, scancel) and the warning signal; USR1 is taken by NCCL.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+#: Every so many checks the wakeup descriptor is looked at, too: that takes 1.5 us, a handler 0.1 us.
+_WAKEUP_CHECKS = 64
+_TERM, _USR2 = map(int, STOP_SIGNALS)
 _END = b"\0"
 
 
@@ -23,8 +32,9 @@ _END = b"\0"
 def blocked(loader: object = None) -> Iterator[None]:
     """Blocks the stop signals in this thread. Processes started inside inherit that: signals never reach them.
 
-    Under proctrack/linuxproc Slurm signals every process of the step: a DataLoader worker would die of it, or, with
-    the handlers it inherited, write into its parent's wakeup pipe.
+    For a DataLoader's workers. torch gives them a TERM handler of its own, under which a TERM to all processes of the
+    step kills them, and that raises in the rank before it can save. Only a mask that is there from their start, and
+    under every start method, prevents that.
 
     ``loader``: the one whose workers are started inside. All but forked ones need Python's resource tracker, and the
     thread that starts it gets TERM unblocked by that (seen with 3.11): it is started before.
@@ -32,9 +42,11 @@ def blocked(loader: object = None) -> Iterator[None]:
     if getattr(loader, "num_workers", 0) and _start_method(loader) != "fork":
         resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    shielded, _thread.shielded = _thread.shielded, True
     try:
         yield
     finally:
+        _thread.shielded = shielded
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -44,27 +56,47 @@ def _start_method(loader: object) -> str:
     return context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
+def _ignore(number: signal.Signals, handler: object) -> None:
+    """Nobody wants to know which handler the script has installed."""
+
+
 class SignalPipe:
     """Catches the stop signals from now on; ``listen`` then hears of all of them, also of those that came before it.
 
-    To be made in the main thread, before the first fork.
+    To be made in the main thread. USR2 is blocked in every thread but the one that listens: programs that the script
+    starts inherit the mask, and a USR2 to all processes of the step does not kill them.
     """
 
     def __init__(self) -> None:
+        global _active
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
+        self._mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._handlers_before = {number: signal.signal(number, _do_nothing) for number in STOP_SIGNALS}
-        # The rank shim keeps USR2 blocked until here: a notice that came before is heard now.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self._handler = self._note  # one object, to be compared with
+        self._handlers_before = {number: signal.signal(number, self._handler) for number in STOP_SIGNALS}
         self._thread: threading.Thread | None = None
+        self._replaced: set[signal.Signals] = set()
+        self._on_replaced: Callable[[signal.Signals, object], None] = _ignore
+        self._checks = 0
+        _active = self
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
-    def listen(self, on_signal: Callable[[signal.Signals], None]) -> None:
-        """Calls ``on_signal`` in a thread of its own for every stop signal, in order."""
+    def listen(
+        self,
+        on_signal: Callable[[signal.Signals], None],
+        on_replaced: Callable[[signal.Signals, object], None] = _ignore,
+    ) -> None:
+        """Calls ``on_signal`` in a thread of its own for every stop signal, in order.
+
+        ``on_replaced`` is called by ``check`` with a signal and the handler that the script has installed for it.
+        """
+        self._on_replaced = on_replaced
         self._thread = threading.Thread(target=self._serve, args=(on_signal,), name="signals", daemon=True)
         self._thread.start()
 
     def _serve(self, on_signal: Callable[[signal.Signals], None]) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
         while True:
             for number in os.read(self._read, 64):
                 if number == _END[0]:
@@ -72,18 +104,116 @@ class SignalPipe:
                 if number in STOP_SIGNALS:
                     on_signal(signal.Signals(number))
 
+    def _note(self, number: int, _frame: object) -> None:
+        """The handler. The interpreter has written the number into the pipe, unless the script took the wakeup."""
+        wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if wakeup != self._write:
+            if wakeup != -1:  # asyncio's or trio's, which is at work
+                signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+            with suppress(BlockingIOError):
+                os.write(self._write, bytes([number]))
+
+    def check(self) -> None:
+        """Main thread, at each boundary: whether the handlers are still there. It costs 0.2 us.
+
+        A default action and SIG_IGN are replaced by our handler again: asyncio leaves the one behind, and neither is
+        code of the script's. A handler of the script's stays, and is reported, once.
+        """
+        self._checks += 1
+        handler = self._handler
+        if _signal.getsignal(_TERM) is not handler or _signal.getsignal(_USR2) is not handler:
+            self._check_handlers()
+        if self._checks % _WAKEUP_CHECKS == 0:
+            wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            if wakeup not in (self._write, -1):
+                signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+
+    def _check_handlers(self) -> None:
+        for number in STOP_SIGNALS:
+            installed = signal.getsignal(number)
+            if installed is self._handler:
+                continue
+            if installed in (signal.SIG_DFL, signal.SIG_IGN, None):
+                signal.signal(number, self._handler)
+            elif number not in self._replaced:
+                self._replaced.add(number)
+                self._on_replaced(number, installed)
+
     def close(self, *, restore_handlers: bool) -> None:
         """Stops listening. With ``restore_handlers`` off, the signals stay without effect: the process is ending."""
+        global _active
+        _active = None
         signal.set_wakeup_fd(self._wakeup_before)
-        if restore_handlers:
-            for number, handler in self._handlers_before.items():
-                signal.signal(number, handler)
+        for number, handler in self._handlers_before.items():
+            if _signal.getsignal(number) is self._handler:
+                signal.signal(number, handler if restore_handlers else _do_nothing)
         os.write(self._write, _END)
         if self._thread is not None:
             self._thread.join(timeout=5)
         os.close(self._write)
         os.close(self._read)
+        if signal.SIGUSR2 not in self._mask_before:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+
+    def forget(self) -> None:
+        """In a forked child: undoes what this pipe did to the process. Whatever the script changed since stays."""
+        wakeup = signal.set_wakeup_fd(-1)
+        with suppress(ValueError, OSError):  # closed since
+            signal.set_wakeup_fd(self._wakeup_before if wakeup == self._write else wakeup)
+        for number, before in self._handlers_before.items():
+            if _signal.getsignal(number) is self._handler:
+                unhandled = number == signal.SIGUSR2 and before is signal.SIG_DFL
+                signal.signal(number, signal.SIG_IGN if unhandled else before)
+        os.close(self._write)
+        os.close(self._read)
 
 
 def _do_nothing(number: int, frame: object) -> None:
-    """The handler: the interpreter has written the number into the pipe already."""
+    """The handler of a process that is ending."""
+
+
+def described(handler: object) -> str:
+    """A handler's name and place, for a message."""
+    code = getattr(handler, "__code__", None)
+    name = getattr(handler, "__qualname__", None) or repr(handler)
+    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else name
+
+
+# --- in forked children
+
+
+class _Thread(threading.local):
+    """``mask``: of this thread, while it forks. ``shielded``: what it forks keeps the stop signals blocked."""
+
+    mask: set[Any] | None = None
+    shielded = False
+
+
+_active: SignalPipe | None = None
+_thread = _Thread()
+
+
+def _before_fork() -> None:
+    """A signal to the child must not reach it before it has let go of the pipe, which is this process's."""
+    if _active is not None:
+        _thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def _after_fork() -> None:
+    mask, _thread.mask = _thread.mask, None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _after_fork_in_child() -> None:
+    global _active
+    mask, _thread.mask = _thread.mask, None
+    if mask is None:
+        return
+    pipe, _active = _active, None
+    if pipe is not None:
+        pipe.forget()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask if _thread.shielded else mask - {signal.SIGUSR2})
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

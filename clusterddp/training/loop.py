@@ -8,6 +8,7 @@ the parts' states to go on bit for bit as the uninterrupted one.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
@@ -15,6 +16,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
+from clusterddp import completion
 from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.training import data, metrics, randomness, wrapping
 from clusterddp.training.agreement import Agreement
@@ -65,6 +67,7 @@ class Run:
         if rng not in get_args(Randomness):
             raise ValueError(f"run(rng={rng!r}): expected one of {', '.join(map(repr, get_args(Randomness)))}")
         self.step = 0
+        self._process = os.getpid()
         self._parts, self._loader, self._rng, self._seed = parts, loader, rng, seed
         self._default_steps, self._step_timeout_s = default_steps, step_timeout_s
         self._group, self._agreement, self._saver, self._report = group, agreement, saver, report
@@ -113,6 +116,7 @@ class Run:
         self._goal = total
         if self._over():
             return
+        loop = completion.begin(lambda: self.step, total)
         self._heartbeat.begin()
         self._boundary()
         batches = self._loader.batches(self.step)
@@ -127,12 +131,15 @@ class Run:
                     with self._heartbeat.pause():  # a save before this one may be waited for, on a slow disk
                         self._save_if_due()
         except GeneratorExit:
-            self._left()
+            if os.getpid() == self._process:  # not a child that was forked in a step, and exits
+                loop.leave()
+                self._left()
             raise
         finally:
             self._heartbeat.rest()
             batches.close()  # type: ignore[attr-defined]
         self._complete()
+        completion.complete()
 
     def epochs(self, count: float) -> Iterator[Any]:
         """``steps`` for ``count`` passes over the dataset; the last step's tail is filled from the next epoch."""

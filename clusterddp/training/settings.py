@@ -13,12 +13,16 @@ from clusterddp.job_file import load_resolved
 from clusterddp.rundir import RunDirectory
 from clusterddp.training.process_group import StoreAddress
 
+_TERM, _USR2 = "CLUSTERDDP_TERM_NOTICE_S", "CLUSTERDDP_USR2_NOTICE_S"
+_NOTICES = {"TERM": _TERM, "preemption": _TERM, "end of the job": _TERM, "USR2": _USR2, "time limit": _USR2}
+
 
 @dataclass(frozen=True)
 class Settings:
     """``attempt`` is None when no supervisor has made one; ``run_dir`` is None when there is nowhere to save.
 
-    ``notices``: for a stop signal's name, how many seconds after it this process is killed, where that is known.
+    ``notices``: for a stop signal's name, or the supervisor's word for it, how many seconds after it this process is
+    killed, where that is known.
     """
 
     ranks: environment.RankEnvironment
@@ -66,11 +70,7 @@ def read(
         timeouts=job.timeouts if job else Timeouts(),
         watchdog=job.watchdog if job and environ.get("CLUSTERDDP_WATCHDOG") != "off" else None,
         store=_store(environ, ranks),
-        notices={
-            name: float(environ[variable])
-            for name in ("TERM", "USR2")
-            if (variable := f"CLUSTERDDP_{name}_NOTICE_S") in environ
-        },
+        notices={name: float(environ[variable]) for name, variable in _NOTICES.items() if variable in environ},
     )
 
 

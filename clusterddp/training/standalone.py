@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from numbers import Integral
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from clusterddp.checkpoints import Checkpoint, Checkpoints
 from clusterddp.errors import CheckpointError
 from clusterddp.job import Keep
+from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.rundir import RunDirectory
 from clusterddp.training.persisting import NotSaved, Persisting, Saved
 from clusterddp.training.restoring import restore
@@ -44,7 +44,7 @@ class CheckpointFolder:
         self._checkpoints = Checkpoints(directory, attempt, keep)
         gpu = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._persisting = Persisting(directory, attempt, keep, gpu)
-        atexit.register(self.close)
+        at_exit(self.close)
 
     def restore(self, **parts: Stateful) -> int:
         """Loads the newest whole checkpoint into the parts, and returns its step; 0 when there is none. Collective.
@@ -92,7 +92,7 @@ class CheckpointFolder:
 
     def close(self) -> None:
         """Waits for the last save, and ends the writer."""
-        atexit.unregister(self.close)
+        cancel_at_exit(self.close)
         if self._checkpoints is not None:
             try:
                 self.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from clusterddp.process import at_exit
 from clusterddp.training.state import bare, ddp_modules, trained_parameters
 
 #: The modules made here, and those of them whose buckets have their final order.
@@ -58,7 +58,7 @@ def wrap(
             options = {"device_ids": [devices[0].index], **options}
     wrapped = DistributedDataParallel(model, **options)
     if not _made:
-        atexit.register(_let_go_of_the_group)
+        at_exit(_let_go_of_the_group)
     _made.add(wrapped)
     if all_used_once or not static_graph:
         _settle_buckets(wrapped, passes=2 if static_graph else 1)

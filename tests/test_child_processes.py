@@ -1,0 +1,126 @@
+"""Processes that a script forks or starts after ``init()``: they behave as under plain Python, and disturb no rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clusterddp.rundir import RunDirectory, read_lines
+from tests.test_local import submit
+from tests.waiting import story
+
+#: What the scripts of these tests train.
+TRAINING = """
+import torch
+import clusterddp
+
+ctx = clusterddp.init(device="cpu")
+model = ctx.wrap(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.ones(64, 4), batch_size=1))
+
+def train(batch):
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.step()
+"""
+
+CHILDREN = """
+import atexit, json, multiprocessing, os, signal, subprocess, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+USR2 = signal.SIGUSR2
+
+def state():
+    own = signal.getsignal(signal.SIGTERM), signal.getsignal(USR2)
+    blocked = signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return [*map(str, own), blocked, signal.set_wakeup_fd(-1)]
+
+def forever():
+    signal.pause()
+
+def ended_by_term(process):
+    process.terminate()
+    process.join(20)
+    return process.exitcode
+
+def forked(what):
+    pid = os.fork()
+    if pid == 0:
+        what()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def fail():
+    sys.stderr.close()
+    raise ValueError("of the child")
+
+def grandchild():
+    def leave():
+        sys.exit(5)
+    sys.exit(forked(leave))
+
+def seen(when):
+    seen = {}
+    for method in ("fork", "spawn", "forkserver") if when == "after" else ("fork",):
+        context = multiprocessing.get_context(method)
+        with context.Pool(2) as pool:
+            seen[method] = pool.apply(state)
+        seen[method + " term"] = [ended_by_term(p) for p in start(context)]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as executor:
+        seen["executor"] = executor.submit(state).result()
+    seen["exits"] = [forked(lambda: sys.exit(3)), forked(lambda: os._exit(4)), forked(fail), forked(grandchild)]
+    sleeping = subprocess.Popen(["sleep", "600"], preexec_fn=lambda: None)
+    sleeping.send_signal(USR2)
+    sleeping.terminate()
+    seen["preexec_fn"] = sleeping.wait(20)
+    return seen
+
+def start(context):
+    processes = [context.Process(target=forever, daemon=daemon) for daemon in (True, False)]
+    for process in processes:
+        process.start()
+    return processes
+"""
+
+FORKS = f"""
+{CHILDREN}
+if __name__ == "__main__":
+    before = seen("before") if os.environ["RANK"] == "0" and os.environ["CLUSTERDDP_ATTEMPT"] == "0" else None
+    {TRAINING.replace(chr(10), chr(10) + "    ")}
+    kept = multiprocessing.get_context("fork").Pool(2)  # open to the end
+    for batch in run.steps(16):
+        train(batch)
+        if run.step == 3 and ctx.attempt == 0 and ctx.is_main:
+            Path(os.environ["SEEN"]).write_text(json.dumps([before, seen("after")]))
+        while run.step == 12 and ctx.attempt == 0 and not ctx._agreement.reason:  # until the preemption
+            time.sleep(0.01)
+"""
+
+PLAIN = ["Handlers.SIG_DFL", "Handlers.SIG_IGN", False, -1]
+
+
+def test_children_of_every_kind_have_default_signals_and_exit_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forked, spawned, served, grandchildren, executors, before and after ``init()``. Nothing that they do reaches the
+    history, and a preemption whose TERM goes to all of them stops the run as ever, with a pool open."""
+    script, seen = tmp_path / "forks.py", tmp_path / "seen.json"
+    script.write_text(FORKS)
+    monkeypatch.setenv("SEEN", str(seen))
+    run = RunDirectory(tmp_path / "run")
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "2", "--preempt-after", "8")
+    assert done.returncode == 0, done.stderr + story(run)
+    before, after = json.loads(seen.read_text())
+    assert before.pop("fork") == after.pop("fork") == PLAIN
+    assert before.pop("executor") == after.pop("executor") == PLAIN
+    for method in ("spawn", "forkserver"):
+        assert after.pop(method)[0::2] == PLAIN[0::2]
+        assert after.pop(f"{method} term") == [-15, -15]
+    assert before == after == {"fork term": [-15, -15], "exits": [3, 4, 1, 5], "preexec_fn": -15}
+    events = [event["event"] for event in run.events()]
+    assert events.count("stopping") == events.count("requeued") == 1, story(run)
+    assert "left_loop" not in events
+    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(16)), story(run)

@@ -1,0 +1,116 @@
+"""How a rank ends: exit code 0 is not "completed" while steps are left, and nothing keeps its process for long."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from clusterddp.rundir import RunDirectory
+from tests.test_child_processes import TRAINING
+from tests.test_local import submit
+from tests.waiting import story
+
+EARLY = f"""
+import os, sys
+{TRAINING}
+def one_step(batch):
+    train(batch)
+    if run.step == 3 and sys.argv[1] == "sys.exit":
+        sys.exit(0)
+    if run.step == 3 and sys.argv[1] == "os._exit":
+        os._exit(0)
+
+def main():
+    for batch in run.steps(6):
+        one_step(batch)
+        if run.step == 3 and sys.argv[1] == "break":
+            break
+
+main()
+sys.exit(0) if sys.argv[1] != "os._exit at the end" else os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "state", "reason"),
+    [
+        ("sys.exit", "failed", "exited with code 0 in its loop, after step 3 of 6"),
+        ("os._exit", "failed", "exited with code 0 in its loop, by os._exit"),
+        ("break", "completed", "all ranks finished"),
+        ("os._exit at the end", "completed", "all ranks finished"),
+    ],
+)
+def test_exit_code_0_with_steps_left_is_not_completed(tmp_path: Path, how: str, state: str, reason: str) -> None:
+    """``break`` is the script's decision, and said to have saved nothing; an exit in the loop is a failure."""
+    script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
+    script.write_text(EARLY)
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--", how)
+    outcome = run.outcome() or {}
+    assert outcome["state"] == state, story(run)
+    assert reason in outcome["reason"]
+    assert done.returncode == (0 if state == "completed" else 1)
+    assert run.attempts() == [0]
+
+
+LINGERING = f"""
+import atexit, multiprocessing, os, signal, subprocess, sys, threading
+from clusterddp import rank_exit
+rank_exit.EXIT_GRACE_S = rank_exit.STOP_GRACE_S = 0.5
+
+def forever(*_):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2])
+    threading.Event().wait()
+
+def start(daemon):
+    process = multiprocessing.get_context("fork").Process(target=forever, daemon=daemon, name=f"helper-{{daemon}}")
+    process.start()
+    print("pid", process.pid, flush=True)
+
+{TRAINING}
+try:
+    for batch in run.steps(4):
+        train(batch)
+        if run.step == 1 and ctx.attempt == 0:
+            ctx.request_stop("the test")
+            start(True)
+            start(False)
+finally:
+    if ctx.attempt == 0:
+        threading.Event().wait()
+start(True)
+start(False)
+threading.Thread(target=forever, name="uploader").start()
+atexit.register(forever)
+"""
+
+
+def test_nothing_of_the_script_keeps_a_rank_after_its_end_or_a_stop(tmp_path: Path) -> None:
+    """Children that block TERM, threads, an exit handler, a ``finally`` that never ends: ended, killed, and named."""
+    script, run = tmp_path / "lingering.py", RunDirectory(tmp_path / "run")
+    script.write_text(LINGERING)
+    stopped = submit(run, str(script), "--device", "cpu", "--gpus", "1")
+    assert stopped.returncode == 130 and run.outcome() is None, stopped.stderr + story(run)
+    assert submit(run).returncode == 0
+    assert run.outcome() == {"state": "completed", "step": 4, "attempts": 2, "reason": "all ranks finished"}
+    first, second = ((run.attempt_logs(attempt) / "rank-0.err").read_text() for attempt in (0, 1))
+    assert re.search(
+        r"0.5 s after the stop, exiting; still running: main thread in lingering.py:\d+ \(<module>\), "
+        r"process \d+ \(helper-True\), process \d+ \(helper-False\)\n", first,
+    ), first  # fmt: skip
+    assert re.search(
+        r"0.5 s after the end of the script, exiting; still running: thread 'uploader' in lingering.py:\d+ "
+        r"\(forever\), process \d+ \(helper-True\), process \d+ \(helper-False\)\n", second,
+    ), second  # fmt: skip
+    logs = [(run.attempt_logs(attempt) / "rank-0.out").read_text() for attempt in (0, 1)]
+    pids = re.findall(r"pid (\d+)", "".join(logs))
+    assert len(pids) == 4
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists() and b"lingering" in _command(pid)]
+
+
+def _command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

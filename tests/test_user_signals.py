@@ -1,0 +1,136 @@
+"""What a script does to the signals of its process: the notice arrives, or it is said that it cannot."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.launch.cause import Cause
+from clusterddp.launch.controller import give_notice
+from clusterddp.rundir import RunDirectory
+from clusterddp.training.interrupts import SignalPipe, described
+from tests.test_child_processes import TRAINING
+from tests.test_local import ranks_of, start
+from tests.waiting import story, wait_until
+
+OWN_HANDLER = f"""
+import os, signal, sys, time
+{TRAINING}
+def mine(number, frame):
+    sys.exit(0)
+
+for batch in run.steps(6):
+    train(batch)
+    if ctx.attempt == 0:
+        if run.step == 2:
+            {{}}
+        while run.step == 4 and not ctx._agreement.reason:
+            time.sleep(0.01)
+"""
+
+
+def attempt_under(tmp_path: Path, act: str, *signals: signal.Signals) -> RunDirectory:
+    """A run whose first attempt does ``act`` to its signals; preempted, with ``signals`` sent to its two ranks."""
+    script, run = tmp_path / "signals.py", RunDirectory(tmp_path / "run")
+    script.write_text(OWN_HANDLER.format(act))
+    process = start(run, str(script), "--device", "cpu", "--gpus", "2")
+    try:
+        wait_until(lambda: any('"step": 3' in line for line in _lines(run)), "step 3", timeout=60)
+        give_notice(run, Cause.PREEMPTED)
+        for pid in ranks_of(run):
+            for number in signals:
+                os.kill(pid, number)
+        _, err = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err + story(run)
+    assert (run.outcome() or {})["attempts"] == 2, story(run)
+    return run
+
+
+def _lines(run: RunDirectory) -> list[str]:
+    return run.metrics_file.read_text().splitlines() if run.metrics_file.exists() else []
+
+
+def test_a_handler_of_the_script_is_reported_and_its_exit_0_is_a_preemption_not_completion(tmp_path: Path) -> None:
+    """The steps since the last checkpoint are repeated."""
+    run = attempt_under(tmp_path, "signal.signal(signal.SIGTERM, mine)", signal.SIGTERM)
+    events = {event["event"]: event for event in run.events() if event["attempt"] == 0}
+    assert events["handler_replaced"]["handler"] == f"mine (signals.py:{_line_of('def mine')})"
+    assert events["requeued"]["cause"] == "preempted"
+    said = (run.attempt_logs(0) / "rank-1.err").read_text()
+    assert (
+        "clusterddp: the script replaced the TERM handler of clusterddp.init() with mine (signals.py:"
+        f"{_line_of('def mine')}), which runs instead when TERM comes: steps since the last checkpoint may be "
+        "repeated; remove it, as clusterddp saves and stops the run by itself\n"
+    ) in said
+    assert "exited with code 0 in its loop, after step 4 of 6" in said
+
+
+def _line_of(text: str) -> int:
+    return next(number for number, line in enumerate(OWN_HANDLER.splitlines(), 1) if line.startswith(text))
+
+
+def test_a_notice_that_no_signal_brings_comes_from_the_supervisor(tmp_path: Path) -> None:
+    """TERM is ignored again and again, faster than it is found out; all ranks save and stop."""
+    run = attempt_under(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: None)", signal.SIGTERM)
+    events = {event["event"]: event for event in run.events() if event["attempt"] == 0}
+    assert events["notified"]["reason"] == "preemption"
+    assert events["stopping"]["reason"] == "preemption"
+    assert events["requeued"]["checkpoint"] == events["requeued"]["step"] == 5
+
+
+@pytest.fixture
+def pipe() -> Any:
+    pipe = SignalPipe()
+    yield pipe
+    pipe.close(restore_handlers=True)
+
+
+@pytest.mark.parametrize("action", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_default_or_ignored_term_is_heard_again_after_the_next_step(
+    pipe: SignalPipe, action: signal.Handlers
+) -> None:
+    """asyncio leaves the default action behind; the wakeup descriptor may be gone, too."""
+    heard: list[signal.Signals] = []
+    pipe.listen(heard.append)
+    signal.signal(signal.SIGTERM, action)
+    signal.set_wakeup_fd(-1)
+    pipe.check()
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_until(lambda: heard == [signal.SIGTERM], "the signal", timeout=10)
+
+
+def test_a_foreign_wakeup_descriptor_gets_its_bytes_and_the_notice_is_heard_all_the_same(pipe: SignalPipe) -> None:
+    """As under asyncio or trio at work."""
+    heard: list[signal.Signals] = []
+    pipe.listen(heard.append)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_until(lambda: heard == [signal.SIGTERM], "the signal", timeout=10)
+    assert os.read(read, 1) == bytes([signal.SIGTERM])
+    assert signal.set_wakeup_fd(-1) == write
+    os.close(read)
+    os.close(write)
+
+
+def test_a_replaced_handler_is_reported_once_and_stays(pipe: SignalPipe) -> None:
+    """It is the script's code."""
+    replaced: list[str] = []
+    pipe.listen(lambda _: None, lambda number, handler: replaced.append(f"{number.name} {described(handler)}"))
+
+    def own(*_: object) -> None: ...
+
+    signal.signal(signal.SIGTERM, own)
+    pipe.check()
+    pipe.check()
+    line = own.__code__.co_firstlineno
+    assert replaced == [f"SIGTERM {own.__qualname__} (test_user_signals.py:{line})"]
+    assert signal.getsignal(signal.SIGTERM) is own
+    signal.signal(signal.SIGTERM, pipe._handler)
