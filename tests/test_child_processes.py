@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ USR2 = signal.SIGUSR2
 def state():
     own = signal.getsignal(signal.SIGTERM), signal.getsignal(USR2)
     blocked = signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    return [*map(str, own), blocked, signal.set_wakeup_fd(-1)]
+    return [*map(int, own), blocked, signal.set_wakeup_fd(-1)]
 
 def forever():
     signal.pause()
@@ -99,7 +100,7 @@ if __name__ == "__main__":
             time.sleep(0.01)
 """
 
-PLAIN = ["Handlers.SIG_DFL", "Handlers.SIG_IGN", False, -1]
+PLAIN = [int(signal.SIG_DFL), int(signal.SIG_IGN), False, -1]
 
 
 def test_children_of_every_kind_have_default_signals_and_exit_by_themselves(

@@ -1,0 +1,51 @@
+"""What a script does to its own process, on a real Slurm: a preemption stays a preemption."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+
+from clusterddp.rundir import RunDirectory
+from tests.test_child_processes import TRAINING
+from tests.waiting import story, wait_for_outcome, wait_for_step
+
+SCRIPT = f"""
+import multiprocessing, signal, sys, time
+{TRAINING}
+if sys.argv[1] == "pool":
+    kept = multiprocessing.get_context("fork").Pool(2)
+else:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+for batch in run.steps(8):
+    train(batch)
+    while run.step == 4 and ctx.attempt == 0 and not ctx._agreement.reason:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("proctrack", "what", "kept"), [("linuxproc", "pool", 5), ("cgroup", "pool", 5), ("cgroup", "handler", None)]
+)
+def test_an_open_pool_costs_a_preemption_nothing_and_an_own_handler_does_not_make_it_the_end(
+    clusters: Any, runs_on: Any, proctrack: str, what: str, kept: int | None
+) -> None:
+    """Under linuxproc the pool's processes get the TERM, too. The handler exits with code 0: requeued all the same."""
+    cluster = clusters.get(dataclasses.replace(clusters.standard, proctrack=proctrack))
+    cluster.set_grace(20)
+    folder = runs_on(cluster)
+    script, run = folder / "script.py", RunDirectory(folder / "run")
+    script.write_text(SCRIPT)
+    os.chmod(script, 0o644)
+    shape = ["--nodes", "2", "--gpus", "1", "--device", "cpu", "--partition", "low", "--run-dir", run.path]
+    cluster.run([cluster.python, "-m", "clusterddp.submit", script, *shape, "--", what], cwd=cluster.source)
+    wait_for_step(run, 3)
+    cluster.preempt(seconds=1)
+    assert wait_for_outcome(run) == "completed", story(run)
+    events = {event["event"]: event for event in run.events() if event["attempt"] == 0}
+    assert events["requeued"]["cause"] == "preempted", story(run)
+    assert events["requeued"].get("checkpoint") == kept, story(run)
+    assert (run.outcome() or {})["attempts"] == 2
+    cluster.drain_jobs()
