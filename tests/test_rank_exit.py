@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clusterddp.launch.cause import Cause
+from clusterddp.launch.verdict import Action, RankEnd, judge
 from clusterddp.rundir import RunDirectory
 from tests.test_child_processes import TRAINING
 from tests.test_local import submit
@@ -114,3 +117,33 @@ def _command(pid: str) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def _judged(cause: Cause, told: bool = False, **end: Any) -> Action:
+    record = {"host": "n1", "used_clusterddp": True, **end}
+    return judge([RankEnd.from_record(0, "n1", 1.0, record)], 0, told, lambda: cause).action
+
+
+@pytest.mark.parametrize(
+    ("cause", "left_by_break", "exited"),
+    [
+        (Cause.NONE, Action.COMPLETE, Action.FAIL),
+        (Cause.PREEMPTED, Action.AGAIN, Action.AGAIN),
+        (Cause.PREEMPTED_WITHOUT_GRACE, Action.LEAVE_TO_SLURM, Action.LEAVE_TO_SLURM),
+        (Cause.CANCELLED, Action.CANCEL, Action.CANCEL),
+        (Cause.INTERRUPTED, Action.LEAVE, Action.LEAVE),
+        (Cause.UNKNOWN, Action.COMPLETE, Action.LEAVE),
+    ],
+)
+def test_an_exit_with_steps_left_is_a_stop_when_there_is_a_reason_to_stop(
+    cause: Cause, left_by_break: Action, exited: Action
+) -> None:
+    """The script may have left its loop for a notice that its own handler took. One that is complete is completed."""
+    assert _judged(cause, end="done", left_loop=True) is left_by_break
+    assert _judged(cause, end="unfinished", error="exited with code 0") is exited
+    assert _judged(cause, end="done") is Action.COMPLETE
+
+
+def test_a_break_after_the_ranks_were_told_is_no_completion_though_the_controller_is_away() -> None:
+    """What it was for remains unknown."""
+    assert _judged(Cause.UNKNOWN, told=True, end="done", left_loop=True) is Action.LEAVE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ def test_an_open_pool_costs_a_preemption_nothing_and_an_own_handler_does_not_mak
     folder = runs_on(cluster)
     script, run = folder / "script.py", RunDirectory(folder / "run")
     script.write_text(SCRIPT)
-    os.chmod(script, 0o644)
+    script.chmod(0o644)
     shape = ["--nodes", "2", "--gpus", "1", "--device", "cpu", "--partition", "low", "--run-dir", run.path]
     cluster.run([cluster.python, "-m", "clusterddp.submit", script, *shape, "--", what], cwd=cluster.source)
     wait_for_step(run, 3)
