@@ -65,7 +65,7 @@ def test_a_handler_of_the_script_is_reported_and_its_exit_0_is_a_preemption_not_
     said = (run.attempt_logs(0) / "rank-1.err").read_text()
     assert (
         "clusterddp: the script replaced the TERM handler of clusterddp.init() with mine (signals.py:"
-        f"{_line_of('def mine')}), which runs instead when TERM comes: steps since the last checkpoint may be "
+        f"{_line_of('def mine')}): if it exits or raises when TERM comes, steps since the last checkpoint are "
         "repeated; remove it, as clusterddp saves and stops the run by itself\n"
     ) in said
     assert "exited with code 0 in its loop, after step 4 of 6" in said
@@ -76,8 +76,9 @@ def _line_of(text: str) -> int:
 
 
 def test_a_notice_that_no_signal_brings_comes_from_the_supervisor(tmp_path: Path) -> None:
-    """TERM is ignored again and again, faster than it is found out; all ranks save and stop."""
-    run = attempt_under(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: None)", signal.SIGTERM)
+    """The script's handler does nothing, and the wakeup descriptor is gone; all ranks save and stop."""
+    act = "signal.signal(signal.SIGTERM, lambda *_: None); signal.set_wakeup_fd(-1)"
+    run = attempt_under(tmp_path, act, signal.SIGTERM)
     events = {event["event"]: event for event in run.events() if event["attempt"] == 0}
     assert events["notified"]["reason"] == "preemption"
     assert events["stopping"]["reason"] == "preemption"

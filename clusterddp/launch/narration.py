@@ -116,8 +116,9 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"{e['error']}: only a signal tells the ranks to stop, and why it came remains unknown"
     ),
     "handler_replaced": lambda e: (
-        f"the script replaced the {e['signal']} handler of clusterddp.init() with {e['handler']}: steps since the last "
-        "checkpoint may be repeated after a preemption; remove it, as clusterddp saves and stops the run by itself"
+        f"the script replaced the {e['signal']} handler of clusterddp.init() with {e['handler']}: if it exits or "
+        f"raises when {e['signal']} comes, steps since the last checkpoint are repeated; remove it, as clusterddp "
+        "saves and stops the run by itself"
     ),
     "controller_back": lambda _: "the controller answers again",
     "notice": lambda e: f"{e['why']}: telling the ranks to stop",

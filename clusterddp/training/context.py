@@ -263,8 +263,7 @@ class Context:
 
     def _on_handler_replaced(self, number: signal.Signals, handler: object) -> None:
         name, of_script = number.name.removeprefix("SIG"), described(handler)
-        words = handler_replaced(name, of_script, supervised=link.current is not None)
-        print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+        print(f"clusterddp: {handler_replaced(name, of_script)}", file=sys.stderr, flush=True)
         if self.rank == 0:
             self._report("handler_replaced", signal=name, handler=of_script)
 
@@ -400,12 +399,12 @@ class Context:
                 print(f"clusterddp: the history lacks {event!r}: {error.strerror}", file=sys.stderr, flush=True)
 
 
-def handler_replaced(name: str, handler: str, supervised: bool) -> str:
+def handler_replaced(name: str, handler: str) -> str:
     """What is said of a handler that the script has installed over that of ``init()``."""
-    then = "steps since the last checkpoint may be repeated" if supervised else "the run is not saved and stopped by it"
     return (
-        f"the script replaced the {name} handler of clusterddp.init() with {handler}, which runs instead when {name} "
-        f"comes: {then}; remove it, as clusterddp saves and stops the run by itself"
+        f"the script replaced the {name} handler of clusterddp.init() with {handler}: if it exits or raises when "
+        f"{name} comes, steps since the last checkpoint are repeated; remove it, as clusterddp saves and stops the run "
+        "by itself"
     )
 
 
