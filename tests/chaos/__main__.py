@@ -146,7 +146,7 @@ def describe(results: dict[tuple[str, str], dict[str, Any]]) -> str:
         ", ".join(sorted({str(line[key]) for line in lines})) for key in ("seed", "ranks", "commit")
     )
     counts = ", ".join(
-        f"{words}: {sum(not line['problems'] for line in own)} of {len(own)} as they should be"
+        f"{words}: {sum(not line['problems'] and _as_planned(line) for line in own)} ok of {len(own)}"
         for how, words in WAYS.items()
         if (own := [line for line in lines if line["how"] == how])
     )
@@ -174,10 +174,18 @@ def _first_line(kind: type) -> str:
     return (kind.__doc__ or "").split("\n")[0]
 
 
+def _as_planned(line: dict[str, Any]) -> bool:
+    """Whether both the preemption and the kill were made: each ends an attempt."""
+    return line["how"] == "alone" or (line["killed"] and line["attempts"] >= 3)
+
+
 def _verdict(line: dict[str, Any] | None) -> str:
     if line is None:
         return "not run"
-    return f"**failed** ({line['seconds']} s)" if line["problems"] else f"ok ({line['seconds']} s)"
+    word = (
+        "**failed**" if line["problems"] else "ok" if _as_planned(line) else "no problem, but not disturbed as planned"
+    )
+    return f"{word} ({line['seconds']} s)"
 
 
 @contextmanager
