@@ -135,3 +135,32 @@ def test_parts_that_differ_between_ranks_are_named_when_it_is_seen_and_at_a_resu
     (resumed,) = events_of(RunDirectory(run), "resumed")
     named = sorted(part for found in parts for part in found)
     assert resumed["inexact"] == [f"{part} differed between ranks, all have rank 0's" for part in named]
+
+
+UNSAVED = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+import clusterddp
+
+ctx = clusterddp.init(device="cpu", run_dir=sys.argv[1])
+model, criterion = ctx.wrap(torch.nn.Linear(1, 2)), torch.nn.PReLU()
+optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+loader = ctx.loader(TensorDataset(torch.ones(4, 1)), batch_size=1)
+run = ctx.run(model=model, optimizer=optimizer, loader=loader)
+for (x,) in run.steps(4):
+    if ctx.attempt == 0 and run.step == 2:
+        run.stop("by the test")
+"""
+
+
+def test_parameters_that_are_trained_but_in_no_part_are_named_at_the_start_and_at_a_resume(tmp_path):
+    """A loss with weights of its own, which only the optimizer was given."""
+    script, run = tmp_path / "unsaved.py", tmp_path / "run"
+    script.write_text(UNSAVED)
+    first = ddp.start(script, run, ranks=1, folder=tmp_path / "out").expect(75)
+    words = "1 of optimizer's 3 parameters are in no part of ctx.run() and are not saved: give it the module"
+    assert words in first.text()
+    ddp.run(script, run, ranks=1, folder=tmp_path / "out")
+    (resumed,) = events_of(RunDirectory(run), "resumed")
+    assert resumed["inexact"] == ["optimizer has parameters that no part saves"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Real
 from typing import Any, Literal, NoReturn, get_args
 
@@ -84,8 +84,11 @@ class Run:
         self._divergence = Divergence(parts, group)
         self._buffers = wrapping.Buffers(parts.values())
         self._watch_optimizer()
+        #: Optimizers with parameters that no part saves.
+        self._partly_saved: list[str] = []
         if group.rank == 0:
-            pack({name: state_of(part) for name, part in parts.items()})  # refuses what cannot be saved
+            _, tensors = pack({name: state_of(part) for name, part in parts.items()})  # refuses what cannot be saved
+            self._partly_saved = _with_unsaved_parameters(parts, tensors)
         self._restore()
 
     @property
@@ -380,6 +383,7 @@ class Run:
     def _reasons_for_doubt(self) -> list[str]:
         """Why a resumed run may differ from the uninterrupted one in its last bits, or more."""
         reasons = [*(["rng='user'"] if self._rng == "user" else []), *self._loader.doubts]
+        reasons += [f"{name} has parameters that no part saves" for name in self._partly_saved]
         for name, part in self._parts.items():
             for module in ddp_modules(part):
                 if not module.broadcast_buffers and next(module.buffers(), None) is not None:
@@ -397,6 +401,22 @@ def _then(first: Callable[..., None], second: Callable[[], None]) -> Callable[..
         second()
 
     return both
+
+
+def _with_unsaved_parameters(parts: Mapping[str, Stateful], saved: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of the optimizers that train a parameter, of a loss module say, which is in no part's state."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in saved.values()}
+    found = []
+    for name, part in parts.items():
+        groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else []
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        unsaved = sum(parameter.untyped_storage().data_ptr() not in storages for parameter in parameters)
+        if unsaved:
+            found.append(name)
+            words = f"{unsaved} of {name}'s {len(parameters)} parameters are in no part of ctx.run() and are not saved"
+            remedy = "give it the module that has them too, as in ctx.run(criterion=criterion, ...)"
+            print(f"clusterddp: {words}: {remedy}", file=sys.stderr, flush=True)
+    return found
 
 
 def _listed(names: Iterable[str]) -> str:
