@@ -404,7 +404,7 @@ def test_only_a_rank_that_its_launcher_did_not_kill_is_told_to_check_its_memory(
     supervise(run, JOB, lambda: Killed(run, {"end": "died"}), FakeController(Cause.NONE))
     shown = capsys.readouterr().err
     assert "| rank 1 (n1) killed by signal 9, no traceback; check memory\n" in shown
-    assert "| in consequence: rank 0 (n1) killed by signal 9, no traceback\n" in shown
+    assert "| as a result: rank 0 (n1) ended by clusterddp after rank 1 failed\n" in shown
 
 
 class Cut(FakeRanks):
@@ -459,7 +459,7 @@ def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_left_out(
     assert cut(run, controller, nodes=3) == 4
     assert [event["node"] for event in run.events() if event["event"] == "node_lost"] == ["n2", "n3"]
     assert controller.asked == ["resubmit n2 n3"]
-    assert "besides: rank 2 (n3) lost with its node n3" in capsys.readouterr().err
+    assert "also failed: rank 2 (n3) lost with its node n3" in capsys.readouterr().err
     again = {"event": "rank_failed", "attempt": 1, "time": time.time(), "suspect": "n3", "error": "killed by signal 9"}
     append_line(run.events_file, again)
     assert exclusion.failed(run.events(), time.time()) == ["n3"]
@@ -654,7 +654,7 @@ def test_a_run_that_hangs_is_killed_and_then_started_anew_or_ended_as_its_defini
     assert [event["event"] for event in run.events()] == names
     reason = run.events()[-1]["reason"]
     assert reason == ("rank 1 (n1) hung" if watchdog.on_hang == "restart" else hang.what)
-    assert "in consequence: rank 0 (n1) killed by signal 9, no traceback\n" in capsys.readouterr().err
+    assert "as a result: rank 0 (n1) ended by clusterddp after rank 1 hung\n" in capsys.readouterr().err
 
 
 def test_a_disk_that_takes_the_history_late_is_no_hang_of_the_ranks(
@@ -732,7 +732,7 @@ LIMIT = Cause.TIME_LIMIT.value
         (Limits(gpu_hours=4.5), history((LIMIT, True), (LIMIT, True)), None),
         (Limits(gpu_hours=4), history((LIMIT, True), (LIMIT, True)), "4.00 GPU hours are used"),
         (Limits(), history((LIMIT, False), (LIMIT, False)), None),
-        (Limits(), history((LIMIT, True), *[(LIMIT, False)] * 3), "3 attempts in a row"),
+        (Limits(), history((LIMIT, True), *[(LIMIT, False)] * 3), "3 consecutive attempts"),
         (Limits(), history(*[(LIMIT, False)] * 9), None),
         (Limits(), history(*[(Cause.PREEMPTED.value, False)] * 9), None),
     ],

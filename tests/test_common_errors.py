@@ -122,7 +122,8 @@ def data_without_an_index(folder: Path) -> str:
 
 
 def the_same_run_with_other_arguments(folder: Path) -> str:
-    submitted(folder, "raise SystemExit(1)", "--device", "cpu", "--", "--lr", "0.1")
+    begun = 'import os; open(os.environ["CLUSTERDDP_RUN_DIR"] + "/model.pt", "w"); raise SystemExit(1)'
+    submitted(folder, begun, "--device", "cpu", "--", "--lr", "0.1")
     return submitted(folder, "", "--device", "cpu", "--", "--lr", "0.2")
 
 

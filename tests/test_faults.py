@@ -133,7 +133,7 @@ def test_a_node_whose_ranks_die_twice_is_not_used_a_third_time(
     assert re.search(
         r"rank 1 \(n2\) killed by signal 11 \(SIGSEGV\).*Fatal Python error: Segmentation fault", log, re.S
     )
-    assert re.search(r"in consequence: rank 0 \(n1\) ", log)
+    assert re.search(r"as a result: rank 0 \(n1\) ", log)
     shown = cluster.run([cluster.python, "-m", "clusterddp", "status", training.run.path]).stdout
     assert "n2 failed this run 2 times: left out of its jobs for 24 hours" in shown
     assert "Node n2 failed one of our training runs 2 times:" in shown
@@ -169,7 +169,7 @@ def test_two_nodes_that_die_at_once_are_both_recorded(cluster: Cluster, runs: Pa
         cluster.kill_node(node)
     training.wait(lambda: events_of(training.run, "resubmitted"), "the run to go on in a new job")
     assert [event["node"] for event in events_of(training.run, "node_lost")] == ["n2", "n3"], story(training.run)
-    assert re.search(r"besides: rank \d \(n\d\) lost with its node n[23]", log_of(training))
+    assert re.search(r"also failed: rank \d \(n\d\) lost with its node n[23]", log_of(training))
     (refused,) = events_of(training.run, "not_excluded")
     assert refused["reason"] == "without n2 and n3 the partition has 2 usable nodes, and the run needs 3"
     done = cluster.run([cluster.python, "-m", "clusterddp", "cancel", training.run.path], check=False)

@@ -62,9 +62,9 @@ def test_the_box_names_the_true_first_failure(
     if how in ("segfault", "abort"):  # the stack of what crashed, and nothing of ours
         assert re.search(r'most recent call first\):\n(\|.*\n)*?.*failing.py", line \d+ in fail\n', box), box
     assert "clusterddp/rank.py" not in box and "runpy" not in box, box
-    others = re.findall(r"\| (besides|in consequence): rank (\d)", box)
+    others = re.findall(r"\| (also failed|as a result): rank (\d)", box)
     assert sorted(number for _, number in others) == [str(r) for r in range(gpus) if f"| rank {r} " not in head[0]], box
-    besides = [number for kind, number in others if kind == "besides"]
+    besides = [number for kind, number in others if kind == "also failed"]
     assert set(besides) <= set(numbers), box
 
 

@@ -288,10 +288,10 @@ def test_a_rank_that_waits_for_the_others_gives_up_when_told_to(heard: Heard) ->
 
 def test_no_supervisor_is_an_error_that_names_the_address() -> None:
     """The nodes' network is the likely cause, and the message says so."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(LauncherEnvironmentError, match=f"127.0.0.1:{port}.*first node"):
-        Link.join(f"127.0.0.1:{port}", TOKEN, 1, None, timeout=0.3)
+    with pytest.raises(LauncherEnvironmentError, match=f"0.0.0.0:{port}.*first node"):
+        Link.join(f"0.0.0.0:{port}", TOKEN, 1, None, timeout=0.3)
 
 
 def unread(connection: socket.socket) -> bytes:

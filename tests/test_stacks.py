@@ -54,9 +54,9 @@ def test_ranks_that_were_ended_for_a_peer_do_not_read_like_out_of_memory(tmp_pat
     ]
     first = RankEnd(1, "n1", "exception", 1.0, error="ValueError: x")
     box = failure_box(RunDirectory(str(tmp_path)), 0, first, others, None, 3.0)
-    assert "| in consequence: rank 0 (n1) ended by clusterddp after rank 1 failed\n" in box
-    assert "| in consequence: rank 2 (n2) ended by clusterddp after rank 1 failed\n" in box
-    assert "| besides: rank 3 (n2) killed: out of memory\n" in box
+    assert "| as a result: rank 0 (n1) ended by clusterddp after rank 1 failed\n" in box
+    assert "| as a result: rank 2 (n2) ended by clusterddp after rank 1 failed\n" in box
+    assert "| also failed: rank 3 (n2) killed: out of memory\n" in box
 
 
 def test_the_last_line_of_a_failed_run_has_the_reason() -> None:

@@ -195,11 +195,11 @@ def _other_ends(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
     """The other ranks' ends, those by themselves first."""
     ordered = sorted(others, key=lambda end: (not end.own, end.rank))
     lines = [
-        f"besides: {end.sentence()}" if end.own else f"in consequence: {_consequence(end, failure)}"
+        f"also failed: {end.sentence()}" if end.own else f"as a result: {_consequence(end, failure)}"
         for end in ordered[:MOST_OTHERS]
     ]
     left = len(ordered) - MOST_OTHERS
-    return ["", *lines, *([f"in consequence: {left} ranks more"] if left > 0 else [])] if lines else []
+    return ["", *lines, *([f"as a result: {left} ranks more"] if left > 0 else [])] if lines else []
 
 
 def _consequence(end: RankEnd, failure: RankEnd) -> str:
