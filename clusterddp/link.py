@@ -17,7 +17,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from itertools import chain
 from typing import Any
 
 from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.reporter import say
 
 ADDRESS_VARIABLE = "CLUSTERDDP_SUPERVISOR"
 TOKEN_VARIABLE = "CLUSTERDDP_TOKEN"
@@ -249,7 +249,7 @@ def _encoded(message: Mapping[str, Any]) -> bytes | None:
         problem = f"not JSON: {error}"
     if problem is not None:
         words = f"the report of {message.get('event')!r} is dropped ({problem})"
-        print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+        say(words)
         return None
     return line
 

@@ -62,9 +62,13 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def _processes() -> dict[int, list[int]]:
-    """All processes of this machine that run, by their parents."""
+    """All processes of this machine that run, by their parents. None for a process that may open no more files."""
     found: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
+    try:
+        entries = list(Path("/proc").glob("[0-9]*"))
+    except OSError:
+        return found
+    for entry in entries:
         if (status := _status(int(entry.name))) and status[0] != "Z":
             found.setdefault(int(status[1]), []).append(int(entry.name))
     return found

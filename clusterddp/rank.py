@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 from clusterddp import completion, environment, link, rank_exit
 from clusterddp.errors import ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
 from clusterddp.process import at_exit, die_with_parent
+from clusterddp.reporter import say
 from clusterddp.rundir import RunDirectory, write_json
 
 #: Modules that a rank has loaded if it does not take a stop for its end.
@@ -58,7 +59,7 @@ def main() -> None:
     try:
         held_port = join(ranks)
     except ClusterddpError as error:
-        print(f"clusterddp: {error}", file=sys.stderr)
+        say(str(error))
         _leave(record, {**end, "end": "lost", "error": str(error)}, 1)
     if link.current is None:
         _leave(record, {**end, "end": "stopped", "reason": "a stop signal came before all ranks were there"}, 0)
@@ -121,11 +122,11 @@ def leave_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) ->
     collective for peers that are gone, while Slurm has started the run anew elsewhere. Nothing is ended on suspicion.
     """
     own = int(os.environ["CLUSTERDDP_ATTEMPT"])
-    print("clusterddp: the supervisor is out of reach; training goes on unless a newer attempt starts", file=sys.stderr)
+    say("the supervisor is unreachable; training continues unless a newer attempt starts")
     while not _superseded(run, own):
         time.sleep(FENCE_S)
     words = f"attempt {own} superseded by attempt {run.newest_attempt()}"
-    print(f"clusterddp: {words}; not writing, rank {end['rank']} ends", file=sys.stderr)
+    say(f"{words}; not writing, rank {end['rank']} exits")
     _leave(record, {**end, "end": "superseded", "reason": words}, 1)
 
 
@@ -192,11 +193,11 @@ def _done() -> tuple[dict[str, Any], int]:
     A loop that was left by ``break`` is done, unless the supervisor knows of a reason to stop.
     """
     if Stopped.latest is not None:
-        print("clusterddp: the script has caught clusterddp.Stopped: stopped all the same, not done", file=sys.stderr)
+        say("the script has caught clusterddp.Stopped: stopped all the same, not done")
         return _stopped(Stopped.latest)
     if completion.told_to_stop is not None:
         words = "the script ended after ctx.stop_requested() was true: stopped, not done (ctx.requeue() says so)"
-        print(f"clusterddp: {words}", file=sys.stderr)
+        say(words)
         return {"end": "stopped", "reason": completion.told_to_stop}, 0
     return {"end": "done", "left_loop": completion.loop is not None}, 0
 
@@ -209,12 +210,13 @@ def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
             words = (
                 f"the script {where}: not completed; run.finish() makes a step the last one, and break ends the loop"
             )
-            print(f"clusterddp: {words}", file=sys.stderr)
+            say(words)
             return {"end": "unfinished", "error": where}, 0
         return _done()
     if isinstance(leaving.code, int):
         return {"end": "exit", "exit_code": leaving.code}, leaving.code
-    print(leaving.code, file=sys.stderr)
+    with suppress(OSError, ValueError, AttributeError):  # as Python does, where the script has left standard error
+        print(leaving.code, file=sys.stderr)
     return {"end": "exit", "exit_code": 1, "error": _short(str(leaving.code), LONGEST_ERROR)}, 1
 
 
@@ -279,7 +281,7 @@ def _record(record: Path, end: dict[str, Any]) -> None:
     try:
         write_json(record, end, mode=0o600)
     except OSError as error:
-        print(f"clusterddp: the end of rank {end['rank']} cannot be recorded ({error})", file=sys.stderr)
+        say(f"cannot record the end of rank {end['rank']} ({error})")
 
 
 def _notified() -> bool:

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import NoReturn
 
 from clusterddp.process import cancel_at_exit, descendants, process_start
+from clusterddp.reporter import say
 
 #: From the end of the script to the end of the process, in seconds: for its threads, children and exit handlers.
 EXIT_GRACE_S = 30.0
@@ -47,12 +48,14 @@ def watch(grace_s: float, since: str, exit_code: int, record: Callable[[], None]
 
     def overdue() -> None:
         time.sleep(grace_s)
-        words = f"clusterddp: {grace_s:g} s after {since}, exiting; still running: {_running()}\n"
-        with suppress(OSError):
-            os.write(2, words.encode())  # the main thread may hold sys.stderr
-        record()
-        end_children()
-        os._exit(exit_code)
+        try:
+            words = f"clusterddp: {grace_s:g} s after {since}, exiting; still running: {_running()}\n"
+            with suppress(OSError):
+                os.write(2, words.encode())  # the main thread may hold sys.stderr
+            record()
+            end_children()
+        finally:
+            os._exit(exit_code)
 
     threading.Thread(target=overdue, name="clusterddp exit", daemon=True).start()
 
@@ -95,7 +98,7 @@ def leave(exit_code: int) -> NoReturn:
     """Ends this process now, and its children."""
     left = end_children()
     if left:
-        print(f"clusterddp: ended at exit: {_listed(left)}", file=sys.stderr)
+        say(f"ended at exit: {_listed(left)}")
     _exit(exit_code)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from clusterddp.errors import RunDirectoryError
+from clusterddp.reporter import say
 
 _T = TypeVar("_T")
 
@@ -68,7 +68,7 @@ def patiently(path: Path, read: Callable[[], _T]) -> _T:
             if error.errno not in _TRANSIENT:
                 raise
             if pause_s == _PAUSES_S[0]:
-                print(f"clusterddp: cannot read {path} ({error.strerror}); retrying", file=sys.stderr, flush=True)
+                say(f"cannot read {path} ({error.strerror}); retrying")
         time.sleep(pause_s)
     return read()
 
@@ -189,7 +189,7 @@ def _warn(path: Path, skipped: list[tuple[int, str]]) -> None:
         (number, wrong), more = new[0], len(new) - 1
         others = f", and {more} other line{'s'[: more != 1]}" if more else ""
         words = f"{path}:{number} skipped{others} ({wrong}): written by another program; delete it to fix the file"
-        print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+        say(words)
 
 
 def drop_torn_line(path: Path) -> None:

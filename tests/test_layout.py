@@ -10,6 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "clusterddp"
 GROUND = {
     "entry",
+    "reporter",
     "errors",
     "sharing",
     "environment",

@@ -18,12 +18,18 @@ os.chdir(folder)
 os.rmdir(folder)
 os.umask(0o777)
 locale.setlocale(locale.LC_ALL, "C")
-for name in ("logs", "checkpoints"):
+for name in ("logs", "checkpoints", "private"):
     shutil.rmtree(os.path.join(run, name))
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 os.environ.clear()
-os.close(1)
-os.close(2)
+if sys.argv[1] == "closes":
+    sys.stdout.close()
+    sys.stderr.close()
+elif sys.argv[1] == "drops":
+    sys.stdout = sys.stderr = None
+else:
+    os.close(1)
+    os.close(2)
 if sys.argv[1] == "raises":
     raise ValueError("its own mistake")
 """
@@ -31,6 +37,8 @@ if sys.argv[1] == "raises":
 
 @pytest.mark.parametrize(("end", "code", "said"), [
     ("returns", 0, "attempt 0: completed after 1 attempt"),
+    ("closes", 0, "attempt 0: completed after 1 attempt"),
+    ("drops", 0, "attempt 0: completed after 1 attempt"),
     ("raises", 1, "raised ValueError: its own mistake"),
 ])  # fmt: skip
 def test_a_script_that_leaves_nothing_as_it_was_ends_as_any_other(

@@ -24,6 +24,7 @@ from clusterddp import completion, link
 from clusterddp.errors import Stopped
 from clusterddp.job import Checkpointing
 from clusterddp.process import at_exit, cancel_at_exit
+from clusterddp.reporter import say
 from clusterddp.rundir import append_line, write_json
 from clusterddp.training import collectives, data, process_group, randomness, settings, wrapping
 from clusterddp.training.agreement import Agreement
@@ -102,8 +103,8 @@ class Context:
         self._closed = False
         at_exit(self._close_at_exit)
         randomness.seed_all(randomness.hash32("init", self.seed), self.device)
-        if read.device is None:
-            self.print(f"clusterddp: {self.world_size} x {self.device.type}, {backend}", file=sys.stderr)
+        if read.device is None and self.is_main:
+            say(f"{self.world_size} x {self.device.type}, {backend}")
 
     @property
     def is_main(self) -> bool:
@@ -263,7 +264,7 @@ class Context:
 
     def _on_handler_replaced(self, number: signal.Signals, handler: object) -> None:
         name, of_script = number.name.removeprefix("SIG"), described(handler)
-        print(f"clusterddp: {handler_replaced(name, of_script)}", file=sys.stderr, flush=True)
+        say(handler_replaced(name, of_script))
         if self.rank == 0:
             self._report("handler_replaced", signal=name, handler=of_script)
 
@@ -271,11 +272,11 @@ class Context:
         """Ends this rank, and thereby all, when no step was agreed on in time: with what is saved, or being saved."""
         assert self._saver is not None
         words = f"no rank's step ended within {waited_s:.0f} s of the notice"
-        print(f"clusterddp: {words}; what this rank is at:", file=sys.stderr, flush=True)
+        say(f"{words}; what this rank is at:")
         faulthandler.dump_traceback(all_threads=True)
         try:
             committed = self._saver.finish_newest()
-            print(f"clusterddp: leaving with checkpoint {committed}", file=sys.stderr, flush=True)
+            say(f"leaving with checkpoint {committed}")
             if self._settings.attempt is not None and self._settings.run_dir is not None:
                 record = {"rank": 0, "host": socket.gethostname(), "end": "stopped", "step": committed, "reason": words}
                 path = self._settings.run_dir.rank_record(self._settings.attempt, 0)
@@ -396,7 +397,7 @@ class Context:
             try:
                 append_line(directory.events_file, line)
             except OSError as error:
-                print(f"clusterddp: the history lacks {event!r}: {error.strerror}", file=sys.stderr, flush=True)
+                say(f"the history lacks {event!r}: {error.strerror}")
 
 
 def handler_replaced(name: str, handler: str) -> str:

@@ -24,6 +24,7 @@ import torch
 
 from clusterddp.job import Watchdog
 from clusterddp.process import RunningClock
+from clusterddp.reporter import say
 from clusterddp.training.whereabouts import place_of, sleeping, stand_of
 
 #: A rank may be without a step for so many times as long as it was before.
@@ -180,7 +181,7 @@ class Heartbeat:
     @staticmethod
     def _say(words: str) -> None:
         with suppress(OSError):  # a full disk: a heart that stopped for it would look like a hang
-            print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+            say(words)
 
 
 def flight_record(bound: Any) -> dict[str, Any] | None:

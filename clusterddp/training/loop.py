@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Real
 from typing import Any, Literal, NoReturn, get_args
@@ -18,6 +17,7 @@ import torch
 
 from clusterddp import completion
 from clusterddp.errors import CheckpointError, Stopped, Superseded
+from clusterddp.reporter import say
 from clusterddp.training import data, metrics, randomness, wrapping
 from clusterddp.training.agreement import Agreement
 from clusterddp.training.data import Loader
@@ -203,7 +203,7 @@ class Run:
         committed, problem = self._commit()
         data.close_workers()
         if self._group.rank == 0:
-            print(f"clusterddp: {_farewell(self.step, reason, committed, problem)}", file=sys.stderr, flush=True)
+            say(_farewell(self.step, reason, committed, problem))
         raise Stopped(committed, reason)
 
     # --- the parts of a step
@@ -262,7 +262,7 @@ class Run:
 
     def _compare_ranks(self) -> None:
         if self._saver.saves and (parts := self._divergence.compare()):
-            print(f"clusterddp: {explanation(parts)}", file=sys.stderr, flush=True)
+            say(explanation(parts))
             self._report("diverged", step=self.step, parts=parts, explanation=explanation(parts))
 
     def _check_micro(self) -> None:
@@ -415,7 +415,7 @@ def _with_unsaved_parameters(parts: Mapping[str, Stateful], saved: Mapping[str, 
             found.append(name)
             words = f"{unsaved} of {name}'s {len(parameters)} parameters are in no part of ctx.run() and are not saved"
             remedy = "give it the module that has them too, as in ctx.run(criterion=criterion, ...)"
-            print(f"clusterddp: {words}: {remedy}", file=sys.stderr, flush=True)
+            say(f"{words}: {remedy}")
     return found
 
 

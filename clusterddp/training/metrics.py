@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.records import drop_torn_line
+from clusterddp.reporter import say
 from clusterddp.rundir import create_file, finite, fsync_directory, write_atomically
 
 #: What the values of one step may take in the file. A line of the history, which goes over the link, is no longer.
@@ -52,7 +52,7 @@ class Metrics:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                print(f"clusterddp: metrics of step {step} are held back: {error.strerror}", file=sys.stderr)
+                say(f"metrics of step {step} are held back: {error.strerror}")
             self._failing = True
         return line
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import socket
-import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from clusterddp.environment import Launcher, RankEnvironment
 from clusterddp.errors import DeviceError, LauncherEnvironmentError
+from clusterddp.reporter import say
 
 #: Seconds that rank 0, which holds the store, waits for the others to leave before it does.
 LEAVE_TIMEOUT_S = 30.0
@@ -143,11 +143,9 @@ class ProcessGroup:
         ignored = "gloo" in self.backend and not GLOO_TIMEOUT_CHANGES and step_s < self._start_s
         if ignored and self.rank == 0 and self.world_size > 1:
             words = f"a collective that never completes fails after {self._start_s:g} s, not {step_s:g} s"
-            print(
-                f"clusterddp: torch {torch.__version__} cannot change gloo's timeout after the start: {words}; "
-                "torch 2.9 and newer can",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"torch {torch.__version__} cannot change gloo's timeout after the start: {words}; "
+                "torch 2.9 and newer can"
             )
 
     def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 from clusterddp.checkpoints import Checkpoint, Checkpoints, best_of
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
 from clusterddp.job import Checkpointing
+from clusterddp.reporter import say
 from clusterddp.rundir import RunDirectory
 from clusterddp.training import interval
 from clusterddp.training.deadline import CAUTION
@@ -243,7 +243,7 @@ class Saver:
                 self._history = self._directory.events()
             except OSError as error:
                 words = f"cannot read the history ({error}); still saving every {self._every_s:.0f} s"
-                print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+                say(words)
                 return
         between_s = interval.between_interruptions_s(self._history, time.time())
         self._every_s = interval.interval_s(self._stall_s, durable_s, between_s)
@@ -258,14 +258,14 @@ class Saver:
         if best is not None and self._logged and self._best == float("inf"):
             logged = ", ".join(sorted(self._logged))
             words = f"checkpoint.keep.best: no step has logged {best!r} yet, only {logged}"
-            print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+            say(words)
 
     def _say_damaged(self, checkpoint: Checkpoint, reason: str) -> None:
-        print(f"clusterddp: {reason}; trying the one before", file=sys.stderr, flush=True)
+        say(f"{reason}; trying the one before")
         self._report("checkpoint_damaged", step=checkpoint.step, reason=reason)
 
     def _say_failed(self, step: int, reason: str) -> str:
-        print(f"clusterddp: step {step} is not saved: {reason}", file=sys.stderr, flush=True)
+        say(f"step {step} is not saved: {reason}")
         self._report("checkpoint_failed", step=step, reason=reason)
         return reason
 

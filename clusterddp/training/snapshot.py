@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import torch
 from clusterddp import archive
 from clusterddp.archive import Tensor, offsets
 from clusterddp.errors import CheckpointError
+from clusterddp.reporter import say
 from clusterddp.training.state import TORCH_DTYPES, tensor_facts
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -150,7 +150,7 @@ def _anonymous_file(size: int, folder: Path) -> tuple[int, str]:
             reasons.append(f"{place}: {error.strerror}")
         else:
             used = f"an unlinked file in {place}"
-            print(f"clusterddp: the snapshot is {used} ({'; '.join(reasons)})", file=sys.stderr, flush=True)
+            say(f"the snapshot is {used} ({'; '.join(reasons)})")
             return found, used
     raise CheckpointError(f"no memory for the snapshot that another process can see: {'; '.join(reasons)}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from numbers import Integral
 from types import TracebackType
 
@@ -14,6 +13,7 @@ from clusterddp.checkpoints import Checkpoint, Checkpoints
 from clusterddp.errors import CheckpointError
 from clusterddp.job import Keep
 from clusterddp.process import at_exit, cancel_at_exit
+from clusterddp.reporter import say
 from clusterddp.rundir import RunDirectory
 from clusterddp.training.persisting import NotSaved, Persisting, Saved
 from clusterddp.training.restoring import restore
@@ -110,4 +110,4 @@ class CheckpointFolder:
 
 
 def _say_damaged(_: Checkpoint, reason: str) -> None:
-    print(f"clusterddp: {reason}; trying the one before", file=sys.stderr, flush=True)
+    say(f"{reason}; trying the one before")

@@ -28,6 +28,7 @@ from clusterddp import archive
 from clusterddp.checkpoints import Checkpoints
 from clusterddp.errors import Superseded
 from clusterddp.job import Keep
+from clusterddp.reporter import say
 from clusterddp.rundir import RunDirectory, create_file
 
 NICENESS = 10
@@ -201,7 +202,7 @@ class Writer:
         except Superseded:
             pass  # The next save says so.
         except OSError as error:
-            print(f"clusterddp: an old checkpoint cannot be deleted: {error}", file=sys.stderr, flush=True)
+            say(f"an old checkpoint cannot be deleted: {error}")
 
 
 class _MetricsNotSynced(Exception):
