@@ -123,16 +123,10 @@ def process_namespace() -> str:
 
 
 def signal_ranks(supervisor: int, signum: int) -> None:
-    """Signals the session that a local run's supervisor leads; with --debug, where it leads none, its ranks alone.
-
-    The terminal's own process group is not touched then: its shell and the loop are in it.
-    """
-    try:
-        os.killpg(supervisor, signum)
-    except ProcessLookupError:
-        for child in children(supervisor):
-            with suppress(ProcessLookupError):
-                os.kill(child, signum)
+    """Signals the ranks of a local run, and nothing that they have started, as Slurm's proctrack/cgroup does."""
+    for child in children(supervisor):
+        with suppress(ProcessLookupError):
+            os.kill(child, signum)
 
 
 def children(parent: int) -> list[int]:

@@ -107,7 +107,7 @@ def test_children_of_every_kind_have_default_signals_and_exit_by_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forked, spawned, served, grandchildren, executors, before and after ``init()``. Nothing that they do reaches the
-    history, and a preemption whose TERM goes to all of them stops the run as ever, with a pool open."""
+    history, and a preemption stops the run as ever, with a pool open."""
     script, seen = tmp_path / "forks.py", tmp_path / "seen.json"
     script.write_text(FORKS)
     monkeypatch.setenv("SEEN", str(seen))
@@ -125,3 +125,31 @@ def test_children_of_every_kind_have_default_signals_and_exit_by_themselves(
     assert events.count("stopping") == events.count("requeued") == 1, story(run)
     assert "left_loop" not in events
     assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(16)), story(run)
+
+
+MAP = (
+    TRAINING
+    + """
+import multiprocessing, os, time
+
+def work(item):
+    while ctx.attempt == 0 and not os.path.exists(f"{ctx.run_dir}/private/notice.json"):  # until the preemption
+        time.sleep(0.01)
+
+for batch in run.steps(6):
+    if run.step == 3 and ctx.is_main:
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            pool.map(work, range(4))
+    train(batch)
+"""
+)
+
+
+def test_a_local_preemption_in_the_middle_of_a_pools_map_waits_for_it_and_loses_nothing(tmp_path: Path) -> None:
+    """The TERM goes to the ranks alone: a pool whose worker had died would wait for the worker's answer without end."""
+    script = tmp_path / "maps.py"
+    script.write_text(MAP)
+    run = RunDirectory(tmp_path / "run")
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "2", "--preempt-after", "3")
+    assert done.returncode == 0, done.stderr + story(run)
+    assert [event["step"] for event in run.events() if event["event"] in ("stopping", "resumed")] == [4, 4], story(run)

@@ -160,10 +160,7 @@ class LocalRun:
             self._process.kill()
 
     def _signal(self, cause: Cause) -> None:
-        """To the supervisor's whole session, as Slurm's linuxproc tracking does it; the supervisor ignores it.
-
-        Ranks that are not there yet are told by their supervisor, which finds the notice.
-        """
+        """To the ranks. Those that are not there yet are told by their supervisor, which finds the notice."""
         give_notice(self.run, cause)
         if self._process is not None:
             signal_ranks(self._process.pid, self.stop_signal)
