@@ -132,8 +132,7 @@ class RunDirectory:
             except FileExistsError:
                 continue
             make_private(self.attempt_private(number))
-            fsync_directory(self.logs)
-            fsync_directory(self.private)  # else the records of what it resumed from could go with their folder
+            fsync_directory(self.private)  # the number is taken for good, and the attempt's records have a place
             return number
 
     def attempt_logs(self, attempt: int) -> Path:

@@ -187,7 +187,8 @@ def _end_of(log: Path) -> str:
 
 def _who_waited(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
     """Where another rank waited for one that had left early, which has no traceback of its own."""
-    waiting = next((end for end in others if end.traceback), None) if failure.end == "early" else None
+    exited = failure.end in ("early", "unfinished")
+    waiting = next((end for end in others if end.traceback), None) if exited else None
     return [f"rank {waiting.rank} waited for it:", *waiting.traceback.splitlines(), ""] if waiting else []
 
 
@@ -206,5 +207,7 @@ def _consequence(end: RankEnd, failure: RankEnd) -> str:
     """How a rank ended that did not fail by itself; the launcher kills the peers of one that did."""
     if not end.ended_by_us:
         return end.sentence()
-    what = {"hung": "hung", "hung for good": "hung", "early": "exited"}.get(failure.end, "failed")
+    what = {"hung": "hung", "hung for good": "hung", "early": "exited", "unfinished": "exited"}.get(
+        failure.end, "failed"
+    )
     return f"rank {end.rank} ({end.host}) ended by clusterddp after rank {failure.rank} {what}"

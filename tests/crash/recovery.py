@@ -149,10 +149,13 @@ def _check_metrics(run: RunDirectory, step: int) -> None:
     assert lines == [(at, values(at)["loss"]) for at in range(step)], f"metrics before step {step}: {lines}"
 
 
-def write_tree(tree: Tree, place: Path) -> None:
-    """Makes the folders and files of a state of a disk."""
+def write_tree(tree: Tree, place: Path, root: Path) -> None:
+    """Makes the folders and files of a state of a disk, in ``place`` instead of ``root``.
+
+    The run is known by its path, which is in some of the files.
+    """
     for path, data in sorted(tree.items()):
         if data is None:
             (place / path).mkdir(parents=True)
         else:
-            (place / path).write_bytes(data)
+            (place / path).write_bytes(data.replace(bytes(root), bytes(place)))

@@ -1,7 +1,7 @@
 """A small training in which ranks fail in attempt 0: ``failing.py HOW RANK...``, at step 5 of 8.
 
 HOW: raise, worker (an exception in a DataLoader's worker), segfault, abort, exit (by os._exit), leave (with code 0),
-memory (more than there is), or nothing.
+break (out of the loop), memory (more than there is), or nothing.
 """
 
 import ctypes
@@ -55,6 +55,8 @@ loader = ctx.loader(Samples(), batch_size=4, num_workers=1 if HOW == "worker" el
 run = ctx.run(model=model, optimizer=optimizer, loader=loader)
 for x in run.steps(8):
     if odd and run.step == 5:
+        if HOW == "break":
+            break
         fail()
     loss = model(x).square().mean()
     optimizer.zero_grad()
