@@ -728,9 +728,9 @@ LIMIT = Cause.TIME_LIMIT.value
     [
         (Limits(), history((LIMIT, True)) * 1, None),
         (Limits(attempts=2), history((LIMIT, True)), None),
-        (Limits(attempts=2), history((LIMIT, True), (LIMIT, True)), "2 attempts are made"),
+        (Limits(attempts=2), history((LIMIT, True), (LIMIT, True)), "limits.attempts (2) reached"),
         (Limits(gpu_hours=4.5), history((LIMIT, True), (LIMIT, True)), None),
-        (Limits(gpu_hours=4), history((LIMIT, True), (LIMIT, True)), "4.00 GPU hours are used"),
+        (Limits(gpu_hours=4), history((LIMIT, True), (LIMIT, True)), "limits.gpu_hours (4) reached: 4.00 used"),
         (Limits(), history((LIMIT, False), (LIMIT, False)), None),
         (Limits(), history((LIMIT, True), *[(LIMIT, False)] * 3), "3 consecutive attempts"),
         (Limits(), history(*[(LIMIT, False)] * 9), None),

@@ -63,7 +63,7 @@ def test_a_run_whose_attempts_are_used_up_ends_as_failed_and_says_why(cluster: C
     training.preempt()
     training.go(0)
     assert training.finish() == "failed"
-    assert (training.run.outcome() or {})["reason"] == "preempted, and 1 attempts are made, and limits.attempts is 1"
+    assert (training.run.outcome() or {})["reason"] == "limits.attempts (1) reached; last attempt: preempted"
 
 
 # ---- resubmission

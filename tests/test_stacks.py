@@ -65,7 +65,7 @@ def test_the_last_line_of_a_failed_run_has_the_reason() -> None:
         "event": "failed",
         "attempt": 2,
         "step": 5,
-        "reason": "3 consecutive attempts failed; the last: rank 1 ...",
+        "reason": "3 consecutive attempts failed; last attempt: rank 1 ...",
     }
     assert sentence(event) == f"attempt 2: failed at step 5: {event['reason']}"
     assert len(sentence({**event, "reason": "x" * 10_000}) or "") < 600

@@ -218,7 +218,7 @@ class GoingOn:
         end = {"event": event, "attempt": self._number, "time": time.time(), "cause": verdict.cause.value}
         reason = exceeded(self._job, [*self._history.events, end], time.time())
         if reason is not None:
-            self._history.conclude(Action.FAIL.value, f"{reason}; the last: {verdict.reason}")
+            self._history.conclude(Action.FAIL.value, f"{reason}; last attempt: {verdict.reason}")
         return reason is not None
 
     def _again(self, verdict: Verdict) -> int:

@@ -23,10 +23,10 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
     events = list(events)
     made = attempts_made(events)
     if job.limits.attempts is not None and made >= job.limits.attempts:
-        return f"{made} attempts are made, and limits.attempts is {job.limits.attempts}"
+        return f"limits.attempts ({job.limits.attempts}) reached"
     hours = used_rank_hours(events, now, job.world_size) * (job.gpus_per_rank if job.device == "cuda" else 1)
     if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
-        return f"{hours:.2f} GPU hours are used, and limits.gpu_hours is {job.limits.gpu_hours:g}"
+        return f"limits.gpu_hours ({job.limits.gpu_hours:g}) reached: {hours:.2f} used"
     if _fruitless(events) >= FRUITLESS:
         return f"{FRUITLESS} consecutive attempts {_ended(events)} without reaching a new checkpoint"
     return None
