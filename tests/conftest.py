@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from tests.trainings import Training
 from tests.waiting import story
 
 Launch = Callable[..., clusterddp.Handle]
+
+# A shell starts its background jobs with SIGINT ignored, and every command that a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
