@@ -26,10 +26,11 @@ for batch in run.steps(8):
 
 
 @pytest.mark.parametrize(
-    ("proctrack", "what", "kept"), [("linuxproc", "pool", 5), ("cgroup", "pool", 5), ("cgroup", "handler", None)]
+    ("proctrack", "what"),
+    [("linuxproc", "pool"), pytest.param("cgroup", "pool", marks=pytest.mark.product), ("cgroup", "handler")],
 )
 def test_an_open_pool_costs_a_preemption_nothing_and_an_own_handler_does_not_make_it_the_end(
-    clusters: Any, runs_on: Any, proctrack: str, what: str, kept: int | None
+    clusters: Any, runs_on: Any, proctrack: str, what: str
 ) -> None:
     """Under linuxproc the pool's processes get the TERM, too. The handler exits with code 0: requeued all the same."""
     cluster = clusters.get(dataclasses.replace(clusters.standard, proctrack=proctrack))
@@ -45,6 +46,7 @@ def test_an_open_pool_costs_a_preemption_nothing_and_an_own_handler_does_not_mak
     assert wait_for_outcome(run) == "completed", story(run)
     events = {event["event"]: event for event in run.events() if event["attempt"] == 0}
     assert events["requeued"]["cause"] == "preempted", story(run)
-    assert events["requeued"].get("checkpoint") == kept, story(run)
+    # The ranks wait in step 4, and may make one more before all have agreed; the handler's ranks save nothing.
+    assert events["requeued"].get("checkpoint") in ((5, 6) if what == "pool" else (None,)), story(run)
     assert (run.outcome() or {})["attempts"] == 2
     cluster.drain_jobs()
