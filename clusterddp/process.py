@@ -21,7 +21,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+#: Processes of a rank, by their command, that end by themselves when the rank has: a save in progress, and
+#: multiprocessing's own.
+END_BY_THEMSELVES = ("clusterddp.training.writer", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
 #: The folder that Python finds this package in.
 PACKAGE_FOLDER = Path(__file__).absolute().parents[1]
 #: As `python -P -m`, which only Python 3.11 and later have. Nothing but built-in modules is imported before.
@@ -132,6 +135,11 @@ def signal_ranks(supervisor: int, signum: int) -> None:
 def children(parent: int) -> list[int]:
     """The processes that a process has started and that still run."""
     return sorted(_processes().get(parent, []))
+
+
+def adopt_orphans() -> None:
+    """From now on this process becomes the parent of those below it that lose theirs, instead of init."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:

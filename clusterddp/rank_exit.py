@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from clusterddp.process import cancel_at_exit, descendants, process_start
+from clusterddp.process import END_BY_THEMSELVES, cancel_at_exit, descendants, process_start
 from clusterddp.reporter import say
 
 #: From the end of the script to the end of the process, in seconds: for its threads, children and exit handlers.
@@ -29,8 +29,6 @@ EXIT_GRACE_S = 30.0
 STOP_GRACE_S = 10.0
 #: From a TERM to a KILL of its children, in seconds. Daemonic ones get the TERM when the script has ended.
 KILL_AFTER_S = 1.0
-#: They end by themselves when this process has: a save in progress, and multiprocessing's own processes.
-_LEFT_ALONE = ("clusterddp.training.writer", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 _end_multiprocessing = multiprocessing.util._exit_function  # type: ignore[attr-defined]
 _watching = False
@@ -148,7 +146,7 @@ def _children() -> dict[int, str]:
     return {
         pid: names.get(pid, command[:60])
         for pid, command in below.items()
-        if not any(name in command for name in _LEFT_ALONE)
+        if not any(name in command for name in END_BY_THEMSELVES)
     }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.process import process_start
 from clusterddp.rundir import RunDirectory, read_lines
 from tests.test_local import submit
 from tests.waiting import story
@@ -153,3 +154,29 @@ def test_a_local_preemption_in_the_middle_of_a_pools_map_waits_for_it_and_loses_
     done = submit(run, str(script), "--device", "cpu", "--gpus", "2", "--preempt-after", "3")
     assert done.returncode == 0, done.stderr + story(run)
     assert [event["step"] for event in run.events() if event["event"] in ("stopping", "resumed")] == [4, 4], story(run)
+
+
+ORPHANS = (
+    TRAINING
+    + """
+import os, signal, subprocess
+
+for batch in run.steps(6):
+    if run.step == 3 and ctx.attempt == 0 and not ctx.is_main:
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        print("child", child.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(batch)
+"""
+)
+
+
+def test_what_a_killed_local_rank_has_left_running_is_ended(tmp_path: Path) -> None:
+    """As Slurm ends it with the step. Nobody else would: it has lost its parent."""
+    script = tmp_path / "orphans.py"
+    script.write_text(ORPHANS)
+    run = RunDirectory(tmp_path / "run")
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "2")
+    assert done.returncode == 0 and run.attempts() == [0, 1], done.stderr + story(run)
+    (pid,) = (run.attempt_logs(0) / "rank-1.out").read_text().removeprefix("child ").split()
+    assert process_start(int(pid)) is None

@@ -15,7 +15,7 @@ from clusterddp.job import Job
 from clusterddp.launch import deaths
 from clusterddp.launch.deaths import Death
 from clusterddp.masking import without_secrets
-from clusterddp.process import module_command
+from clusterddp.process import END_BY_THEMSELVES, adopt_orphans, descendants, module_command
 from clusterddp.rundir import create_file
 
 ABANDON_S = 5.0
@@ -162,6 +162,7 @@ class LocalLauncher:
         The stop signals are blocked in it from its beginning: it inherits that TERM is ignored, and would lose one that
         comes before the rank shim is there.
         """
+        adopt_orphans()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
         try:
             for rank in range(self._job.world_size):
@@ -210,6 +211,7 @@ class LocalLauncher:
             if code != 0 and first == 0:
                 first = code if code > 0 else 128 - code
                 self._signal_all(signal.SIGKILL)
+        _end_orphans()
         return first
 
     def deaths(self) -> Mapping[int, Death]:
@@ -220,6 +222,14 @@ class LocalLauncher:
         for pid in list(self._ranks):
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)  # Popen.send_signal would reap the rank, whose end only wait() may see
+
+
+def _end_orphans() -> None:
+    """Ends what killed ranks have left running, as Slurm does at the end of a step. A save in progress is completed."""
+    for pid, command in descendants(os.getpid()).items():
+        if not any(name in command for name in END_BY_THEMSELVES):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def local_variables(job: Job, rank: int) -> dict[str, str]:
