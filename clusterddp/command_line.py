@@ -31,21 +31,21 @@ def parser() -> argparse.ArgumentParser:
             usage="clusterddp bench collectives [OPTIONS OF submit] [-- ARGS]",
         )
     )
-    status = commands.add_parser("status", help="what a run is doing, and has done")
+    status = commands.add_parser("status", help="show what a run is doing and has done")
     status.add_argument("run")
-    logs = commands.add_parser("logs", help="a rank's output")
+    logs = commands.add_parser("logs", help="show a rank's output")
     logs.add_argument("run")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
+    logs.add_argument("-f", "--follow", action="store_true", help="follow the output until the run is over")
     logs.add_argument("--rank", type=int, default=0)
     logs.add_argument("--attempt", type=int, help="the newest by default")
-    watch = commands.add_parser("watch", help="wait for runs, and help them over holds and lost nodes")
+    watch = commands.add_parser("watch", help="wait for runs, lift holds after a requeue, resubmit what lost its job")
     watch.add_argument("run", nargs="+")
     drill = commands.add_parser("drill", help="try what a preemption would do, with a tiny job")
     drill.add_argument("-p", "--partition")
     drill.add_argument("-q", "--qos")
     drill.add_argument("-N", "--nodes", type=int, default=1)
     drill.add_argument("--run", help="compare the notice with this run's last save")
-    export = commands.add_parser("export", help="a checkpoint's model in a file of its own")
+    export = commands.add_parser("export", help="write a checkpoint's model to a file")
     export.add_argument("run")
     export.add_argument("step", nargs="?", type=int, help="the newest checkpoint's by default")
     export.add_argument("file", type=Path, help="a new .pt, .pth or .safetensors file")
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Runs one command; returns its exit code. Raises UsageError, and whatever else the command raises."""
+    """Runs one command; returns its exit code. Raises UsageError, and what the command raises."""
     own, script_arguments = split_at_dashes(argv)
     arguments, unknown = parser().parse_known_args(own)
     if unknown:

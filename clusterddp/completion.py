@@ -1,6 +1,6 @@
 """Whether the training of this process is complete: kept by the training half, read by the rank shim at the end.
 
-Exit code 0 alone does not tell: a script may exit in the middle of its loop, from a signal handler of its own, say.
+Exit code 0 alone does not tell: a script may exit in the middle of its loop, for example from its own signal handler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a rank's process exits: whatever its script left running gets a bounded time, then it is ended and named.
+"""How a rank's process exits: what its script left running gets a bounded time, then it is ended and named.
 
 Plain Python waits without limit for non-daemonic threads, for ``multiprocessing`` children and for exit handlers. A
 rank that does so keeps its node allocated. A second thread therefore watches the exit, and ends the process when the
