@@ -72,10 +72,11 @@ def _lost(
 ) -> list[str]:
     """I4: no step is repeated after a notice, and no more than a snapshot's interval without.
 
-    A notice may come while an attempt ends by the kill: its steps are lost by that.
+    A notice may come while an attempt ends by the kill, or after a rank has left its loop: its steps are lost by that.
     """
+    ending = {killed} | {event["attempt"] for event in events if event["event"] == "left_loop"}
     made = [
-        {"kind": "kill" if event["attempt"] == killed else ENDS[event["event"]], "asked": event["time"]}
+        {"kind": "kill" if event["attempt"] in ending else ENDS[event["event"]], "asked": event["time"]}
         for event in events
         if event["event"] in ENDS
     ]
