@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,6 +42,8 @@ class Ranks:
 
     processes: list[Rank]
     outputs: list[Path]
+    #: Holds the port of rank 0's store.
+    held: socket.socket
     codes: list[int] = field(default_factory=list)
 
     def signal(self, rank: int, number: signal.Signals = signal.SIGTERM) -> None:
@@ -56,6 +59,7 @@ class Ranks:
                 raise AssertionError(f"ranks still run after {timeout} s:\n{self.text()}")
             time.sleep(0.01)
         self.codes = [process.poll() or 0 for process in self.processes]
+        self.held.close()
         return self
 
     def wait_for(self, rank: int, text: str, timeout: float = 60) -> None:
@@ -82,7 +86,8 @@ class Ranks:
 def start(script: Path, *arguments: object, ranks: int, folder: Path, **environment: str) -> Ranks:
     """Starts ``script`` as ``ranks`` ranks of one node; outputs go to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    port = str(free_port())
+    held = reserve_port(None)  # until the ranks have ended: other tests choose ports from the same range
+    port = str(held.getsockname()[1])
     processes, outputs = [], []
     for rank in range(ranks):
         output = folder / f"{time.monotonic_ns()}-{rank}.out"
@@ -91,7 +96,7 @@ def start(script: Path, *arguments: object, ranks: int, folder: Path, **environm
         start = {"argv": argv, "env": _environment(rank, ranks, port) | environment, "output": str(output)}
         processes.append(Rank(_ask({"start": start})))
         outputs.append(output)
-    return Ranks(processes, outputs)
+    return Ranks(processes, outputs, held)
 
 
 def run(script: Path, *arguments: object, ranks: int, folder: Path, **environment: str) -> Ranks:
