@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from clusterddp.job import Watchdog
+from clusterddp.reporter import say
+from clusterddp.training import heartbeat as heartbeat_module
 from clusterddp.training.heartbeat import Heartbeat
-from tests.waiting import wait_until
 
 #: A process of its own: poll(2) fails in all threads of one that may have no open files.
 WITHOUT_FILES = """
@@ -35,23 +37,19 @@ os._exit(0 if enough.wait(30) else 1)
 
 
 def test_the_stacks_of_a_rank_whose_time_is_over_are_explained(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be working: nobody has ended it."""
+    explained = threading.Event()
+    monkeypatch.setattr(heartbeat_module, "say", lambda words: (say(words), explained.set()))
     watchdog = Watchdog(step_s=2, start_s=0.1)  # the stacks are written long before the next beat
     heartbeat = Heartbeat(watchdog, lambda: 3, lambda: 2, lambda *_, **__: None, tmp_path / "collectives.json")
     heartbeat.begin()
-    said = ""
-
-    def explained() -> bool:
-        nonlocal said
-        said += capfd.readouterr().err
-        return "clusterddp: the stacks above are what this rank was at" in said
-
     try:
-        wait_until(explained, "the explanation")
+        assert explained.wait(60)
     finally:
         heartbeat.close()
+    said = capfd.readouterr().err  # once: what is written while pytest reads is lost
     assert said.index("Timeout (") < said.index("most recent call first") < said.index("clusterddp: the stacks above")
 
 
