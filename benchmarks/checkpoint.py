@@ -62,11 +62,11 @@ from benchmarks.savers import (
     state_of,
     tensors_of,
 )
-from clusterddp.checkpoints import Checkpoint, Checkpoints
-from clusterddp.job import Keep
-from clusterddp.rundir import RunDirectory
-from clusterddp.training.restoring import restore
-from clusterddp.training.snapshot import free_memory
+from clusterddp.checkpoint.restore import restore
+from clusterddp.checkpoint.snapshot import free_memory
+from clusterddp.checkpoint.store import Checkpoint, Checkpoints
+from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.ddp import free_port
 
 STALL_BAR, DURABLE_BAR, READ_BAR, MEMORY_BAR = 1.3, 1.5, 1.0, 2.2

@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks import report
 from benchmarks.runs import TooLong, until
 from clusterddp.hostlist import expand
-from clusterddp.launch.limits import FRUITLESS
-from clusterddp.records import read_lines
+from clusterddp.rundir.records import read_lines
+from clusterddp.supervisor.limits import FRUITLESS
 from tests.cluster import Cluster
 from tests.cluster.system import Process
 from tests.trainings import Training
@@ -65,7 +65,7 @@ def draw_fault(draw: random.Random, latest_s: float) -> Fault | None:
 
 def ranks_of(up: Cluster, node: str) -> list[Process]:
     """The ranks on a node; not srun, which has their command line behind its own, nor children that they forked."""
-    shims = [process for process in up.processes(node) if "clusterddp.rank" in process.command()]
+    shims = [process for process in up.processes(node) if "clusterddp.worker" in process.command()]
     shims = [process for process in shims if Path(process.command().partition(" ")[0]).name != "srun"]
     pids = {process.pid for process in shims}
     return [process for process in shims if process.parent() not in pids]

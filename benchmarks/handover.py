@@ -42,7 +42,7 @@ from benchmarks.runs import (
     term_sent,
     until,
 )
-from clusterddp.records import read_lines
+from clusterddp.rundir.records import read_lines
 from tests.cluster import Cluster, ClusterConfig
 from tests.trainings import Training
 

@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from benchmarks import report
 from benchmarks.agreement import BAR, RANKS, Pair, Trainer, command_line, compare, pair, run_ranks
-from clusterddp.job import Watchdog
-from clusterddp.launch.hangs import Watch
-from clusterddp.launch.link_server import LinkServer
-from clusterddp.link import Link
+from clusterddp.failures.hangs import Watch
+from clusterddp.jobdef.job import Watchdog
+from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.training.compute_time import OwnTime
 from clusterddp.training.heartbeat import Heartbeat
-from clusterddp.training.own_time import OwnTime
+from clusterddp.worker.control_channel import ControlChannel
 
 WATCHDOG = Watchdog(step_s=2.0)
 ADDRESS, TOKEN = "BENCHMARK_LINK", "BENCHMARK_TOKEN"
@@ -38,7 +38,7 @@ TORCHS_SAMPLE_STEPS = 100
 class Watched:
     """A rank's part of the watchdog, new for every block: in the blocks without it, there is no thread either."""
 
-    def __init__(self, trainer: Trainer, link: Link) -> None:
+    def __init__(self, trainer: Trainer, link: ControlChannel) -> None:
         self._trainer, self._link = trainer, link
         self._steps = 0
 
@@ -71,7 +71,7 @@ def measure(pairs: int, steps: int, step_s: float) -> dict[str, Any]:
     """The measurement of one rank; rank 0's figures are the ones to show."""
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    link = Link.join(os.environ[ADDRESS], os.environ[TOKEN], rank, 1 if rank == 0 else None, timeout=60)
+    link = ControlChannel.join(os.environ[ADDRESS], os.environ[TOKEN], rank, 1 if rank == 0 else None, timeout=60)
     assert link is not None
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     trainer = Trainer()
@@ -100,7 +100,7 @@ def supervised(arguments: list[str]) -> dict[str, Any]:
             watch.hear(rank, "localhost", values)
 
     token = secrets.token_hex(16)
-    server = LinkServer(token, hear, host="127.0.0.1")
+    server = ControlServer(token, hear, host="127.0.0.1")
     figures = run_ranks("benchmarks.heartbeat", arguments, **{ADDRESS: f"127.0.0.1:{server.port}", TOKEN: token})
     watch.close()
     server.close()

@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks import faults
 from benchmarks.runs import event_times, first_step_done
-from clusterddp.records import read_lines
-from clusterddp.rundir import RunDirectory
-from clusterddp.training.data import SampleOrder
+from clusterddp.data.stream import SampleOrder
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.waiting import differing, final_state
 
 STEPS = 300

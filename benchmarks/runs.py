@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig, ClusterError
 from tests.trainings import Training
 

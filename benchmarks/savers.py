@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from clusterddp.checkpoints import Checkpoints
-from clusterddp.job import Keep
-from clusterddp.rundir import RunDirectory
-from clusterddp.training.persisting import Persisting
+from clusterddp.checkpoint.client import CheckpointClient
+from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.run_directory import RunDirectory
 
 LAYERS = 20
 OURS, COPY, RAW = "clusterddp", "memory copy", "raw write + fsync"
@@ -158,30 +158,30 @@ class Ours(Saver):
         self._directory.metrics_file.touch()
         attempt = self._directory.create_attempt()
         Checkpoints(self._directory, attempt, Keep()).record_resume(None)
-        self._persisting = Persisting(self._directory, attempt, Keep(last=1), torch.device("cpu"))
-        self._persisting.prepare(self._state())
+        self._checkpoint_client = CheckpointClient(self._directory, attempt, Keep(last=1), torch.device("cpu"))
+        self._checkpoint_client.prepare(self._state())
 
     @property
     def writer(self) -> int:
         """The writer's process id."""
-        assert self._persisting._writer is not None
-        return self._persisting._writer.pid
+        assert self._checkpoint_client._writer is not None
+        return self._checkpoint_client._writer.pid
 
     def next_path(self, step: int) -> None:
         self._step = step
         self.path = self._directory.checkpoints / f"step-{step:012d}.attempt-0.safetensors"
 
     def begin(self) -> None:
-        self._persisting.save(self._step, self._state(), {}, self.urgent)
+        self._checkpoint_client.save(self._step, self._state(), {}, self.urgent)
 
     def done(self) -> bool:
-        return not self._persisting.busy or self._persisting.result(wait=False) is not None
+        return not self._checkpoint_client.busy or self._checkpoint_client.result(wait=False) is not None
 
     def end(self) -> None:
-        self._persisting.result(wait=True)
+        self._checkpoint_client.result(wait=True)
 
     def close(self) -> None:
-        self._persisting.close()
+        self._checkpoint_client.close()
 
 
 class TorchSave(Saver):

@@ -47,8 +47,9 @@ from benchmarks.runs import (
     term_sent,
     until,
 )
-from clusterddp.records import read_json, read_lines
-from clusterddp.rundir import RunDirectory, append_line
+from clusterddp.rundir.files import append_line
+from clusterddp.rundir.records import read_json, read_lines
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.cluster.system import Process
 from tests.trainings import Training
@@ -226,7 +227,7 @@ class Preempter:
     def _signal_again(self, delay: float, asked: float) -> None:
         """Another TERM to the ranks that have got the first, and to no later attempt's."""
         # Not srun, which has their command line behind its own: a TERM, ignored or not, makes it kill them.
-        ranks = [p for p in job_processes(self._up) if "clusterddp.rank" in p.command() and not srun(p)]
+        ranks = [p for p in job_processes(self._up) if "clusterddp.worker" in p.command() and not srun(p)]
         try:
             until(lambda: term_sent(self._up, self.training.job_id, asked - 0.001), "the first TERM", 5)
         except TooLong:

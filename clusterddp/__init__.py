@@ -11,29 +11,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from clusterddp.api import Handle as Handle
     from clusterddp.api import launch as launch
+    from clusterddp.checkpoint.checkpoint_folder import CheckpointFolder as CheckpointFolder
     from clusterddp.errors import Stopped as Stopped
     from clusterddp.training.context import Context as Context
     from clusterddp.training.context import init as init
-    from clusterddp.training.standalone import CheckpointFolder as CheckpointFolder
 
 __version__ = "0.1.0"
 __all__ = ["CheckpointFolder", "Context", "Handle", "Stopped", "__version__", "init", "launch"]
 
 _HOMES = {
-    "CheckpointFolder": "clusterddp.training.standalone",
+    "CheckpointFolder": "clusterddp.checkpoint.checkpoint_folder",
     "Context": "clusterddp.training.context",
     "Handle": "clusterddp.api",
     "init": "clusterddp.training.context",
+    "launch": "clusterddp.api",
     "Stopped": "clusterddp.errors",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the half that a name belongs to when it is first used: torch comes with the training half alone."""
+    """Imports the module that a name is in when it is first used: only the training modules import torch."""
     from importlib import import_module
 
-    if name == "launch":
-        return import_module("clusterddp.launch")  # the package can be called
     if name not in _HOMES:
         raise AttributeError(f"module 'clusterddp' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,24 +1,6 @@
-"""``clusterddp``, and ``python -m clusterddp``, which is the same program."""
+"""``python -m clusterddp`` is ``clusterddp``."""
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs one command and exits: 0 done, 1 failed, 2 wrong usage, 70 an internal error, 130 interrupted.
-
-    Nothing is imported before: Ctrl-C is answered from the first moment.
-    """
-    try:
-        from clusterddp.command_line import command
-        from clusterddp.entry import exit_with
-
-        exit_with(lambda: command(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:  # while the two were imported
-        sys.exit(130)
-
+from clusterddp.cli.main import main
 
 if __name__ == "__main__":
     main()

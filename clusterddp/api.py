@@ -14,24 +14,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp.environment import scrub
+from clusterddp.cli import status
+from clusterddp.cli.options import add_arguments, describe, say
+from clusterddp.cli.progress import Progress
+from clusterddp.cli.recording import Plant, record_local
+from clusterddp.cli.submit import check, fit, submit_fitted
+from clusterddp.cli.watch import LOOK_S, Watcher
 from clusterddp.errors import RunFailed, UsageError
-from clusterddp.job import Job
-from clusterddp.job_file import load_resolved
-from clusterddp.launch import status
-from clusterddp.launch.holder import local_loop_alive
-from clusterddp.launch.limits import attempts_made
-from clusterddp.launch.narration import failure_box
-from clusterddp.launch.progress import Progress
-from clusterddp.launch.recording import Plant, record_local
-from clusterddp.launch.verdict import RankEnd
-from clusterddp.launch.watching import LOOK_S, Watcher
-from clusterddp.masking import revealed, secret_values
-from clusterddp.options import add_arguments, describe, say
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.jobdef.secrets import revealed, secret_values
 from clusterddp.process import module_command
-from clusterddp.records import is_count
-from clusterddp.rundir import RunDirectory, create_file
-from clusterddp.submit import check, fit, submit_fitted
+from clusterddp.rundir.files import create_file
+from clusterddp.rundir.records import is_count
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.clean_environment import scrub
+from clusterddp.supervisor.lease import local_loop_alive
+from clusterddp.supervisor.limits import attempts_made
+from clusterddp.supervisor.messages import failure_box
+from clusterddp.supervisor.verdict import RankEnd
 
 #: Cannot be changed for a function: they name what runs.
 _OF_A_FUNCTION = {"script", "module", "args", "args_on_resume"}
@@ -149,7 +150,7 @@ class Handle:
         """
         if self.wait() != "completed":
             raise RunFailed(self._why_not_done())
-        from clusterddp import function
+        from clusterddp.worker import function
 
         if load_resolved(self._run.job_file).module != function.MODULE:
             return None
@@ -229,7 +230,7 @@ def _planting(function: Callable[..., Any], args: tuple[Any, ...]) -> Plant:
     """Writes the function into a run directory. It is pickled now, before anything is made."""
     from submitit.core.utils import DelayedSubmission
 
-    from clusterddp.function import function_file, pickled, save_function
+    from clusterddp.worker.function import function_file, pickled, save_function
 
     try:
         content = pickled(DelayedSubmission(function, *args))

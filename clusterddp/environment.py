@@ -1,7 +1,7 @@
 """Where this process stands among the ranks, read once from the variables that a launcher has set.
 
 ``read`` takes a mapping and changes nothing. Slurm's variables are read step first, because in a step smaller than its
-job the job's own variables describe other tasks. ``scrub`` and ``for_parsing`` make environments for Slurm's commands.
+job the job's own variables describe other tasks.
 """
 
 from __future__ import annotations
@@ -310,28 +310,3 @@ def _contradiction(environ: Mapping[str, str], launcher: Launcher, reason: str, 
 def _shown(environ: Mapping[str, str], *names: str) -> str:
     """``NAME=value`` of those that are set."""
     return ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys(names) if name in environ)
-
-
-# --- environments for Slurm's commands
-
-#: SLURM_* that a job does not set: who has them exported them on purpose.
-_KEPT = {
-    *("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM_QOS", "SLURM_RESERVATION"),
-    *("SLURM_WCKEY", "SLURM_JWT", "SLURM_TIME_FORMAT"),
-}
-_SET_BY_A_JOB = re.compile(
-    r"(SLURM|SLURMD|SRUN|TORCHELASTIC|OMPI_COMM_WORLD)_.*|PMIX_(NAMESPACE|RANK)|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
-    r"|(GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|CLUSTERDDP_(RUN_DIR|ATTEMPT|SUPERVISOR|TOKEN|LAUNCHER)",
-    re.DOTALL,
-)
-_CHANGES_OUTPUT = re.compile(r"(SQUEUE|SACCT|SINFO|SCONTROL)_.*|SLURM_TIME_FORMAT", re.DOTALL)
-
-
-def scrub(environ: Mapping[str, str]) -> dict[str, str]:
-    """A copy without what a surrounding job set: in a new submission it would leak, or make sbatch refuse it."""
-    return {name: value for name, value in environ.items() if name in _KEPT or not _SET_BY_A_JOB.fullmatch(name)}
-
-
-def for_parsing(environ: Mapping[str, str]) -> dict[str, str]:
-    """``scrub``, and without what changes the form of squeue's, sacct's, sinfo's and scontrol's output."""
-    return {name: value for name, value in scrub(environ).items() if not _CHANGES_OUTPUT.fullmatch(name)}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 #: Processes of a rank, by their command, that end by themselves when the rank has: a save in progress, and
 #: multiprocessing's own.
-END_BY_THEMSELVES = ("clusterddp.training.writer", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
+END_BY_THEMSELVES = ("clusterddp.checkpoint.writer", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
 #: The folder that Python finds this package in.
 PACKAGE_FOLDER = Path(__file__).absolute().parents[1]
 #: As `python -P -m`, which only Python 3.11 and later have. Nothing but built-in modules is imported before.

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from clusterddp import archive
-from clusterddp.checkpoints import Checkpoint, Checkpoints
-from clusterddp.job import Keep
-from clusterddp.rundir import RunDirectory
-from clusterddp.training.restoring import unpacked
-from clusterddp.training.state import pack, tensor_facts
+from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.restore import unpacked
+from clusterddp.checkpoint.state import pack, tensor_facts
+from clusterddp.checkpoint.store import Checkpoint, Checkpoints
+from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.run_directory import RunDirectory
 
 
 def content_of(path: Path) -> Any:
     """The nested state in a file, verified."""
-    return unpacked(archive.read(path))
+    return unpacked(file_format.read(path))
 
 
 def save(
@@ -47,14 +47,14 @@ def file_bytes(content: Mapping[str, Any], facts: Mapping[str, str] | None = Non
     """A whole file."""
     state, tensors = pack(content)
     layout = tensor_facts(tensors)
-    places, size = archive.offsets(layout)
+    places, size = file_format.offsets(layout)
     data = bytearray(size)
     for start, tensor in zip(places, tensors.values(), strict=True):
         raw = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
         data[start : start + len(raw)] = raw
-    beginning = archive.head(archive.described(layout), state, facts or {})
+    beginning = file_format.head(file_format.described(layout), state, facts or {})
     with tempfile.TemporaryFile(buffering=0) as file:
-        for _ in archive.write(file.fileno(), beginning, memoryview(data)):
+        for _ in file_format.write(file.fileno(), beginning, memoryview(data)):
             pass
         file.seek(0)
         return file.read()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import clusterddp
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig, unavailable
 from tests.other_user import run_as_other
 from tests.trainings import Training

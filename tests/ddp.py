@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clusterddp.rank import reserve_port
+from clusterddp.worker.rank import reserve_port
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.launch.accounting import cost
+from clusterddp.cli.accounting import cost
 
 
 def event(attempt: int, time: float, name: str, **values: Any) -> dict[str, Any]:

@@ -16,9 +16,9 @@ import numpy
 import pytest
 import torch
 
-from clusterddp import archive
+from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.state import DTYPES, pack, unpack
 from clusterddp.errors import CheckpointError
-from clusterddp.training.state import DTYPES, pack, unpack
 from tests.checkpoint_files import content_of, file_bytes
 
 STATE: dict[str, Any] = {
@@ -169,10 +169,10 @@ def test_a_state_that_contains_itself_is_refused():
 @pytest.mark.parametrize("place", [0, 100, 5_000_000, -1, None])
 def test_what_reads_back_otherwise_than_it_was_written_does_not_count(tmp_path, place):
     """The beginning, the data and the check sums, altered or cut off behind the writer's back; None is a good disk."""
-    data, beginning = memoryview(bytes(9_000_000)), archive.head(archive.described([]), {}, {})
+    data, beginning = memoryview(bytes(9_000_000)), file_format.head(file_format.described([]), {}, {})
     later = lambda work: work  # noqa: E731
     with open(tmp_path / "file", "x+b", buffering=0) as file:
-        writing = archive.write(file.fileno(), beginning, data, later)
+        writing = file_format.write(file.fileno(), beginning, data, later)
         with pytest.raises(StopIteration) as done:
             while True:
                 next(writing)
@@ -180,10 +180,10 @@ def test_what_reads_back_otherwise_than_it_was_written_does_not_count(tmp_path, 
         if place is not None:
             size = (tmp_path / "file").stat().st_size
             os.pwrite(file.fileno(), b"\xff", place % size)
-            with pytest.raises(archive.Damaged, match="reads back otherwise"):
+            with pytest.raises(file_format.Damaged, match="reads back otherwise"):
                 check()
             os.ftruncate(file.fileno(), place % size)
-            with pytest.raises(archive.Damaged, match="reads back otherwise"):
+            with pytest.raises(file_format.Damaged, match="reads back otherwise"):
                 check()
         else:
             check()
@@ -194,10 +194,10 @@ def test_a_file_cut_off_anywhere_is_detected(tmp_path):
     path = tmp_path / "file"
     for length in [*range(0, len(data), 4096), *range(40), len(data) - 1]:
         path.write_bytes(data[:length])
-        with pytest.raises(archive.Damaged):
-            archive.read(path)
-        with pytest.raises(archive.Damaged):
-            archive.verify(path)
+        with pytest.raises(file_format.Damaged):
+            file_format.read(path)
+        with pytest.raises(file_format.Damaged):
+            file_format.verify(path)
 
 
 def test_a_flipped_bit_anywhere_is_detected(tmp_path):
@@ -209,15 +209,15 @@ def test_a_flipped_bit_anywhere_is_detected(tmp_path):
         flipped = bytearray(data)
         flipped[place] ^= 1 << place % 8
         path.write_bytes(flipped)
-        with pytest.raises(archive.Damaged):
-            archive.verify(path)
+        with pytest.raises(file_format.Damaged):
+            file_format.verify(path)
 
 
 def test_what_is_no_checkpoint_is_called_one_that_cannot_be_read(tmp_path):
     for data in (b"", b"text that is no checkpoint", b"\xff" * 100, struct.pack("<Q", 2) + b"{}"):
         (tmp_path / "file").write_bytes(data)
-        with pytest.raises(archive.Damaged):
-            archive.read(tmp_path / "file")
+        with pytest.raises(file_format.Damaged):
+            file_format.read(tmp_path / "file")
 
 
 def liar(path: Path, change: Any) -> Path:
@@ -249,8 +249,8 @@ def liar(path: Path, change: Any) -> Path:
 )
 def test_a_header_that_lies_is_damage(tmp_path, change):
     """Whoever wrote it had the check sums right; no memory is taken, and nothing crashes."""
-    with pytest.raises(archive.Damaged):
-        archive.read(liar(tmp_path / "x", change))
+    with pytest.raises(file_format.Damaged):
+        file_format.read(liar(tmp_path / "x", change))
 
 
 @pytest.mark.parametrize(
@@ -276,5 +276,5 @@ def test_a_state_that_does_not_fit_its_tensors_is_refused(tmp_path, change):
 def test_brackets_without_end_are_no_header(tmp_path):
     """Python's reader of JSON gives up with an error of its own."""
     (tmp_path / "x").write_bytes(struct.pack("<Q", 50_000) + b"[" * 60_000)
-    with pytest.raises(archive.Damaged):
-        archive.verify(tmp_path / "x")
+    with pytest.raises(file_format.Damaged):
+        file_format.verify(tmp_path / "x")

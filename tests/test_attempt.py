@@ -16,23 +16,26 @@ from typing import Any
 
 import pytest
 
+from clusterddp.cli.accounting import cost
 from clusterddp.errors import SlurmError, SlurmUnavailable
+from clusterddp.failures import exclusion
+from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.hangs import Hang
 from clusterddp.hostlist import expand
-from clusterddp.job import Job, Limits, Timeouts, Watchdog
-from clusterddp.launch import attempt as attempts
-from clusterddp.launch import exclusion, going_on, holder, slurm
-from clusterddp.launch.accounting import cost
-from clusterddp.launch.attempt import Attempt
-from clusterddp.launch.cause import Cause
-from clusterddp.launch.controller import Notice, SlurmController, give_notice, notice_file
-from clusterddp.launch.deaths import Death
-from clusterddp.launch.hangs import Hang
-from clusterddp.launch.launcher import SlurmLauncher, srun_command
-from clusterddp.launch.limits import exceeded
-from clusterddp.launch.supervisor import as_started, supervise
-from clusterddp.launch.verdict import judge
-from clusterddp.records import read_json
-from clusterddp.rundir import RunDirectory, append_line, write_json
+from clusterddp.jobdef.job import Job, Limits, Timeouts, Watchdog
+from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.records import read_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor import attempt as attempts
+from clusterddp.supervisor import lease, recovery
+from clusterddp.supervisor.attempt import Attempt
+from clusterddp.supervisor.controller import Notice, SlurmController, give_notice, notice_file
+from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
+from clusterddp.supervisor.limits import exceeded
+from clusterddp.supervisor.main import as_started, supervise
+from clusterddp.supervisor.verdict import judge
 from clusterddp.training.interval import between_interruptions_s
 from tests.waiting import wait_until
 
@@ -113,7 +116,7 @@ class FakeRanks:
     def wait(self) -> int:
         return 0 if self._end["end"] in ("done", "stopped") else 1
 
-    def deaths(self) -> Mapping[int, Death]:
+    def exit_statuses(self) -> Mapping[int, ExitStatus]:
         return {}
 
 
@@ -130,7 +133,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(going_on, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(recovery, "FIRST_PAUSE_S", 0.0)
     yield
 
 
@@ -153,7 +156,7 @@ def test_a_disk_that_cannot_be_read_while_an_attempt_ends_delays_the_requeue_alo
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the history said is known by then, and whether a newer attempt exists is asked until there is an answer."""
-    monkeypatch.setattr("clusterddp.records._PAUSES_S", (0.0,))
+    monkeypatch.setattr("clusterddp.rundir.records._PAUSES_S", (0.0,))
     errors, real, real_list = [OSError(errno.EIO, "Input/output error")] * 9, Path.read_bytes, os.listdir
     ended = threading.Event()
 
@@ -224,7 +227,7 @@ def test_a_full_disk_does_not_prevent_the_requeue(run: RunDirectory, monkeypatch
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("clusterddp.launch.history.append_line", full)
+    monkeypatch.setattr("clusterddp.supervisor.history.append_line", full)
     controller = FakeController(Cause.PREEMPTED)
     assert supervised(run, controller)[0] == 4
     assert controller.asked == ["requeue"]
@@ -236,7 +239,7 @@ def test_a_log_that_takes_no_more_words_does_not_end_the_supervisor(run: RunDire
     script.write_text("import os\nif os.environ['CLUSTERDDP_ATTEMPT'] == '0':\n    os._exit(1)\n")
     run.job_file.write_text(Job(name="x", script=str(script), device="cpu").to_yaml())
     with open("/dev/full", "wb") as full:
-        command = [sys.executable, "-m", "clusterddp.launch.supervisor", str(run), "--local"]
+        command = [sys.executable, "-m", "clusterddp.supervisor", str(run), "--local"]
         assert subprocess.run(command, stdout=full, stderr=full, timeout=60, check=False).returncode == 0
     assert (run.outcome() or {})["state"] == "completed"
     assert run.attempts() == [0, 1]
@@ -245,10 +248,10 @@ def test_a_log_that_takes_no_more_words_does_not_end_the_supervisor(run: RunDire
 def test_a_batch_job_that_is_refused_leaves_the_notice_of_the_attempt_that_holds_the_run(run: RunDirectory) -> None:
     """Its loop has just said why its ranks are to stop."""
     run.job_file.write_text(Job(name="x", module="x", device="cpu").to_yaml())
-    holder.take(run, run.create_attempt(), holder.of_this_process())
+    lease.take(run, run.create_attempt(), lease.of_this_process())
     give_notice(run, Cause.INTERRUPTED)
     environment = {**os.environ, "SLURM_JOB_ID": "41", "SLURM_PROCID": "0"}
-    command = [sys.executable, "-m", "clusterddp.launch.supervisor", str(run)]
+    command = [sys.executable, "-m", "clusterddp.supervisor", str(run)]
     refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (refused.returncode, "held by process" in refused.stderr) == (1, True), refused.stderr
     assert notice_file(run).exists()
@@ -257,7 +260,7 @@ def test_a_batch_job_that_is_refused_leaves_the_notice_of_the_attempt_that_holds
 def test_scancel_during_a_resubmission_ends_the_new_job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window that can be closed is."""
     cancelled: list[str] = []
-    monkeypatch.setattr("clusterddp.launch.slurm.cancel", cancelled.append)
+    monkeypatch.setattr("clusterddp.slurm.commands.cancel", cancelled.append)
     job = dataclasses.replace(JOB, policy="resubmit")
     controller = FakeController(Cause.PREEMPTED, Cause.ENDED_IN_GRACE)
     assert supervised(run, controller, job=job) == (1, ["started", "cancelled"])
@@ -393,8 +396,8 @@ class Killed(FakeRanks):
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None: ...
 
-    def deaths(self) -> Mapping[int, Death]:
-        return {1: Death(signal=9), 0: Death(signal=9)}
+    def exit_statuses(self) -> Mapping[int, ExitStatus]:
+        return {1: ExitStatus(signal=9), 0: ExitStatus(signal=9)}
 
 
 def test_only_a_rank_that_its_launcher_did_not_kill_is_told_to_check_its_memory(
@@ -431,7 +434,7 @@ class Cut(FakeRanks):
 def cut(run: RunDirectory, controller: FakeController, nodes: int = 2) -> int:
     """The exit code of an attempt that loses all nodes but its first."""
     number = run.create_attempt()
-    holder.take(run, number, controller.holder())
+    lease.take(run, number, controller.holder())
     ranks = Cut(run, {"end": "died"})
     controller.describe = lambda: {"job": "41", "restarts": 0, "nodes": f"n[1-{nodes}]"}  # type: ignore[method-assign]
     job = dataclasses.replace(JOB, nodes=nodes, gpus_per_node=1)
@@ -447,7 +450,7 @@ def test_a_node_that_does_not_answer_is_lost_and_the_run_goes_on_without_it(run:
     assert [event["event"] for event in run.events()] == ["started", "node_lost", "rank_failed", "resubmitted"]
     assert run.events()[2]["error"] == "lost with its node n2"
     assert controller.asked == ["resubmit n2"]
-    assert holder.holders(run) == []
+    assert lease.holders(run) == []
 
 
 def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_left_out(
@@ -508,7 +511,7 @@ def test_rank_0_is_left_to_save_when_a_node_is_lost_meanwhile(
     said: list[str] = []
 
     class Server:
-        def say(self, **words: str) -> None:
+        def broadcast(self, **words: str) -> None:
             said.append("leave")
 
     class Ranks(FakeRanks):
@@ -539,7 +542,7 @@ def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(ru
     assert run.events()[-1]["reason"].endswith("not resubmitted: sbatch: error: AssocMaxSubmitJobLimit")
     asked = read_json(run.request_file) or {}
     assert (asked["job"], asked["attempt"], asked["refused"]) == ("41", 0, "sbatch: error: AssocMaxSubmitJobLimit")
-    assert holder.holders(run) == [controller.holder()]
+    assert lease.holders(run) == [controller.holder()]
 
 
 def test_an_allocation_of_ones_own_that_loses_a_node_is_left_and_nothing_submitted(run: RunDirectory) -> None:
@@ -619,7 +622,7 @@ def test_a_silent_node_is_not_called_lost_by_a_supervisor_that_is_cut_off_itself
 @pytest.mark.parametrize(
     ("watchdog", "code", "names"),
     [
-        (Watchdog(), going_on.RESTART, ["started", "hung", "restarted"]),
+        (Watchdog(), recovery.RESTART, ["started", "hung", "restarted"]),
         (Watchdog(on_hang="end"), 1, ["started", "hung", "failed"]),
     ],
 )
@@ -644,8 +647,8 @@ def test_a_run_that_hangs_is_killed_and_then_started_anew_or_ended_as_its_defini
         def kill(self) -> None:
             killed.append(True)
 
-        def deaths(self) -> Mapping[int, Death]:
-            return dict(sorted(super().deaths().items()))
+        def exit_statuses(self) -> Mapping[int, ExitStatus]:
+            return dict(sorted(super().exit_statuses().items()))
 
     job = dataclasses.replace(JOB, watchdog=watchdog)
     ranks = Hanging(run, {"end": "died"})
@@ -689,18 +692,18 @@ def test_a_task_that_srun_cannot_launch_does_not_leave_the_others_waiting(
     )
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("clusterddp.launch.launcher.LOOK_S", 0.05)
+    monkeypatch.setattr("clusterddp.supervisor.launcher.LOOK_S", 0.05)
     before = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # as the supervisor does
     launcher = SlurmLauncher(JOB)
     launcher.start(["true"], dict(os.environ), tmp_path)
     signal.signal(signal.SIGQUIT, before)
     assert launcher.wait() == 137
-    assert launcher.deaths()[1].not_started == "Slurmd could not connect IO"
+    assert launcher.exit_statuses()[1].not_started == "Slurmd could not connect IO"
 
 
 def test_a_supervisor_that_a_shell_has_put_in_the_background_can_end_srun() -> None:
     """Such a shell has QUIT ignored, which srun would inherit."""
-    code = "from clusterddp.launch import supervisor as s; s.prepare_process(); print(s.signal.getsignal(3).name)"
+    code = "from clusterddp.supervisor import main as s; s.prepare_process(); print(s.signal.getsignal(3).name)"
     command = ["sh", "-c", '"$0" -c "$1" & wait', sys.executable, code]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "SIG_DFL\n"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.job import Job, Timeouts
-from clusterddp.launch.batch import RunExecutor
-from clusterddp.rundir import RunDirectory
+from clusterddp.jobdef.job import Job, Timeouts
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.batch import RunExecutor
 
 GOLDEN = """\
 #!/bin/bash
@@ -39,7 +39,7 @@ module load cuda
 # command
 export SUBMITIT_EXECUTOR=slurm
 exec /venv/bin/python -u -c 'import sys; sys.path = [*filter(None, sys.path)]; import runpy; \
-runpy.run_module("clusterddp.launch.supervisor", None, "__main__", True)' /runs/net-0
+runpy.run_module("clusterddp.supervisor", None, "__main__", True)' /runs/net-0
 """
 
 

@@ -14,7 +14,8 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks import agreement, checkpoint, faults, gpu_check, handover, judging, report, runs, savers, soak
-from clusterddp.rundir import RunDirectory, append_line, write_json
+from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training.agreement import Agreement
 from tests.checkpoint_files import file_bytes
 

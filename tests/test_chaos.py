@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.chaos import runs
 from tests.chaos.behaviours import behaviour
 from tests.chaos.judging import problems

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp import archive
-from clusterddp.checkpoints import Checkpoints, lineage
+from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.store import Checkpoints, lineage
 from clusterddp.errors import CheckpointError, Superseded
-from clusterddp.job import Keep
-from clusterddp.rundir import RunDirectory
+from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import save
 
 CONTENT = {"model": {"weight": torch.ones(10)}}
@@ -77,14 +77,14 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_passed_over(direct
     number = attempt(directory)
     save(directory, number, 1, CONTENT)
     save(directory, number, 2, CONTENT)
-    errors, real = [OSError(errno.EIO, "Input/output error")], archive.read
+    errors, real = [OSError(errno.EIO, "Input/output error")], file_format.read
 
     def read(path):
         if errors:
             raise errors.pop()
         return real(path)
 
-    monkeypatch.setattr(archive, "read", read)
+    monkeypatch.setattr(file_format, "read", read)
     newest = next(iter(Checkpoints(directory, number, Keep()).candidates()))
     assert newest.read().facts["step"] == "2" and not errors
 

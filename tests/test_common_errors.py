@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import TCPStore
 from torch.utils.data import IterableDataset
 
 from clusterddp import environment
-from clusterddp.training.data import Loader
-from clusterddp.training.process_group import choose_backend, choose_devices
+from clusterddp.data.stream import Loader
+from clusterddp.distributed.process_group import choose_backend, choose_devices
 from tests import ddp
 
 TEXT = (ddp.REPOSITORY / "docs" / "tutorial.md").read_text()

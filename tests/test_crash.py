@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from clusterddp.checkpoints import Checkpoints
+from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.errors import CheckpointError
-from clusterddp.job import Keep
-from clusterddp.rundir import RunDirectory
+from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import save
 from tests.crash.disk import Disk, Tree
 from tests.crash.recovery import Promised, problem, write_tree

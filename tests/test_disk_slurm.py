@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.trainings import Training, check_same_run
 from tests.waiting import story, wait_for_step

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.trainings import events_of
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.entry import exit_with
-from clusterddp.rundir import RunDirectory, write_json
+from clusterddp.rundir.files import write_json
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.waiting import wait_until
 
 CLI = [sys.executable, "-m", "clusterddp"]
@@ -38,7 +39,7 @@ def said(command: list[str], code: int, **options: object) -> str:
 
 
 @pytest.mark.parametrize("entry", ["clusterddp", "clusterddp.submit"])
-@pytest.mark.parametrize("module", ["clusterddp.command_line", "argparse", "clusterddp.entry", "yaml"])
+@pytest.mark.parametrize("module", ["clusterddp.cli.command_line", "argparse", "clusterddp.entry", "yaml"])
 def test_ctrl_c_while_a_command_imports_ends_it_without_a_traceback(entry: str, module: str, tmp_path: Path) -> None:
     """The signal comes when the first thing of a module is imported."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -156,7 +157,7 @@ def test_an_internal_error_of_the_supervisor_is_a_sentence_too(run: RunDirectory
     run.logs.rmdir()
     run.logs.write_text("not a folder")
     run.logs.chmod(0o600)
-    command = [sys.executable, "-m", "clusterddp.launch.supervisor", "--local", str(run)]
+    command = [sys.executable, "-m", "clusterddp.supervisor", "--local", str(run)]
     told = re.search(r"clusterddp: \S+: Not a directory \(traceback: (\S+)\)\n", said(command, 1))
     assert told and Path(told[1]).parent == run.private
 

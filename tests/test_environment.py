@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from clusterddp.environment import RankEnvironment, default_port, for_parsing, read, scrub
+from clusterddp.environment import RankEnvironment, default_port, read
 from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.slurm.clean_environment import for_parsing, scrub
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -304,7 +305,7 @@ def test_a_contradictory_slurm_step_is_named(environ: dict[str, str], message: s
 
 @pytest.mark.parametrize("names", [{"WORLD_SIZE": "16"}, {"RANK": "0"}, {"RANK": "2", "WORLD_SIZE": "4"}])
 def test_a_half_set_or_equal_place_does_not_disturb_slurms(names: dict[str, str]) -> None:
-    """Batch scripts often export WORLD_SIZE; the rank shim exports all."""
+    """Batch scripts often export WORLD_SIZE; a rank exports all."""
     assert read({**step(), **names}) == read(step())
 
 

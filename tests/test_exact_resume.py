@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.waiting import flatten
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.launch.exclusion import FOR_S, Choice, choose, excluded, letter, option
-from clusterddp.launch.slurm import parse_usable
+from clusterddp.failures.exclusion import FOR_S, Choice, choose, excluded, letter, option
+from clusterddp.slurm.commands import parse_usable
 
 NOW = 1_000_000.0
 ALL = ["n1", "n2", "n3", "n4"]

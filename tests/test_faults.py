@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from clusterddp.hostlist import expand
-from clusterddp.records import read_lines
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.cluster.system import Process
 from tests.conftest import Clusters
@@ -39,7 +39,7 @@ def cluster(clusters: Any, uninterrupted_training: RunDirectory) -> Iterator[Clu
 
 def ranks_on(cluster: Cluster, node: str) -> list[Process]:
     """The ranks' own processes; srun has their command line behind its own."""
-    shims = [process for process in cluster.processes(node) if "clusterddp.rank" in process.command()]
+    shims = [process for process in cluster.processes(node) if "clusterddp.worker" in process.command()]
     return [process for process in shims if "srun" not in process.command()]
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp import rank
-from clusterddp.checkpoints import Checkpoints
+from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.errors import LauncherEnvironmentError
-from clusterddp.job import Keep
-from clusterddp.records import read_lines
-from clusterddp.rundir import RunDirectory, append_line
+from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.files import append_line
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker import rank
 from tests.checkpoint_files import save
 from tests.test_local import start
 from tests.trainings import STEPS, events_of
@@ -49,7 +50,7 @@ def test_a_second_term_changes_nothing(run: RunDirectory, tmp_path: Path) -> Non
 BREAKS = """
 import os, socket, time
 import clusterddp.function  # as a script has it that is told to leave when another rank is gone
-from clusterddp import link
+from clusterddp.worker import control_channel as link
 if os.environ["RANK"] == "1":
     link.current._connection.shutdown(socket.SHUT_RDWR)
 time.sleep(5)  # for longer than the others of a rank that is gone are let be

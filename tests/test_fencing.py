@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.trainings import Training, check_same_run, events_of
 from tests.waiting import story, wait_for_step
@@ -14,7 +14,7 @@ from tests.waiting import story, wait_for_step
 
 def ranks_on(cluster: Cluster, node: str) -> list[str]:
     """The command lines of ranks on a node."""
-    return [process.command() for process in cluster.processes(node) if "clusterddp.rank" in process.command()]
+    return [process.command() for process in cluster.processes(node) if "clusterddp.worker" in process.command()]
 
 
 @pytest.mark.parametrize(

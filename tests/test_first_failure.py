@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp import rank
-from clusterddp.launch import attempt as attempts
-from clusterddp.launch.attempt import Attempt
-from clusterddp.launch.cause import Cause
-from clusterddp.link import Link
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor import attempt as attempts
+from clusterddp.supervisor.attempt import Attempt
+from clusterddp.worker import rank
+from clusterddp.worker.control_channel import ControlChannel
 from tests.test_attempt import JOB, FakeController, FakeRanks
 from tests.test_local import submit
 from tests.waiting import story
@@ -62,7 +62,7 @@ def test_the_box_names_the_true_first_failure(
     assert body in box
     if how in ("segfault", "abort"):  # the stack of what crashed, and nothing of ours
         assert re.search(r'most recent call first\):\n(\|.*\n)*?.*failing.py", line \d+ in fail\n', box), box
-    assert "clusterddp/rank.py" not in box and "runpy" not in box, box
+    assert "clusterddp/worker/rank.py" not in box and "runpy" not in box, box
     others = re.findall(r"\| (also failed|as a result): rank (\d)", box)
     assert sorted(number for _, number in others) == [str(r) for r in range(gpus) if f"| rank {r} " not in head[0]], box
     besides = [number for kind, number in others if kind == "also failed"]
@@ -84,7 +84,7 @@ def test_the_peers_of_a_failed_rank_are_told_to_leave_wherever_they_are(
 
         def wait(self) -> int:
             address, token = f"127.0.0.1:{attempt._server.port}", attempt._server._token
-            links = [Link.join(address, token, rank, 1, timeout=10) for rank in (0, 1)]
+            links = [ControlChannel.join(address, token, rank, 1, timeout=10) for rank in (0, 1)]
             assert links[0] is not None and links[1] is not None
             links[1].send("left", host="n2", end="exception", error="ValueError: no", used_clusterddp=True)
             heard = threading.Event()

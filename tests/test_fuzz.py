@@ -22,21 +22,26 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from clusterddp import archive, environment, hostlist, job_file, yaml12
-from clusterddp.__main__ import main
-from clusterddp.checkpoints import Checkpoint, Checkpoints, visible
+from clusterddp import environment, hostlist
+from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.store import Checkpoint, Checkpoints, visible
+from clusterddp.cli import accounting, status
+from clusterddp.cli.main import main
+from clusterddp.cli.progress import Progress
 from clusterddp.errors import ClusterddpError, JobDefinitionError, LauncherEnvironmentError
-from clusterddp.job import Job, Keep
-from clusterddp.job_fields import READERS
-from clusterddp.launch import accounting, holder, limits, site, slurm, status
-from clusterddp.launch.cause import read_cause
-from clusterddp.launch.controller import LocalController
-from clusterddp.launch.history import History
-from clusterddp.launch.link_server import LinkServer
-from clusterddp.launch.progress import Progress
-from clusterddp.launch.verdict import RankEnd
-from clusterddp.link import Link
-from clusterddp.rundir import RunDirectory
+from clusterddp.jobdef import load, yaml12
+from clusterddp.jobdef.job import Job, Keep
+from clusterddp.jobdef.schema import READERS
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import commands as slurm
+from clusterddp.slurm import preemption_policy
+from clusterddp.slurm.cause import read_cause
+from clusterddp.supervisor import lease, limits
+from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.supervisor.controller import LocalController
+from clusterddp.supervisor.history import History
+from clusterddp.supervisor.verdict import RankEnd
+from clusterddp.worker.control_channel import ControlChannel
 from tests.test_slurm import RUNNING
 
 FULL = "CLUSTERDDP_TEST_PRODUCT" in os.environ
@@ -136,11 +141,9 @@ BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for 
 def test_a_text_of_aliases_of_aliases_costs_nothing() -> None:
     """2**60 items, if they were copied."""
     with pytest.raises(JobDefinitionError):
-        job_file._job([job_file._fields(yaml12.load(BOMB, "f"), [])], {}, Path(), yaml12.Place("f"), [])
+        load._job([load._fields(yaml12.load(BOMB, "f"), [])], {}, Path(), yaml12.Place("f"), [])
     with pytest.raises(JobDefinitionError):
-        job_file._job(
-            [job_file._fields(yaml12.load(f"{BOMB}\nargs: *a59", "f"), [])], {}, Path(), yaml12.Place("f"), []
-        )
+        load._job([load._fields(yaml12.load(f"{BOMB}\nargs: *a59", "f"), [])], {}, Path(), yaml12.Place("f"), [])
 
 
 @fuzz(200)
@@ -148,9 +151,9 @@ def test_a_text_of_aliases_of_aliases_costs_nothing() -> None:
 def test_any_values_make_a_job_that_is_read_back_equal_or_a_list_of_mistakes(values: dict[str, Any]) -> None:
     """Through YAML, too."""
     with own_errors_only():
-        job = job_file.from_values({"module": "train", **values})
-        fields = job_file._fields(yaml12.load(job.to_yaml(), "f"), [])
-        assert job_file._job([fields], {}, Path(), yaml12.Place("f"), []) == job
+        job = load.from_values({"module": "train", **values})
+        fields = load._fields(yaml12.load(job.to_yaml(), "f"), [])
+        assert load._job([fields], {}, Path(), yaml12.Place("f"), []) == job
 
 
 @fuzz(60)
@@ -160,7 +163,7 @@ def test_a_damaged_job_definition_is_a_job_or_a_list_of_mistakes(tmp_path_factor
     path = tmp_path_factory.getbasetemp() / "job.yaml"
     path.write_bytes(bytes_of(text))
     with own_errors_only():
-        job_file.load(path)
+        load.load(path)
 
 
 OPTIONS = st.sampled_from(["--set", "--sbatch", "--nodes", "--gpus", "--time", "-J", "-w", "--mem", "--run-dir", "-m"])
@@ -251,8 +254,8 @@ def test_any_word_of_slurm_about_a_partition_is_read_or_an_error(
         asks: list[Callable[[], object]] = [
             lambda: slurm.partition_nodes("low"),
             lambda: slurm.partition_nodes(None),
-            lambda: site.preemption("low", "normal"),
-            lambda: site._of_qos("normal", "REQUEUE"),
+            lambda: preemption_policy.preemption("low", "normal"),
+            lambda: preemption_policy._of_qos("normal", "REQUEUE"),
             slurm.default_partition,
         ]
         for ask in asks:
@@ -265,8 +268,10 @@ def test_any_word_of_slurm_about_a_partition_is_read_or_an_error(
 
 def checkpoint_bytes(**facts: str) -> bytes:
     """A small checkpoint file."""
-    tensors = [archive.Tensor("a", "F32", (3, 2), 4), archive.Tensor("b", "I64", (), 8)]
-    head = archive.head(archive.described(tensors), {"model": {"$tensor": "a"}}, {"step": "1", "attempt": "0", **facts})
+    tensors = [file_format.Tensor("a", "F32", (3, 2), 4), file_format.Tensor("b", "I64", (), 8)]
+    head = file_format.head(
+        file_format.described(tensors), {"model": {"$tensor": "a"}}, {"step": "1", "attempt": "0", **facts}
+    )
     data = bytes(range(32))
     sums = b"".join(zlib.crc32(part).to_bytes(4, "little") for part in (head, data))
     return head + data + sums
@@ -323,7 +328,7 @@ def test_any_file_is_a_checkpoint_or_damaged(tmp_path_factory: Any, content: byt
 @given(checkpoint_files())
 def test_any_file_is_restored_or_refused(tmp_path_factory: Any, content: bytes) -> None:
     """The state in it, too: a tensor that is not there, or not as large as it says."""
-    from clusterddp.training.restoring import unpacked
+    from clusterddp.checkpoint.restore import unpacked
 
     path = tmp_path_factory.getbasetemp() / "step-000000000001.attempt-0.safetensors"
     path.write_bytes(content)
@@ -400,8 +405,8 @@ def looks(run: RunDirectory, job: Job) -> list[Callable[[], Any]]:
         run.last_metrics,
         lambda: limits.exceeded(job, run.events(), 8.0),
         lambda: accounting.cost(run.events(), 8.0),
-        lambda: holder.held_by_other(run, {"kind": "slurm", "job": "1"}),
-        lambda: holder.local_loop_alive(run),
+        lambda: lease.held_by_other(run, {"kind": "slurm", "job": "1"}),
+        lambda: lease.local_loop_alive(run),
         lambda: [event["event"] for event in run.events()],
         lambda: RankEnd.read(0, "n1", 1.0, run.rank_record(1, 0)).sentence(),
         lambda: list(Checkpoints(run, 1, Keep()).candidates()),
@@ -448,7 +453,7 @@ def test_any_words_of_a_rank_or_a_stranger_leave_the_supervisor_listening(words:
     hello = {"token": "secret" if knows_token else "guess", "rank": 1, "port": None, "host": "h", "pid": 1}
     with socket.create_connection(("127.0.0.1", server.port)) as peer, contextlib.suppress(OSError):
         peer.sendall((json.dumps(hello) + "\n").encode() + b"\n".join(map(bytes_of, words)) + b"\n")
-    link = Link.join(f"127.0.0.1:{server.port}", "secret", 0, 1, timeout=10)
+    link = ControlChannel.join(f"127.0.0.1:{server.port}", "secret", 0, 1, timeout=10)
     assert link is not None
     link.send("after", step=3)
     assert heard.wait(10)
@@ -461,7 +466,7 @@ def test_any_words_of_a_rank_or_a_stranger_leave_the_supervisor_listening(words:
 def test_any_hello_is_a_rank_or_refused(changed: dict[str, Any]) -> None:
     """With the right token or another."""
     server, _ = echo_server()
-    first = Link.join(f"127.0.0.1:{server.port}", "secret", 0, 1, timeout=10)
+    first = ControlChannel.join(f"127.0.0.1:{server.port}", "secret", 0, 1, timeout=10)
     hello = {"token": "secret", "rank": 1, "port": None, "host": "h", "pid": 1, **changed}
     with socket.create_connection(("127.0.0.1", server.port)) as peer, contextlib.suppress(OSError):
         peer.sendall((json.dumps(hello) + "\n").encode())
@@ -469,14 +474,14 @@ def test_any_hello_is_a_rank_or_refused(changed: dict[str, Any]) -> None:
         peer.settimeout(10)
         while peer.recv(4096):
             pass
-    link = Link.join(f"127.0.0.1:{server.port}", "secret", 77, None, timeout=10)
+    link = ControlChannel.join(f"127.0.0.1:{server.port}", "secret", 77, None, timeout=10)
     assert first is not None and link is not None and link.store_port == 1
     link.close()
     first.close()
     server.close()
 
 
-def echo_server() -> tuple[LinkServer, threading.Event]:
+def echo_server() -> tuple[ControlServer, threading.Event]:
     heard = threading.Event()
 
     def on_event(rank: int, event: str, values: Any) -> None:
@@ -484,7 +489,7 @@ def echo_server() -> tuple[LinkServer, threading.Event]:
             assert (rank, values) == (0, {"step": 3})
             heard.set()
 
-    return LinkServer("secret", on_event, host="127.0.0.1"), heard
+    return ControlServer("secret", on_event, host="127.0.0.1"), heard
 
 
 @fuzz(60)
@@ -505,7 +510,7 @@ def test_any_answer_to_a_rank_is_the_stores_place_or_an_error(answer: bytes) -> 
     thread.start()
     try:
         with contextlib.suppress(LauncherEnvironmentError):
-            link = Link.join(f"127.0.0.1:{listener.getsockname()[1]}", "t", 1, None, timeout=10)
+            link = ControlChannel.join(f"127.0.0.1:{listener.getsockname()[1]}", "t", 1, None, timeout=10)
             assert link is not None
             link.close()
     finally:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import clusterddp
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.conftest import Launch
 from tests.waiting import story, wait_for_outcome

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from clusterddp.launch.hangs import Search, Sign, Slow, find_hang, find_slow
-from clusterddp.records import read_json
-from clusterddp.rundir import RunDirectory
+from clusterddp.failures.hangs import Search, Sign, Slow, find_hang, find_slow
+from clusterddp.rundir.records import read_json
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.trainings import events_of
 from tests.waiting import differing, final_state, story
 

@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.cluster.system import Process
 from tests.trainings import Training, check_same_run, events_of
@@ -20,7 +20,7 @@ LONG_S = 10.0
 def ranks_on(cluster: Cluster, node: str, attempt: int) -> list[Process]:
     """An attempt's ranks on a node, without srun, whose command line names them, too."""
     mine = f"CLUSTERDDP_ATTEMPT={attempt}"
-    ranks = [process for process in cluster.processes(node) if "clusterddp.rank" in process.command()]
+    ranks = [process for process in cluster.processes(node) if "clusterddp.worker" in process.command()]
     ranks = [process for process in ranks if not process.command().startswith("srun")]
     return [process for process in ranks if mine in Path(f"/proc/{process.pid}/environ").read_text().split("\0")]
 

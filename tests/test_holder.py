@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from clusterddp.cli import status
+from clusterddp.cli.recording import check_not_held
 from clusterddp.errors import RunDirectoryError
-from clusterddp.job import Job
-from clusterddp.launch import holder, status, supervisor
-from clusterddp.launch.controller import LocalController
-from clusterddp.launch.recording import check_not_held
+from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, process_start
-from clusterddp.rundir import RunDirectory, read_json
+from clusterddp.rundir.run_directory import RunDirectory, read_json
+from clusterddp.supervisor import lease, main
+from clusterddp.supervisor.controller import LocalController
 from tests.waiting import story, wait_until
 
 JOB = Job(name="net", module="net", device="cpu")
@@ -41,13 +42,13 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def entry_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    return {**holder.of_this_process(), "pid": process.pid, "process_start": process_start(process.pid)}
+    return {**lease.of_this_process(), "pid": process.pid, "process_start": process_start(process.pid)}
 
 
 def be_elsewhere(monkeypatch: pytest.MonkeyPatch, namespace: str = "another 4026531836") -> None:
     """As in a container that was started again under another name."""
     monkeypatch.setattr("socket.gethostname", lambda: "another")
-    monkeypatch.setattr(holder, "process_namespace", lambda: namespace)
+    monkeypatch.setattr(lease, "process_namespace", lambda: namespace)
 
 
 def test_a_local_run_that_was_stopped_can_be_continued_under_another_host_name(
@@ -65,19 +66,19 @@ def test_a_local_run_that_was_stopped_can_be_continued_under_another_host_name(
     assert loop.returncode == 130, err + story(run)
     be_elsewhere(monkeypatch)
     check_not_held(run)
-    assert not holder.local_loop_alive(run)
+    assert not lease.local_loop_alive(run)
     assert "not over, and not running" in status.state_of(run)[1]
 
 
 def test_a_run_of_a_machine_out_of_reach_can_be_taken_over(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """When it did not end cleanly, nobody here can know: whoever does says so, and the run is not lost."""
     for _ in range(2):
-        holder.take(run, run.create_attempt(), holder.of_this_process())
+        lease.take(run, run.create_attempt(), lease.of_this_process())
     be_elsewhere(monkeypatch)
     words = r"held by process \d+ on .*, which cannot be reached from here: if that has ended, continue .* --take-over"
     with pytest.raises(RunDirectoryError, match=words):
         check_not_held(run)
-    holder.let_go_unreachable(run)
+    lease.let_go_unreachable(run)
     check_not_held(run)
 
 
@@ -85,9 +86,9 @@ def test_a_process_is_known_by_its_machine_whatever_the_host_is_called(
     run: RunDirectory, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host was renamed: alive is alive and dead is dead, and nothing alive is taken over."""
-    holder.take(run, run.create_attempt(), entry_of(sleeper))
-    be_elsewhere(monkeypatch, holder.process_namespace())
-    holder.let_go_unreachable(run)
+    lease.take(run, run.create_attempt(), entry_of(sleeper))
+    be_elsewhere(monkeypatch, lease.process_namespace())
+    lease.let_go_unreachable(run)
     with pytest.raises(RunDirectoryError, match="on this machine: wait for it, or end the run for good"):
         check_not_held(run)
     sleeper.kill()
@@ -97,11 +98,11 @@ def test_a_process_is_known_by_its_machine_whatever_the_host_is_called(
 
 def test_cancelling_a_copy_leaves_the_original_alone(run: RunDirectory, sleeper: subprocess.Popen[bytes]) -> None:
     """Its entries name the run that they were written for; a run that was only moved is still its own."""
-    holder.take(run, run.create_attempt(), entry_of(sleeper))
-    holder._write(run.loop_file, run, entry_of(sleeper))
+    lease.take(run, run.create_attempt(), entry_of(sleeper))
+    lease._write(run.loop_file, run, entry_of(sleeper))
     copy = RunDirectory(run.path.with_name("copy"))
     shutil.copytree(run.path, copy.path)
-    assert not holder.local_loop_alive(copy) and holder.local_loop_alive(run)
+    assert not lease.local_loop_alive(copy) and lease.local_loop_alive(run)
     assert status.end_for_good(copy)["state"] == "cancelled"
     assert (sleeper.poll(), run.outcome(), run.cancelled) == (None, None, False)
     moved = RunDirectory(run.path.rename(run.path.with_name("moved")))
@@ -113,14 +114,14 @@ def test_a_job_of_another_cluster_is_not_taken_for_one_of_this(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two clusters on one file system number their jobs alike; the run is neither cancelled nor continued here."""
-    monkeypatch.setattr("clusterddp.launch.slurm.show_job", lambda job: pytest.fail(f"asked for job {job}"))
-    monkeypatch.setattr("clusterddp.launch.slurm.cancel", lambda job: pytest.fail(f"cancelled job {job}"))
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda job: pytest.fail(f"asked for job {job}"))
+    monkeypatch.setattr("clusterddp.slurm.commands.cancel", lambda job: pytest.fail(f"cancelled job {job}"))
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "alpha")
-    holder.take(run, run.create_attempt(), holder.of_job("41"))
+    lease.take(run, run.create_attempt(), lease.of_job("41"))
     assert read_json(run.holder_file(0))["cluster"] == "alpha"  # type: ignore[index]
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "beta")
     words = "held by job 41 of cluster alpha, which cannot be reached from here"
-    assert holder.held_by_other(run, holder.of_job("41")) == words
+    assert lease.held_by_other(run, lease.of_job("41")) == words
     with pytest.raises(RunDirectoryError, match=f"{words}: cancel it on that cluster"):
         status.end_for_good(run)
     assert (run.cancelled, run.outcome()) == (False, None)
@@ -136,9 +137,9 @@ def test_a_cancel_while_an_attempt_is_claimed_ends_it(run: RunDirectory, monkeyp
         return number
 
     monkeypatch.setattr(RunDirectory, "create_attempt", claimed_and_cancelled)
-    monkeypatch.setattr(supervisor, "Attempt", lambda *_: pytest.fail("the ranks are started"))
-    assert supervisor.supervise_one(run, JOB, None, LocalController(run)) == 1  # type: ignore[arg-type]
-    assert holder.holders(run) == []
+    monkeypatch.setattr(main, "Attempt", lambda *_: pytest.fail("the ranks are started"))
+    assert main.supervise_one(run, JOB, None, LocalController(run)) == 1  # type: ignore[arg-type]
+    assert lease.holders(run) == []
 
 
 def test_a_run_with_a_debugged_rank_can_be_cancelled(run: RunDirectory) -> None:
@@ -146,7 +147,7 @@ def test_a_run_with_a_debugged_rank_can_be_cancelled(run: RunDirectory) -> None:
     with subprocess.Popen(["sh", "-c", "sleep 600 & wait $!"]) as process:
         wait_until(lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(), "the shell's child")
         assert os.getpgid(process.pid) != process.pid
-        holder.take(run, run.create_attempt(), entry_of(process))
+        lease.take(run, run.create_attempt(), entry_of(process))
         waiting = subprocess.Popen([*module_command("clusterddp"), "cancel", str(run)], stdout=subprocess.PIPE)
         assert process.wait(timeout=60) == 128 + signal.SIGTERM
         assert b"cancelled; it will not run again" in waiting.communicate(timeout=60)[0]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from clusterddp.launch.narration import sentence
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.messages import sentence
 from tests import ddp
 from tests.trainings import events_of
 

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clusterddp.errors import JobDefinitionError, UsageError
-from clusterddp.job import Job
-from clusterddp.job_file import from_values
-from clusterddp.launch.batch import RunExecutor
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.load import from_values
 from clusterddp.process import module_command
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.batch import RunExecutor
 from tests.cluster import Cluster
 from tests.waiting import story, wait_for_outcome
 
@@ -87,7 +87,7 @@ def check_with_bash(base: Path, text: str, python: Path, run: RunDirectory) -> N
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     seen = (base / "seen").read_bytes().decode().split("\0")[:-1]
-    assert seen == [*module_command("clusterddp.launch.supervisor", str(python))[1:], str(run)]
+    assert seen == [*module_command("clusterddp.supervisor", str(python))[1:], str(run)]
     assert not list(empty.iterdir())
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import clusterddp
-from clusterddp.launch.cause import Cause
-from clusterddp.launch.controller import give_notice
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor.controller import give_notice
 from tests.conftest import Launch
 from tests.trainings import events_of
 from tests.waiting import preempt_local, story, wait_until

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import clusterddp
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.conftest import Clusters
 from tests.test_integrations import check_goes_on, require

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.job import Job
-from clusterddp.launch.batch import RunExecutor
-from clusterddp.launch.recording import recorded
+from clusterddp.cli.recording import recorded
+from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.batch import RunExecutor
 from tests.waiting import story
 
 #: What one of our processes or another imports, from the standard library, from packages, and our own package.

@@ -10,9 +10,10 @@ import pytest
 
 from clusterddp import __version__
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
-from clusterddp.job import Checkpointing, Job, Keep, Limits, Timeouts, Watchdog
-from clusterddp.job_fields import READERS
-from clusterddp.job_file import from_values, load, load_resolved, user_defaults
+from clusterddp.jobdef.differences import list_differences
+from clusterddp.jobdef.job import Checkpointing, Job, Keep, Limits, Timeouts, Watchdog
+from clusterddp.jobdef.load import from_values, load, load_resolved, user_defaults
+from clusterddp.jobdef.schema import READERS
 
 EVERYTHING = """\
 job_name: digits
@@ -385,7 +386,7 @@ def test_a_range_of_nodes_is_slurms_and_one_of_a_single_number_is_none(folder: P
     one = read(folder, "script: train.py\nnodes: 2-4\nglobal_batch: 12\n", values={"nodes": "3"})
     assert (one.nodes, one.min_nodes, one.nodes_text) == (3, None, "3")
     assert read(folder, "script: train.py\nnodes: 2-2\n") == read(folder, "script: train.py\nnodes: 2\n")
-    assert job.differences(one) == ["nodes: 2-4 recorded, 3 given"]
+    assert list_differences(job, one) == ["nodes: 2-4 recorded, 3 given"]
 
 
 def test_overrides_win_and_reach_into_mappings(folder: Path) -> None:
@@ -514,7 +515,7 @@ def test_differences_are_listed_one_a_line() -> None:
     given = dataclasses.replace(
         recorded, nodes=4, args=(), env={"A": "9"}, time_s=None, gpu_type="a100", checkpoint=Checkpointing(keep=Keep(5))
     )
-    assert recorded.differences(given) == [
+    assert list_differences(recorded, given) == [
         "args: --lr '1 2' recorded, none given",
         "nodes: 2 recorded, 4 given",
         "gpus_per_node: 1 recorded, a100:1 given",
@@ -523,16 +524,16 @@ def test_differences_are_listed_one_a_line() -> None:
         "env.B: 2 recorded, none given",
         "checkpoint.keep: 3 recorded, 5 given",
     ]
-    assert recorded.differences(dataclasses.replace(recorded)) == []
+    assert list_differences(recorded, dataclasses.replace(recorded)) == []
 
 
 def test_of_two_long_argument_lines_only_what_differs_is_shown() -> None:
     """An option with its value, however long the rest; a secret stays masked."""
     recorded = Job(name="x", module="m", args=("--data", "/d", "--lr", "0.1", "--api-key", "s3cret", "--fast", "a.txt"))
     args = ("--data", "/d", "--lr", "-2", "--api-key", "other1", "--fast", "a.txt", "b.txt")
-    (line,) = recorded.differences(dataclasses.replace(recorded, args=args))
+    (line,) = list_differences(recorded, dataclasses.replace(recorded, args=args))
     assert line == "args: --lr 0.1 --api-key '***' recorded, --lr -2 --api-key '***' b.txt given"
-    (line,) = recorded.differences(dataclasses.replace(recorded, args=recorded.args[2:]))
+    (line,) = list_differences(recorded, dataclasses.replace(recorded, args=recorded.args[2:]))
     assert line == "args: --data /d recorded, none given"
 
 
@@ -554,7 +555,7 @@ def test_set_takes_lists_and_mappings_for_the_fields_that_are_such(folder: Path)
 def test_every_difference_is_found(folder: Path) -> None:
     """No field can change unnoticed."""
     everything, least = read(folder, EVERYTHING), Job(name="x", module="m", device="cpu")
-    keys = {line.split(":")[0].split(".")[0] for line in least.differences(everything)}
+    keys = {line.split(":")[0].split(".")[0] for line in list_differences(least, everything)}
     unchanged = {item.name for item in dataclasses.fields(Job)} - keys
     assert unchanged == {"name", "time_s", "gpu_type", "min_nodes"}
     assert keys - {item.name for item in dataclasses.fields(Job)} == {"job_name", "time"}
@@ -595,11 +596,11 @@ def test_user_defaults_are_as_strict(tmp_path: Path) -> None:
 
 
 def test_reading_a_definition_leaves_torch_alone() -> None:
-    """The launch half runs on login nodes, where importing torch takes seconds."""
+    """The command line runs on login nodes, where importing torch takes seconds."""
     import subprocess
     import sys
 
-    code = "import sys, clusterddp.job_file, clusterddp.environment; sys.exit('torch' in sys.modules)"
+    code = "import sys, clusterddp.jobdef.load, clusterddp.environment; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
 from tests.trained_alone import trained_alone

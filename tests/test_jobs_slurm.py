@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from clusterddp.rundir import RunDirectory
-from clusterddp.training import randomness
-from clusterddp.training.data import Loader
+from clusterddp.data import randomness
+from clusterddp.data.stream import Loader
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of
 from tests.conftest import Clusters
 from tests.test_jobs import FACTORS, ROW, held_out_loss, script

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.waiting import story
 
@@ -76,7 +76,7 @@ import sys
 from pathlib import Path
 import torch
 import clusterddp
-from clusterddp.job import Checkpointing
+from clusterddp.jobdef.job import Checkpointing
 
 ctx = clusterddp.init(run_dir=sys.argv[1], checkpoint=Checkpointing(None, None, auto=True))
 model = ctx.wrap(torch.nn.Linear(4, 4))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,10 @@ import pytest
 from submitit.helpers import DelayedSubmission
 
 import clusterddp
-from clusterddp import function
 from clusterddp.errors import Declined, JobDefinitionError, RunDirectoryError, RunFailed, StoppedAlone, UsageError
-from clusterddp.launch.verdict import Action, RankEnd, judge
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.verdict import Action, RankEnd, judge
+from clusterddp.worker import function
 from tests.conftest import Launch
 from tests.waiting import preempt_local, story, wait_until
 
@@ -260,27 +258,3 @@ def test_mistakes_are_raised_here_and_nothing_is_written(launch: Launch, tmp_pat
     with pytest.raises(JobDefinitionError, match="not found"):
         launch("no_such_script.py")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import clusterddp",
-        "import clusterddp.launch",
-        "import clusterddp.launch.status, clusterddp",
-        "import clusterddp; from clusterddp.launch import status; from clusterddp import launch; launch.status.cancel",
-    ],
-)
-def test_launch_is_a_package_and_can_be_called_whatever_was_imported_first(imports: str) -> None:
-    """And none of it imports torch."""
-    code = (
-        "try: clusterddp.launch(print, bad_key=1)\n"
-        "except clusterddp.launch.status.RunDirectoryError.__base__ as error: assert 'bad_key' in str(error)\n"
-        "else: raise SystemExit('no error')\n"
-        "import sys, clusterddp.launch.watching, clusterddp.launch\n"
-        "assert callable(clusterddp.launch) and clusterddp.launch.watching\n"
-        "import cloudpickle, pickle\n"
-        "assert pickle.loads(cloudpickle.dumps(clusterddp.launch)) is clusterddp.launch\n"
-        "sys.exit('torch' in sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", f"{imports}\n{code}"], check=True)

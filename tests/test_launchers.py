@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.environment import scrub
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.clean_environment import scrub
 from tests import launchers
 from tests.ddp import free_port
 

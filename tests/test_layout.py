@@ -1,69 +1,168 @@
-"""Imports point down: two halves that share only the ground floor, and a command line without torch."""
+"""The rooms of the house: imports point down and form no circle, each room is small, and torch stays where it belongs.
+
+All of it by rule: a module or a room that is added later is checked like the others.
+"""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Mapping, Set
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).resolve().parents[1] / "clusterddp"
-GROUND = {
-    "entry",
-    "reporter",
-    "errors",
-    "sharing",
-    "environment",
-    "hostlist",
-    "yaml12",
-    "job",
-    "job_fields",
-    "job_values",
-    "job_file",
-    "records",
-    "rundir",
-    "link",
-    "process",
-    "completion",
-    "rank_exit",
-    "archive",
-    "checkpoints",
-    "masking",
-    "trust",
-}
+#: Rooms with torch: what a rank's script imports. All else does without, and so does the process that writes.
+WITH_TORCH = {"distributed", "checkpoint", "data", "training", "integrations", "bench", "digits"}
+WRITER = "checkpoint.writer"
+MOST_PACKAGE_LAYERS, MOST_MODULE_LAYERS, MOST_FILES = 8, 10, 18
+
+Graph = Mapping[str, Set[str]]
 
 
-def imported(path: Path) -> set[str]:
-    """The clusterddp modules that a file imports anywhere, as dotted names without the package's."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name.removeprefix("clusterddp.") for name in names if name.startswith("clusterddp.")}
+def modules() -> dict[str, Path]:
+    """Every module's file, by its name below clusterddp; the package's own is called ``clusterddp``."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts).removesuffix("__init__").rstrip(".") or "clusterddp"] = path
+    return found
 
 
-def test_the_halves_never_import_each_other() -> None:
-    """Launch runs on login nodes without torch; training runs under any launcher."""
-    for half, other in (("launch", "training"), ("training", "launch")):
-        for path in (PACKAGE / half).glob("*.py"):
-            assert not [name for name in imported(path) if name.split(".")[0] in (other, "submit", "options")], path
+MODULES = modules()
 
 
-def test_the_ground_floor_imports_nothing_above_itself() -> None:
-    """What both halves share must not pull one of them in."""
-    for name in GROUND:
-        assert {module.split(".")[0] for module in imported(PACKAGE / f"{name}.py")} <= GROUND, name
-    for name in ("rank", "function"):
-        assert {module.split(".")[0] for module in imported(PACKAGE / f"{name}.py")} <= GROUND | {name}
+def imported(path: Path, in_functions: bool) -> set[str]:
+    """The modules of clusterddp that a file imports; imports for the type checker alone do not count."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                continue
+            if isinstance(child, ast.Import):
+                found.update(name for alias in child.names if (name := known(alias.name)))
+            elif isinstance(child, ast.ImportFrom) and child.module:
+                found.update(known(f"{child.module}.{alias.name}") or known(child.module) for alias in child.names)
+            elif in_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found - {""}
 
 
-def test_the_command_line_does_not_import_torch() -> None:
-    """Neither submit nor the supervisor nor the shim: torch takes seconds to import, and more on a shared disk."""
-    modules = (
-        "clusterddp.submit, clusterddp.launch.batch, clusterddp.launch.status, clusterddp.rank, "
-        "clusterddp.command_line, clusterddp.api, clusterddp.function"
-    )
-    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+def known(name: str) -> str:
+    """The module of that dotted name, below clusterddp; empty if it is none."""
+    name = name.removeprefix("clusterddp.")
+    return name if name in MODULES else ""
+
+
+def imports(in_functions: bool) -> dict[str, set[str]]:
+    """Which module imports which."""
+    return {name: imported(path, in_functions) - {name} for name, path in MODULES.items()}
+
+
+def by_room(graph: Graph) -> dict[str, set[str]]:
+    """The same between rooms; a module of the top level is one by itself."""
+    rooms: dict[str, set[str]] = {}
+    for name, others in graph.items():
+        room = name.split(".")[0]
+        rooms.setdefault(room, set()).update({other.split(".")[0] for other in others} - {room})
+    return rooms
+
+
+def layers(graph: Graph) -> list[list[str]]:
+    """What imports nothing, what imports only that, and so on. Fails, with those that are left, at a circle."""
+    found: list[list[str]] = []
+    placed: set[str] = set()
+    while left := graph.keys() - placed:
+        layer = sorted(name for name in left if graph[name] <= placed)
+        assert layer, f"a circle of imports among {sorted(left)}"
+        found.append(layer)
+        placed |= set(layer)
+    return found
+
+
+@pytest.mark.parametrize("in_functions", [True, False])
+def test_no_imports_form_a_circle(in_functions: bool) -> None:
+    """Neither between modules nor between rooms, those inside functions included."""
+    graph = imports(in_functions)
+    layers(graph)
+    layers(by_room(graph))
+
+
+def test_the_house_is_not_too_high() -> None:
+    """Whoever reads down from the command line comes to the ground soon."""
+    assert len(layers(by_room(imports(in_functions=True)))) <= MOST_PACKAGE_LAYERS
+    assert len(layers(imports(in_functions=False))) <= MOST_MODULE_LAYERS
+
+
+def test_no_folder_is_crowded() -> None:
+    """A folder can be read at a glance."""
+    for folder in {path.parent for path in MODULES.values()}:
+        assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder
+
+
+def test_each_room_says_what_belongs_there() -> None:
+    """In its ``__init__``: one sentence, which says what does not belong there too, and no code."""
+    for name, path in MODULES.items():
+        if path.name == "__init__.py" and name != "clusterddp":
+            tree = ast.parse(path.read_text())
+            text = ast.get_docstring(tree) or ""
+            assert len(tree.body) == 1 and text.endswith(".") and text.count(". ") == 0, path
+            assert len(text) > 40 and ";" in text, f"{path}: what does not belong there?"
+
+
+def without_torch() -> set[str]:
+    """Login nodes, the supervisor, the rank's own entry and the writer, with everything that they load."""
+    graph = imports(in_functions=False)
+    found = {name for name in MODULES if name.split(".")[0] not in WITH_TORCH or name == WRITER}
+    while more := {other for name in found for other in graph[name]} - found:
+        found |= more
+    return found
+
+
+def test_only_rooms_for_ranks_import_torch() -> None:
+    """Named by file, which says more than the process that loads it in the end."""
+    assert [name for name in sorted(without_torch()) if "torch" in top_level_packages(MODULES[name])] == []
+
+
+def top_level_packages(path: Path) -> set[str]:
+    """The packages that a file imports outside functions."""
+    nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.split(".")[0] for name in names}
+
+
+def test_no_process_without_torch_loads_it() -> None:
+    """The same, seen: torch takes seconds to import, and more on a shared disk."""
+    names = [f"clusterddp.{name}" for name in sorted(without_torch() - {"clusterddp"})]
+    code = f"import sys, clusterddp, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "old",
+    ["clusterddp.launch.supervisor", "clusterddp.rank", "clusterddp.function", "clusterddp.submit", "clusterddp"],
+)
+def test_a_name_that_jobs_and_users_start_is_a_few_lines(old: str) -> None:
+    """Each only starts the module that does the work: jobs queued by an older version name them."""
+    name = known(old) or "__main__"
+    path = MODULES["__main__" if name == "clusterddp" else name]
+    assert len(ast.parse(path.read_text()).body) <= 6 and "def " not in path.read_text(), path
+
+
+def test_launch_is_a_function() -> None:
+    """Nothing that a user imports sets ``clusterddp.launch`` to the folder of the same name."""
+    code = (
+        "import clusterddp, pickle, types, clusterddp.api, clusterddp.cli.main\n"
+        "from clusterddp import launch\n"
+        "assert isinstance(launch, types.FunctionType) and clusterddp.launch is launch\n"
+        "assert pickle.loads(pickle.dumps(launch)) is launch\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    others = [name for name, found in imports(in_functions=True).items() if {"launch", "launch.supervisor"} & found]
+    assert others == []

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import LauncherEnvironmentError
-from clusterddp.launch import link_server
-from clusterddp.launch.link_server import LinkServer
-from clusterddp.link import Link
+from clusterddp.supervisor import control_server
+from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.worker.control_channel import ControlChannel
 
 TOKEN = "secret of this attempt"
 
@@ -32,7 +32,7 @@ class Heard:
         self.lost: queue.Queue[tuple[int, bool]] = queue.Queue()
         hear = lambda r, e, v: self.events.put((r, e, dict(v)))  # noqa: E731
         lose = lambda rank, silent: self.lost.put((rank, silent))  # noqa: E731
-        self.server = LinkServer(TOKEN, hear, lose, "127.0.0.1", ranks)
+        self.server = ControlServer(TOKEN, hear, lose, "127.0.0.1", ranks)
         self.address = f"127.0.0.1:{self.server.port}"
 
 
@@ -43,15 +43,15 @@ def heard() -> Iterator[Heard]:
     heard.server.close()
 
 
-def join(heard: Heard, rank: int, port: int | None = None, token: str = TOKEN) -> Link:
-    link = Link.join(heard.address, token, rank, port, timeout=10)
+def join(heard: Heard, rank: int, port: int | None = None, token: str = TOKEN) -> ControlChannel:
+    link = ControlChannel.join(heard.address, token, rank, port, timeout=10)
     assert link is not None
     return link
 
 
 def test_every_rank_learns_rank_0s_store_whoever_comes_first(heard: Heard) -> None:
     """Rank 1 says hello before rank 0: it waits, and both get the port that rank 0 chose."""
-    answers: queue.Queue[Link] = queue.Queue()
+    answers: queue.Queue[ControlChannel] = queue.Queue()
     early = threading.Thread(target=lambda: answers.put(join(heard, 1)))
     early.start()
     assert heard.events.get(timeout=10)[:2] == (1, "joined")
@@ -70,7 +70,7 @@ def test_a_rank_that_still_waits_for_rank_0_hears_that_it_is_to_leave(heard: Hea
 
     threading.Thread(target=wait).start()
     assert heard.events.get(timeout=10)[:2] == (1, "joined")
-    heard.server.say(leave="rank 2 (n1) is gone")
+    heard.server.broadcast(leave="rank 2 (n1) is gone")
     assert said.get(timeout=10) == "told to leave before all ranks were there: rank 2 (n1) is gone"
 
 
@@ -102,10 +102,10 @@ def test_closing_hears_out_what_was_already_sent() -> None:
 
 def test_closing_hears_out_what_was_already_sent_however_late_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor that waits for a slow disk, or for a CPU, while its time for that passes."""
-    monkeypatch.setattr(link_server, "_LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(control_server, "_LAST_WORDS_S", 0.0)
     free, heard = threading.Event(), queue.Queue[str]()
-    server = LinkServer(TOKEN, lambda _, event, __: (free.wait(10), heard.put(event)), host="127.0.0.1")
-    link = Link.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
+    server = ControlServer(TOKEN, lambda _, event, __: (free.wait(10), heard.put(event)), host="127.0.0.1")
+    link = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
     assert link is not None
     link.send("left", traceback="x" * 100_000)  # more than is read at once
     link.close()
@@ -146,7 +146,7 @@ def test_a_connection_that_breaks_alone_is_made_anew(heard: Heard) -> None:
     link._connection.shutdown(socket.SHUT_RDWR)
     assert heard.lost.get(timeout=10) == (0, False)
     assert [heard.events.get(timeout=10)[:2] for _ in range(2)] == [(0, "joined"), (0, "rejoined")]
-    heard.server.say(leave="rank 5 hangs")
+    heard.server.broadcast(leave="rank 5 hangs")
     assert words.get(timeout=10) == {"leave": "rank 5 hangs"}
     link.send("checkpoint", step=7)
     assert heard.events.get(timeout=10) == (0, "checkpoint", {"step": 7})
@@ -171,7 +171,7 @@ def test_events_of_the_time_without_a_connection_are_heard_once_each_and_in_orde
 
 def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes the history, on a slow disk: that is no reason to leave, nor for its peers."""
-    monkeypatch.setattr("clusterddp.link.REJOIN_S", 0.1)
+    monkeypatch.setattr("clusterddp.worker.control_channel.REJOIN_S", 0.1)
     free, words = threading.Event(), queue.Queue[object]()
 
     def hear(rank: int, event: str, values: object) -> None:
@@ -179,8 +179,8 @@ def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(m
         if event == "checkpoint":
             free.wait(20)
 
-    server = LinkServer(TOKEN, hear, host="127.0.0.1")
-    link = Link.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
+    server = ControlServer(TOKEN, hear, host="127.0.0.1")
+    link = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
     assert link is not None
     link.listen(lambda: words.put("lost"), words.put)
     link.send("checkpoint", step=7)
@@ -196,7 +196,7 @@ def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(m
 
 def test_a_rank_whose_node_was_silent_does_not_come_back(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be taken for lost, and its run be going on elsewhere."""
-    monkeypatch.setattr(link_server, "_SILENT", {errno.ECONNRESET})
+    monkeypatch.setattr(control_server, "_SILENT", {errno.ECONNRESET})
     link = join(heard, 0, port=1)
     link._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets it
     link._connection.close()
@@ -213,10 +213,10 @@ def test_a_rank_that_is_falling_silent_is_told_nothing(heard: Heard, monkeypatch
         link.listen(lambda: None, lambda said: words.put(said))
     silent = links[1]._connection.getsockname()
     probes = lambda connection: 3 if connection.getpeername() == silent else 0  # noqa: E731
-    monkeypatch.setattr(link_server, "_unanswered_probes", probes)
-    heard.server.say(leave="node n2 lost")
+    monkeypatch.setattr(control_server, "_unanswered_probes", probes)
+    heard.server.broadcast(leave="node n2 lost")
     monkeypatch.undo()
-    heard.server.say(leave="everyone")
+    heard.server.broadcast(leave="everyone")
     said = [words.get(timeout=10) for _ in range(3)]
     assert said.count({"leave": "node n2 lost"}) == 1
     assert said.count({"leave": "everyone"}) == 2
@@ -225,7 +225,7 @@ def test_a_rank_that_is_falling_silent_is_told_nothing(heard: Heard, monkeypatch
 def test_what_the_supervisor_says_reaches_every_rank_that_is_there(heard: Heard) -> None:
     """Also before the rank listens."""
     links = [join(heard, 0, port=1), join(heard, 1)]
-    heard.server.say(leave="node n2 lost")
+    heard.server.broadcast(leave="node n2 lost")
     words: queue.Queue[dict[str, Any]] = queue.Queue()
     for link in links:
         link.listen(lambda: None, lambda said: words.put(dict(said)))
@@ -283,7 +283,7 @@ def test_a_rank_that_waits_for_the_others_gives_up_when_told_to(heard: Heard) ->
     told = threading.Event()
     timer = threading.Timer(0.1, told.set)
     timer.start()
-    assert Link.join(heard.address, TOKEN, 1, None, timeout=60, give_up=told.is_set) is None
+    assert ControlChannel.join(heard.address, TOKEN, 1, None, timeout=60, give_up=told.is_set) is None
 
 
 def test_no_supervisor_is_an_error_that_names_the_address() -> None:
@@ -291,7 +291,7 @@ def test_no_supervisor_is_an_error_that_names_the_address() -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(LauncherEnvironmentError, match=f"0.0.0.0:{port}.*first node"):
-        Link.join(f"0.0.0.0:{port}", TOKEN, 1, None, timeout=0.3)
+        ControlChannel.join(f"0.0.0.0:{port}", TOKEN, 1, None, timeout=0.3)
 
 
 def unread(connection: socket.socket) -> bytes:
@@ -314,7 +314,7 @@ def test_a_stranger_can_neither_send_much_nor_nest_deeply(heard: Heard) -> None:
 
 def test_strangers_who_say_nothing_are_dropped_in_time(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-open connections would use up the supervisor's file descriptors; ranks stay as long as they live."""
-    monkeypatch.setattr(link_server, "_HELLO_S", 0.2)
+    monkeypatch.setattr(control_server, "_HELLO_S", 0.2)
     rank = join(heard, 0, port=1)
     strangers = [socket.create_connection(("127.0.0.1", heard.server.port)) for _ in range(20)]
     strangers[0].sendall(b'{"tok')
@@ -344,9 +344,9 @@ def test_strangers_cannot_use_up_the_descriptors_that_a_site_allows() -> None:
     code = """
 import resource, subprocess, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-from clusterddp.launch.link_server import LinkServer
+from clusterddp.supervisor.control_server import ControlServer
 hear = lambda rank, *_: print("rank", rank, flush=True)
-server = LinkServer("secret of this attempt", hear, host="127.0.0.1", ranks=4)
+server = ControlServer("secret of this attempt", hear, host="127.0.0.1", ranks=4)
 print(server.port, flush=True)
 sys.stdin.readline()
 held = [open("/dev/null") for _ in range(40)]
@@ -367,13 +367,13 @@ server.close()
         assert supervisor.stdin is not None and supervisor.stdout is not None
         address = ("127.0.0.1", int(supervisor.stdout.readline()))
         flood = [socket.create_connection(address) for _ in range(300)]
-        assert Link.join(f"127.0.0.1:{address[1]}", TOKEN, 0, 1, timeout=10)
+        assert ControlChannel.join(f"127.0.0.1:{address[1]}", TOKEN, 0, 1, timeout=10)
         assert supervisor.stdout.readline() == "rank 0\n"
         print(file=supervisor.stdin, flush=True)
         assert supervisor.stdout.readline() == "none left\n"
         flood += [socket.create_connection(address) for _ in range(300)]
         print(file=supervisor.stdin, flush=True)
-        assert Link.join(f"127.0.0.1:{address[1]}", TOKEN, 1, None, timeout=10)
+        assert ControlChannel.join(f"127.0.0.1:{address[1]}", TOKEN, 1, None, timeout=10)
         assert supervisor.stdout.readline() == "rank 1\n"
         print(file=supervisor.stdin, flush=True)
         for stranger in flood:
@@ -405,10 +405,10 @@ def test_a_rank_that_cannot_be_is_refused_with_a_reason(rank: Any, port: int | N
 def test_a_report_that_makes_no_sense_silences_nobody() -> None:
     """The thread that hears the ranks outlives an event without what it should hold."""
     heard: queue.Queue[Any] = queue.Queue()
-    server = LinkServer(
+    server = ControlServer(
         TOKEN, lambda _, event, values: heard.put(values["pid" if event == "joined" else "word"]), host="127.0.0.1"
     )
-    link = Link.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
+    link = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
     assert link is not None
     link.send("wordless")
     link.send("said", word="hello")
@@ -431,7 +431,7 @@ def test_a_rank_that_reaches_something_else_says_what_it_heard(answer: bytes) ->
 
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(LauncherEnvironmentError, match="is no supervisor of clusterddp's"):
-            Link.join(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, 1, None, timeout=10)
+            ControlChannel.join(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, 1, None, timeout=10)
 
 
 def test_what_the_supervisor_says_reaches_every_rank(heard: Heard) -> None:
@@ -440,7 +440,7 @@ def test_what_the_supervisor_says_reaches_every_rank(heard: Heard) -> None:
     words: queue.Queue[object] = queue.Queue()
     for link in links:
         link.listen(lambda: words.put("lost"), words.put)
-    heard.server.say(leave="rank 5 hangs")
+    heard.server.broadcast(leave="rank 5 hangs")
     assert [words.get(timeout=10), words.get(timeout=10)] == [{"leave": "rank 5 hangs"}] * 2
     heard.server.close()
     assert [words.get(timeout=10), words.get(timeout=10)] == ["lost"] * 2
@@ -459,7 +459,7 @@ def test_a_rank_hears_its_supervisors_end_whatever_was_said_before(words: bytes)
             connection.close()
 
         threading.Thread(target=serve, daemon=True).start()
-        link = Link.join(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, 1, None, timeout=10)
+        link = ControlChannel.join(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, 1, None, timeout=10)
         heard: queue.Queue[Any] = queue.Queue()
         assert link is not None
         link.listen(lambda: heard.put("lost"), heard.put)
@@ -472,4 +472,4 @@ def test_a_local_rank_whose_supervisor_was_killed_before_it_joined_exits_at_once
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
     with pytest.raises(LauncherEnvironmentError, match=r"no supervisor listens at 127\.0\.0\.1:\d+: it has exited"):
-        Link.join(address, TOKEN, 1, None, timeout=600)
+        ControlChannel.join(address, TOKEN, 1, None, timeout=600)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.launch.cause import Cause
-from clusterddp.launch.controller import give_notice, notice_file
-from clusterddp.records import read_lines
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor.controller import give_notice, notice_file
 from tests.cluster.system import Process
 from tests.waiting import differing, final_state, story, wait_for_step, wait_until
 
@@ -141,7 +141,7 @@ def test_a_killed_rank_is_named_and_all_ranks_start_anew_in_place(
 
 def ranks_of(run: RunDirectory) -> list[int]:
     """The ranks themselves, not the children that they forked."""
-    pids = {pid for pid, command in commands_of(run).items() if b"clusterddp.rank" in command}
+    pids = {pid for pid, command in commands_of(run).items() if b"clusterddp.worker" in command}
     return [pid for pid in pids if (process := Process.of(pid)) and process.parent() not in pids]
 
 

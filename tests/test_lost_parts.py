@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.checkpoints import Checkpoints, check_present, lineage, of_run
+from clusterddp.checkpoint.store import Checkpoints, check_present, lineage, of_run
 from clusterddp.errors import CheckpointError
-from clusterddp.job import Keep
+from clusterddp.jobdef.job import Keep
 from clusterddp.process import module_command
-from clusterddp.rundir import RunDirectory, append_line
+from clusterddp.rundir.files import append_line
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import save
 from tests.waiting import story
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.records import read_lines
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_for_step, wait_until
 

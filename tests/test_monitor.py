@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from clusterddp.errors import SlurmUnavailable
-from clusterddp.job import Job, Timeouts
-from clusterddp.launch import monitor
-from clusterddp.launch.controller import Notice, Stop
-from clusterddp.launch.monitor import Monitor, lead_s
+from clusterddp.jobdef.job import Job, Timeouts
+from clusterddp.supervisor import monitor
+from clusterddp.supervisor.controller import Notice, Stop
+from clusterddp.supervisor.monitor import Monitor, stop_margin_s
 
 
 class Clockwork:
@@ -40,7 +40,7 @@ class Told:
     def superseded(self) -> bool:
         return self.newer
 
-    def lead_s(self) -> float:
+    def stop_margin_s(self) -> float:
         return 60.0
 
     def heard(self) -> bool:
@@ -112,4 +112,4 @@ def test_slow_saves_get_more_notice_and_short_limits_keep_most_of_their_time(
 ) -> None:
     """Three times the last save and ten seconds, at least as asked for, at most a quarter of the limit."""
     job = Job(name="x", module="x", time_s=time_s, timeouts=Timeouts(notice_s=120))
-    assert lead_s(job, last_save_s) == lead
+    assert stop_margin_s(job, last_save_s) == lead

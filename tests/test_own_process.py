@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.test_local import submit
 
 HABITS = """

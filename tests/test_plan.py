@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import UsageError
-from clusterddp.job import Job
-from clusterddp.launch.plan import check_gpus, check_micro, check_nodes, share_of_node
-from clusterddp.launch.slurm import NodeShape
+from clusterddp.jobdef.job import Job
+from clusterddp.slurm.commands import NodeShape
+from clusterddp.slurm.resources import check_gpus, check_micro, check_nodes, share_of_node
 
 NODES = [NodeShape("n1", 32, 64000, {"a100": 4}), NodeShape("n2", 32, 64000, {"a100": 4}), NodeShape("n3", 8, 8000, {})]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.trainings import MOMENTS, Training, check_same_run, events_of, preempt_at_each
 from tests.waiting import story, wait_for_step, wait_until

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.trainings import MOMENTS, Training, check_same_run, preempt_at_each
 from tests.waiting import story
 

@@ -25,11 +25,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from clusterddp.checkpoints import Checkpoint, Checkpoints, visible
+from clusterddp.checkpoint.store import Checkpoint, Checkpoints, visible
 from clusterddp.errors import CheckpointError, Superseded
-from clusterddp.job import Keep
-from clusterddp.records import read_json
-from clusterddp.rundir import RunDirectory
+from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.records import read_json
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.ddp import REPOSITORY
 from tests.scripts import racer
 

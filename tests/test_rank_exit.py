@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from clusterddp.launch.cause import Cause
-from clusterddp.launch.verdict import Action, RankEnd, judge
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from tests.test_child_processes import TRAINING
 from tests.test_local import submit
 from tests.waiting import story
@@ -59,7 +59,7 @@ def test_exit_code_0_with_steps_left_is_not_completed(tmp_path: Path, how: str, 
 
 LINGERING = f"""
 import atexit, multiprocessing, os, signal, subprocess, sys, threading
-from clusterddp import rank_exit
+from clusterddp.worker import rank_exit
 rank_exit.EXIT_GRACE_S = rank_exit.STOP_GRACE_S = 0.5
 
 def forever(*_):

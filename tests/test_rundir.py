@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 
 from clusterddp.api import Handle
-from clusterddp.checkpoints import lineage
+from clusterddp.checkpoint.store import lineage
+from clusterddp.cli.progress import Progress
+from clusterddp.cli.status import end_for_good, show
 from clusterddp.errors import RunDirectoryError
-from clusterddp.job import Job
-from clusterddp.job_file import load_resolved
-from clusterddp.launch.attempt import Attempt
-from clusterddp.launch.history import History
-from clusterddp.launch.progress import Progress
-from clusterddp.launch.status import end_for_good, show
-from clusterddp.launch.verdict import RankEnd
-from clusterddp.records import drop_torn_line, last_line, read_backwards, read_json, read_lines
-from clusterddp.rundir import RunDirectory, append_line, make_folder, write_atomically, write_json
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.rundir.files import append_line, make_folder, write_atomically, write_json
+from clusterddp.rundir.records import drop_torn_line, last_line, read_backwards, read_json, read_lines
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.attempt import Attempt
+from clusterddp.supervisor.history import History
+from clusterddp.supervisor.verdict import RankEnd
 from clusterddp.training.metrics import Metrics
 
 
@@ -81,7 +82,7 @@ def test_a_line_that_the_disk_did_not_take_whole_is_not_there_at_all(tmp_path: P
     """Half a line in the middle of a history would make it unreadable for ever."""
     code = f"""
 import resource, signal, pathlib
-from clusterddp.rundir import append_line
+from clusterddp.rundir.files import append_line
 path = pathlib.Path({str(tmp_path / "events.jsonl")!r})
 append_line(path, {{"a": 1}})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -155,7 +156,7 @@ def test_reading_backwards_sees_what_reading_forwards_does(run: RunDirectory, mo
     lines = [b'{"a": 1}', b"", b'{"b": "%s"}' % (b"x" * 50), b"nonsense", b"\0\0", b"\0\0{}", b'{"c": 3}']
     content = b"\n".join(lines * 2) + b"\ntorn"
     for block in (1, 5, 8, 1 << 16):
-        monkeypatch.setattr("clusterddp.records._BLOCK", block)
+        monkeypatch.setattr("clusterddp.rundir.records._BLOCK", block)
         for size in range(len(content) + 1):
             run.metrics_file.write_bytes(content[:size])
             assert list(read_backwards(run.metrics_file)) == list(read_lines(run.metrics_file))[::-1], (block, size)
@@ -222,7 +223,7 @@ def test_a_read_error_that_passes_is_retried(run: RunDirectory, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "read_bytes", read)
     assert len(run.events()) == 1 and not errors
-    monkeypatch.setattr("clusterddp.records._PAUSES_S", (0.0,))
+    monkeypatch.setattr("clusterddp.rundir.records._PAUSES_S", (0.0,))
     errors += [OSError(errno.EIO, "Input/output error")] * 2
     with pytest.raises(OSError, match="Input/output"):
         run.events()

@@ -17,15 +17,13 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from clusterddp import job_file
+from clusterddp.cli import status
+from clusterddp.cli.recording import recorded
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
-from clusterddp.job import Job
-from clusterddp.launch import status
-from clusterddp.launch.launcher import rank_command
-from clusterddp.launch.recording import recorded
-from clusterddp.launch.supervisor import load_trusted
-from clusterddp.launch.verdict import RankEnd
-from clusterddp.masking import (
+from clusterddp.jobdef import load
+from clusterddp.jobdef.differences import list_differences
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.secrets import (
     MASK,
     _forms,
     is_secret,
@@ -35,8 +33,12 @@ from clusterddp.masking import (
     with_secrets,
     without_secrets,
 )
-from clusterddp.rundir import RunDirectory, append_line, write_atomically, write_json
-from clusterddp.trust import check_own
+from clusterddp.rundir.files import append_line, write_atomically, write_json
+from clusterddp.rundir.ownership import check_own
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.launcher import rank_command
+from clusterddp.supervisor.main import load_trusted
+from clusterddp.supervisor.verdict import RankEnd
 from tests.waiting import story
 
 JOB = Job(
@@ -99,7 +101,7 @@ def test_a_recorded_job_has_its_secrets_in_the_private_folder_alone(tmp_path: Pa
     assert holding == [run.private / "secrets.json"]
     assert stat.S_IMODE(holding[0].stat().st_mode) == 0o600
     assert load_trusted(run) == JOB
-    assert job_file.load(run.job_file, {"seed": "7"}) == dataclasses.replace(JOB, seed=7)  # what continues it
+    assert load.load(run.job_file, {"seed": "7"}) == dataclasses.replace(JOB, seed=7)  # what continues it
     holding[0].unlink()
     with pytest.raises(RunDirectoryError, match=r"has \*\*\* for env.HF_TOKEN, args.3, args.4, args_on_resume.0"):
         load_trusted(run)
@@ -110,7 +112,7 @@ def test_what_differs_is_said_without_the_secrets() -> None:
     other = Job(
         name="net", module="net", args=("--api-key", "s3cret-other"), env={"HF_TOKEN": "s3cret-new"}, device="cpu"
     )
-    lines = JOB.differences(other)
+    lines = list_differences(JOB, other)
     assert f"env.HF_TOKEN: {MASK} recorded, {MASK} given" in lines
     assert "s3cret" not in "".join(lines)
 
@@ -123,7 +125,7 @@ def test_no_command_line_has_a_secret() -> None:
 def test_a_secret_in_a_mistake_is_not_repeated() -> None:
     """Nor in what `--set` says is wrong."""
     with pytest.raises(JobDefinitionError) as caught:
-        job_file.from_values({"module": "net"}, overrides={"env.HF_TOKEN.x": "s3cret-value", "api_key": "s3cret-value"})
+        load.from_values({"module": "net"}, overrides={"env.HF_TOKEN.x": "s3cret-value", "api_key": "s3cret-value"})
     assert "s3cret" not in str(caught.value)
 
 
@@ -138,14 +140,14 @@ def test_a_secret_in_a_mistake_is_not_repeated() -> None:
 def test_a_secret_is_refused_where_the_batch_script_would_have_it(values: dict[str, object]) -> None:
     """Slurm keeps the script and shows it; the message says where to write it instead."""
     with pytest.raises(JobDefinitionError, match="under env:") as caught:
-        job_file.from_values({"module": "net", **values})
+        load.from_values({"module": "net", **values})
     assert "s3cret" not in str(caught.value)
 
 
 def test_a_setup_line_may_read_a_secret_from_a_file() -> None:
     """Then the script has none."""
     lines = ["export HF_TOKEN=$(cat ~/.hf)", 'export API_KEY="$OTHER"', "MAX_TOKENS=5", "KEYS=a"]
-    assert job_file.from_values({"module": "net", "setup": lines}).setup == tuple(lines)
+    assert load.from_values({"module": "net", "setup": lines}).setup == tuple(lines)
 
 
 def test_a_failures_words_are_shown_without_the_secrets(tmp_path: Path) -> None:
@@ -304,7 +306,7 @@ def test_a_run_that_others_may_write_is_neither_continued_nor_resubmitted(tmp_pa
     with recorded(run, SHARED, created=True):
         pass
     run.job_file.chmod(0o666)
-    for command in (["clusterddp.submit", "--local", "--run-dir"], ["clusterddp.launch.supervisor", "--local"]):
+    for command in (["clusterddp.submit", "--local", "--run-dir"], ["clusterddp.supervisor", "--local"]):
         done = subprocess.run(
             [sys.executable, "-m", *command, str(run)], capture_output=True, text=True, timeout=60, check=False
         )
@@ -325,7 +327,7 @@ def test_who_may_not_look_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.Mo
         patch.setattr(Path, "exists", refuse)
         with pytest.raises(RunDirectoryError, match="permission denied.*share=group"):
             status.open_run(str(run))
-    monkeypatch.setattr("clusterddp.launch.status.held_by_other", refuse)
+    monkeypatch.setattr("clusterddp.cli.status.held_by_other", refuse)
     assert status.state_of(run) == ("unknown", "not over; who trains it, only its owner can see")
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.checkpoints import Checkpoints
+from clusterddp.checkpoint.export import export
+from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.cli.recording import recorded
 from clusterddp.errors import RunDirectoryError
-from clusterddp.job import Job, Keep
-from clusterddp.launch.recording import recorded
-from clusterddp.rundir import RunDirectory, append_line
-from clusterddp.training.export import export
+from clusterddp.jobdef.job import Job, Keep
+from clusterddp.rundir.files import append_line
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import save
 from tests.other_user import UID, run_as_other
 
@@ -147,7 +148,7 @@ def test_another_member_of_the_group_can_fork_and_export_a_shared_run(open_folde
         elif path.is_file():
             path.chmod(0o640)
     fork = (
-        "import sys; from clusterddp.launch.fork import Fork; from clusterddp.rundir import RunDirectory; "
+        "import sys; from clusterddp.cli.fork import Fork; from clusterddp.rundir.run_directory import RunDirectory; "
         "into = RunDirectory(sys.argv[2]); into.create('private'); print(Fork.parse(sys.argv[1]).plant(into))"
     )
     for step in (20, 10):

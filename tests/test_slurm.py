@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import SlurmError, SlurmUnavailable
-from clusterddp.launch import slurm
+from clusterddp.slurm import commands as slurm
 
 # scontrol show job -o, 22.05.8, shortened at the end; the job's name imitates Slurm's own fields.
 RUNNING = (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from clusterddp.launch.deaths import Death
-from clusterddp.launch.narration import failure_box, sentence
-from clusterddp.launch.stacks import MOST_FRAMES, end_of_log
-from clusterddp.launch.verdict import RankEnd
-from clusterddp.rundir import RunDirectory
+from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.stacks import MOST_FRAMES, end_of_log
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.messages import failure_box, sentence
+from clusterddp.supervisor.verdict import RankEnd
 
 BELOW = """  File "<frozen runpy>", line 291 in run_path
   File "/x/clusterddp/rank.py", line 153 in run_script
@@ -48,9 +48,9 @@ def test_a_deep_stack_is_cut_and_a_log_without_one_shows_its_end() -> None:
 def test_ranks_that_were_ended_for_a_peer_do_not_read_like_out_of_memory(tmp_path: object) -> None:
     """Killed by the launcher, or told to leave; one whose node ran out of memory still does."""
     others = [
-        RankEnd(0, "n1", "died", 2.0, death=Death(signal=9)),
+        RankEnd(0, "n1", "died", 2.0, death=ExitStatus(signal=9)),
         RankEnd(2, "n2", "dismissed", 2.0, error="rank 1 (n1) failed"),
-        RankEnd(3, "n2", "died", 2.0, error="killed: out of memory", death=Death(out_of_memory=True)),
+        RankEnd(3, "n2", "died", 2.0, error="killed: out of memory", death=ExitStatus(out_of_memory=True)),
     ]
     first = RankEnd(1, "n1", "exception", 1.0, error="ValueError: x")
     box = failure_box(RunDirectory(str(tmp_path)), 0, first, others, None, 3.0)

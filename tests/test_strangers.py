@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import LauncherEnvironmentError
-from clusterddp.link import Link
-from clusterddp.records import read_lines
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker.control_channel import ControlChannel
 from tests.cluster import Cluster
 from tests.cluster.system import Process
 from tests.trainings import STEPS, Training, events_of
@@ -73,7 +73,9 @@ def test_another_user_sees_nothing_of_a_run_and_cannot_disturb_it(cluster: Clust
     training = Training.submit(cluster, runs, "--moments", "first step", **secret)  # type: ignore[arg-type]
     training.wait_at_moment(0)
     run, host = training.run, cluster.job(training.job_id)["BatchHost"]
-    ranks = [each for node in cluster.nodes for each in cluster.processes(node) if "clusterddp.rank" in each.command()]
+    ranks = [
+        each for node in cluster.nodes for each in cluster.processes(node) if "clusterddp.worker" in each.command()
+    ]
     tasks = [each for each in ranks if "CLUSTERDDP_TOKEN" in variables(each) and "RANK" not in variables(each)]
     known = variables(tasks[0])
     token, port = known["CLUSTERDDP_TOKEN"], int(known["CLUSTERDDP_SUPERVISOR"].rpartition(":")[2])
@@ -92,8 +94,8 @@ def test_another_user_sees_nothing_of_a_run_and_cannot_disturb_it(cluster: Clust
     assert stranger.stdout is not None and stranger.stdout.readline() == "b''\n"
     for rank, words in ((0, "rank 0 has joined already"), (2, "no rank 2 among 2")):
         with pytest.raises(LauncherEnvironmentError, match=words):
-            Link.join(f"{address}:{port}", token, rank, 1, timeout=10)
-    supervisor = next(each for each in cluster.processes(host) if "clusterddp.launch.supervisor" in each.command())
+            ControlChannel.join(f"{address}:{port}", token, rank, 1, timeout=10)
+    supervisor = next(each for each in cluster.processes(host) if "clusterddp.supervisor" in each.command())
     assert len(list(Path(f"/proc/{supervisor.pid}/fd").iterdir())) < 300
     training.go(0)
     assert training.finish() == "completed", story(run)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.rundir import RunDirectory, read_json, write_json
+from clusterddp.rundir.files import write_json
+from clusterddp.rundir.run_directory import RunDirectory, read_json
 from tests.test_local import start, submit
 from tests.waiting import wait_until
 

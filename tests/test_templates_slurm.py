@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.records import read_lines
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.trainings import events_of
 from tests.waiting import story, wait_for_outcome, wait_for_step

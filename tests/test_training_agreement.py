@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from clusterddp.training.agreement import Ballot
+from clusterddp.training.agreement import StopVote
 from tests import ddp
 
 BOUNDARIES = 3  # Each rank comes to boundaries 0, 1 and 2.
@@ -32,23 +32,23 @@ class Rank:
     watcher: int = 0
     sent: int | None = None
 
-    def ballot(self) -> Ballot:
-        ballot = Ballot()
-        ballot.entered, ballot.flagged, ballot.published, ballot.last = (
+    def stop_vote(self) -> StopVote:
+        stop_vote = StopVote()
+        stop_vote.entered, stop_vote.flagged, stop_vote.published, stop_vote.last = (
             self.entered,
             self.flagged,
             self.published,
             self.last,
         )
-        return ballot
+        return stop_vote
 
-    def then(self, ballot: Ballot, **changes: object) -> Rank:
+    def then(self, stop_vote: StopVote, **changes: object) -> Rank:
         return replace(
             self,
-            entered=ballot.entered,
-            flagged=ballot.flagged,
-            published=ballot.published,
-            last=ballot.last,
+            entered=stop_vote.entered,
+            flagged=stop_vote.flagged,
+            published=stop_vote.published,
+            last=stop_vote.last,
             **changes,  # type: ignore[arg-type]
         )
 
@@ -60,42 +60,42 @@ def main_move(rank: Rank, order: tuple[str, ...]) -> Rank | None:
     """The rank after its main thread's next action; None if it must wait, or is done."""
     if rank.done:
         return None
-    ballot, action = rank.ballot(), order[rank.main]
+    stop_vote, action = rank.stop_vote(), order[rank.main]
     following = (rank.main + 1) % len(order)
     if action == "enter":
-        return rank.then(ballot, number=ballot.enter(), main=following)
+        return rank.then(stop_vote, number=stop_vote.enter(), main=following)
     if action == "look":
-        return rank.then(ballot, saw_flag=ballot.sees_flag(), main=following)
+        return rank.then(stop_vote, saw_flag=stop_vote.sees_flag(), main=following)
     if not rank.saw_flag:
-        return rank.then(ballot, main=following, done=rank.number == BOUNDARIES - 1)
+        return rank.then(stop_vote, main=following, done=rank.number == BOUNDARIES - 1)
     if rank.published is None:
         return None
-    if ballot.may_pass(rank.number):
-        return rank.then(ballot, main=following, done=rank.number == BOUNDARIES - 1)
+    if stop_vote.may_pass(rank.number):
+        return rank.then(stop_vote, main=following, done=rank.number == BOUNDARIES - 1)
     if rank.last is None:
         return None
-    stopped = ballot.stops_at(rank.number)
-    return rank.then(ballot, main=following, stopped=stopped, done=stopped or rank.number == BOUNDARIES - 1)
+    stopped = stop_vote.stops_at(rank.number)
+    return rank.then(stop_vote, main=following, stopped=stopped, done=stopped or rank.number == BOUNDARIES - 1)
 
 
 def watcher_move(world: World, rank: Rank, order: tuple[str, ...]) -> Rank | None:
     """The rank after its watcher's next action; None if it must wait, or is done."""
     if rank.watcher == len(order):
         return None
-    ballot, action = rank.ballot(), order[rank.watcher]
+    stop_vote, action = rank.stop_vote(), order[rank.watcher]
     changes: dict[str, object] = {"watcher": rank.watcher + 1}
     if action == "raise":
-        ballot.raise_flag()
+        stop_vote.raise_flag()
     elif action == "publish":
-        ballot.publish()
+        stop_vote.publish()
     elif action == "send":
         changes["sent"] = rank.published
     else:
         sent = [other.sent for other in world if other.sent is not None]
         if len(sent) < len(world):
             return None
-        ballot.last = max(sent)
-    return rank.then(ballot, **changes)
+        stop_vote.last = max(sent)
+    return rank.then(stop_vote, **changes)
 
 
 def successors(world: World, main: tuple[str, ...], watcher: tuple[str, ...]) -> Iterator[World]:

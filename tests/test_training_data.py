@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from clusterddp.data.stream import EvalLoader, Loader, SampleOrder
 from clusterddp.errors import CheckpointError
-from clusterddp.training.data import EvalLoader, Loader, SampleOrder
 
 
 class Numbers(Dataset[Any]):
@@ -142,7 +142,7 @@ NOT_FORKED = """
 import multiprocessing, os, signal, sys
 
 from tests.test_training_data import Numbers
-from clusterddp.training.data import Loader
+from clusterddp.data.stream import Loader
 
 if __name__ == "__main__":
     options = {"shuffle": False, "seed": 1, "rank": 0, "world_size": 1, "num_workers": 2}

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from clusterddp.training.deadline import Deadline
+from clusterddp.worker.deadline import Deadline
 from tests import ddp
 from tests.waiting import wait_until
 
 HANGS = """
 import os, sys, time, torch, clusterddp
-from clusterddp.job import Checkpointing
+from clusterddp.jobdef.job import Checkpointing
 ctx = clusterddp.init(run_dir=sys.argv[1], checkpoint=Checkpointing(every_steps=2, every_s=None))
 model = ctx.wrap(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

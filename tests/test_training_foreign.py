@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from clusterddp.launch.narration import sentence
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.messages import sentence
 from tests import ddp
 from tests.checkpoint_files import content_of
 
 SCRIPT = """
 import sys, torch, clusterddp
-from clusterddp.job import Checkpointing, Keep
+from clusterddp.jobdef.job import Checkpointing; from clusterddp.jobdef.job import Keep
 from clusterddp.errors import CheckpointError
 
 class Letters:
@@ -104,7 +104,7 @@ def test_another_number_of_ranks_cannot_share_the_states_and_says_so(tmp_path, s
 
 POLICIES = """
 import sys, torch, clusterddp
-from clusterddp.job import Checkpointing, Keep
+from clusterddp.jobdef.job import Checkpointing; from clusterddp.jobdef.job import Keep
 policy = {
     "best": Checkpointing(None, None, keep=Keep(last=1, best="f1")),
     "misspelt": Checkpointing(None, None, keep=Keep(last=1, best="F1")),

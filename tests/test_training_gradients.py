@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.trainings import events_of
 
@@ -18,7 +18,7 @@ import sys
 import torch
 from torch.utils.data import TensorDataset
 import clusterddp
-from clusterddp.job import Checkpointing
+from clusterddp.jobdef.job import Checkpointing
 
 run_dir, stop, how, options = sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
 EVERY = 3

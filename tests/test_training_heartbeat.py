@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from clusterddp import process
-from clusterddp.job import Watchdog
+from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.training.heartbeat import RECORDED, Heartbeat, Pace, flight_record, stands_of
-from clusterddp.training.whereabouts import place_of, sleeping
+from clusterddp.training.stack_location import place_of, sleeping
 from tests import ddp
 from tests.waiting import wait_until
 

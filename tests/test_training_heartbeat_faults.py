@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.job import Watchdog
+from clusterddp.jobdef.job import Watchdog
 from clusterddp.reporter import say
 from clusterddp.training import heartbeat as heartbeat_module
 from clusterddp.training.heartbeat import Heartbeat
@@ -18,7 +18,7 @@ from clusterddp.training.heartbeat import Heartbeat
 WITHOUT_FILES = """
 import os, resource, threading
 from pathlib import Path
-from clusterddp.job import Watchdog
+from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.training.heartbeat import Heartbeat
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.training.micro import cut, sizes
+from clusterddp.data.microbatch import cut, sizes
 from tests import ddp
 
 SCRIPT = Path(__file__).parent / "scripts" / "micro.py"

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from clusterddp import environment
+from clusterddp.distributed import process_group
+from clusterddp.distributed.process_group import choose_backend, choose_devices
+from clusterddp.distributed.wrapping import wrap
 from clusterddp.errors import DeviceError
-from clusterddp.training import process_group, settings
-from clusterddp.training.process_group import choose_backend, choose_devices
-from clusterddp.training.wrapping import wrap
+from clusterddp.training import settings
 from tests import ddp
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of, save
 from tests.waiting import wait_until

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.checkpoints import Checkpoints
+from clusterddp.checkpoint import snapshot
+from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
+from clusterddp.checkpoint.state import load_state, state_of
+from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.checkpoint.writer import Messages, Writer
 from clusterddp.errors import CheckpointError, Superseded
-from clusterddp.job import Keep
-from clusterddp.rundir import RunDirectory
-from clusterddp.training import snapshot
-from clusterddp.training.persisting import NotSaved, Persisting, Saved
-from clusterddp.training.state import load_state, state_of
-from clusterddp.training.writer import Messages, Writer
+from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of
 from tests.waiting import wait_until
 
@@ -38,19 +38,19 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def persisting(directory):
-    persisting = Persisting(directory, 0, Keep(2), torch.device("cpu"))
-    yield persisting
-    persisting.close()
+def checkpoint_client(directory):
+    checkpoint_client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
+    yield checkpoint_client
+    checkpoint_client.close()
 
 
 def state(value: float = 1.0, size: int = 1000) -> dict[str, Any]:
     return {"model": {"weight": torch.full((size,), value)}, "progress": {"step": 3}}
 
 
-def save(persisting: Persisting, step: int, content: dict[str, Any]) -> Saved:
-    persisting.save(step, content, {}, urgent=True)
-    saved = persisting.result(wait=True)
+def save(checkpoint_client: CheckpointClient, step: int, content: dict[str, Any]) -> Saved:
+    checkpoint_client.save(step, content, {}, urgent=True)
+    saved = checkpoint_client.result(wait=True)
     assert saved is not None
     return saved
 
@@ -69,24 +69,24 @@ def test_a_rank_that_is_gone_with_an_answer_unread_is_gone_like_any_other():
     here.close()
 
 
-def test_what_was_taken_is_saved_whatever_training_does_next(directory, persisting):
+def test_what_was_taken_is_saved_whatever_training_does_next(directory, checkpoint_client):
     live = state(2.0, size=1 << 20)
-    persisting.save(5, live, {}, urgent=False)
+    checkpoint_client.save(5, live, {}, urgent=False)
     live["model"]["weight"].zero_()
     live["progress"]["step"] = 4
-    assert persisting.busy
-    persisting.hurry()
-    saved = persisting.result(wait=True)
+    assert checkpoint_client.busy
+    checkpoint_client.hurry()
+    saved = checkpoint_client.result(wait=True)
     (path,) = directory.checkpoints.iterdir()
     assert path.name == "step-000000000005.attempt-0.safetensors" and saved.bytes == path.stat().st_size
     assert torch.equal(content_of(path)["model"]["weight"], torch.full((1 << 20,), 2.0))
     assert content_of(path)["progress"] == {"step": 3}
 
 
-def test_a_state_that_grows_or_changes_its_shape_is_saved_all_the_same(directory, persisting):
-    persisting.prepare(state(1.0, size=10))
+def test_a_state_that_grows_or_changes_its_shape_is_saved_all_the_same(directory, checkpoint_client):
+    checkpoint_client.prepare(state(1.0, size=10))
     for step, size in enumerate((10, 10, 500_000, 7, 0)):
-        save(persisting, step, state(float(step), size))
+        save(checkpoint_client, step, state(float(step), size))
         newest = max(directory.checkpoints.glob("step-*"))
         assert torch.equal(content_of(newest)["model"]["weight"], torch.full((size,), float(step)))
 
@@ -94,10 +94,10 @@ def test_a_state_that_grows_or_changes_its_shape_is_saved_all_the_same(directory
 def test_a_rank_that_is_killed_right_after_the_snapshot_loses_nothing(tmp_path, directory):
     script = (
         "import os, signal, sys, torch\n"
-        "from clusterddp.job import Keep\n"
-        "from clusterddp.rundir import RunDirectory\n"
-        "from clusterddp.training.persisting import Persisting\n"
-        "persisting = Persisting(RunDirectory(sys.argv[1]), 0, Keep(), torch.device('cpu'))\n"
+        "from clusterddp.jobdef.job import Keep\n"
+        "from clusterddp.rundir.run_directory import RunDirectory\n"
+        "from clusterddp.checkpoint.client import CheckpointClient\n"
+        "persisting = CheckpointClient(RunDirectory(sys.argv[1]), 0, Keep(), torch.device('cpu'))\n"
         "persisting.save(9, {'model': torch.arange(10_000_000)}, {}, urgent=False)\n"
         "persisting._sent.wait()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -108,22 +108,24 @@ def test_a_rank_that_is_killed_right_after_the_snapshot_loses_nothing(tmp_path, 
     assert torch.equal(content_of(path)["model"], torch.arange(10_000_000))
 
 
-def test_a_writer_that_is_killed_is_said_and_the_next_save_has_another(directory, persisting):
-    save(persisting, 1, state())
-    os.kill(persisting._writer.pid, signal.SIGKILL)
+def test_a_writer_that_is_killed_is_said_and_the_next_save_has_another(directory, checkpoint_client):
+    save(checkpoint_client, 1, state())
+    os.kill(checkpoint_client._writer.pid, signal.SIGKILL)
     with pytest.raises(NotSaved, match=r"the process that writes it has ended \(exit code -9\)"):
-        save(persisting, 2, state())
-    save(persisting, 3, state())
+        save(checkpoint_client, 2, state())
+    save(checkpoint_client, 3, state())
     assert [name[5:17] for name in names(directory)] == ["000000000001", "000000000003"]
 
 
-def test_a_writer_that_fails_in_a_way_nobody_thought_of_ends_and_is_not_waited_for(directory, persisting):
-    save(persisting, 1, state())
-    persisting._say({"step": 2, "beginning": 0, "size": 1 << 40, "urgent": False})  # more than there is of memory
-    persisting._step = 2
+def test_a_writer_that_fails_in_a_way_nobody_thought_of_ends_and_is_not_waited_for(directory, checkpoint_client):
+    save(checkpoint_client, 1, state())
+    checkpoint_client._say(
+        {"step": 2, "beginning": 0, "size": 1 << 40, "urgent": False}
+    )  # more than there is of memory
+    checkpoint_client._step = 2
     with pytest.raises(NotSaved, match=r"the process that writes it has ended \(exit code 1\)"):
-        persisting.result(wait=True)
-    save(persisting, 3, state())
+        checkpoint_client.result(wait=True)
+    save(checkpoint_client, 3, state())
     assert [name[5:17] for name in names(directory) if name[0] != "."] == ["000000000001", "000000000003"]
 
 
@@ -132,11 +134,11 @@ def test_a_rank_with_more_than_a_thousand_open_files_saves(directory):
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     null = os.open(os.devnull, os.O_RDONLY)
     held = [null, *(os.dup(null) for _ in range(1100))]
-    persisting = Persisting(directory, 0, Keep(2), torch.device("cpu"))
+    checkpoint_client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
     try:
-        assert save(persisting, 1, state()).step == 1
+        assert save(checkpoint_client, 1, state()).step == 1
     finally:
-        persisting.close()
+        checkpoint_client.close()
         for descriptor in held:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -157,27 +159,27 @@ def test_a_save_that_is_answered_leaves_the_next_one_alone():
     assert list(following) == [None]
 
 
-def test_a_disk_that_does_not_take_a_file_leaves_nothing_behind_and_the_older_one_alone(directory, persisting):
-    save(persisting, 1, state())
-    resource.prlimit(persisting._writer.pid, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+def test_a_disk_that_does_not_take_a_file_leaves_nothing_behind_and_the_older_one_alone(directory, checkpoint_client):
+    save(checkpoint_client, 1, state())
+    resource.prlimit(checkpoint_client._writer.pid, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     with pytest.raises(NotSaved, match=r"checkpoint needs 0\.\d GiB, .* free \(File too large\); keeping step 1"):
-        save(persisting, 2, state(size=100_000_000))
+        save(checkpoint_client, 2, state(size=100_000_000))
     assert names(directory) == ["step-000000000001.attempt-0.safetensors"]
-    save(persisting, 3, state())
+    save(checkpoint_client, 3, state())
 
 
-def test_a_superseded_attempt_writes_nothing(directory, persisting):
-    save(persisting, 1, state())
+def test_a_superseded_attempt_writes_nothing(directory, checkpoint_client):
+    save(checkpoint_client, 1, state())
     directory.create_attempt()
     with pytest.raises(Superseded, match="attempt 0 superseded by attempt 1; not writing"):
-        save(persisting, 2, state())
+        save(checkpoint_client, 2, state())
     assert names(directory) == ["step-000000000001.attempt-0.safetensors"]
 
 
-def test_too_little_memory_is_an_error_with_sizes_before_any_is_taken(persisting, monkeypatch):
+def test_too_little_memory_is_an_error_with_sizes_before_any_is_taken(checkpoint_client, monkeypatch):
     monkeypatch.setattr(snapshot, "free_memory", lambda: 1 << 20)
     with pytest.raises(CheckpointError, match=r"needs 0\.4 GiB of memory, and 0\.0 GiB are free on this node"):
-        persisting.prepare(state(size=100_000_000))
+        checkpoint_client.prepare(state(size=100_000_000))
 
 
 @pytest.mark.parametrize(("shared_memory", "place"), [(True, "/dev/shm"), (False, "private")])
@@ -193,13 +195,13 @@ def test_where_memfds_are_refused_the_snapshot_is_a_file_without_a_name(
     files = set(directory.private.iterdir())
     if not shared_memory:
         monkeypatch.setattr(snapshot, "_SHARED_MEMORY", Path("/proc"))
-    persisting = Persisting(directory, 0, Keep(2), torch.device("cpu"))
+    checkpoint_client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
     try:
-        persisting.prepare(state())
-        assert save(persisting, 1, state()).step == 1
-        assert save(persisting, 2, state(2.0, size=1 << 20)).step == 2
+        checkpoint_client.prepare(state())
+        assert save(checkpoint_client, 1, state()).step == 1
+        assert save(checkpoint_client, 2, state(2.0, size=1 << 20)).step == 2
     finally:
-        persisting.close()
+        checkpoint_client.close()
     newest = max(directory.checkpoints.glob("step-*"))
     assert torch.equal(content_of(newest)["model"]["weight"], torch.full((1 << 20,), 2.0))
     said = capsys.readouterr().err
@@ -218,17 +220,17 @@ def test_the_tightest_control_group_counts(tmp_path):
 
 
 def test_the_writer_is_gone_when_its_rank_is(directory):
-    persisting = Persisting(directory, 0, Keep(2), torch.device("cpu"))
-    save(persisting, 1, state())
-    persisting.close()
-    assert persisting._writer.returncode == 0
+    checkpoint_client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
+    save(checkpoint_client, 1, state())
+    checkpoint_client.close()
+    assert checkpoint_client._writer.returncode == 0
 
 
-def test_views_of_one_memory_are_apart_when_their_values_are(directory, persisting):
+def test_views_of_one_memory_are_apart_when_their_values_are(directory, checkpoint_client):
     """Conjugates and negatives have the address, the dtype, the shape and the strides of the original."""
     numbers, plain = torch.randn(3, dtype=torch.complex64), torch.randn(4, 4)
     views = [numbers, numbers.conj(), numbers.imag, numbers.conj().imag, plain, plain.t(), plain[0], plain[:, 0]]
-    save(persisting, 1, {"views": [*views, torch.empty(0), torch.empty(0, 2)]})
+    save(checkpoint_client, 1, {"views": [*views, torch.empty(0), torch.empty(0, 2)]})
     (path,) = directory.checkpoints.iterdir()
     *read, empty, wide = content_of(path)["views"]
     assert all(map(torch.equal, read, views)) and (empty.shape, wide.shape) == ((0,), (0, 2))
@@ -250,10 +252,10 @@ class Rescaled(torch.nn.Module):
 
 
 @pytest.mark.parametrize("around", [lambda module: module, torch.compile], ids=["plain", "compiled"])
-def test_a_module_is_given_the_version_that_its_state_was_saved_by(directory, persisting, around):
+def test_a_module_is_given_the_version_that_its_state_was_saved_by(directory, checkpoint_client, around):
     make = lambda: torch.nn.Sequential(around(torch.nn.Sequential(Rescaled())))  # noqa: E731
     saved, fresh, own = make(), make(), {"inner": make().state_dict()}
-    save(persisting, 1, {"model": state_of(saved), "other": own})
+    save(checkpoint_client, 1, {"model": state_of(saved), "other": own})
     (path,) = directory.checkpoints.iterdir()
     content = content_of(path)
     load_state(fresh, content["model"])

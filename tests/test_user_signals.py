@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from clusterddp.launch.cause import Cause
-from clusterddp.launch.controller import give_notice
-from clusterddp.rundir import RunDirectory
-from clusterddp.training.interrupts import SignalPipe, described
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor.controller import give_notice
+from clusterddp.worker.signals import SignalPipe, described
 from tests.test_child_processes import TRAINING
 from tests.test_local import ranks_of, start
 from tests.waiting import story, wait_until

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from clusterddp.launch.cause import Cause, read_cause
-from clusterddp.launch.deaths import Death, in_order, of_tasks
-from clusterddp.launch.slurm import JobInfo
-from clusterddp.launch.verdict import Action, RankEnd, judge
+from clusterddp.failures.exit_status import ExitStatus, in_order, of_tasks
+from clusterddp.slurm.cause import Cause, read_cause
+from clusterddp.slurm.commands import JobInfo
+from clusterddp.supervisor.verdict import Action, RankEnd, judge
 
 NOW = 1_000_000.0
 
@@ -158,14 +158,14 @@ def test_what_may_pass_is_tried_again_in_place_and_the_users_own_errors_never(fa
     ("death", "sentence"),
     [
         (None, "killed without a traceback, or left by os._exit"),
-        (Death.of_code(-9), "killed by signal 9, no traceback; check memory"),
-        (Death.of_code(-11), "killed by signal 11 (SIGSEGV)"),
-        (Death.of_code(-6), "killed by signal 6 (SIGABRT)"),
-        (Death.of_code(3), "left by os._exit(3), no traceback"),
-        (Death(out_of_memory=True), "killed: out of memory (the job's limit; ask for more with --mem)"),
+        (ExitStatus.of_code(-9), "killed by signal 9, no traceback; check memory"),
+        (ExitStatus.of_code(-11), "killed by signal 11 (SIGSEGV)"),
+        (ExitStatus.of_code(-6), "killed by signal 6 (SIGABRT)"),
+        (ExitStatus.of_code(3), "left by os._exit(3), no traceback"),
+        (ExitStatus(out_of_memory=True), "killed: out of memory (the job's limit; ask for more with --mem)"),
     ],
 )
-def test_a_rank_without_a_record_is_named_with_what_killed_it(death: Death | None, sentence: str) -> None:
+def test_a_rank_without_a_record_is_named_with_what_killed_it(death: ExitStatus | None, sentence: str) -> None:
     """SIGKILL leaves no traceback; the rank, its host and the signal are named all the same."""
     assert RankEnd.from_record(3, "n2", 1.0, None, death).sentence() == f"rank 3 (n2) {sentence}"
 
@@ -190,12 +190,12 @@ def test_an_exception_is_named_in_one_line(error: str, words: str) -> None:
 @pytest.mark.parametrize(("code", "name"), [(-11, "SIGSEGV"), (-37, "Real-time signal 3")])
 def test_every_signal_has_a_name(code: int, name: str) -> None:
     """Also one that Python has none for."""
-    assert Death.of_code(code).words() == f"killed by signal {-code} ({name})"
+    assert ExitStatus.of_code(code).words() == f"killed by signal {-code} ({name})"
 
 
 def test_srun_tells_how_each_task_ended() -> None:
     """As seen on 22.05.8; what --kill-on-bad-exit did to the others comes after the first failure."""
-    deaths = of_tasks(
+    exit_statuses = of_tasks(
         """srun: error: n2: task 3: Segmentation fault (core dumped)
 srun: launch/slurm: _step_signal: Terminating StepId=1.0
 slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-20T12:46:39 ***
@@ -207,34 +207,37 @@ srun: error: n1: task 3: Killed
 srun: Force Terminated StepId=1.0
 """
     )
-    killed = Death(signal=9)
-    assert deaths == {
-        3: Death(signal=11),
-        2: Death(signal=15),
+    killed = ExitStatus(signal=9)
+    assert exit_statuses == {
+        3: ExitStatus(signal=11),
+        2: ExitStatus(signal=15),
         0: killed,
         1: killed,
         4: killed,
-        5: Death(out_of_memory=True),
-        6: Death(exit_code=3),
+        5: ExitStatus(out_of_memory=True),
+        6: ExitStatus(exit_code=3),
     }
 
 
 def test_a_task_that_could_not_be_launched_is_the_first_failure() -> None:
     """It was never heard of; the ranks that waited for it were killed."""
-    deaths = in_order(
+    exit_statuses = in_order(
         of_tasks("srun: error: n1: task 0: Killed\nsrun: error: task 1 launch failed: Slurmd could not connect IO\n")
     )
-    waited, missing = end("died", 0, lost_at=4.0, death=deaths[0]), end("died", 1, float("inf"), death=deaths[1])
+    waited, missing = (
+        end("died", 0, lost_at=4.0, death=exit_statuses[0]),
+        end("died", 1, float("inf"), death=exit_statuses[1]),
+    )
     verdict = judge([waited, missing], 137, False, lambda: Cause.NONE)
     assert (verdict.first_failure, verdict.action) == (missing, Action.RESTART)
-    assert deaths[1].words() == "never started: Slurmd could not connect IO"
+    assert exit_statuses[1].words() == "never started: Slurmd could not connect IO"
 
 
 def test_a_segfault_comes_before_the_kills_that_it_led_to() -> None:
     """The launcher's KILL of a peer arrives within the jitter; so does the peer's word of a closed connection."""
     peer = end("exception", 0, lost_at=4.0, error="RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed")
-    ended = end("died", 2, lost_at=4.1, death=Death(signal=9))
-    crashed = end("died", 1, lost_at=4.2, death=Death(signal=11))
+    ended = end("died", 2, lost_at=4.1, death=ExitStatus(signal=9))
+    crashed = end("died", 1, lost_at=4.2, death=ExitStatus(signal=11))
     verdict = judge([peer, crashed, ended], 139, False, lambda: Cause.NONE)
     assert verdict.first_failure == crashed
     assert verdict.others == (peer, ended)
@@ -243,6 +246,6 @@ def test_a_segfault_comes_before_the_kills_that_it_led_to() -> None:
 def test_a_killed_rank_comes_before_the_peers_that_miss_it() -> None:
     """Its connection may break a moment after a peer has failed of it; the launcher saw it end first."""
     peer = end("exception", 0, lost_at=4.0, error="RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed")
-    deaths = in_order({1: Death(signal=9), 0: Death(exit_code=1), 2: Death(signal=9)})
-    killed, ended = (end("died", rank, lost_at=4.01, death=deaths[rank]) for rank in (1, 2))
+    exit_statuses = in_order({1: ExitStatus(signal=9), 0: ExitStatus(exit_code=1), 2: ExitStatus(signal=9)})
+    killed, ended = (end("died", rank, lost_at=4.01, death=exit_statuses[rank]) for rank in (1, 2))
     assert judge([peer, killed, ended], 137, False, lambda: Cause.NONE).first_failure == killed

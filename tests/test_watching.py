@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.cli import watch
+from clusterddp.cli.watch import Hold, Watcher
 from clusterddp.errors import SlurmError
-from clusterddp.job import Job
-from clusterddp.launch import holder, watching
-from clusterddp.launch.slurm import JobInfo
-from clusterddp.launch.watching import Hold, Watcher
-from clusterddp.rundir import RunDirectory, append_line, write_json
+from clusterddp.jobdef.job import Job
+from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.commands import JobInfo
+from clusterddp.supervisor import lease
 
 JOB = Job(name="x", module="x")
 #: What the supervisor of the run's only attempt leaves when it could not ask, and when the run's next job was refused.
@@ -31,7 +33,7 @@ def run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / "run")
     run.create()
     number = run.create_attempt()
-    holder.take(run, number, holder.of_job("41"))
+    lease.take(run, number, lease.of_job("41"))
     append_line(run.events_file, {"event": "started", "attempt": 0, "time": 1.0, "job": "41", "restarts": 0})
     return run
 
@@ -45,12 +47,12 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append(" ".join([script.name, *options]))
         return "42"
 
-    monkeypatch.setattr("clusterddp.launch.slurm.submit", submit)
+    monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
     return made
 
 
 def look(run: RunDirectory, job: JobInfo | None, monkeypatch: pytest.MonkeyPatch) -> Watcher:
-    monkeypatch.setattr("clusterddp.launch.slurm.show_job", lambda _: job)
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: job)
     watcher = Watcher(run, JOB)
     watcher.look()
     return watcher
@@ -91,7 +93,7 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_somebody_wanted_its_end(
     assert (submitted == ["job.sbatch"]) is resubmitted
     assert watcher.result == (None if resubmitted else 1)
     if resubmitted:
-        assert holder.holders(run)[0]["job"] == "42"
+        assert lease.holders(run)[0]["job"] == "42"
 
 
 @pytest.mark.parametrize(("usable", "options"), [(["n1", "n2"], " --exclude=n2"), (["n2"], "")])
@@ -100,7 +102,7 @@ def test_a_node_that_failed_the_run_twice_stays_left_out(
 ) -> None:
     """Where another one works."""
     append_line(run.events_file, {"event": "excluded", "attempt": 0, "time": time.time(), "nodes": ["n2"]})
-    monkeypatch.setattr("clusterddp.launch.slurm.usable_nodes", lambda _: usable)
+    monkeypatch.setattr("clusterddp.slurm.commands.usable_nodes", lambda _: usable)
     look(run, info("NODE_FAIL"), monkeypatch)
     assert submitted == [f"job.sbatch{options}"]
 
@@ -108,17 +110,17 @@ def test_a_node_that_failed_the_run_twice_stays_left_out(
 def test_an_attempt_that_is_just_being_claimed_leaves_no_gap_in_who_holds_the_run(run: RunDirectory) -> None:
     """Its folder is there, its entry not yet: the one before still holds the run."""
     run.create_attempt()
-    assert holder.holders(run) == [holder.of_job("41")]
+    assert lease.holders(run) == [lease.of_job("41")]
 
 
 def test_a_run_that_another_job_has_gone_on_with_is_left_to_it(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job whose submission got no answer was there all the same: the one submitted in its place has left."""
-    holder.take(run, run.create_attempt(), holder.of_job("42"))
-    holder.submitted(run, "43")
+    lease.take(run, run.create_attempt(), lease.of_job("42"))
+    lease.submitted(run, "43")
     states = {"42": "RUNNING", "43": "FAILED"}
-    monkeypatch.setattr("clusterddp.launch.slurm.show_job", lambda job: info(states[job], job=job))
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda job: info(states[job], job=job))
     watcher = Watcher(run, JOB)
     watcher.look()
     assert (submitted, watcher.result) == ([], None)
@@ -136,9 +138,9 @@ def test_what_slurm_refuses_a_watcher_it_asks_for_again(
             raise answer
         return answer
 
-    monkeypatch.setattr("clusterddp.launch.slurm.submit", submit)
-    monkeypatch.setattr("clusterddp.launch.slurm.show_job", lambda _: info("COMPLETED"))
-    monkeypatch.setattr(watching, "ASK_WAITING_S", 0.0)
+    monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("COMPLETED"))
+    monkeypatch.setattr(watch, "ASK_WAITING_S", 0.0)
     write_json(run.request_file, REFUSED)
     watcher = Watcher(run, JOB)
     for _ in range(3):
@@ -164,11 +166,11 @@ def test_a_hold_is_lifted_only_after_slurmds_memory_of_the_old_start_has_passed(
     """Lifted within the second of the requeue, the job would be FAILED for good: credential revoked."""
     lifted: list[str] = []
     clock = [100.0]
-    monkeypatch.setattr("clusterddp.launch.slurm.lift_hold", lifted.append)
-    monkeypatch.setattr(watching.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("clusterddp.slurm.commands.lift_hold", lifted.append)
+    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
     hold, held = Hold(), info("PENDING", "BeginTime", restarts=1)
     assert not hold.lift_when_safe(held)
-    clock[0] += watching.SETTLE_S - 0.1
+    clock[0] += watch.SETTLE_S - 0.1
     assert not hold.lift_when_safe(held)
     clock[0] += 0.2
     assert hold.lift_when_safe(held)
@@ -184,19 +186,19 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     """No Slurm job holds either."""
     run = RunDirectory(tmp_path / "run")
     run.create()
-    write_json(run.loop_file, holder.of_this_process(), mode=0o600)
+    write_json(run.loop_file, lease.of_this_process(), mode=0o600)
     local = Watcher(run, JOB)
     local.look()
     assert local.result is None
-    holder.take(run, run.create_attempt(), holder.of_this_process())
+    lease.take(run, run.create_attempt(), lease.of_this_process())
     training = Watcher(run, JOB)
     training.look()
     assert training.result is None
     between, held = capsys.readouterr().err.splitlines()
     assert between == "run: a local run, between two attempts of its local loop: waiting for its end"
     assert re.fullmatch(r"run: a local run, with process \d+ on this machine: waiting for its end", held)
-    write_json(run.loop_file, {**holder.of_this_process(), "process_start": "1"})
-    write_json(run.holder_file(0), {**holder.of_this_process(), "process_start": "1"})
+    write_json(run.loop_file, {**lease.of_this_process(), "process_start": "1"})
+    write_json(run.holder_file(0), {**lease.of_this_process(), "process_start": "1"})
     stopped = Watcher(run, JOB)
     stopped.look()
     assert stopped.result == 1

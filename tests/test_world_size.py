@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.records import read_lines
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.trainings import Training, events_of
 from tests.waiting import story, wait_for_step

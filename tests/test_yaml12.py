@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import JobDefinitionError
-from clusterddp.yaml12 import Key, Mistake, Node, Place, load, node_of, raise_mistakes, scalar
+from clusterddp.jobdef.yaml12 import Key, Mistake, Node, Place, load, node_of, raise_mistakes, scalar
 
 
 def plain(node: Node) -> Any:

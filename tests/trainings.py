@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.records import read_lines
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_until
 
 STEPS = 40
 #: What the ranks can be doing; see tests/scripts/train.py.
 MOMENTS = ["import", "rendezvous", "first step", "evaluation", "restore", "save", "last step", "after the end"]
-#: As in clusterddp.launch.watching, for a machine with one clock.
+#: As in clusterddp.cli.watch, for a machine with one clock.
 SETTLE_S = 1.5
 
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from clusterddp.launch.cause import Cause
-from clusterddp.launch.controller import give_notice
-from clusterddp.records import read_json, read_lines
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.records import read_json, read_lines
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor.controller import give_notice
 from tests.checkpoint_files import content_of
 
 T = TypeVar("T")

@@ -1,1 +1,1 @@
-"""Measurements of the machine that training runs on, as job definitions: ``clusterddp bench NAME``."""
+"""Benchmarks of a cluster as job definitions, for ``clusterddp bench``; nothing imports them."""

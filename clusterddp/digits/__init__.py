@@ -1,1 +1,1 @@
-"""The packaged default job: handwritten digits."""
+"""The bundled example job, handwritten digits; nothing imports it."""

@@ -1,1 +1,1 @@
-"""Other people's training loops, stopped together, saved by their own means, and requeued. See docs/integrations.md."""
+"""Adapters for the training loops of other libraries; the core never imports them."""

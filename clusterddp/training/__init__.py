@@ -1,1 +1,1 @@
-"""The training half: what runs inside a rank, with torch. The launch half never imports it."""
+"""The context and its step loop: stops, saves, metrics, heartbeat; nothing that runs outside a rank."""

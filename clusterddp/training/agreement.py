@@ -19,9 +19,9 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from clusterddp import link
 from clusterddp.errors import ClusterddpError
-from clusterddp.training.interrupts import SignalPipe
+from clusterddp.worker import control_channel
+from clusterddp.worker.signals import SignalPipe
 
 _STOP, _LAST, _COUNT = "agreement/stop", "agreement/last", "agreement/published"
 
@@ -36,7 +36,7 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
-class Ballot:
+class StopVote:
     """One rank's part of the protocol. Each method is one atomic action; the order in which they are called matters."""
 
     def __init__(self) -> None:
@@ -90,14 +90,14 @@ class Agreement:
         watched: Store,
         rank: int,
         world_size: int,
-        report: Callable[..., None] = link.report,
+        report: Callable[..., None] = control_channel.report,
         on_request: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.reason: str | None = None
         self._on_request = on_request
         self._store, self._report = store, report
         self._rank, self._world_size = rank, world_size
-        self._ballot = Ballot()
+        self._stop_vote = StopVote()
         self._published, self._known = threading.Event(), threading.Event()
         self._lost: Exception | None = None
         self._asking = threading.Lock()
@@ -127,24 +127,24 @@ class Agreement:
         """
         if self._signals is not None:
             self._signals.check()
-        number = self._ballot.enter()
-        if not self._ballot.sees_flag():
+        number = self._stop_vote.enter()
+        if not self._stop_vote.sees_flag():
             return False
         self._published.wait()
-        if self._ballot.may_pass(number):
+        if self._stop_vote.may_pass(number):
             return False
         self._known.wait()
-        if self._ballot.last is None:
+        if self._stop_vote.last is None:
             raise ClusterddpError(
                 f"rank {self._rank} was to stop ({self.reason}), but rank 0's store is gone ({self._lost}): rank 0 is "
                 "lost, or has ended early"
             )
-        return self._ballot.stops_at(number)
+        return self._stop_vote.stops_at(number)
 
     @property
     def entered(self) -> int:
         """How many boundaries this rank has come to."""
-        return self._ballot.entered + 1
+        return self._stop_vote.entered + 1
 
     def request(self, reason: str) -> None:
         """Asks all ranks to stop at their next common boundary. Any rank, any thread, any number of times."""
@@ -194,14 +194,14 @@ class Agreement:
             self._known.set()
 
     def _vote(self, store: Store) -> None:
-        self._ballot.raise_flag()
-        number = self._ballot.publish()
+        self._stop_vote.raise_flag()
+        number = self._stop_vote.publish()
         self._published.set()
         store.set(_published_by(self._rank), str(number))
         if store.add(_COUNT, 1) == self._world_size:
             numbers = store.multi_get([_published_by(rank) for rank in range(self._world_size)])
             store.set(_LAST, str(max(map(int, numbers))))
-        self._ballot.last = int(store.get(_LAST))
+        self._stop_vote.last = int(store.get(_LAST))
 
 
 def _published_by(rank: int) -> str:

@@ -20,21 +20,23 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from clusterddp import completion, link
+from clusterddp.checkpoint.state import Stateful
+from clusterddp.data import randomness, stream
+from clusterddp.data.external_loader import ExternalLoader, StatefulLoader
+from clusterddp.distributed import collectives, process_group, wrapping
 from clusterddp.errors import Stopped
-from clusterddp.job import Checkpointing
+from clusterddp.jobdef.job import Checkpointing
 from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import say
-from clusterddp.rundir import append_line, write_json
-from clusterddp.training import collectives, data, process_group, randomness, settings, wrapping
+from clusterddp.rundir.files import append_line, write_json
+from clusterddp.training import settings
 from clusterddp.training.agreement import Agreement
-from clusterddp.training.deadline import Deadline
-from clusterddp.training.foreign import ForeignLoader, StatefulLoader
 from clusterddp.training.heartbeat import Heartbeat
-from clusterddp.training.interrupts import SignalPipe, described
 from clusterddp.training.loop import Randomness, Run
 from clusterddp.training.saving import Saver
-from clusterddp.training.state import Stateful
+from clusterddp.worker import completion, control_channel
+from clusterddp.worker.deadline import Deadline
+from clusterddp.worker.signals import SignalPipe, described
 
 _WAIT = timedelta(days=30)
 _current: Context | None = None
@@ -93,9 +95,9 @@ class Context:
         # Not before all ranks are there: one that waits for the others has nothing to save, and ends by TERM at once.
         self._signals = SignalPipe()
         self._agreement.listen(self._signals, self._on_handler_replaced)
-        if link.current is not None:
-            link.current.on_stop(self._agreement.on_notice)
-        data.guard_workers()
+        if control_channel.current is not None:
+            control_channel.current.on_stop(self._agreement.on_notice)
+        stream.guard_workers()
         self._run: Run | None = None
         self._saver: Saver | None = None
         self._turns = 0
@@ -152,7 +154,7 @@ class Context:
         """
         return wrapping.wrap(model, self.devices, all_used_once=all_used_once, **options)
 
-    def loader(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = True, **options: Any) -> data.Loader:
+    def loader(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = True, **options: Any) -> stream.Loader:
         """The training samples: ``batch_size`` per rank and step, in an order that a resume finds again.
 
         With the job's ``global_batch`` a rank's share of a step is that divided by the number of ranks, and
@@ -160,7 +162,7 @@ class Context:
 
         ``options`` go to torch's DataLoader. Each sample is read with its own seed, whatever the number of workers.
         """
-        return data.Loader(
+        return stream.Loader(
             dataset,
             batch_size,
             shuffle=shuffle,
@@ -171,12 +173,12 @@ class Context:
             **{"pin_memory": self.device.type == "cuda", **options},
         )
 
-    def eval_loader(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> data.EvalLoader:
+    def eval_loader(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> stream.EvalLoader:
         """Every sample exactly once over all ranks: this rank's are rank, rank + world_size, ... in order.
 
         All ranks iterate over it, to the same batch. Between its batches the run can stop as at ``stop_point``.
         """
-        return data.EvalLoader(
+        return stream.EvalLoader(
             dataset,
             batch_size,
             rank=self.rank,
@@ -190,7 +192,7 @@ class Context:
         *,
         model: Stateful,
         optimizer: Stateful,
-        loader: data.Loader | StatefulLoader,
+        loader: stream.Loader | StatefulLoader,
         scheduler: Stateful | None = None,
         rng: Randomness = "step",
         **others: Stateful | None,
@@ -224,27 +226,27 @@ class Context:
         )
         return self._run
 
-    def _own_or_foreign(self, loader: data.Loader | StatefulLoader) -> data.Loader | ForeignLoader:
-        if isinstance(loader, data.Loader):
+    def _own_or_foreign(self, loader: stream.Loader | StatefulLoader) -> stream.Loader | ExternalLoader:
+        if isinstance(loader, stream.Loader):
             return loader
         if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
             raise TypeError(
                 f"a run cannot find its place again in a {type(loader).__name__}: expected the loader of ctx.loader(), "
                 "or one with state_dict() and load_state_dict(), as torchdata's StatefulDataLoader"
             )
-        return ForeignLoader(loader, self._group)
+        return ExternalLoader(loader, self._group)
 
     # --- hanging
 
     def _begin_heartbeat(self) -> Heartbeat:
         """Nobody listens where no supervisor started this process."""
-        watched, directory = link.current is not None, self._settings.run_dir
+        watched, directory = control_channel.current is not None, self._settings.run_dir
         logs = directory.attempt_logs(self._attempt) if directory else Path()
         return Heartbeat(
             self._settings.watchdog if watched else None,
             boundaries=lambda: self._agreement.entered,
             step=lambda: self._run.step if self._run is not None else 0,
-            send=link.report,
+            send=control_channel.report,
             flight_record=logs / f"rank-{self.rank}.collectives.json",
         )
 
@@ -315,7 +317,7 @@ class Context:
 
     def requeue(self) -> NoReturn:
         """Ends this attempt as stopped, not done: the run goes on later. The script has saved what it needs."""
-        data.close_workers()
+        stream.close_workers()
         raise Stopped(None, self._agreement.reason or "asked for by the script")
 
     # --- all ranks together
@@ -360,9 +362,9 @@ class Context:
         self._closed = True
         _current = None
         cancel_at_exit(self._close_at_exit)
-        if link.current is not None:
-            link.current.on_stop(None)
-        data.close_workers()
+        if control_channel.current is not None:
+            control_channel.current.on_stop(None)
+        stream.close_workers()
         self._signals.close(restore_handlers=restore_handlers)
         self._agreement.close()
         self._deadline.end()
@@ -390,9 +392,9 @@ class Context:
         """Into the run's history: through the supervisor, or, where there is none, by rank 0."""
         if self._forked:
             return
-        link.report(event, **values)
+        control_channel.report(event, **values)
         directory = self._settings.run_dir
-        if link.current is None and self.rank == 0 and directory is not None:
+        if control_channel.current is None and self.rank == 0 and directory is not None:
             line = {"time": time.time(), "attempt": self._attempt, "event": event, **values}
             try:
                 append_line(directory.events_file, line)

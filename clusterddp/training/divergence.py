@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from clusterddp.training.process_group import ProcessGroup
-from clusterddp.training.state import Stateful, ddp_modules, pack, parameters_of, state_of
+from clusterddp.checkpoint.state import Stateful, pack, parameters_of, state_of
+from clusterddp.distributed.modules import ddp_modules
+from clusterddp.distributed.process_group import ProcessGroup
 
 #: The steps of an attempt after which the ranks' states are compared: some differ from the beginning, some only once
 #: they are in use.

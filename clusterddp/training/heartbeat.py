@@ -1,7 +1,7 @@
 """What a rank tells the supervisor of itself every few seconds: how far it is, and, while it does not move, what it is
 at. A thread reads what the main thread leaves behind anyway: a step does nothing for it.
 
-The supervisor finds out that the run hangs, and on which rank (``launch/hangs.py``). The stacks of all threads come
+The supervisor finds out that the run hangs, and on which rank (``failures/hangs.py``). The stacks of all threads come
 from here: a timer of faulthandler's, which needs no lock of Python's, writes them to standard error when the rank's
 time is over.
 """
@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from clusterddp.job import Watchdog
+from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.reporter import say
-from clusterddp.training.whereabouts import place_of, sleeping, stand_of
+from clusterddp.training.stack_location import place_of, sleeping, stand_of
 
 #: A rank may be without a step for so many times as long as it was before.
 GAP_FACTOR = 4.0

@@ -1,4 +1,4 @@
-"""The training loop of a run: it goes on where the run stopped, saves, and stops at step boundaries.
+"""The training loop of a run: resumes where the run stopped, saves, and stops at step boundaries.
 
 Step s turns checkpoint s (the state after s steps) into checkpoint s + 1. Everything random in it is a function of
 (seed, s, rank): which samples it takes, their augmentation, dropout. So a resumed run needs nothing but the step and
@@ -15,22 +15,25 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
-from clusterddp import completion
+from clusterddp.checkpoint.gradients import Gradients
+from clusterddp.checkpoint.state import Stateful, check_parts, load_state, pack, state_of
+from clusterddp.data import randomness, stream
+from clusterddp.data.external_loader import ExternalLoader
+from clusterddp.data.microbatch import MicroBatches
+from clusterddp.data.stream import Loader
+from clusterddp.distributed import wrapping
+from clusterddp.distributed.modules import ddp_modules
+from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.reporter import say
-from clusterddp.training import data, metrics, randomness, wrapping
+from clusterddp.training import metrics
 from clusterddp.training.agreement import Agreement
-from clusterddp.training.data import Loader
-from clusterddp.training.deadline import Deadline
+from clusterddp.training.compute_time import OwnTime
 from clusterddp.training.divergence import Divergence, explanation
-from clusterddp.training.foreign import ForeignLoader
-from clusterddp.training.gradients import Gradients
 from clusterddp.training.heartbeat import Heartbeat
-from clusterddp.training.micro import MicroBatches
-from clusterddp.training.own_time import OwnTime
-from clusterddp.training.process_group import ProcessGroup
 from clusterddp.training.saving import Saver
-from clusterddp.training.state import Stateful, check_parts, ddp_modules, load_state, pack, state_of
+from clusterddp.worker import completion
+from clusterddp.worker.deadline import Deadline
 
 _REMEDY = "Give run() what the run began with, or begin a new run"
 _RESERVED = {"format", "attempt", "parent", "progress"}
@@ -47,7 +50,7 @@ class Run:
     def __init__(
         self,
         parts: dict[str, Stateful],
-        loader: Loader | ForeignLoader,
+        loader: Loader | ExternalLoader,
         *,
         rng: Randomness,
         seed: int,
@@ -201,7 +204,7 @@ class Run:
         if self._group.rank == 0:
             self._report("stopping", step=self.step, reason=reason)
         committed, problem = self._commit()
-        data.close_workers()
+        stream.close_workers()
         if self._group.rank == 0:
             say(_farewell(self.step, reason, committed, problem))
         raise Stopped(committed, reason)

@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from clusterddp.records import drop_torn_line
 from clusterddp.reporter import say
-from clusterddp.rundir import create_file, finite, fsync_directory, write_atomically
+from clusterddp.rundir.files import create_file, finite, fsync_directory, write_atomically
+from clusterddp.rundir.records import drop_torn_line
 
 #: What the values of one step may take in the file. A line of the history, which goes over the link, is no longer.
 MOST_BYTES = 1_000_000

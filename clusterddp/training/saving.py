@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from clusterddp.checkpoints import Checkpoint, Checkpoints, best_of
+from clusterddp.checkpoint.client import CheckpointClient, NotSaved
+from clusterddp.checkpoint.restore import restore
+from clusterddp.checkpoint.store import Checkpoint, Checkpoints, best_of
+from clusterddp.data.external_loader import same_everywhere
+from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
-from clusterddp.job import Checkpointing
+from clusterddp.jobdef.job import Checkpointing
 from clusterddp.reporter import say
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training import interval
-from clusterddp.training.deadline import CAUTION
-from clusterddp.training.foreign import same_everywhere
 from clusterddp.training.metrics import Metrics
-from clusterddp.training.persisting import NotSaved, Persisting
-from clusterddp.training.process_group import ProcessGroup
-from clusterddp.training.restoring import restore
+from clusterddp.worker.deadline import CAUTION
 
 #: How often, in steps, rank 0 is asked whether it is time to save, where all ranks must take part.
 TOGETHER_STEPS = 20
@@ -45,7 +45,7 @@ class Saver:
             self._directory = directory
             self._checkpoints = Checkpoints(directory, attempt, settings.keep)
             self._metrics = Metrics(directory.metrics_file, attempt, report)
-            self._persisting = Persisting(directory, attempt, settings.keep, group.device)
+            self._checkpoint_client = CheckpointClient(directory, attempt, settings.keep, group.device)
         #: Whether there is a place to save in.
         self.saves = directory is not None
         self._committed: int | None = None
@@ -87,7 +87,7 @@ class Saver:
     def prepare(self, state: State) -> None:
         """Rank 0 gets ready for the first save, once the state is as large as it will be."""
         if self._checkpoints is not None:
-            self._persisting.prepare(state())
+            self._checkpoint_client.prepare(state())
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Rank 0 appends the metrics line of a finished step, and notes whether it is the best so far."""
@@ -109,7 +109,7 @@ class Saver:
             return
         this_step = self._wants_this(step)
         self._hear(wait=this_step)
-        if not self._persisting.busy and (this_step or self._is_time()):
+        if not self._checkpoint_client.busy and (this_step or self._is_time()):
             self._save(step, state, urgent=False)
 
     def due_together(self, step: int) -> bool:
@@ -168,7 +168,7 @@ class Saver:
         """Leaves the writer to finish what it is at."""
         if self._checkpoints is not None:
             self._say_unlogged()
-            self._persisting.close()
+            self._checkpoint_client.close()
             self._metrics.close()
 
     # --- saving
@@ -193,21 +193,21 @@ class Saver:
         if self._value is not None:
             self._best = min(self._best, self._settings.keep.order(self._value))
             facts["metrics"] = json.dumps({self._settings.keep.best: self._value})
-        self._persisting.save(step, state(), facts, urgent)
+        self._checkpoint_client.save(step, state(), facts, urgent)
         self._stall_s = time.monotonic() - started
         return None
 
     def _hear(self, wait: bool = False) -> str | None:
         """What the writer says of the save under way, if it is done with it; why it was not saved, if it was not."""
         with self._hearing:
-            return self._hear_now(wait) if self._persisting.busy else None
+            return self._hear_now(wait) if self._checkpoint_client.busy else None
 
     def _hear_now(self, wait: bool) -> str | None:
         heard_at = time.monotonic()
         if wait:
-            self._persisting.hurry()
+            self._checkpoint_client.hurry()
         try:
-            saved = self._persisting.result(wait)
+            saved = self._checkpoint_client.result(wait)
         except NotSaved as error:
             if error.metrics:
                 self._metrics.doubt()

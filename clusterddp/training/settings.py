@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp import environment, link
-from clusterddp.job import Checkpointing, Timeouts, Watchdog
-from clusterddp.job_file import load_resolved
-from clusterddp.rundir import RunDirectory
-from clusterddp.training.process_group import StoreAddress
+from clusterddp import environment
+from clusterddp.distributed.process_group import StoreAddress
+from clusterddp.jobdef.job import Checkpointing, Timeouts, Watchdog
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker import control_channel
 
 _TERM, _USR2 = "CLUSTERDDP_TERM_NOTICE_S", "CLUSTERDDP_USR2_NOTICE_S"
 _NOTICES = {"TERM": _TERM, "preemption": _TERM, "end of the job": _TERM, "USR2": _USR2, "time limit": _USR2}
@@ -80,7 +81,7 @@ def _store(environ: Mapping[str, str], ranks: environment.RankEnvironment) -> St
         *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
         *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE"),
     )
-    token = environ.get(link.TOKEN_VARIABLE) or "/".join(environ.get(name, "") for name in names)
+    token = environ.get(control_channel.TOKEN_VARIABLE) or "/".join(environ.get(name, "") for name in names)
     return StoreAddress(ranks.master_addr or "127.0.0.1", ranks.master_port or 0, token, agent, _owner(environ))
 
 

@@ -27,8 +27,9 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.runs import cluster
-from clusterddp.records import read_lines
-from clusterddp.rundir import RunDirectory, append_line
+from clusterddp.rundir.files import append_line
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.chaos import runs
 from tests.chaos.behaviours import ALL, behaviour
 from tests.chaos.judging import problems

@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.faults import unannounced_redone
 from benchmarks.judging import steps_that_count, terminal_events
-from clusterddp.records import read_lines
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.chaos.behaviours import SECRET, STEPS, Behaviour
 from tests.waiting import differing, final_state
 

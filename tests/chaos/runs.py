@@ -15,7 +15,7 @@ import yaml
 
 from benchmarks.faults import ranks_of
 from benchmarks.runs import HighJob, TooLong, folder_for, until
-from clusterddp.rundir import RunDirectory
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.chaos.behaviours import SECRET
 from tests.chaos.judging import EVERY
 from tests.chaos.plan import Kill, Plan

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from clusterddp.checkpoints import Checkpoints
+from clusterddp.checkpoint.restore import unpacked
+from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.errors import ClusterddpError
-from clusterddp.job import Keep
-from clusterddp.launch import holder
-from clusterddp.launch.history import History
-from clusterddp.rundir import RunDirectory
-from clusterddp.training.restoring import unpacked
+from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor import lease
+from clusterddp.supervisor.history import History
 from tests.checkpoint_files import save
 from tests.crash.disk import Tree
 from tests.crash.subject import JOB, STEPS_PER_SAVE, content, saver_of, values
@@ -92,7 +92,7 @@ def _check_files(run: RunDirectory, promised: Promised) -> None:
     outcome = run.outcome()
     _check_outcome(promised, outcome)
     assert run.cancelled or not promised.get("cancelled"), "the mark that it was cancelled is gone"
-    held = [entry["job"] for entry in holder.holders(run)]
+    held = [entry["job"] for entry in lease.holders(run)]
     assert "holder" not in promised or not run.submitted_file.exists(), "the submission holds the run again"
     if promised.get("pending") is not None:
         assert promised.get("pending") in held, f"held by {held}"

@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
-from clusterddp.job import Checkpointing, Keep
-from clusterddp.launch import holder
-from clusterddp.launch.history import History
-from clusterddp.rundir import RunDirectory, remove, write_atomically
+from clusterddp.jobdef.job import Checkpointing, Keep
+from clusterddp.rundir.files import remove, write_atomically
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor import lease
+from clusterddp.supervisor.history import History
 from clusterddp.training.saving import Saver
 
 STEPS_PER_SAVE = 4
@@ -94,7 +95,7 @@ class Story:
 
     def _count(self) -> None:
         if self._made == self._stop_after:
-            writer = self._saver._persisting._writer if self._saver else None
+            writer = self._saver._checkpoint_client._writer if self._saver else None
             self._stop(writer.pid if writer and writer.poll() is None else None)
 
     def _submit(self) -> None:
@@ -102,7 +103,7 @@ class Story:
         self.promise(created=True)
         write_atomically(self._run.job_file, JOB)
         self.promise(job=JOB)
-        holder.submitted(self._run, "41")
+        lease.submitted(self._run, "41")
         self.promise(pending="41")
 
     def _attempt(self, expected: int) -> None:
@@ -112,8 +113,8 @@ class Story:
         if expected > 0:
             remove(self._run.outcome_file)
             self.promise(outcome=None)
-        me = holder.of_job(str(41 + number))
-        holder.take(self._run, number, me)
+        me = lease.of_job(str(41 + number))
+        lease.take(self._run, number, me)
         self.promise(pending=None, holder=me)
         history = History(self._run, number)
         self._event(history, "started", job=me["job"])

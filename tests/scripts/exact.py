@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import clusterddp
-from clusterddp.job import Checkpointing
+from clusterddp.jobdef.job import Checkpointing
 
 parser = argparse.ArgumentParser()
 parser.add_argument("run_dir", type=Path)

@@ -10,18 +10,20 @@ import sys
 import tempfile
 import time
 
-from clusterddp import archive
-from clusterddp.checkpoints import Checkpoint, Checkpoints
+from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.errors import CheckpointError, Superseded
-from clusterddp.job import Keep
-from clusterddp.rundir import RunDirectory
+from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.run_directory import RunDirectory
 
 
 def content(attempt: int, step: int) -> bytes:
     """A checkpoint file that says who wrote it."""
     with tempfile.TemporaryFile(buffering=0) as file:
         state = {"attempt": attempt, "step": step}
-        for _ in archive.write(file.fileno(), archive.head(archive.described([]), state, {}), memoryview(b"")):
+        for _ in file_format.write(
+            file.fileno(), file_format.head(file_format.described([]), state, {}), memoryview(b"")
+        ):
             pass
         file.seek(0)
         return file.read()
@@ -57,7 +59,7 @@ def save(checkpoints: Checkpoints, attempt: int, step: int) -> None:
         with open(temporary, "xb", buffering=0) as file:
             file.write(content(attempt, step))
             os.fsync(file.fileno())
-        archive.verify(temporary)
+        file_format.verify(temporary)
         checkpoints.commit(temporary, step)
         checkpoints.delete_old()
     except FileNotFoundError:

@@ -1,0 +1,112 @@
+"""Gradients that wait for their optimizer's step: a script that accumulates them over several steps of the loop may be
+saved, or stopped, between two of the optimizer's steps, and no part's ``state_dict`` has them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from clusterddp.checkpoint.state import parameters_of
+from clusterddp.distributed.modules import ddp_modules, trained_parameters
+
+
+class _Exchange:
+    """Parameters whose gradients are exchanged together: those of a DDP module, or those of a part outside DDP."""
+
+    def __init__(self, module: DistributedDataParallel | None, alone: bool) -> None:
+        self._module, self._alone = module, alone
+        #: The parameter that got a gradient last. The hook is the deque's own method: 0.1 us for each parameter.
+        self._last: deque[torch.Tensor] = deque(maxlen=1)
+        #: Whether each rank has gradients of its own: DDP exchanges them in the next backward without ``no_sync``.
+        self.apart = False
+
+    def watch(self, parameter: torch.nn.Parameter) -> None:
+        """Also one that is frozen for now."""
+        trained = parameter.requires_grad
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._last.append)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(trained)
+
+    def take(self) -> bool:
+        """Whether there was a backward since the last call."""
+        if not self._last:
+            return False
+        self._last.clear()
+        # DDP sets this in the forward: whether the backward will exchange.
+        exchanged = self._module is not None and self._module.require_forward_param_sync
+        self.apart = not (self._alone or exchanged)
+        return True
+
+
+class Gradients:
+    """Of the run's models."""
+
+    def __init__(self, parts: Mapping[str, Any], world_size: int) -> None:
+        self._modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+        self._optimizers = {part for part in parts.values() if isinstance(part, torch.optim.Optimizer)}
+        #: The optimizers that have not stepped since a backward, and those that had not when the step being made began.
+        self._waiting: set[torch.optim.Optimizer] = set()
+        self._waited = self._waiting
+        #: Whether the step being made has made a backward.
+        self._made = False
+        self._exchanges: list[_Exchange] = []
+        self._exchange_of: dict[torch.Tensor, _Exchange] = {}
+        for part in self._modules.values():
+            for module in (*ddp_modules(part), None):
+                self._watch(module, module or part, alone=world_size == 1)
+
+    def _watch(self, module: DistributedDataParallel | None, root: torch.nn.Module, alone: bool) -> None:
+        exchange = _Exchange(module, alone)
+        self._exchanges.append(exchange)
+        for parameter in root.parameters():
+            if parameter not in self._exchange_of and (parameter.is_floating_point() or parameter.is_complex()):
+                self._exchange_of[parameter] = exchange
+                exchange.watch(parameter)
+
+    def note(self) -> None:
+        """Takes note of a backward, if there was one: before a step, an optimizer's step and an evaluation."""
+        if [exchange for exchange in self._exchanges if exchange.take()]:
+            self._waiting, self._made = set(self._optimizers), True
+
+    def begin_step(self) -> None:
+        """A step of the loop begins."""
+        self.note()
+        self._waited, self._made = set(self._waiting), False
+
+    def stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """An optimizer has made its step, all of them when None: what it waited for is done with."""
+        self.note()
+        self._waiting -= self._optimizers if optimizer is None else {optimizer}
+
+    def progress(self, before_step: bool) -> dict[str, Any]:
+        """What a checkpoint holds of them. ``before_step``: it is of the state that the step being made began with."""
+        self.note()
+        waiting = self._waited if before_step else self._waiting
+        learned: set[torch.Tensor] = set().union(*map(trained_parameters, waiting))
+        gradients = {
+            name: {key: one.grad for key, one in parameters_of(part).items() if one in learned and one.grad is not None}
+            for name, part in self._modules.items()
+            if learned
+        }
+        if not any(gradients.values()):
+            return {}
+        apart = {parameter for parameter, exchange in self._exchange_of.items() if exchange.apart}
+        if any(one.grad is not None for one in learned & apart) or (before_step and self._made):
+            return {"gradients_lost": True}
+        return {"gradients": gradients}
+
+    def restore(self, progress: Mapping[str, Any]) -> list[str]:
+        """The inverse of ``progress``; why the resume is not exact."""
+        for name, gradients in progress.get("gradients", {}).items():
+            parameters = parameters_of(self._modules[name])
+            for key, gradient in gradients.items():
+                parameters[key].grad = gradient.to(parameters[key].device, copy=True)
+        if "gradients" in progress:
+            self._waiting = set(self._optimizers)
+        if "gradients_lost" in progress:
+            return ["it was saved between a backward and its optimizer's step, without the gradients"]
+        return []

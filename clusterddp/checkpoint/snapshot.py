@@ -1,0 +1,213 @@
+"""A copy of the run's state in memory that the writer process sees too: training goes on while it is written."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.file_format import Tensor, offsets
+from clusterddp.checkpoint.state import TORCH_DTYPES, tensor_facts
+from clusterddp.errors import CheckpointError
+from clusterddp.reporter import say
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class Snapshot:
+    """Memory of an anonymous file (memfd), as large as the state: /dev/shm and its limit have no part in it.
+
+    Where memfd_create is refused (seccomp, an old kernel), it is an unlinked file in /dev/shm, or in ``folder`` if that
+    is too small.
+
+    On GPUs it is pinned, and the copies run behind the step's kernels without blocking the CPU; the kernels of the next
+    step wait for them, as nobody can know which of these will write where.
+    """
+
+    def __init__(self, device: torch.device, folder: Path) -> None:
+        self._device, self._folder = device, folder
+        self._file: int | None = None
+        self._map: mmap.mmap | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        #: What a checkpoint's header says of the tensors that there is memory for; the size of their data.
+        self.described, self.nbytes = file_format.described([]), 0
+        self._views: list[torch.Tensor] = []
+        self._kinds: list[tuple[str, torch.dtype, torch.Size]] = []
+        self._copied: list[torch.cuda.Event] = []
+        self._preparing: threading.Thread | None = None
+
+    @property
+    def file(self) -> int:
+        """The descriptor, for the writer; after ``prepare`` or ``take``."""
+        assert self._file is not None
+        return self._file
+
+    def prepare(self, layout: list[Tensor]) -> None:
+        """Gets the memory for a state of this layout, in the background: the first save is then as quick as any.
+
+        Raises CheckpointError, at once, when the machine does not have that much.
+        """
+        check_memory(offsets(layout)[1] - len(self._memory))
+        self._open(offsets(layout)[1])
+        self._preparing = threading.Thread(target=self._try_resize, args=(layout,), name="snapshot", daemon=True)
+        self._preparing.start()
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copies the tensors; on GPUs they are there after ``wait``."""
+        self._finish_preparing()
+        if not self._fits(tensors):
+            layout = tensor_facts(tensors)
+            check_memory(offsets(layout)[1] - len(self._memory))
+            self._open(offsets(layout)[1])
+            self._resize(layout)
+        sources = list(tensors.values())
+        if not sources:
+            return
+        on_gpus = self._device.type == "cuda"
+        torch._foreach_copy_(self._views, sources, non_blocking=on_gpus)
+        # Each copy runs on the current stream of the GPU that it copies from.
+        devices = {source.device for source in sources if source.device.type == "cuda"} if on_gpus else ()
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def wait(self) -> None:
+        """Returns when what was taken is there."""
+        for copied in self._copied:
+            copied.synchronize()
+
+    def _fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the memory is laid out for these tensors."""
+        return self._kinds == [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+
+    def _finish_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def _try_resize(self, layout: list[Tensor]) -> None:
+        with suppress(CheckpointError):  # `take` tries again, and says it
+            self._resize(layout)
+
+    def _resize(self, layout: list[Tensor]) -> None:
+        places, size = offsets(layout)
+        if size > len(self._memory):
+            self._grow(size)
+        self._views = [
+            self._memory[start : start + tensor.nbytes].view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+            for start, tensor in zip(places, layout, strict=True)
+        ]
+        self._kinds = [(tensor.name, view.dtype, view.shape) for tensor, view in zip(layout, self._views, strict=True)]
+        self.described, self.nbytes = file_format.described(layout), size
+
+    def _open(self, size: int) -> None:
+        if self._file is None:
+            self._file, self._kind = _anonymous_file(size, self._folder)
+
+    def _grow(self, size: int) -> None:
+        self._release()
+        try:
+            os.posix_fallocate(self.file, 0, size)
+        except OSError as error:
+            need = f"the snapshot of the state needs {size / 2**30:.1f} GiB of memory"
+            raise CheckpointError(f"{need}: {error.strerror} ({self._kind}, to which `ulimit -f` applies)") from error
+        self._map = mmap.mmap(self.file, size)
+        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._memory.zero_()  # touches every page now, outside the interpreter's lock
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
+            code = int(_cuda_runtime().cudaHostRegister(self._memory.data_ptr(), size, 0))
+            if code != 0:
+                self._memory, self._map = torch.empty(0, dtype=torch.uint8), None
+                raise CheckpointError(f"{size / 2**30:.1f} GiB for the snapshot cannot be pinned: CUDA error {code}")
+
+    def _release(self) -> None:
+        if self._map is not None and self._device.type == "cuda":
+            _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
+        self._views, self._kinds, self._memory, self._map = [], [], torch.empty(0, dtype=torch.uint8), None
+
+
+def _anonymous_file(size: int, folder: Path) -> tuple[int, str]:
+    """A file without a name, and what it is, in words; one on a disk has ``size`` bytes already."""
+    try:
+        return _memfd("clusterddp-snapshot"), "a memfd"
+    except OSError as error:
+        reasons = [f"memfd_create: {error.strerror}"]
+    for place in (_SHARED_MEMORY, folder):
+        try:
+            with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+                os.posix_fallocate(file.fileno(), 0, max(size, 1))
+                found = os.dup(file.fileno())
+        except OSError as error:
+            reasons.append(f"{place}: {error.strerror}")
+        else:
+            used = f"an unlinked file in {place}"
+            say(f"the snapshot is {used} ({'; '.join(reasons)})")
+            return found, used
+    raise CheckpointError(f"no memory for the snapshot that another process can see: {'; '.join(reasons)}")
+
+
+def _memfd(name: str) -> int:
+    """Pythons that were built on an old system lack the call that the running one has."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    call = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
+    descriptor = call(name.encode(), 1) if call else -1  # MFD_CLOEXEC
+    if descriptor < 0:
+        number = ctypes.get_errno() if call else errno.ENOSYS
+        raise OSError(number, os.strerror(number))
+    return int(descriptor)
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def check_memory(size: int) -> None:
+    """Raises CheckpointError when ``size`` bytes more would not fit into this machine's, or this job's, memory."""
+    free = free_memory()
+    if size > free:
+        raise CheckpointError(
+            f"the snapshot of the state needs {size / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free on "
+            "this node: ask for more (--mem), or have fewer ranks or loader workers on it"
+        )
+
+
+def free_memory() -> int:
+    """Bytes that this process could still get: the machine's available memory, or what its cgroups leave of it."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, name = line.split(":", 2)
+        if number == "0":
+            free = min(free, _left_in_cgroups(Path("/sys/fs/cgroup"), name, "memory.max", "memory.current"))
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            free = min(free, _left_in_cgroups(Path("/sys/fs/cgroup/memory"), name, *names))
+    return free
+
+
+def _left_in_cgroups(root: Path, name: str, limit: str, used: str) -> int:
+    """What a control group and those around it leave, the page cache counted as free."""
+    left = 1 << 62
+    folder = root / name.lstrip("/")
+    while folder != root.parent:
+        try:
+            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except OSError:
+            pass  # the root has no limits; a container may show other names than the host's
+        else:
+            if most != "max":
+                cache = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+                left = min(left, int(most) - now + cache)
+        folder = folder.parent
+    return max(0, left)

@@ -1,0 +1,328 @@
+"""The state of a run's parts: under the bare model's names, and as plain values and tensors by name."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from clusterddp.checkpoint.file_format import Tensor
+from clusterddp.distributed.modules import bare
+from clusterddp.errors import CheckpointError
+
+#: The dtypes that a checkpoint holds, and their names in safetensors.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Stateful(Protocol):
+    """Anything whose state is saved and restored: a module, an optimizer, a scheduler, a scaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def check_parts(where: str, parts: Mapping[str, Any]) -> None:
+    """Raises TypeError for a part without a state, by its name."""
+    for name, part in parts.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise TypeError(
+                f"{where}({name}=...) was given a {type(part).__name__}: expected something with state_dict() and "
+                "load_state_dict(); for values of your own, an object of yours that has them"
+            )
+
+
+def state_of(part: Stateful) -> dict[str, Any]:
+    """A part's state; a module's under the names it has without DDP and torch.compile around it.
+
+    A module's state is an OrderedDict that has its modules' versions in ``_metadata``, as torch's own.
+    """
+    if not isinstance(part, torch.nn.Module):
+        return part.state_dict()
+    found = bare(part).state_dict()
+    state: Any = OrderedDict((_bare_name(name), value) for name, value in found.items())
+    state._metadata = OrderedDict((_bare_name(name), facts) for name, facts in _metadata(found).items())
+    return state  # type: ignore[no-any-return]
+
+
+def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
+    """The inverse of ``state_of``. The part keeps no tensor of ``state``, all of which may be one piece of memory."""
+    if not isinstance(part, torch.nn.Module):
+        part.load_state_dict(copied(state))
+        return
+    module = bare(part)
+    own = module.state_dict()
+    names = {_bare_name(name): name for name in own}
+    found: Any = OrderedDict((names.get(name, name), value) for name, value in state.items())
+    if versions := _metadata(state):
+        found._metadata = OrderedDict((name, versions.get(_bare_name(name), {})) for name in _metadata(own))
+    module.load_state_dict(found)
+
+
+def _metadata(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The versions of a module's submodules, by name; empty for a state that has none."""
+    return getattr(state, "_metadata", None) or {}
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """A module's parameters under the names they have in ``state_of``."""
+    return {_bare_name(name): parameter for name, parameter in bare(module).named_parameters()}
+
+
+def copied(state: Mapping[str, Any]) -> Any:
+    """The same state, with memory of its own for each tensor; tied ones stay tied."""
+    plain, tensors = pack(state)
+    return unpack(plain, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def _bare_name(name: str) -> str:
+    """Of a tensor, or of a submodule."""
+    return name.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
+
+
+def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> list[Tensor]:
+    """What a checkpoint's header says of tensors."""
+    return [
+        Tensor(name, DTYPES[tensor.dtype], tuple(tensor.shape), tensor.element_size())
+        for name, tensor in tensors.items()
+    ]
+
+
+def pack(content: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A nested state as JSON has it, and its tensors by name: their place in the state, such as ``model.fc.weight``.
+
+    In a tensor's place stands ``{"$tensor": NAME}``, or ``{"$tensor": [NAME, ORDER]}`` where its dimensions have
+    another order in memory (as with ``channels_last``). A tensor that occurs twice, as tied weights do, is there once.
+    What JSON lacks is written as ``{"$KIND": ...}``; ``unpack`` is the inverse. The result shares no list and no dict
+    with the state. Raises CheckpointError for what would come back as something else: nothing in a checkpoint is ever
+    executed, so that no class of the user's can be restored.
+    """
+    packing = _Packing()
+    try:
+        return packing.walk(content, ""), packing.tensors
+    except RecursionError:
+        raise CheckpointError("the state is nested too deeply for a checkpoint, or contains itself") from None
+
+
+def unpack(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse of ``pack``."""
+    return _unpack(state, dict(tensors))
+
+
+def _unpack(state: Any, tensors: dict[Any, torch.Tensor]) -> Any:
+    if isinstance(state, list):
+        return [_unpack(entry, tensors) for entry in state]
+    if not isinstance(state, dict):
+        return state
+    if len(state) != 1 or not (name := next(iter(state))).startswith("$"):
+        return {key: _unpack(entry, tensors) for key, entry in state.items()}
+    value = _unpack(state[name], tensors)
+    return _tensor(value, tensors) if name == "$tensor" else _KINDS[name[1:]].from_plain(value)
+
+
+def _tensor(value: Any, tensors: dict[Any, torch.Tensor]) -> torch.Tensor:
+    """The tensor of this name, or, for a name and an order of dimensions, with that order in memory."""
+    if isinstance(value, str):
+        return tensors[value]
+    name, order = value[0], tuple(value[1])
+    if (name, order) not in tensors:
+        back = [order.index(dimension) for dimension in range(len(order))]
+        tensors[name, order] = tensors[name].permute(order).contiguous().permute(back)
+    return tensors[name, order]
+
+
+class _Kind:
+    """Values that JSON lacks: their type, and the way to plain values and back."""
+
+    def __init__(
+        self, of: type, to_plain: Callable[[Any], Any] = list, from_plain: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.type, self.to_plain, self.from_plain = of, to_plain, from_plain or of
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return found
+
+
+def _pairs(mapping: Mapping[Any, Any]) -> list[list[Any]]:
+    return [[key, value] for key, value in mapping.items()]
+
+
+def _versions(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """A module state's ``_metadata``, in which nearly all submodules have a version and nothing else."""
+    return {name: facts["version"] if [*facts] == ["version"] else facts for name, facts in metadata.items()}
+
+
+def _module_state(parts: list[Any]) -> Any:
+    state: Any = OrderedDict(parts[0])
+    state._metadata = OrderedDict(
+        (name, facts if isinstance(facts, dict) else {"version": facts}) for name, facts in parts[1].items()
+    )
+    return state
+
+
+def _numpy_scalar(pair: list[Any]) -> Any:
+    import numpy
+
+    name, value = pair
+    if name not in _NUMPY_SCALARS:
+        raise ValueError(f"numpy.{name} is none of {', '.join(_NUMPY_SCALARS)}")
+    return numpy.dtype(name).type(value)
+
+
+#: The scalars of numpy that Python's numbers hold exactly.
+_NUMPY_SCALARS = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64"),
+)
+#: Python's JSON refuses to write longer integers in decimal.
+_LONGEST_INT_BITS = 4096
+
+_KINDS = {
+    "float": _Kind(float, to_plain=str),
+    "int": _Kind(int, to_plain=hex, from_plain=lambda text: int(text, 16)),
+    "tuple": _Kind(tuple),
+    "size": _Kind(torch.Size),
+    "dict": _Kind(dict, to_plain=_pairs),
+    "ordered": _Kind(OrderedDict, to_plain=_pairs),
+    "counter": _Kind(Counter, to_plain=_pairs, from_plain=lambda pairs: Counter(dict(pairs))),
+    "set": _Kind(set),
+    "bytes": _Kind(bytes, to_plain=lambda data: base64.b64encode(data).decode(), from_plain=base64.b64decode),
+    "dtype": _Kind(torch.dtype, to_plain=lambda dtype: str(dtype).removeprefix("torch."), from_plain=_dtype),
+}
+_NAME_OF = {kind.type: name for name, kind in _KINDS.items()}
+_KINDS |= {
+    "module": _Kind(OrderedDict, from_plain=_module_state),
+    "numpy": _Kind(object, from_plain=_numpy_scalar),
+    "ndarray": _Kind(object, from_plain=lambda tensor: tensor.numpy()),
+}
+
+
+class _Packing:
+    """One walk through a state."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        #: By storage: most tensors are alone in theirs.
+        self._found: dict[int, list[tuple[torch.Tensor, str]]] = {}
+
+    def walk(self, item: Any, path: str) -> Any:
+        """The JSON form of what stands at ``path``. Training waits for it, at each save."""
+        kind = type(item)
+        if isinstance(item, torch.Tensor):
+            name = self._name(item, path)
+            return {"$tensor": name if item.is_contiguous() else [name, _order(item)]}
+        if item is None or kind is bool or kind is str:
+            return item
+        if kind is int and item.bit_length() < _LONGEST_INT_BITS:
+            return item
+        if kind is float and math.isfinite(item):
+            return item
+        if kind is list:
+            return [self.walk(entry, _below(path, number)) for number, entry in enumerate(item)]
+        if kind is dict and set(map(type, item)) <= {str} and "$" not in [key[:1] for key in item]:
+            return {key: self.walk(entry, _below(path, key)) for key, entry in item.items()}
+        if kind is OrderedDict and hasattr(item, "_metadata"):
+            return {"$module": [self.walk(dict(item), path), self.walk(_versions(item._metadata), path)]}
+        if kind in _NAME_OF:
+            plain = _KINDS[_NAME_OF[kind]].to_plain(item)
+            return {f"${_NAME_OF[kind]}": (self._members if isinstance(item, dict) else self.walk)(plain, path)}
+        if kind.__module__ == "numpy" and (found := self._numpy(item, path)) is not None:
+            return found
+        raise CheckpointError(
+            f"the state of {path!r} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold: "
+            "expected tensors, numpy's arrays and scalars, numbers, text, bytes, None, and lists, tuples, sets and "
+            "dicts of them; convert it in state_dict(), and back in load_state_dict()"
+        )
+
+    def _members(self, pairs: list[list[Any]], path: str) -> Any:
+        return [[self.walk(key, path), self.walk(value, _below(path, key))] for key, value in pairs]
+
+    def _numpy(self, item: Any, path: str) -> Any:
+        """Of an array or a scalar of numpy; None for what would come back as something else."""
+        import numpy
+
+        if isinstance(item, numpy.generic):
+            return {"$numpy": [item.dtype.name, self.walk(item.item(), path)]} if _is_plain(item.dtype) else None
+        if type(item) is not numpy.ndarray or not _is_plain(item.dtype):
+            return None
+        if not (item.flags.c_contiguous and item.flags.writeable):
+            item = numpy.array(item, order="C")  # torch takes no others
+        return {"$ndarray": {"$tensor": self._name(torch.from_numpy(item), path)}}
+
+    def _name(self, tensor: torch.Tensor, path: str) -> str:
+        if type(tensor) not in _PLAIN_TENSORS:
+            kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+            raise CheckpointError(
+                f"the state of {path!r} is a {kind}, a subclass of torch.Tensor that would come back as a plain one: "
+                "convert it in state_dict(), and back in load_state_dict()"
+            )
+        if tensor.is_nested or tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+            nested = "nested, " if tensor.is_nested else ""
+            raise CheckpointError(
+                f"the state of {path!r} is a tensor that a checkpoint does not hold ({nested}{tensor.dtype}, "
+                f"{tensor.layout}, on {tensor.device}): expected a dense one of "
+                + ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in DTYPES))
+            )
+        in_its_storage = self._found.setdefault(tensor.untyped_storage()._cdata, [])
+        for other, name in in_its_storage:
+            if _view(other) == _view(tensor):
+                return name
+        name, number = path, 2
+        while name in self.tensors or name in _TAKEN:
+            name, number = f"{path}#{number}", number + 1
+        self.tensors[name] = tensor.detach() if tensor.requires_grad else tensor
+        in_its_storage.append((tensor, name))
+        return name
+
+
+#: ``torch.nn.Buffer`` makes tensors of the first type.
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_plain(dtype: Any) -> bool:
+    """Whether values of this dtype of numpy come back from Python's numbers, or from a tensor, as they were."""
+    return dtype.name in _NUMPY_SCALARS and dtype.isnative
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions as they are in memory, the outermost first."""
+    return sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+
+
+def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors of one storage that have the same values in the same places."""
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+#: Names that a file's header uses itself.
+_TAKEN = {"checksums", "__metadata__"}
+
+
+def _below(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)

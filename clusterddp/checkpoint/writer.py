@@ -1,0 +1,223 @@
+"""The writer: a process without torch that makes the snapshots in a rank's memory durable, and outlives that rank.
+
+``python -m clusterddp.checkpoint.writer SOCKET MEMORY``, both descriptors. The first line on the socket names the run
+and the attempt; each line after it is a request, followed by the bytes that come before the data in the file. Each save
+is answered by a line. While training goes on, a save runs at low priority; once someone waits for it, at full priority.
+When the rank is gone, the save under way is finished, and the process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.errors import Superseded
+from clusterddp.jobdef.job import Keep
+from clusterddp.reporter import say
+from clusterddp.rundir.files import create_file
+from clusterddp.rundir.run_directory import RunDirectory
+
+NICENESS = 10
+LOOK_S = 1.0
+
+
+def main() -> None:
+    """Serves one rank."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C in a terminal is for the rank
+    connection, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    writer = Writer(connection, memory)
+    messages = Messages(connection)
+    first = messages.next()
+    if first is not None:
+        writer.begin(first)
+        while (request := messages.next()) is not None:
+            writer.handle(request, messages)
+    writer.hurry()
+
+
+class Messages:
+    """The rank's side of the socket, line by line; None once the rank is gone, even if a child of it has the socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._parent, self._data = connection, os.getppid(), bytearray()
+        self._poll = select.poll()  # select() takes no descriptor above 1023, of which a rank may have more
+        self._poll.register(connection, select.POLLIN)
+
+    def next(self) -> dict[str, Any] | None:
+        """The next message."""
+        while b"\n" not in self._data:
+            if not self._receive():
+                return None
+        line, _, self._data = self._data.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def take(self, size: int) -> bytes | None:
+        """The next ``size`` bytes."""
+        while len(self._data) < size:
+            if not self._receive():
+                return None
+        taken, self._data = bytes(self._data[:size]), self._data[size:]
+        return taken
+
+    def _receive(self) -> bool:
+        while not self._poll.poll(1000 * LOOK_S):
+            if os.getppid() != self._parent:
+                return False
+        try:
+            data = self._connection.recv(1 << 20)
+        except ConnectionResetError:  # it left an answer unread
+            return False
+        self._data += data
+        return bool(data)
+
+
+class Writer:
+    """One save at a time: begun by a thread of low priority, finished by this one when it is urgent."""
+
+    def __init__(self, connection: socket.socket, memory: int) -> None:
+        self._connection, self._memory = connection, memory
+        self._map: mmap.mmap | None = None
+        self._urgent = threading.Event()
+        self._helper = ThreadPoolExecutor(1)
+        self._helper.submit(os.getpid)  # its thread begins now, at full priority
+        self._thread: threading.Thread | None = None
+        self._work: Iterator[None] = iter(())
+
+    def begin(self, first: dict[str, Any]) -> None:
+        """Takes over the run's part of the first message."""
+        directory = RunDirectory(first["run"])
+        self._checkpoints = Checkpoints(directory, first["attempt"], Keep(**first["keep"]))
+        self._metrics = directory.metrics_file
+
+    def handle(self, request: dict[str, Any], messages: Messages) -> None:
+        """Begins a save, or hurries the one under way."""
+        if "step" not in request:
+            self.hurry()
+            return
+        beginning = messages.take(request["beginning"])
+        if beginning is None:
+            return
+        self.hurry()  # the save before is answered, but it may still be deleting
+        self._urgent.clear()
+        self._work = self._save(request, beginning)
+        if request["urgent"]:
+            self.hurry()
+            return
+        self._thread = threading.Thread(target=self._work_slowly, args=(self._work,))
+        self._thread.start()
+
+    def hurry(self) -> None:
+        """Finishes the save under way here and now."""
+        self._urgent.set()
+        if self._thread is not None:
+            self._thread.join()
+        for _ in self._work:
+            pass
+
+    def _work_slowly(self, work: Iterator[None]) -> None:
+        """Until someone waits for it. Once the save is answered, the next one may have taken its place in ``self``."""
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # in Linux a thread's own
+        try:
+            while not self._urgent.is_set():
+                if next(work, work) is work:
+                    return
+        except BaseException:  # A rank that waits for an answer must see this process end.
+            traceback.print_exc()
+            os._exit(1)
+
+    def _save(self, request: dict[str, Any], beginning: bytes) -> Iterator[None]:
+        size = request["size"]
+        try:
+            written = yield from self._commit(request["step"], beginning, self._data(size))
+            answer = {"step": request["step"], "bytes": written, "at": time.monotonic()}
+        except Superseded as error:
+            answer = {"superseded": str(error)}
+        except file_format.Damaged as error:
+            answer = {"failed": str(error)}
+        except _MetricsNotSynced as error:
+            answer = {"failed": str(error), "metrics": True}
+        except OSError as error:
+            answer = {"failed": self._checkpoints.why_not(error, len(beginning) + size)}
+        awaited, committed = self._urgent.is_set(), "step" in answer
+        if committed and not awaited:
+            self._delete_old()
+        try:
+            self._connection.sendall((json.dumps(answer) + "\n").encode())
+        except OSError:
+            pass  # The rank is gone; the file is there.
+        if committed and awaited:  # who waits need not wait for the disk to free what is not needed any more
+            self._delete_old()
+
+    def _commit(self, step: int, beginning: bytes, data: memoryview) -> Generator[None, None, int]:
+        """Writes, reads back and commits the snapshot, chunk by chunk; returns the file's size."""
+        temporary = self._checkpoints.temporary(step)
+        try:
+            with open(temporary, "x+b", buffering=0, opener=create_file) as file:
+                try:
+                    check = yield from file_format.write(file.fileno(), beginning, data, self._begin)
+                    yield
+                    # An fsync that fails is never repeated on the same file: its pages count as clean.
+                    os.fsync(file.fileno())
+                    check()
+                finally:
+                    self._helper.submit(int).result()  # then it has done with this file
+            sync(self._metrics)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return self._checkpoints.commit(temporary, step).path.stat().st_size
+
+    def _data(self, size: int) -> memoryview:
+        """The snapshot. It stays mapped from one save to the next: a page's first use costs time."""
+        if size == 0:
+            return memoryview(b"")
+        if self._map is None or len(self._map) < size:
+            self._map = mmap.mmap(self._memory, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        return memoryview(self._map)[:size]
+
+    def _begin(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """Works at once while training goes on, and in another thread when someone waits; see `archive.Begin`."""
+        return self._helper.submit(work).result if self._urgent.is_set() else file_format.begin_now(work)
+
+    def _delete_old(self) -> None:
+        """What cannot be deleted now is tried again after the next save."""
+        try:
+            self._checkpoints.delete_old()
+        except Superseded:
+            pass  # The next save says so.
+        except OSError as error:
+            say(f"an old checkpoint cannot be deleted: {error}")
+
+
+class _MetricsNotSynced(Exception):
+    """The metrics before a checkpoint cannot be made durable. They are rank 0's to write again."""
+
+
+def sync(metrics: Path) -> None:
+    """Makes the lines that rank 0 has written durable; without effect when there are none."""
+    try:
+        with suppress(FileNotFoundError), open(metrics, "rb") as file:
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _MetricsNotSynced(f"the metrics before it cannot be made durable ({error.strerror})") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""A new run that begins with a checkpoint of another one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass
+
+from clusterddp.checkpoint.store import Checkpoint, Checkpoints, choose
+from clusterddp.errors import CheckpointError, RunDirectoryError
+from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.files import append_line, file_mode
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.messages import sentence
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a new run comes from: another run, and one of its steps (None: its newest checkpoint)."""
+
+    run: RunDirectory
+    step: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> Fork:
+        """From ``RUN`` or ``RUN@STEP``. Raises RunDirectoryError when there is no such run."""
+        path, at, step = text.rpartition("@")
+        if not at or not step.isdecimal() or RunDirectory(text).exists():
+            path, step = text, ""
+        run = RunDirectory(path)
+        if not run.exists():
+            raise RunDirectoryError(f"--fork {text}: {run} holds no run; expected RUN or RUN@STEP with a run's folder")
+        return cls(run, int(step) if step else None)
+
+    def plant(self, into: RunDirectory) -> str:
+        """Copies the checkpoint into a new run, as that of an attempt 0 which never trained; says so in a sentence."""
+        source = choose(self.run, self.step)
+        number = into.create_attempt()
+        checkpoints = Checkpoints(into, number, Keep())
+        checkpoints.record_resume(None)
+        temporary = checkpoints.temporary(source.step)
+        try:
+            shutil.copyfile(source.path, temporary)
+            temporary.chmod(file_mode(temporary.parent))
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            Checkpoint(temporary, source.step, number).verify()
+        except OSError as error:
+            raise CheckpointError(f"cannot copy {source.path} into {into}: {error.strerror}") from error
+        checkpoints.commit(temporary, source.step)
+        event = {"attempt": number, "event": "forked", "step": source.step, "source": str(self.run)}
+        append_line(into.events_file, {"time": time.time(), **event})
+        return sentence(event) or ""

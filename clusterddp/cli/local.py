@@ -1,0 +1,179 @@
+"""``submit --local``: the run as processes of this machine, with real signals and real further attempts.
+
+This loop is to a local run what slurmctld is to a job: it starts the supervisor once per attempt, in a session of its
+own so that Ctrl-C reaches the loop alone; to preempt it says why in a file and sends TERM to all of that session.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+from clusterddp.cli.progress import Progress
+from clusterddp.entry import INTERRUPTED
+from clusterddp.errors import UsageError
+from clusterddp.jobdef.job import Job
+from clusterddp.process import module_command, signal_ranks
+from clusterddp.rundir.files import create_file
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor.controller import AGAIN, give_notice, notice_file
+
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to preempt: once ``step`` steps are done, or ``seconds`` after the attempt's start."""
+
+    step: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Moment:
+        """``120`` is a step, ``2.5s`` a time."""
+        try:
+            moment = cls(seconds=float(text[:-1])) if text.endswith("s") else cls(step=int(text))
+            if not (moment.step or moment.seconds or 0) >= 0:  # nor is nan a moment
+                raise ValueError
+        except ValueError:
+            raise UsageError(f"--preempt-after {text}: expected a step, as in 120, or seconds, as in 2.5s") from None
+        return moment
+
+    def reached(self, steps_done: int, elapsed_s: float) -> bool:
+        """Whether it is time."""
+        if self.step is not None:
+            return steps_done >= self.step
+        return elapsed_s >= (self.seconds or 0.0)
+
+    def __str__(self) -> str:
+        return f"--preempt-after {f'{self.seconds:g}s' if self.step is None else self.step}"
+
+    def missed(self, steps_done: int) -> str:
+        """What is said when the attempt ended before."""
+        if self.step is None:
+            return f"{self} did not fire: the attempt ended before"
+        if steps_done:
+            return f"{self} did not fire: the attempt ended after {steps_done} steps"
+        return f"{self} did not fire: no steps were recorded; seconds work for any script, as in --preempt-after 2.5s"
+
+
+def step_warning(job: Job, moments: Sequence[Moment]) -> str | None:
+    """What is said of a script that probably records no steps, where a moment is given as a step."""
+    moment = next((moment for moment in moments if moment.step), None)
+    if moment is None or job.script is None:
+        return None
+    try:
+        text = Path(job.script).read_bytes()
+    except OSError:  # its absence is a mistake of its own
+        return None
+    if b"clusterddp" in text:
+        return None
+    return f"{job.script} does not name clusterddp: if it records no steps, {moment} never fires; seconds do (2.5s)"
+
+
+@dataclass
+class LocalRun:
+    """The loop of one local run. ``preemptions`` are used up in order, at most one per attempt."""
+
+    run: RunDirectory
+    job: Job
+    preemptions: list[Moment] = field(default_factory=list)
+    debug_rank: int | None = None
+    interrupts: int = 0
+    _process: subprocess.Popen[bytes] | None = None
+    stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
+
+    def loop(self, progress: Progress) -> int:
+        """Runs attempts until the run is over or interrupted; returns the exit code."""
+        with _interrupts_counted(self._interrupted):
+            while True:
+                notice_file(self.run).unlink(missing_ok=True)  # of an attempt before
+                if self.interrupts:
+                    return INTERRUPTED
+                with self._supervisor() as process:
+                    code = self._watch(process, progress)
+                if self.run.outcome() is not None:  # also of a script that left with one of these codes itself
+                    for moment in self.preemptions:
+                        print(f"{moment} did not fire: the run was over before", file=sys.stderr, flush=True)
+                    return code
+                if self.interrupts:
+                    return INTERRUPTED
+                if code != AGAIN:
+                    return code
+
+    @contextmanager
+    def _supervisor(self) -> Iterator[subprocess.Popen[bytes]]:
+        # As the batch script does: TERM is ignored before Python starts.
+        shell = ["/bin/sh", "-c", "trap '' TERM; exec \"$@\"", "sh"]
+        command = [*shell, *module_command("clusterddp.supervisor"), str(self.run), *self._options()]
+        debugging = self.debug_rank is not None
+        # A debugged rank keeps the terminal, which a session of its own would take from it.
+        stdout: IO[Any] | None = None if debugging else open(self.run.logs / "supervisor.log", "ab", opener=create_file)
+        process = subprocess.Popen(command, start_new_session=not debugging, stdout=stdout)
+        self._process = process
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                self._kill()
+            self._process = None
+            if stdout:
+                stdout.close()
+
+    def _options(self) -> list[str]:
+        return ["--local", *(["--debug", str(self.debug_rank)] if self.debug_rank is not None else [])]
+
+    def _watch(self, process: subprocess.Popen[bytes], progress: Progress) -> int:
+        started, starts_before = time.monotonic(), progress.starts
+        moment = self.preemptions.pop(0) if self.preemptions else None
+        while (code := process.poll()) is None:
+            progress.update()
+            # Not before the ranks are there: the signal would be lost, or end the shell before it ignores it.
+            begun = progress.starts > starts_before
+            if moment and begun and moment.reached(progress.steps_done, time.monotonic() - started):
+                self._signal(Cause.PREEMPTED)
+                moment = None
+            time.sleep(POLL_S)
+        progress.update()
+        if moment and not self.interrupts:
+            print(moment.missed(progress.steps_done), file=sys.stderr, flush=True)
+        return code
+
+    def _interrupted(self) -> None:
+        self.interrupts += 1
+        if self.interrupts == 1:
+            print("\nsaving and stopping; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+            self._signal(Cause.INTERRUPTED)
+        else:
+            self._kill()
+
+    def _kill(self) -> None:
+        """The supervisor, whose ranks then die with it."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _signal(self, cause: Cause) -> None:
+        """To the ranks. Those that are not there yet are told by their supervisor, which finds the notice."""
+        give_notice(self.run, cause)
+        if self._process is not None:
+            signal_ranks(self._process.pid, self.stop_signal)
+
+
+@contextmanager
+def _interrupts_counted(act: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and a hang-up call ``act``."""
+    signals = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    before = [signal.signal(signum, lambda *_: act()) for signum in signals]
+    try:
+        yield
+    finally:
+        for signum, handler in zip(signals, before, strict=True):
+            signal.signal(signum, handler)

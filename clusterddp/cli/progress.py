@@ -1,0 +1,104 @@
+"""What a waiting command shows of a run: its events as sentences, rank 0's output, and a bar on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.rundir.records import Form, fault, is_count
+from clusterddp.rundir.run_directory import EVENT, METRICS, RunDirectory
+from clusterddp.supervisor.messages import sentence
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+
+class Tail:
+    """The whole lines appended to a file since it was last asked."""
+
+    def __init__(self, path: Path, from_end: bool = False) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def lines(self) -> list[str]:
+        """New whole lines, without their line ends."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data.rpartition(b"\n")[0]
+        if not whole:
+            return []
+        self._offset += len(whole) + 1
+        return whole.decode(errors="replace").split("\n")
+
+
+def _objects(lines: list[str], form: Form) -> Iterator[dict[str, Any]]:
+    """The objects in lines of JSON. One that is none is passed over: who only looks on must not end for it."""
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if fault(value, form) is None:
+            yield value
+
+
+class Progress:
+    """Follows a run directory. To be updated a few times a second; used as a context manager."""
+
+    def __init__(self, run: RunDirectory, total_steps: int | None, bar: bool = True, output: bool = True) -> None:
+        self._run, self._wants_bar, self._wants_output = run, bar, output
+        self._events = Tail(run.events_file, from_end=True)
+        self._metrics = Tail(run.metrics_file, from_end=True)
+        self._output = Tail(Path("/dev/null"))
+        self._total = total_steps
+        self._bar: Bar | None = None
+        #: Attempts whose ranks were started since this object was made, and steps done.
+        self.starts = self.steps_done = 0
+
+    def __enter__(self) -> Progress:
+        if self._wants_bar and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(*Bar.get_default_columns(), console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("steps", total=self._total)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.update()
+        if self._bar:
+            self._bar.stop()
+
+    def update(self) -> None:
+        """Shows what is new."""
+        for event in _objects(self._events.lines(), EVENT):
+            self._event(event)
+        for line in self._output.lines():
+            self._say(line)
+        for metrics in _objects(self._metrics.lines(), METRICS):
+            self.steps_done = metrics["step"] + 1
+        if self._bar:
+            self._bar.update(self._task, completed=self.steps_done, total=self._total)
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self.starts += event["event"] == "started"
+        if event["event"] == "started" and self._wants_output:
+            self._output = Tail(self._run.attempt_logs(event["attempt"]) / "rank-0.out")
+        self._total = event["steps"] if is_count(event.get("steps")) else self._total
+        for line in [*self._output.lines(), sentence(event)]:
+            if line:
+                self._say(line)
+
+    def _say(self, line: str) -> None:
+        if self._bar:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, file=sys.stderr, flush=True)

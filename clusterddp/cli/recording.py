@@ -1,0 +1,106 @@
+"""Recording a run: its directory is chosen, claimed for it, and given the job that it runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.secrets import secrets_file, without_secrets
+from clusterddp.rundir.files import make_folder, remove, write_atomically, write_json
+from clusterddp.rundir.ownership import check_run
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.lease import held_by_other
+
+#: Adds something to a run directory that is about to be recorded.
+Plant = Callable[[RunDirectory], None]
+
+
+def choose_run_directory(run_dir: str | None, job: Job) -> RunDirectory:
+    """``run_dir``, if given, else NAME-N under $CLUSTERDDP_RUNS or ./runs, with the first N that is free."""
+    if run_dir:
+        return RunDirectory(run_dir)
+    parent = Path(os.environ.get("CLUSTERDDP_RUNS", "runs"))
+    return RunDirectory(next(path for n in count() if not (path := parent / f"{job.name}-{n}").exists()))
+
+
+def claim(run_dir: str | None, job: Job) -> tuple[RunDirectory, bool]:
+    """The run directory, and whether this process made its folder just now; nobody else can have."""
+    while True:
+        run = choose_run_directory(run_dir, job)
+        try:
+            make_folder(run.path, exist_ok=False, mode=0o700)  # nobody may put anything there before us
+            return run, True
+        except FileExistsError:
+            if run_dir:
+                return run, False
+        except OSError as error:
+            raise UsageError(f"cannot make {run} ({error.strerror}): name another folder with --run-dir") from error
+
+
+def check_not_held(run: RunDirectory) -> None:
+    """A run has one job at a time."""
+    held = held_by_other(run)
+    if held:
+        if "cannot be reached from here" in held:
+            remedy = "if that has ended, continue the run with --take-over; if it still trains, it ends then"
+        else:
+            remedy = f"wait for it, or end the run for good: `clusterddp cancel {run}`"
+        raise RunDirectoryError(f"{run} is {held}: {remedy}")
+
+
+@contextmanager
+def recorded(run: RunDirectory, job: Job, created: bool, plant: Plant | None = None) -> Iterator[None]:
+    """Records the job in the run directory; undone when Slurm refuses it in the body, so that nothing is half-written.
+
+    ``created``: whether this process made the folder, which is then its to remove. ``plant`` adds what belongs to the
+    run besides. An outcome that the run goes on after (a failure, or an extended completion) is history from here on.
+    Whatever else goes wrong in the body, the job may be there, and nothing is undone.
+    """
+    files = (secrets_file(run.job_file), run.job_file, run.batch_script, run.outcome_file)
+    before = {path: path.read_bytes() for path in files if path.exists()}
+    shown, secrets = without_secrets(job)
+    try:
+        run.create(share=job.share)
+        check_run(run)  # of what was there before, in a folder that others could write
+        if plant:
+            plant(run)
+        write_json(secrets_file(run.job_file), secrets)
+        write_atomically(run.job_file, shown.to_yaml())
+        remove(run.outcome_file)
+    except BaseException:
+        with suppress(OSError):  # such as the full disk that the error is about
+            _undo(run, created, before, files)
+        raise
+    try:
+        yield
+    except SlurmError:
+        _undo(run, created, before, files)
+        raise
+
+
+def _undo(run: RunDirectory, created: bool, before: Mapping[Path, bytes], files: Iterable[Path]) -> None:
+    """Puts back what a run directory held; one that was made for this is removed: no run has begun in it."""
+    if created:
+        shutil.rmtree(run.path)
+        return
+    for path in files:
+        held = path.read_bytes() if path.exists() else None
+        if path not in before:
+            path.unlink(missing_ok=True)
+        elif held != before[path]:
+            write_atomically(path, before[path])
+
+
+def record_local(run_dir: str | None, job: Job, plant: Plant | None) -> RunDirectory:
+    """Records a job that is to run on this machine, without Slurm."""
+    run, created = claim(run_dir, job)
+    check_not_held(run)
+    with recorded(run, job, created, plant):
+        pass
+    return run

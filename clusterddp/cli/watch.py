@@ -1,0 +1,187 @@
+"""``clusterddp watch`` and ``submit --wait``: from a login node, a run is helped over what its own job cannot do.
+
+After a requeue Slurm holds the job for two minutes by default; its owner may lift that. A run whose job ended without
+continuing it (its first node died and the job could not be requeued, scontrol is missing on the nodes, or Slurm refused
+its next job) is resubmitted. A local run needs no help: it is waited for.
+Looking with ``status`` does none of this.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+
+from clusterddp.cli.progress import Progress
+from clusterddp.cli.status import state_of
+from clusterddp.entry import INTERRUPTED
+from clusterddp.errors import SlurmError
+from clusterddp.failures import exclusion
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.rundir.ownership import check_run
+from clusterddp.rundir.records import read_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.commands import JobInfo
+from clusterddp.supervisor.lease import holders, reachable, submitted
+from clusterddp.supervisor.messages import over_already
+
+LOOK_S = 0.2
+#: How often the controller is asked: often while a job is between two starts, seldom while it runs.
+ASK_WAITING_S, ASK_RUNNING_S = 1.0, 5.0
+#: States in which a job ended through no fault or wish of its user.
+_UNASKED_ENDS = frozenset(("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "TIMEOUT"))
+
+
+#: How long a requeued job waits before its hold is lifted. Slurmd keeps the second in which it revoked the job's old
+#: credential, and refuses a new one that is not younger: lifted within that second, the job was FAILED for good, "Job
+#: credential revoked" (seen on 22.05.8). The rest is for clocks that differ between nodes.
+SETTLE_S = 3.0
+
+
+class Hold:
+    """The hold that Slurm puts on one job after each requeue."""
+
+    def __init__(self) -> None:
+        self._restarts = 0
+        self._since = 0.0
+
+    def lift_when_safe(self, job: JobInfo) -> bool:
+        """Lifts the hold if the job has been seen in it for long enough; whether it did."""
+        if job.state != "PENDING" or job.reason != "BeginTime" or not job.restarts:
+            return False
+        if job.restarts != self._restarts:  # every requeue has a hold of its own
+            self._restarts, self._since = job.restarts, time.monotonic()
+        if time.monotonic() - self._since < SETTLE_S:
+            return False
+        slurm.lift_hold(job.job_id)
+        return True
+
+
+class Watcher:
+    """Watches one run."""
+
+    def __init__(self, run: RunDirectory, job: Job) -> None:
+        self._run, self._job = run, job
+        self._hold = Hold()
+        self._ask_at = 0.0
+        self._words = ""
+        #: None while the run is not over; else the exit code: 0 when it completed.
+        self.result: int | None = None
+
+    def look(self) -> None:
+        """One look: at the outcome, and from time to time at the job."""
+        outcome = self._run.outcome()
+        if outcome is not None:
+            self.result = 0 if outcome["state"] == "completed" else 1
+        elif time.monotonic() >= self._ask_at:
+            try:
+                waiting = self._help()
+            except SlurmError as error:
+                waiting = self._say(f"trying again: {error}")
+            self._ask_at = time.monotonic() + (ASK_WAITING_S if waiting else ASK_RUNNING_S)
+
+    def leave(self) -> None:
+        """Says, where the run is not over, that it does not need this process."""
+        if self.result is None:
+            self._say(f"no longer watching, the run continues; watch it again with: clusterddp watch {self._run}")
+
+    def _help(self) -> bool:
+        """Whether the run waits for something."""
+        claims = [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
+        if not claims:
+            return self._look_at_local()
+        jobs = []
+        for entry in claims:  # any of them: a job that nobody knew of may have started before a resubmission
+            jobs.append(job := slurm.show_job(entry["job"]))
+            if job is not None and job.live:
+                return self._help_live(job)
+        newest, job = claims[0]["job"], jobs[0]
+        if self._run.outcome() is not None:  # it ended between the two questions
+            return False
+        ended = f"job {newest} ended ({job.state if job else 'gone'}) and left no outcome"
+        if self._should_go_on(job):
+            return self._resubmit(ended)
+        self.result = 1
+        return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run}")
+
+    def _look_at_local(self) -> bool:
+        """A run that no Slurm job holds: it trains as local processes, or was stopped."""
+        state, words = state_of(self._run)
+        if state in ("held", "unknown"):
+            return self._say(f"a local run, {words}: waiting for its end")
+        if self._run.outcome() is None:
+            self.result = 1
+            self._say(words)
+        return True
+
+    def _help_live(self, job: JobInfo) -> bool:
+        if job.state != "PENDING":
+            self._say(f"job {job.job_id}: {job.state}{f' on {job.nodes}' if job.nodes else ''}")
+            return job.state != "RUNNING"
+        if self._job.lift_hold and self._hold.lift_when_safe(job):
+            return self._say(f"job {job.job_id}: lifted Slurm's hold after the requeue")
+        return self._say(f"job {job.job_id}: PENDING ({job.reason})")
+
+    def _should_go_on(self, job: JobInfo | None) -> bool:
+        """Never after a scancel. A request counts if it is this job's, and the newest attempt's, and preemption or the
+        time limit ended the job, or its supervisor wanted another one and Slurm refused it."""
+        if self._run.cancelled or job is None or job.state == "CANCELLED":
+            return False
+        request = read_json(self._run.request_file) or {}
+        known = {"job": job.job_id, "attempt": self._run.newest_attempt()}
+        asked = known.items() <= request.items()
+        wanted = asked and (job.preempt_time is not None or "refused" in request)
+        return job.state in _UNASKED_ENDS or wanted or self._never_started(job)
+
+    def _never_started(self, job: JobInfo) -> bool:
+        """Whether the job failed before its batch script ran: no attempt knows this restart."""
+        started = [event for event in self._run.events() if event["event"] == "started"]
+        known = any(event.get("job") == job.job_id and event.get("restarts") == job.restarts for event in started)
+        return job.state == "FAILED" and bool(started) and not known
+
+    def _resubmit(self, ended: str) -> bool:
+        check_run(self._run)
+        new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, self._left_out()))
+        submitted(self._run, new)
+        self._run.request_file.unlink(missing_ok=True)
+        return self._say(f"{ended}: resubmitted as job {new}")
+
+    def _left_out(self) -> list[str]:
+        """The nodes that have failed the run, where enough others are usable."""
+        nodes = exclusion.excluded(self._run.events(), time.time())
+        others = set(slurm.usable_nodes(self._job.partition)) - set(nodes) if nodes else set()
+        return nodes if len(others) >= (self._job.min_nodes or self._job.nodes) else []
+
+    def _say(self, words: str) -> bool:
+        if words != self._words:
+            print(f"{self._run.path.name}: {words}", file=sys.stderr, flush=True)
+        self._words = words
+        return True
+
+
+def watch(runs: list[RunDirectory], follow: bool = False) -> int:
+    """Watches until all runs are over; 0 when all completed. ``follow`` shows rank 0's output, too."""
+    jobs = [load_resolved(run.job_file) for run in runs]
+    watchers = [Watcher(run, job) for run, job in zip(runs, jobs, strict=True)]
+    for run in runs:
+        if outcome := run.outcome():
+            print(over_already(run, outcome), file=sys.stderr, flush=True)
+    with ExitStack() as stack:
+        shown = [
+            stack.enter_context(Progress(run, job.steps, bar=len(runs) == 1, output=follow))
+            for run, job in zip(runs, jobs, strict=True)
+        ]
+        try:
+            while any(watcher.result is None for watcher in watchers):
+                for watcher, progress in zip(watchers, shown, strict=True):
+                    if watcher.result is None:
+                        watcher.look()
+                    progress.update()
+                time.sleep(LOOK_S)
+        except KeyboardInterrupt:
+            for watcher in watchers:
+                watcher.leave()
+            return INTERRUPTED
+    return max(watcher.result or 0 for watcher in watchers)

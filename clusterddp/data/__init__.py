@@ -1,0 +1,1 @@
+"""The samples of each step: their order, loaders, micro-batches and seeds; no model and no checkpoints."""

@@ -1,0 +1,151 @@
+"""A rank's share of a step in pieces, where it is more than the rank can take at a time.
+
+The share grows when the run goes on with fewer ranks, because the global batch stays. The pieces' gradients add up in
+``.grad``, and DDP sums over the ranks with the last piece only. With piece i of n_i samples and the mean loss over it,
+the gradients are scaled by n_i / n_(i+1) after piece i, by n_i / (n_1 + n_2 + ...) after the last: each piece's
+has then been scaled by its part of the whole, n_i / (n_1 + n_2 + ...).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from clusterddp.data.external_loader import ExternalLoader
+from clusterddp.data.stream import Loader
+from clusterddp.distributed.modules import ddp_modules
+
+
+def sizes(samples: int, most: int) -> list[int]:
+    """``samples`` in the fewest pieces of at most ``most``, as equal as they can be, larger ones first."""
+    count = -(-samples // most)
+    least, larger = divmod(samples, count)
+    return [least + 1] * larger + [least] * (count - larger)
+
+
+def cut(batch: Any, parts: list[int], name: str = "batch") -> list[Any]:
+    """A batch as pieces of ``parts`` samples each: what has a first dimension, and lists, are cut, nests gone through.
+
+    A list or tuple holds columns (which all have the batch's length) if it can, else it is a column of samples. Raises
+    TypeError for what has another length or none.
+    """
+    if isinstance(batch, Mapping):
+        columns = {key: cut(value, parts, f"{name}[{key!r}]") for key, value in batch.items()}
+        return [type(batch)({key: pieces[i] for key, pieces in columns.items()}) for i in range(len(parts))]  # type: ignore[call-arg]
+    if isinstance(batch, (list, tuple)) and batch and all(_is_cut(item, sum(parts)) for item in batch):
+        pieces = zip(*(cut(item, parts, f"{name}[{i}]") for i, item in enumerate(batch)), strict=True)
+        return [_like(batch, items) for items in pieces]
+    if _length(batch) != sum(parts):
+        raise TypeError(
+            f"run.micro() got {name} of type {type(batch).__name__} and length {_length(batch)}: expected the rank's "
+            f"{sum(parts)} samples, in a tensor or a list, or in a tuple, list or dict of those"
+        )
+    ends = [sum(parts[: i + 1]) for i in range(len(parts))]
+    return [batch[end - part : end] for part, end in zip(parts, ends, strict=True)]
+
+
+class MicroBatches:
+    """What ``Run.micro`` does; one per run, told of every step's end.
+
+    ``parts``: of the run; those that are modules or optimizers have the gradients.
+    """
+
+    def __init__(self, parts: Iterable[Any], loader: Loader | ExternalLoader) -> None:
+        parts = list(parts)
+        self._loader = loader
+        self._modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+        self._in_ddp = [module for part in parts for module in ddp_modules(part)]
+        self._optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+        self._optimizer_steps = 0
+        for optimizer in self._optimizers:
+            optimizer.register_step_post_hook(self._note_optimizer_step)
+        self._used = self._unfinished = self._said = False
+
+    def pieces(self, batch: Any) -> Iterator[Any]:
+        """Yields the pieces; see ``Run.micro``."""
+        self._used = self._unfinished = True
+        parts = sizes(self._loader.share, self._loader.batch_size)
+        pieces = [batch] if len(parts) == 1 else cut(batch, parts)
+        with contextlib.ExitStack() as unsynchronized:
+            for module in self._in_ddp:
+                # A static graph counts on every backward being synchronized (2.13: wrong gradients or an assertion).
+                if not module.static_graph:
+                    unsynchronized.enter_context(module.no_sync())
+            for i, piece in enumerate(pieces):
+                last = i == len(pieces) - 1
+                if last:
+                    unsynchronized.close()
+                steps, gradient = self._optimizer_steps, self._sample()
+                yield piece
+                self._check_body(steps, gradient)
+                self._scale(parts[i] / (sum(parts) if last else parts[i + 1]))
+        self._unfinished = False
+
+    def end_step(self) -> bool:
+        """Whether this is the first step with more than ``batch_size`` samples per rank that were not cut."""
+        if self._unfinished:
+            raise RuntimeError(
+                "the loop over run.micro(batch) was left before its end: the gradients are those of a part of the batch"
+            )
+        whole = not self._used and self._loader.share > self._loader.batch_size
+        first = whole and not self._said
+        self._used, self._said = False, self._said or whole
+        return first
+
+    def _check_body(self, optimizer_steps: int, gradient: torch.Tensor | None) -> None:
+        """What goes unnoticed with one piece and would be wrong with several is an error with one, too."""
+        if self._optimizer_steps != optimizer_steps:
+            raise RuntimeError(
+                "the optimizer stepped inside the loop over run.micro(batch): let it step after the loop"
+            )
+        if all(parameter.grad is None for parameter in self._parameters()):
+            raise RuntimeError("there are no gradients: call loss.backward() inside the loop over run.micro(batch)")
+        if gradient is not None and self._sample() is not gradient:
+            raise RuntimeError(
+                "gradients were zeroed inside the loop over run.micro(batch): zero them outside the loop"
+            )
+
+    def _sample(self) -> torch.Tensor | None:
+        """One of the gradients; backward adds to it in place. None where DDP may put another tensor in its place."""
+        if any(module.gradient_as_bucket_view for module in self._in_ddp):
+            return None
+        return next((parameter.grad for parameter in self._parameters()), None)
+
+    def _scale(self, factor: float) -> None:
+        if factor != 1:
+            gradients = [p.grad for p in dict.fromkeys(self._parameters()) if p.grad is not None]
+            torch._foreach_mul_(gradients, factor)
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Of all parts; one may come more than once."""
+        for module in self._modules:
+            yield from module.parameters()
+        for optimizer in self._optimizers:
+            yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    def _note_optimizer_step(self, *_: Any) -> None:
+        self._optimizer_steps += 1
+
+
+def _length(item: Any) -> int | None:
+    """Of a tensor's or an array's first dimension, or of a list; None for anything else."""
+    if hasattr(item, "shape"):
+        return int(item.shape[0]) if len(item.shape) else None
+    return len(item) if isinstance(item, (list, tuple)) else None
+
+
+def _is_cut(item: Any, length: int) -> bool:
+    """Whether ``cut`` takes the item as a column, or a nest of columns."""
+    if isinstance(item, Mapping):
+        return all(_is_cut(value, length) for value in item.values())
+    if isinstance(item, (list, tuple)) and item and all(_is_cut(value, length) for value in item):
+        return True
+    return _length(item) == length
+
+
+def _like(example: Any, items: Iterable[Any]) -> Any:
+    """A tuple, named tuple or list of the example's type."""
+    return type(example)(*items) if hasattr(example, "_fields") else type(example)(items)

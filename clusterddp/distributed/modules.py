@@ -1,0 +1,31 @@
+"""The user's own modules: inside DDP and torch.compile, and those that an optimizer trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+def trained_parameters(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    """All parameters of an optimizer."""
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def bare(module: Any) -> torch.nn.Module:
+    """The user's own module, inside DDP and torch.compile."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif hasattr(module, "_orig_mod"):
+            module = module._orig_mod
+        else:
+            result: torch.nn.Module = module
+            return result
+
+
+def ddp_modules(part: object) -> list[DistributedDataParallel]:
+    """The DDP modules that a part is or contains, whatever is around them."""
+    modules = part.modules() if isinstance(part, torch.nn.Module) else ()
+    return [module for module in modules if isinstance(module, DistributedDataParallel)]

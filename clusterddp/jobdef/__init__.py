@@ -1,0 +1,1 @@
+"""The job definition: reading, checking and writing a ``Job``, its secrets; nothing about running it."""

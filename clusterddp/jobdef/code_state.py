@@ -1,0 +1,65 @@
+"""Which code an attempt runs: the commit, a hash of what is not committed, and the packages' versions."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from clusterddp.jobdef.job import Job
+
+PACKAGES = ("clusterddp", "torch", "numpy")
+
+
+def code_state(job: Job) -> dict[str, Any]:
+    """The state of the script's folder (``commit`` and ``changes`` are None outside a git checkout) and versions."""
+    folder = Path(job.script).parent if job.script else Path.cwd()
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain=v1", "-z") if commit else None
+    if commit and changes:
+        changes += _git(folder, "diff", "HEAD") or ""
+    return {
+        "commit": commit.strip() if commit else None,
+        "changes": hashlib.sha256(changes.encode()).hexdigest()[:12] if changes else None,
+        "script": _hash_of(Path(job.script)) if job.script else None,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+    }
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """One entry per difference: ``torch 2.12.0 -> 2.13.0``."""
+    return [f"{name} {before.get(name)} -> {value}" for name, value in after.items() if before.get(name) != value]
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _hash_of(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError:
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,204 @@
+"""Values that nobody else may see: which they are, where a run keeps them, and text without them.
+
+A value is secret by its name: ``HF_TOKEN`` in ``env:``, ``--api-key`` among the arguments. It is not in ``job.yaml``,
+the batch script or any command line, but in the run's ``private/secrets.json``; ``MASK`` stands in its place.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import json
+import re
+import urllib.parse
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from clusterddp.errors import RunDirectoryError
+from clusterddp.jobdef.job import Job
+from clusterddp.rundir.records import is_text, read_json
+
+MASK = "***"
+
+_ANYWHERE = {"secret", "password", "passwd", "passphrase"}
+_LAST = {"token", "key", "apikey", "credential", "credentials", "pwd"}
+#: What stands for where a secret is, and not for the secret.
+_PLACES = {"file", "path", "dir", "id", "name"}
+#: Shorter values are not looked for in text: they would be found everywhere.
+_SHORTEST = 6
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable or an option of this name holds a secret: WANDB_API_KEY, --hf-token, db.password."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name).lower())
+    if words == ["pwd"]:  # the shell's name for the folder that it is in
+        return False
+    return bool(words) and words[-1] not in _PLACES and (words[-1] in _LAST or bool(_ANYWHERE & set(words)))
+
+
+def without_secrets(job: Job) -> tuple[Job, dict[str, str]]:
+    """The job as anyone may see it, and its secrets by place: ``env.HF_TOKEN``, ``args.3``."""
+    secrets = {f"env.{name}": value for name, value in job.env.items() if is_secret(name) and value}
+    shown: dict[str, tuple[str, ...]] = {}
+    for field in ("args", "args_on_resume"):
+        words = list(getattr(job, field))
+        for index, masked in _masked_arguments(words).items():
+            secrets[f"{field}.{index}"] = words[index]
+            words[index] = masked
+        shown[field] = tuple(words)
+    env = {name: MASK if f"env.{name}" in secrets else value for name, value in job.env.items()}
+    return dataclasses.replace(job, env=env, args=shown["args"], args_on_resume=shown["args_on_resume"]), secrets
+
+
+def with_secrets(job: Job, secrets: Mapping[str, str]) -> Job:
+    """The inverse; a secret that is not known stays masked."""
+
+    known = {place: secrets[place] for place in masks(job) if is_text(secrets.get(place))}
+
+    def words(field: str) -> tuple[str, ...]:
+        return tuple(known.get(f"{field}.{index}", word) for index, word in enumerate(getattr(job, field)))
+
+    env = {name: known.get(f"env.{name}", value) for name, value in job.env.items()}
+    return dataclasses.replace(job, env=env, args=words("args"), args_on_resume=words("args_on_resume"))
+
+
+def masks(job: Job) -> list[str]:
+    """The places where a mask stands instead of a value."""
+    names = [f"env.{name}" for name, value in job.env.items() if value == MASK and is_secret(name)]
+    for field in ("args", "args_on_resume"):
+        words = getattr(job, field)
+        names += [f"{field}.{index}" for index, text in _masked_arguments(words).items() if words[index] == text]
+    return names
+
+
+def secrets_file(job_file: Path) -> Path:
+    """Where the secrets of a recorded job are."""
+    return job_file.parent / "private" / "secrets.json"
+
+
+def revealed(job: Job, job_file: Path) -> Job:
+    """The job with the secrets that are kept next to its file, where this user may read them."""
+    if not masks(job):
+        return job
+    try:
+        return with_secrets(job, read_json(secrets_file(job_file)) or {})
+    except PermissionError:  # another member of the group, who looks on
+        return job
+
+
+def check_revealed(job: Job, job_file: Path) -> None:
+    """Raises RunDirectoryError when a secret is missing."""
+    if missing := masks(job):
+        raise RunDirectoryError(
+            f"{job_file} has {MASK} for {', '.join(missing)}, and {secrets_file(job_file)} does not have the values: "
+            "give them again, with --change"
+        )
+
+
+def secret_values(job: Job, environ: Mapping[str, str]) -> list[str]:
+    """The secrets that a run's processes know, the longest first."""
+    found = {*known_secrets(environ), *known_secrets(job.env, job.args, job.args_on_resume)}
+    return sorted(found, key=len, reverse=True)
+
+
+def known_secrets(environ: Mapping[str, str], *arguments: Sequence[str]) -> list[str]:
+    """The secrets in an environment and among lists of arguments, the longest first."""
+    found = {value for name, value in environ.items() if is_secret(name)}
+    for words in arguments:
+        found |= {words[index][len(text) - len(MASK) :] for index, text in _masked_arguments(words).items()}
+    return sorted((value for value in found if len(value) >= _SHORTEST), key=len, reverse=True)
+
+
+def masked(text: str, secrets: Iterable[str]) -> str:
+    """The text without these values in any form: as they are, as repr or JSON write them, URL-encoded, in base64.
+
+    Also where a line is broken within one, and the single lines of a value of several.
+    """
+    plain, places = _unbroken(text)
+    spans = []
+    for form in _forms(tuple(secrets)):
+        start = plain.find(form)
+        while start >= 0:
+            spans.append((start, start + len(form)))
+            start = plain.find(form, start + 1)
+    shown, at, end = [], 0, 0
+    for start, stop in sorted(spans):
+        if start >= end:  # else it continues what is masked already
+            shown += [text[at : places[start]], MASK]
+        end = max(end, stop)
+        at = places[end - 1] + 1
+    return "".join([*shown, text[at:]])
+
+
+_BREAK = re.compile(r"\s*\n[\s|]*|\s+")
+
+
+def _unbroken(text: str) -> tuple[str, Sequence[int]]:
+    """The text without blanks, line breaks and a box's border; and where each character was."""
+    parts, places, at = [], list[int](), 0
+    for found in _BREAK.finditer(text):
+        parts.append(text[at : found.start()])
+        places += range(at, found.start())
+        at = found.end()
+    if not parts:
+        return text, range(len(text))
+    return "".join([*parts, text[at:]]), [*places, *range(at, len(text))]
+
+
+@functools.lru_cache(maxsize=8)
+def _forms(secrets: tuple[str, ...]) -> list[str]:
+    """All that ``masked`` looks for."""
+    found: set[str] = set()
+    for value in {piece for secret in secrets for piece in (secret, *map(str.strip, secret.splitlines()))}:
+        once = _quoted(value)
+        twice = {form for other in once for form in _quoted(other)}  # a repr in a repr, or in JSON
+        found |= {value} | once | twice | _url_encoded(value) | _base64(value)
+    unbroken = {_unbroken(form)[0] for form in found}
+    return sorted((form for form in unbroken if len(form) >= _SHORTEST), key=len, reverse=True)
+
+
+def _quoted(value: str) -> set[str]:
+    """As repr, ascii, repr of its bytes and JSON write it within whatever else is quoted with it."""
+    forms = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
+    pieces = value.split("'")
+    for quote in (repr, ascii, lambda piece: repr(_bytes(piece))[1:]):
+        written = [quote(piece)[1:-1] for piece in pieces]
+        forms |= {"'".join(written), "\\'".join(written)}
+    return forms
+
+
+def _url_encoded(value: str) -> set[str]:
+    data = _bytes(value)
+    forms = {urllib.parse.quote(data), urllib.parse.quote(data, safe=""), urllib.parse.quote_plus(data)}
+    return forms | {re.sub("%[0-9A-F]{2}", lambda code: code[0].lower(), form) for form in forms}
+
+
+def _base64(value: str) -> set[str]:
+    """The characters that depend on the value alone, for each place that it can have in groups of three bytes."""
+    data, forms = _bytes(value), set()
+    for before in range(3):
+        encoded = base64.b64encode(bytes(before) + data).decode()
+        form = encoded[(8 * before + 5) // 6 : 8 * (before + len(data)) // 6]
+        forms |= {form, form.replace("+", "-").replace("/", "_")}
+    return forms
+
+
+def _bytes(value: str) -> bytes:
+    return value.encode(errors="surrogatepass")
+
+
+def _masked_arguments(words: Sequence[str]) -> dict[int, str]:
+    """The arguments that hold a secret, by index, as they may be seen: ``--api-key=X``, ``--api-key X``, ``key=X``."""
+    found: dict[int, str] = {}
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if equals and value and is_secret(name) and re.fullmatch(r"[\w.+~/-]+", name):
+            found[index] = f"{name}={MASK}"
+        elif index and word and not word.startswith("-") and _is_secret_option(words[index - 1]):
+            found[index] = MASK
+    return found
+
+
+def _is_secret_option(word: str) -> bool:
+    return word.startswith("-") and "=" not in word and is_secret(word)

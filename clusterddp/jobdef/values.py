@@ -1,0 +1,199 @@
+"""Readers of single values of a job definition: from a node of its YAML to a value, or ``Wrong`` with what it takes."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import unicodedata
+from collections.abc import Callable, Iterable
+
+from clusterddp.jobdef.secrets import is_secret
+from clusterddp.jobdef.yaml12 import Node
+
+
+class Wrong(Exception):
+    """A value is not what its field takes; the message goes behind the field's place and name."""
+
+
+def quoted(node: Node) -> str:
+    """A value as a message quotes it."""
+    if isinstance(node.value, (dict, list)):
+        return "a mapping" if isinstance(node.value, dict) else "a list"
+    return repr(node.text) if node.text or node.value is not None else "nothing"
+
+
+def text(node: Node) -> str:
+    """Any text but none, on one line, whatever YAML takes it for."""
+    if isinstance(node.value, (dict, list)):
+        raise Wrong(f"expected text, got {quoted(node)}; quote it if it is meant as text")
+    if not node.text:
+        raise Wrong("expected text, got nothing")
+    return _printable(node.text)
+
+
+def _printable(given: str) -> str:
+    """Refuses what would end a line of the batch script: the rest would be read as options or commands."""
+    for character in given:
+        if not character.isprintable():
+            raise Wrong(f"line breaks and control characters are not allowed here, got U+{ord(character):04X}")
+    return given
+
+
+def word(node: Node) -> str:
+    """Text that is one word on an #SBATCH line, where blanks and quotes would make it several."""
+    given = text(node)
+    if re.search(r"[\s\"'\\]", given):
+        raise Wrong(f"expected one word without blanks, quotes and backslashes, got {given!r}")
+    return given
+
+
+def matching(pattern: str, expected: str) -> Callable[[Node], str]:
+    """A reader of text that a regular expression describes, and ``expected`` in words."""
+
+    def read(node: Node) -> str:
+        given = text(node)
+        if not re.fullmatch(pattern, given):
+            raise Wrong(f"expected {expected}, got {given!r}")
+        return given
+
+    return read
+
+
+def name(node: Node) -> str:
+    """A job's name, which its run directory has, too."""
+    given = matching(r"[\w+=@][\w.+=@-]*", "a name of letters, digits and any of _.+=@-")(node)
+    if len(given.encode()) > 200:
+        raise Wrong(f"expected at most 200 bytes, got {len(given.encode())}: a folder is named after it")
+    return given
+
+
+def choice(*choices: str) -> Callable[[Node], str]:
+    """A reader of one of these words."""
+
+    def read(node: Node) -> str:
+        if node.text not in choices:
+            raise Wrong(f"expected {' or '.join(choices)}, got {quoted(node)}{did_you_mean(node.text, choices)}")
+        return node.text
+
+    return read
+
+
+def backend(node: Node) -> str:
+    """The process group's backend."""
+    if node.text == "mpi":
+        raise Wrong(
+            "expected nccl or gloo, got 'mpi': MPI ranks are mpirun's: give that a script that says backend='mpi'"
+        )
+    return choice("nccl", "gloo")(node)
+
+
+def whole(least: int) -> Callable[[Node], int]:
+    """A reader of a whole number, not below ``least``."""
+
+    def read(node: Node) -> int:
+        if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < least:
+            raise Wrong(f"expected a whole number, at least {least}, got {quoted(node)}")
+        return node.value
+
+    return read
+
+
+def positive(unit: str) -> Callable[[Node], float]:
+    """A reader of a positive number of ``unit``."""
+
+    def read(node: Node) -> float:
+        value = node.value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise Wrong(f"expected a positive number of {unit}, got {quoted(node)}")
+        return float(value)
+
+    return read
+
+
+def truth(node: Node) -> bool:
+    """True or false."""
+    if not isinstance(node.value, bool):
+        raise Wrong(f"expected true or false, got {quoted(node)}")
+    return node.value
+
+
+def _argument(node: Node) -> str:
+    if isinstance(node.value, (dict, list)) or (node.value is None and not node.text):
+        raise Wrong(f"expected a list of single values, got {quoted(node)} in it; quote what is meant as text")
+    if "\0" in node.text:
+        raise Wrong("an argument cannot contain U+0000")
+    return node.text
+
+
+def arguments(node: Node) -> tuple[str, ...]:
+    """A list of the script's arguments, each as it was written."""
+    if not isinstance(node.value, list):
+        raise Wrong(f"expected a list such as [--lr, 1e-3], got {quoted(node)}")
+    return tuple(_argument(item) for item in node.value)
+
+
+def shell_lines(node: Node) -> tuple[str, ...]:
+    """A list of lines, or one block of text; a line break inside an item makes two lines."""
+    items = [_argument(item) for item in node.value] if isinstance(node.value, list) else [_block(node)]
+    lines = [line for item in items for line in item.removesuffix("\n").split("\n")]
+    for line in lines:
+        if any(unicodedata.category(character) == "Cc" and character != "\t" for character in line):
+            raise Wrong(f"control characters are not allowed in shell lines, got {line!r}")
+        for variable_name in ASSIGNMENT.findall(line):
+            if is_secret(variable_name):
+                raise Wrong(
+                    f"{variable_name} would be in the batch script, which Slurm keeps; write it under env:, or read "
+                    f"it from a file of yours: export {variable_name}=$(cat FILE)"
+                )
+    return tuple(lines)
+
+
+#: A variable that is given a value which stands there.
+ASSIGNMENT = re.compile(r"""(?:^|[\s;&|(])(\w+)=["']?[^\s"'$`;]""")
+
+
+def _block(node: Node) -> str:
+    if isinstance(node.value, dict) or not node.text:
+        raise Wrong(f"expected a list of shell lines, got {quoted(node)}")
+    return node.text
+
+
+def time(node: Node) -> int:
+    """Slurm's time formats, in seconds."""
+    match = _TIME.fullmatch(node.text)
+    if not match:
+        raise Wrong(
+            f"expected minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 30, 1:30:00 or 2-12, got {quoted(node)}"
+        )
+    days, first, second, third = (None if part is None else int(part) for part in match.groups())
+    if days is not None or third is not None:
+        hours, minutes, seconds = first, second, third
+    else:
+        hours, minutes, seconds = 0, first, second
+    total = (((days or 0) * 24 + (hours or 0)) * 60 + (minutes or 0)) * 60 + (seconds or 0)
+    if total <= 0:
+        raise Wrong("expected a time limit above 0; leave it out for the partition's own")
+    return total
+
+
+_TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)
+
+
+def variable(node: Node) -> str:
+    """An environment variable's value."""
+    if isinstance(node.value, (dict, list)) or "\0" in node.text:
+        raise Wrong(f"expected text without U+0000, got {quoted(node)}")
+    return node.text
+
+
+def option(node: Node) -> str | bool:
+    """What follows an option of Slurm; true or false for one that takes no value."""
+    return node.value if isinstance(node.value, bool) else text(node)
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """The end of a message: the known name that was probably meant, if there is one."""
+    names, spelt = list(known), given.lower().replace("-", "_")
+    near = [known_name for known_name in names if known_name == spelt] or difflib.get_close_matches(spelt, names, 1)
+    near = near or [known_name for known_name in names if len(spelt) > 2 and known_name.startswith(spelt)]
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,68 @@
+"""Why did the ranks stop? One question to the controller, and what follows from the answer.
+
+Preemption, time limit and scancel all reach the ranks as the same TERM. Only the controller knows which it was, and
+only while the job is in that state; what its words mean was seen on Slurm 22.05.8 and 24.11.5:
+
+    JobState     PreemptTime   what it is
+    RUNNING      a time        a preemption's grace time runs; the job will not run again unless it is requeued
+    COMPLETING   a time        a preemption without grace, or the end of one: Slurm is requeueing the job, or cancelling
+                               it, already; before the grace is over, it is scancel
+    COMPLETING   None          scancel, or the time limit when it has passed
+    RUNNING      None          no one ends the job: a time-limit warning (near EndTime), or a signal from somewhere
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+
+from clusterddp.slurm.commands import JobInfo
+
+#: A job has its nodes. CONFIGURING is shown for seconds after the start, while ranks run already (seen on 22.05.8).
+ACTIVE = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+#: Slurm's --signal comes up to 60 s early, and its times are whole seconds.
+EARLY_S = 62
+
+
+class Cause(enum.Enum):
+    """Why ranks were told to stop. The value is the word for it in the history."""
+
+    PREEMPTED = "preempted"
+    PREEMPTED_WITHOUT_GRACE = "preempted without grace"
+    TIME_LIMIT = "stopped before the time limit"
+    TIMED_OUT = "time limit reached"
+    CANCELLED = "cancelled"
+    ENDED_IN_GRACE = "ended within the grace of a preemption, as scancel does"
+    ENDED_OTHERWISE = "the job was ended, and not by preemption, time limit or scancel"
+    INTERRUPTED = "interrupted"
+    SUPERSEDED = "superseded"
+    UNKNOWN = "stopped, and the controller cannot tell why"
+    NONE = "stopped by a signal that neither preemption, time limit nor cancellation explains"
+
+
+def read_cause(
+    job: JobInfo | None, restarts: int, notice_s: float, grace_s: Callable[[], int], now: float | None = None
+) -> Cause:
+    """The cause that the controller's record of the own job shows.
+
+    ``restarts``: of the attempt that asks; a record with more is about a later start of the job. ``notice_s``: how many
+    seconds before EndTime the ranks are told. ``grace_s`` is asked only when it matters.
+    """
+    now = time.time() if now is None else now
+    if job is None:
+        return Cause.UNKNOWN
+    if job.restarts != restarts or job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
+        return Cause.PREEMPTED_WITHOUT_GRACE
+    if job.state in ACTIVE:
+        if job.preempt_time is not None:
+            return Cause.PREEMPTED
+        time_left = float("inf") if job.end_time is None else job.end_time - now
+        return Cause.TIME_LIMIT if time_left <= notice_s + EARLY_S else Cause.NONE
+    if job.preempt_time is not None and job.state == "COMPLETING":
+        # Slurm ends a grace late, never early; a second for its whole-second times.
+        return Cause.ENDED_IN_GRACE if now < job.preempt_time + grace_s() - 1 else Cause.PREEMPTED_WITHOUT_GRACE
+    if job.state == "TIMEOUT" or job.ran_out:
+        return Cause.TIMED_OUT
+    by_hand = job.state == "CANCELLED" or (job.state == "COMPLETING" and job.reason in ("None", ""))
+    return Cause.CANCELLED if by_hand else Cause.ENDED_OTHERWISE

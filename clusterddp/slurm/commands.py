@@ -1,0 +1,317 @@
+"""Slurm's commands: the only module that runs them. Parsers are pure functions of the commands' text.
+
+Text with explicit fields is used throughout: the JSON of squeue and sacct changes between versions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.slurm.clean_environment import for_parsing
+
+T = TypeVar("T")
+
+TIMEOUT_S = 60.0
+
+#: Job states in which a job holds, or will hold, its run.
+LIVE_STATES = frozenset(
+    [
+        "PENDING",
+        "CONFIGURING",
+        "RUNNING",
+        "COMPLETING",
+        "STOPPED",
+        "SUSPENDED",
+        "RESIZING",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "REQUEUE_FED",
+        "SPECIAL_EXIT",
+        "SIGNALING",
+        "STAGE_OUT",
+    ]
+)
+
+
+#: Slurm's words, in any of its commands, for a controller that is not configured here or does not answer.
+#: `scontrol requeue` has words of its own (seen on 22.05.8).
+_NO_ANSWER = (
+    *("configuration source", "Unable to contact slurm controller", "Connection refused", "timed out"),
+    "Unexpected message received",
+)
+
+
+#: How the states of nodes begin that no job is given to.
+_UNUSABLE = ("down", "drain", "fail", "error", "unknown", "maint", "reboot", "inval", "powered_down", "powering_down")
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """What the controller says of a job. Times are unix seconds, None when unknown."""
+
+    job_id: str
+    state: str
+    reason: str
+    nodes: str
+    restarts: int
+    requeue: bool
+    preempt_time: float | None
+    end_time: float | None
+    run_time_s: float = 0.0
+    time_limit_s: float = 0.0
+    """0 for no limit."""
+
+    @property
+    def live(self) -> bool:
+        """Whether the job runs or may yet run."""
+        return self.state in LIVE_STATES
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether it ran for as long as its time limit allows."""
+        return self.run_time_s >= self.time_limit_s > 0
+
+
+@dataclass(frozen=True)
+class NodeShape:
+    """A node of a partition: CPUs, memory in MiB, and GPUs by type ('' when Slurm names none)."""
+
+    name: str
+    cpus: int
+    memory_mib: int
+    gpus: Mapping[str, int]
+
+    def gpus_of(self, gpu_type: str | None) -> int:
+        """The GPUs of a type, or all of them."""
+        return self.gpus.get(gpu_type, 0) if gpu_type else sum(self.gpus.values())
+
+
+def submission_cluster(environ: Mapping[str, str]) -> str | None:
+    """The cluster that a submission goes to: SLURM_CLUSTERS, else ClusterName in slurm.conf where it can be read."""
+    if "SLURM_CLUSTERS" in environ:
+        return environ["SLURM_CLUSTERS"]
+    try:
+        text = Path(environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).read_text()
+    except OSError:
+        return None
+    named = re.search(r"^\s*ClusterName\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
+    return named[1] if named else None
+
+
+def cluster_name(environ: Mapping[str, str]) -> str | None:
+    """The cluster that job numbers belong to, as Slurm writes it, in a job or outside; None where nothing says."""
+    name = environ.get("SLURM_CLUSTER_NAME") or submission_cluster(environ) or ""
+    return name.lower() if re.fullmatch(r"[^\s,]+", name) and name.lower() != "all" else None
+
+
+def own_job_id(environ: Mapping[str, str]) -> str | None:
+    """The id of the job that this process runs in; ``<array>_<task>`` for an array's member.
+
+    The bare id would requeue, or cancel, every member.
+    """
+    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ.get("SLURM_JOB_ID")
+
+
+def require(*commands: str) -> None:
+    """Raises unless all commands are on PATH. Nothing falls back to running locally."""
+    for command in commands:
+        if shutil.which(command) is None:
+            raise SlurmMissing(
+                f"{command} not found on PATH ({os.environ.get('PATH', '')}): submit from a Slurm login node, "
+                "load the site's Slurm module, or add --local to run on this machine without Slurm"
+            )
+
+
+def run(*command: str) -> str:
+    """A command's standard output; SlurmError with Slurm's own words when it fails or does not answer."""
+    require(command[0])
+    try:
+        done = subprocess.run(
+            command,
+            env=for_parsing(os.environ),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # names and comments are the users' and administrators'
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SlurmUnavailable(f"`{' '.join(command)}` did not answer in {TIMEOUT_S:.0f} s") from error
+    except OSError as error:  # no memory or file descriptor left for it at the moment
+        raise SlurmUnavailable(f"`{' '.join(command)}` cannot be started: {error}") from error
+    if done.returncode != 0:
+        lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+        kind = SlurmUnavailable if any(sign in line for sign in _NO_ANSWER for line in lines) else SlurmError
+        raise kind(f"`{' '.join(command)}` failed: {lines[-1]}")
+    return done.stdout
+
+
+def show_job(job_id: str) -> JobInfo | None:
+    """The controller's record of a job, None when it has forgotten it (MinJobAge after the end, or never known)."""
+    try:
+        return parse_job(run("scontrol", "show", "job", "-o", job_id))
+    except SlurmError as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise
+
+
+def patiently(ask: Callable[[], T], patience_s: float = 20.0) -> T:
+    """The answer to a question; asked again, and saying so, while the controller does not answer.
+
+    Slurm's commands try for 9 to 18 s themselves (22.05.8).
+    """
+    deadline, pause_s = time.monotonic() + patience_s, 1.0
+    while True:
+        try:
+            return ask()
+        except SlurmMissing:
+            raise
+        except SlurmUnavailable as error:
+            if time.monotonic() + pause_s > deadline:
+                raise
+            print(f"clusterddp: asking again in {pause_s:g} s: {error}", file=sys.stderr, flush=True)
+            time.sleep(pause_s)
+            pause_s *= 2
+
+
+def requeue(job_id: str) -> None:
+    """Ends the running job and queues it again under the same id."""
+    run("scontrol", "requeue", job_id)
+
+
+def submit(script: Path, *options: str) -> str:
+    """Submits a batch script; returns the job id."""
+    return run("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
+
+
+def lift_hold(job_id: str) -> None:
+    """Lets a pending job start now: for the hold after a requeue. The job's owner may."""
+    run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+
+
+def forbid_requeue(job_id: str) -> None:
+    """Slurm does not requeue the job by itself any more (24.11 requeues one that leaves within a grace)."""
+    run("scontrol", "update", f"JobId={job_id}", "Requeue=0")
+
+
+def allow_requeue(job_id: str) -> None:
+    """Slurm may requeue the job again, as its batch script asked for."""
+    run("scontrol", "update", f"JobId={job_id}", "Requeue=1")
+
+
+def cancel(job_id: str) -> None:
+    """Cancels a job; one that is over already is no error."""
+    run("scancel", job_id)
+
+
+def default_partition() -> str:
+    """The partition of jobs that name none."""
+    for line in run("sinfo", "-h", "-o", "%P").splitlines():
+        if line.endswith("*"):
+            return line.rstrip("*")
+    raise SlurmError("this cluster has no default partition: name one with -p")
+
+
+def partition_nodes(partition: str | None) -> list[NodeShape]:
+    """The nodes of a partition, of the default one when None. SlurmError, with the names, when there is none such."""
+    text = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%c|%m|%G")
+    with understood("sinfo", text):
+        lines = [line.split("|") for line in text.splitlines()]
+        wanted = [line for line in lines if (line[0] == partition if partition else line[1].endswith("*"))]
+        nodes = [
+            NodeShape(name, int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gres(gres))
+            for _, _, name, cpus, memory, gres in wanted
+        ]
+    if not nodes:
+        names = ", ".join(sorted({line[0] for line in lines})) or "none"
+        missing = f"partition {partition!r}" if partition else "a default partition (name one with -p)"
+        raise SlurmError(f"this cluster has not {missing}; it has: {names}")
+    return nodes
+
+
+@contextmanager
+def understood(command: str, text: str) -> Iterator[None]:
+    """Raises SlurmError, with the answer's beginning, where the body cannot read it."""
+    try:
+        yield
+    except (ValueError, KeyError, IndexError, OverflowError) as error:
+        said = f"{text[:200]!r}{' ...' if len(text) > 200 else ''}"
+        raise SlurmError(f"{command} answered in a form that is not known here ({error!r:.80}): {said}") from error
+
+
+def usable_nodes(partition: str | None) -> list[str]:
+    """The nodes of a partition, of the default one when None, that jobs run on or could."""
+    text = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%T")
+    with understood("sinfo", text):
+        return parse_usable(text.splitlines(), partition)
+
+
+def parse_usable(lines: list[str], partition: str | None) -> list[str]:
+    """Of lines ``PARTITION|PARTITION*|NODE|STATE``; a state that ends in ``*`` does not answer."""
+    rows = [line.split("|") for line in lines]
+    wanted = [row for row in rows if (row[0] == partition if partition else row[1].endswith("*"))]
+    return [node for _, _, node, state in wanted if not state.endswith("*") and not state.startswith(_UNUSABLE)]
+
+
+def parse_gres(text: str) -> dict[str, int]:
+    """GPUs by type in a node's GRES: ``gpu:a100:4(S:0-1),shard:8`` gives ``{"a100": 4}``, ``gpu:2`` ``{"": 2}``."""
+    gpus: dict[str, int] = {}
+    for item in re.sub(r"\([^)]*\)", "", text).split(","):
+        words = item.split(":")
+        if words[0] == "gpu":
+            gpu_type = words[1] if len(words) == 3 else ""
+            gpus[gpu_type] = gpus.get(gpu_type, 0) + int(words[-1])
+    return gpus
+
+
+def parse_job(text: str) -> JobInfo | None:
+    """Reads one line of ``scontrol show job -o``; None for an empty answer."""
+    if "JobId=" not in text:
+        return None
+    job_id = re.match(r"\s*JobId=(\d+)", text)
+    array = re.search(r"ArrayJobId=(\d+) ArrayTaskId=(\d+) ", text)
+    # The job's name comes first and its command last, both in the user's words: what stands between is Slurm's own.
+    own = text.rpartition(" UserId=")[2].partition(" Command=")[0]
+    fields = dict(re.findall(r"(\w+)=(\S*)", own))
+    with understood("scontrol", text):
+        return JobInfo(
+            job_id=f"{array[1]}_{array[2]}" if array else job_id[1] if job_id else "",
+            state=fields["JobState"],
+            reason=fields.get("Reason", "None"),
+            nodes=fields.get("NodeList", "").replace("(null)", ""),
+            restarts=int(fields.get("Restarts", 0)),
+            requeue=fields.get("Requeue") == "1",
+            preempt_time=_time(fields.get("PreemptTime")),
+            end_time=_time(fields.get("EndTime")),
+            run_time_s=_seconds(fields.get("RunTime")),
+            time_limit_s=_seconds(fields.get("TimeLimit")),
+        )
+
+
+def _seconds(text: str | None) -> float:
+    """Of Slurm's D-HH:MM:SS; 0 for UNLIMITED and the like."""
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9}):(\d{1,9}):(\d{1,9})", text or "")
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
+    return 86400 * days + 3600 * hours + 60 * minutes + seconds
+
+
+def _time(text: str | None) -> float | None:
+    """Unix seconds of Slurm's ``2026-01-31T12:00:00`` (local time); None for None, Unknown, N/A and the like."""
+    try:
+        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None

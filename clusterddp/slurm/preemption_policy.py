@@ -1,0 +1,98 @@
+"""What a cluster does to a job that it preempts: who gets how much notice, what a requeue costs, and in words.
+
+Asked of the controller once, at submit time; ``scontrol`` answers anyone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from clusterddp.jobdef.job import Job
+from clusterddp.slurm import commands as slurm
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """What preemption means for a job of one partition (and QOS).
+
+    ``mode``: REQUEUE, CANCEL, SUSPEND or OFF. ``grace_s``: seconds between TERM and KILL while the job counts as
+    running; 0: it is ended at once, with ``kill_wait_s`` between the two. ``hold_s``: how long a requeued job is held
+    (AuthInfo's cred_expire + 1 s; 121 s by default).
+    """
+
+    partition: str
+    mode: str
+    grace_s: int
+    kill_wait_s: int
+    hold_s: int
+
+    @property
+    def notice_s(self) -> int:
+        """Seconds that a run has to save in."""
+        return self.grace_s or self.kill_wait_s
+
+    @property
+    def must_resubmit(self) -> bool:
+        """Whether the job that is preempted never runs again, so that only a new one can go on."""
+        return self.mode == "CANCEL"
+
+    def sentence(self, job: Job) -> str:
+        """What the user should know before the first preemption."""
+        if self.mode == "OFF":
+            return f"{self.partition} does not preempt"
+        if self.mode.startswith("SUSPEND") or self.mode == "GANG":
+            return f"{self.partition} suspends preempted jobs in place: they keep their memory and go on by themselves"
+        if self.grace_s:
+            notice = f"{self.partition} gives {self.grace_s} s of notice"
+        else:
+            notice = f"{self.partition} gives no grace: a preempted run has KillWait, {self.kill_wait_s} s, to save"
+        return f"{notice}; {self._goes_on(job)}"
+
+    def _goes_on(self, job: Job) -> str:
+        if self.must_resubmit:
+            return "it cancels what it preempts, so the run goes on in a new job (policy: resubmit)"
+        if job.policy == "resubmit" and self.grace_s:
+            return "the run goes on in a new job (policy: resubmit)"
+        if job.policy is None and job.min_nodes is not None and self.grace_s:
+            return "the run goes on in a new job, as a requeued one would wait for as many nodes as it had"
+        lifted = "`submit --wait` or `clusterddp watch` lifts it" if job.lift_hold else "lift_hold: false leaves it"
+        return f"the run is requeued, and Slurm holds it for {self.hold_s} s then: {lifted}"
+
+
+def preemption(partition: str | None, qos: str | None) -> Preemption:
+    """Asks the controller about a partition (None: the default one). With preempt/qos the QOS decides."""
+    text = slurm.run("scontrol", "show", "config")
+    config = fields(text)
+    partition = partition or slurm.default_partition()
+    shown = slurm.run("scontrol", "show", "partition", "-o", partition)
+    with slurm.understood("scontrol", shown):
+        values = fields(shown.replace(" ", "\n"))
+        name, mode, grace_s = partition, values.get("PreemptMode", "OFF"), int(values.get("GraceTime", 0))
+    if config.get("PreemptType") == "preempt/qos":
+        name = qos or "normal"
+        mode, grace_s = _of_qos(name, config.get("PreemptMode", "OFF").split(",")[-1])
+    expires = re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
+    with slurm.understood("scontrol", text):
+        return Preemption(
+            partition=name,
+            mode=mode,
+            grace_s=grace_s,
+            kill_wait_s=int(config.get("KillWait", "30").split()[0]),
+            hold_s=int(expires[1] if expires else 120) + 1,
+        )
+
+
+def _of_qos(name: str, default_mode: str) -> tuple[str, int]:
+    """Mode and grace of a QOS, ``cluster`` standing for the configuration's mode."""
+    line = slurm.run("sacctmgr", "-nP", "show", "qos", f"name={name}", "format=PreemptMode,GraceTime").strip()
+    mode, _, grace = line.partition("|")
+    units = zip(reversed(grace.split(":")), (1, 60, 3600), strict=False)
+    with slurm.understood("sacctmgr", line):
+        return (default_mode if mode in ("", "cluster") else mode.upper()), sum(int(n) * unit for n, unit in units if n)
+
+
+def fields(text: str) -> dict[str, str]:
+    """``Key = value`` and ``Key=value`` lines as a mapping."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {key.strip(): value.strip() for key, equals, value in pairs if equals}

@@ -1,0 +1,120 @@
+"""Fitting a job to the cluster: what the partition has is asked, checked and shared out before a submission."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from clusterddp.errors import SlurmUnavailable, UsageError
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.secrets import MASK, is_secret
+from clusterddp.jobdef.source import calls_method, module_file
+from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.commands import NodeShape
+from clusterddp.slurm.preemption_policy import preemption
+
+#: Variables that people export on purpose and that sbatch takes options from: shown, so that nothing acts unseen.
+_TELLING = ("SBATCH_", "SLURM_ACCOUNT", "SLURM_CLUSTERS", "SLURM_CONF")
+
+
+def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
+    """The job with CPUs and memory in proportion to its GPUs, and what to tell the user about the plan.
+
+    Slurm's own default is one CPU per task and little memory. ``required``: whether a Slurm that is missing or does not
+    answer is an error; a dry run can do without.
+    """
+    try:
+        slurm.require("sbatch", "srun", "scontrol", "sinfo")
+        nodes = slurm.partition_nodes(job.partition)
+    except SlurmUnavailable as error:
+        if required:
+            raise
+        return job, [f"partition, GPUs, CPUs and memory are not checked: {error}"]
+    remarks = _exported()
+    check_nodes(job, nodes)
+    if job.device == "cuda":
+        check_gpus(job, nodes)
+        job, share = share_of_node(job, nodes)
+        remarks += share
+    return job, [*remarks, preemption(job.partition, job.qos).sentence(job)]
+
+
+def check_micro(job: Job) -> list[str]:
+    """Where Slurm may give fewer nodes, the program must be able to take a step's samples in several pieces.
+
+    Returns what to tell the user when that cannot be seen from here.
+    """
+    if job.min_nodes is None:
+        return []
+    file = Path(job.script) if job.script else module_file(job.module or "", Path.cwd())
+    if file is None:
+        return [f"module {job.module} is not in {Path.cwd()}: whether it calls run.micro() is not checked"]
+    if calls_method(file, Path(job.script).parent if job.script else Path.cwd(), "micro"):
+        return []
+    raise UsageError(
+        f"--nodes {job.nodes_text}: {file} never calls run.micro(), and on fewer nodes a rank's share of a step may be "
+        "more than it can take at a time. Write `for micro in run.micro(batch):` around forward and backward, or give "
+        "one number of nodes"
+    )
+
+
+def check_nodes(job: Job, nodes: list[NodeShape]) -> None:
+    """Enough nodes: sbatch would take the job, and it would wait for ever."""
+    if len(nodes) < job.node_counts[0]:
+        raise UsageError(f"{_partition(job)} has {len(nodes)} nodes in all, and --nodes {job.nodes_text} asks for more")
+
+
+def _partition(job: Job) -> str:
+    return f"partition {job.partition!r}" if job.partition else "the default partition"
+
+
+def check_gpus(job: Job, nodes: list[NodeShape]) -> None:
+    """Enough nodes with enough GPUs, or an error that says what there is."""
+    fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
+    if len(fitting) >= job.node_counts[0]:
+        return
+    kind = f"{job.gpu_type} GPUs" if job.gpu_type else "GPUs"
+    most = max(node.gpus_of(job.gpu_type) for node in nodes)
+    raise UsageError(
+        f"{_partition(job)} has {len(fitting)} nodes with {job.gpus_per_node} {kind} (the most on one node is {most}, "
+        f"{len(nodes)} nodes in all), and {job.nodes_text} are asked for: --gpus counts per node. "
+        "Ask for less, or add --device cpu for gloo processes without GPUs"
+    )
+
+
+def share_of_node(job: Job, nodes: list[NodeShape]) -> tuple[Job, list[str]]:
+    """CPUs per task and memory per node by the share of a node's GPUs, on the smallest node that fits."""
+    fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
+    values: dict[str, object] = {}
+    if job.cpus_per_task is None:
+        values["cpus_per_task"] = max(1, min(node.cpus * job.gpus_per_rank // node.gpus_of(None) for node in fitting))
+    if job.mem is None and not any(key.startswith("mem") for key in job.sbatch):
+        shares = (node.memory_mib * job.gpus_per_node // node.gpus_of(None) for node in fitting)
+        values["mem"] = f"{min(shares)}M"
+    if not values:
+        return job, []
+    fitted: Job = dataclasses.replace(job, **values)  # type: ignore[arg-type]
+    share = f"{fitted.cpus_per_task} CPUs per rank and {fitted.mem} of memory per node"
+    return fitted, [f"asking for {share}: the share of a node that goes with its GPUs"]
+
+
+def _exported() -> list[str]:
+    found = {name: MASK if is_secret(name) else value for name, value in os.environ.items()}
+    names = [f"{name}={value}" for name, value in found.items() if name.startswith(_TELLING)]
+    return [f"from the environment: {' '.join(sorted(names))}"] if names else []
+
+
+def as_allocated(job: Job, environ: Mapping[str, str]) -> Job:
+    """The job as the surrounding allocation has it, so that a resubmission asks for the same."""
+    info = slurm.show_job(slurm.own_job_id(environ) or "")
+    cpus = environ.get("SLURM_CPUS_PER_TASK")
+    return dataclasses.replace(
+        job,
+        partition=environ.get("SLURM_JOB_PARTITION"),
+        account=environ.get("SLURM_JOB_ACCOUNT"),
+        qos=environ.get("SLURM_JOB_QOS"),
+        cpus_per_task=int(cpus) if cpus else None,
+        time_s=int(info.time_limit_s) or None if info else None,
+    )

@@ -1,0 +1,279 @@
+"""The supervisor's end of the control channel; ``worker/control_channel.py`` has the ranks' end and the protocol."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import json
+import resource
+import selectors
+import socket
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from clusterddp.worker.control_channel import LONGEST_LINE, keep_alive, send_line
+
+# What a stranger may use up: whoever connects is one until it has shown the token, which a rank does at once.
+_LONGEST_HELLO = 4096
+_HELLO_S = 10.0
+_MOST_STRANGERS, _FEWEST_STRANGERS = 256, 16
+#: File descriptors that the rest of the supervisor needs: logs, the run's files, Slurm's commands.
+_OWN_DESCRIPTORS = 64
+#: Pause before accepting again when no file descriptor is left.
+_NO_DESCRIPTOR_S = 0.1
+#: How the kernel says that a peer is silent.
+_SILENT = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
+_LAST_WORDS_S = 1.0
+#: For how much longer at most what has come by then is heard: ranks may be there that talk on.
+_MOST_WORDS_S = 10.0
+#: From so many of the kernel's keepalive probes in a row without an answer, which one on its way is not.
+_FALLING_SILENT = 2
+
+
+@dataclass
+class _Peer:
+    """A connection that the supervisor holds; ``rank`` is None until it has shown the token."""
+
+    connection: socket.socket
+    address: str
+    deadline: float
+    rank: int | None = None
+    pending: bytearray = field(default_factory=bytearray)
+    skipping: bool = False
+    """Whether the line that is being received is too long, and skipped."""
+
+
+class ControlServer:
+    """The supervisor's end. Answers hellos once rank 0's address is known, and hands every event to ``on_event``.
+
+    ``on_event(rank, event, values)`` and ``on_lost(rank, silent)`` are called from the server's own thread, one at a
+    time. ``silent``: the rank did not end, it is its node that does not answer.
+    ``ranks``: how many there are, None where any number may join. Each may join once, and again, as the event
+    ``rejoined``, when its connection broke; not when its node was silent, and may be taken for lost.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        on_event: Callable[[int, str, Mapping[str, Any]], None],
+        on_lost: Callable[[int, bool], None] = lambda _rank, _silent: None,
+        host: str = "",
+        ranks: int | None = None,
+    ) -> None:
+        self._token, self._on_event, self._on_lost, self._ranks = token, on_event, on_lost, ranks
+        self._listener = socket.create_server((host, 0), backlog=4096)  # a thousand ranks come at once
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._strangers: dict[socket.socket, _Peer] = {}  # those of the peers without a rank, the oldest first
+        self._taken: dict[int, Any] = {}  # the process that joined as a rank; None: nobody may any more
+        self._known: Counter[int] = Counter()  # how many events each rank has reported
+        self._store: dict[str, Any] | None = None
+        self._told: dict[str, Any] = {}
+        self._most_strangers = _most_strangers(ranks or 0)
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="link", daemon=True)
+        self._thread.start()
+
+    def tell(self, **values: Any) -> None:
+        """Ranks that are greeted from now on hear this, too."""
+        self._told = {**self._told, **values}
+
+    def broadcast(self, **words: Any) -> None:
+        """Every rank that has joined hears this now. Never waits: who cannot be reached at once does not hear it.
+
+        Nor does who is falling silent: with data on its way, the kernel would begin to count anew.
+        """
+        for peer in list(self._peers.values()):
+            if peer.rank is not None:
+                with suppress(OSError):
+                    if _unanswered_probes(peer.connection) < _FALLING_SILENT:
+                        send_line(peer.connection, words)
+
+    def close(self) -> None:
+        """Hears out ranks that have ended, then drops all connections.
+
+        At most for a second: a node may be cut off. What has come by then is heard, however late this process looks.
+        """
+        self._wake_write.close()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        deadline: float | None = None
+        while deadline is None or len(self._peers) > len(self._strangers):
+            over_s = -1.0 if deadline is None else time.monotonic() - deadline
+            ready = self._selector.select(timeout=0.1 if deadline else self._until_next_deadline())
+            come = over_s < _MOST_WORDS_S and any(self._is_rank(key.fileobj) for key, _ in ready)
+            if over_s >= 0 and not come:
+                break
+            for key, _ in ready:
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._wake_read:
+                    deadline = time.monotonic() + _LAST_WORDS_S
+                    self._selector.unregister(self._wake_read)
+                elif (peer := self._peers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
+                    self._receive(peer)
+            self._drop_slow_strangers()
+        self._listener.close()  # first: a rank whose connection breaks sees that nobody listens any more
+        for peer in self._peers.values():
+            peer.connection.close()
+        self._wake_read.close()
+        self._selector.close()
+
+    def _is_rank(self, connection: Any) -> bool:
+        peer = self._peers.get(connection)
+        return peer is not None and peer.rank is not None
+
+    def _accept(self) -> None:
+        try:
+            connection, address = self._listener.accept()
+        except OSError as error:  # reset by the peer, or no file descriptor left: a rank tries again
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._make_room()
+            return
+        connection.setblocking(False)
+        try:
+            keep_alive(connection)
+        except OSError:  # reset already
+            connection.close()
+            return
+        peer = _Peer(connection, address[0], time.monotonic() + _HELLO_S)
+        self._peers[connection] = self._strangers[connection] = peer
+        self._selector.register(connection, selectors.EVENT_READ)
+        if len(self._strangers) > self._most_strangers:
+            self._drop(next(iter(self._strangers.values())))
+
+    def _make_room(self) -> None:
+        """No descriptor is left: half of the strangers' are freed, and so many are never given out again."""
+        self._most_strangers = max(1, len(self._strangers) // 2)  # a rank is one, too, until its hello is read
+        for peer in list(self._strangers.values())[: -self._most_strangers]:
+            self._drop(peer)
+        time.sleep(_NO_DESCRIPTOR_S)  # the listener stays readable
+
+    def _until_next_deadline(self) -> float | None:
+        """Seconds until the oldest stranger is to be dropped; None when there is none."""
+        oldest = next(iter(self._strangers.values()), None)
+        return None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
+
+    def _drop_slow_strangers(self) -> None:
+        now = time.monotonic()
+        for peer in [peer for peer in self._strangers.values() if peer.deadline <= now]:
+            self._drop(peer)
+
+    def _receive(self, peer: _Peer) -> None:
+        silent = False
+        try:
+            data = peer.connection.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            data, silent = b"", error.errno in _SILENT
+        peer.pending += data
+        *lines, rest = bytes(peer.pending).split(b"\n")
+        peer.pending = bytearray(rest)
+        stays = all(self._handle(peer, line) for line in lines)
+        if stays and peer.rank is not None and len(rest) > LONGEST_LINE:
+            peer.skipping, peer.pending = True, bytearray()
+        if not stays or not data or (peer.rank is None and len(rest) > _LONGEST_HELLO):
+            self._drop(peer, silent)
+
+    def _handle(self, peer: _Peer, line: bytes) -> bool:
+        """Whether the peer may stay. A rank does, whatever it says: it would join again, and repeat what it said."""
+        if peer.rank is not None:
+            self._hear(peer.rank, None if peer.skipping else line)
+            peer.skipping = False
+            return True
+        if len(line) > _LONGEST_HELLO:
+            return False
+        try:
+            message = json.loads(line)
+            trusted = hmac.compare_digest(str(message["token"]).encode(), self._token.encode())
+            return trusted and self._greet(peer, message)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return False
+
+    def _hear(self, rank: int, line: bytes | None) -> None:
+        """Hands on what a rank reports; None for a line that was too long. What cannot be understood is skipped."""
+        self._known[rank] += 1
+        event = "something"
+        try:
+            if line is None or len(line) > LONGEST_LINE:
+                raise ValueError(f"longer than {LONGEST_LINE:,} bytes")
+            message = json.loads(line)
+            event = str(message.pop("event"))
+            self._on_event(rank, event, message)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            print(f"clusterddp: skipped what rank {rank} reported ({event!r}): {error!r}", flush=True)
+            if event != "something":
+                traceback.print_exc()
+
+    def _greet(self, peer: _Peer, hello: Mapping[str, Any]) -> bool:
+        rank, port = hello["rank"], hello["port"]
+        refusal = self._refusal(rank, port, hello.get("process"))
+        if refusal is not None:
+            with suppress(OSError):
+                send_line(peer.connection, {"refused": refusal})
+            return False
+        back = rank in self._taken
+        for old in [known for known in self._peers.values() if back and known.rank == rank]:
+            old.rank = None  # broken, and not noticed here
+            self._drop(old)
+        peer.rank = rank
+        self._taken[rank] = hello.get("process")
+        del self._strangers[peer.connection]
+        first = rank == 0 and not back
+        if first:
+            self._store = {"host": peer.address, "port": port}
+        if self._store is not None:
+            waiting = self._peers.values() if first else [peer]
+            for joined in waiting:
+                if joined.rank is not None:
+                    with suppress(OSError):  # gone meanwhile: its connection reads as ended next
+                        answer = {**self._told, **self._store, "known": self._known[joined.rank]}
+                        send_line(joined.connection, answer)
+        values = {"host": str(hello["host"]), "pid": hello["pid"], "address": peer.address}
+        self._on_event(rank, "rejoined" if back else "joined", values)
+        return True
+
+    def _refusal(self, rank: Any, port: Any, process: Any) -> str | None:
+        """Why this rank may not join; None when it may."""
+        if type(rank) is not int or rank < 0 or (self._ranks is not None and rank >= self._ranks):
+            return f"there is no rank {rank}" + ("" if self._ranks is None else f" among {self._ranks} ranks")
+        if rank in self._taken and (process is None or self._taken[rank] != process):
+            return f"rank {rank} has joined already"
+        if rank == 0 and not (type(port) is int and 0 < port < 65536):
+            return f"rank 0's port is {port!r}: expected a number from 1 to 65535"
+        return None
+
+    def _drop(self, peer: _Peer, silent: bool = False) -> None:
+        self._selector.unregister(peer.connection)
+        del self._peers[peer.connection]
+        self._strangers.pop(peer.connection, None)
+        peer.connection.close()
+        if peer.rank is not None:
+            if silent:
+                self._taken[peer.rank] = None
+            self._on_lost(peer.rank, silent)
+
+
+def _most_strangers(ranks: int) -> int:
+    """How many connections of strangers leave enough descriptors for the ranks' and for the rest of the process."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MOST_STRANGERS
+    return max(_FEWEST_STRANGERS, min(_MOST_STRANGERS, limit - _OWN_DESCRIPTORS - ranks))
+
+
+def _unanswered_probes(connection: socket.socket) -> int:
+    """How many keepalive probes in a row got no answer: tcpi_probes, the fourth byte of linux/tcp.h's tcp_info."""
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)[3]

@@ -1,0 +1,187 @@
+"""Who holds a run: at most one live job or process trains it, or waits to.
+
+Two files say who: the submission that has not started an attempt yet (``private/submitted.json``), and the newest
+attempt's supervisor (``private/attempt-N/holder.json``). A holder that is dead, or has let go, holds nothing. An entry
+names the run it was written for: in a copy of the run directory it holds nothing either.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from clusterddp.process import process_namespace, process_start
+from clusterddp.rundir.files import remove, write_json
+from clusterddp.rundir.records import Form, if_given, is_text, read_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import commands as slurm
+
+
+def of_job(job_id: str) -> dict[str, Any]:
+    """The entry of a Slurm job. Its number means nothing on another cluster."""
+    cluster = slurm.cluster_name(os.environ)
+    return {"kind": "slurm", "job": job_id, **({"cluster": cluster} if cluster else {})}
+
+
+def of_this_process() -> dict[str, Any]:
+    """The entry of a local supervisor, or of the loop of a local run."""
+    pid = os.getpid()
+    return {
+        "kind": "local",
+        "host": socket.gethostname(),
+        "machine": process_namespace(),
+        "pid": pid,
+        "process_start": process_start(pid),
+    }
+
+
+def submitted(run: RunDirectory, job_id: str) -> None:
+    """A job that was just submitted holds the run until it starts an attempt."""
+    _write(run.submitted_file, run, {**of_job(job_id), "time": time.time()})
+
+
+def loop_started(run: RunDirectory) -> None:
+    """This process is the loop of a local run: it holds the run between two attempts, too."""
+    _write(run.loop_file, run, of_this_process())
+
+
+def loop_ended(run: RunDirectory) -> None:
+    """It does no longer."""
+    _write(run.loop_file, run, {**of_this_process(), "let_go": True})
+
+
+def local_loop_alive(run: RunDirectory) -> bool:
+    """Whether the loop of a local run is there."""
+    loop = _read(run.loop_file, run)
+    return loop is not None and not loop.get("let_go") and _held_by_process(loop) is not None
+
+
+def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An attempt's supervisor holds the run from now on; returns the entry of the submission that led to it."""
+    _write(run.holder_file(attempt), run, me)
+    pending = _read(run.submitted_file, run)
+    if pending is None or not _same(pending, me):
+        return None
+    remove(run.submitted_file)
+    return pending
+
+
+def let_go(run: RunDirectory, attempt: int) -> None:
+    """An attempt holds the run no longer: its ranks have ended, or none is left in reach, whatever Slurm says of it."""
+    entry = read_json(run.holder_file(attempt)) or {}
+    write_json(run.holder_file(attempt), {**entry, "let_go": True}, mode=0o600)
+
+
+def let_go_unreachable(run: RunDirectory) -> None:
+    """What cannot be looked at from here holds the run no longer: somebody knows that it has ended.
+
+    Should it run all the same, it ends when it sees the next attempt.
+    """
+    files = (run.submitted_file, *(run.holder_file(number) for number in run.attempts()))
+    for file in files:
+        entry = _read(file, run)
+        if entry is not None and not reachable(entry):
+            _write(file, run, {**entry, "let_go": True})
+
+
+def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
+    """Whether an attempt was held, to its end, by the job or process with this entry."""
+    entry = _read(run.holder_file(attempt), run)
+    return entry is not None and not entry.get("let_go") and _same(entry, me)
+
+
+def holders(run: RunDirectory) -> list[dict[str, Any]]:
+    """Who may hold the run, the newest claim first."""
+    pending = _read(run.submitted_file, run)
+    # An attempt that is just being claimed has no entry yet: the one before still counts.
+    taken = (_read(run.holder_file(number), run) for number in reversed(run.attempts()))
+    newest = next(filter(None, taken), {})
+    return [entry for entry in (pending, newest) if entry and not entry.get("let_go")]
+
+
+def held_by_other(run: RunDirectory, me: Mapping[str, Any] | None = None) -> str | None:
+    """Who else holds the run, as ``held by job 41 (RUNNING on n1,n2)``; None when nobody does.
+
+    ``me``: the own entry; a requeued job finds its own.
+    """
+    for entry in holders(run):
+        if me is not None and _same(entry, me):
+            continue
+        held = _held_by_job(entry) if entry["kind"] == "slurm" else _held_by_process(entry)
+        if held:
+            return held
+    return None
+
+
+def reachable(entry: Mapping[str, Any]) -> bool:
+    """Whether it can be found out from here if a holder is alive: on this machine, or from this cluster."""
+    if entry["kind"] == "slurm":
+        own, other = slurm.cluster_name(os.environ), entry.get("cluster")
+        return None in (own, other) or own == other
+    return entry["host"] == socket.gethostname() or entry.get("machine") == process_namespace()
+
+
+def _write(path: Path, run: RunDirectory, entry: Mapping[str, Any]) -> None:
+    write_json(path, {**entry, "run": _identity(run)}, mode=0o600)
+
+
+def _read(path: Path, run: RunDirectory) -> dict[str, Any] | None:
+    """An entry; None when there is none, or it came with a copy of another run's directory.
+
+    RunDirectoryError unless it names a job or a process, which may be ended.
+    """
+    entry = read_json(path, {"kind": lambda kind: kind in ("slurm", "local")})
+    if entry is None:
+        return None
+    entry = read_json(path, _JOB if entry["kind"] == "slurm" else _PROCESS) or {}
+    written_for, here = entry.pop("run", None), _identity(run)
+    # A run that was moved keeps its inode; one that is mounted elsewhere, on another node, may keep its path alone.
+    if isinstance(written_for, dict) and not written_for.items() & here.items():
+        return None
+    return entry
+
+
+def _identity(run: RunDirectory) -> dict[str, Any]:
+    return {"path": str(run.path.resolve()), "inode": run.path.stat().st_ino}
+
+
+_JOB: Form = {
+    "job": lambda job: is_text(job) and re.fullmatch(r"\d+(_\d+)?", job, re.ASCII) is not None,
+    "cluster": if_given(is_text),
+}
+_PROCESS: Form = {
+    "host": is_text,
+    "machine": if_given(is_text),
+    "pid": lambda pid: type(pid) is int and 1 < pid < 2**31,
+    "process_start": if_given(is_text),
+}
+
+
+def _same(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two entries name one job, or one process. Older ones have no cluster and no machine."""
+    if entry["kind"] != other["kind"]:
+        return False
+    keys = ("job", "cluster") if entry["kind"] == "slurm" else ("pid", "process_start", "machine")
+    return all(entry[key] == other[key] for key in keys if key in entry and key in other)
+
+
+def _held_by_job(entry: Mapping[str, Any]) -> str | None:
+    job_id = entry["job"]
+    if not reachable(entry):
+        return f"held by job {job_id} of cluster {entry['cluster']}, which cannot be reached from here"
+    job = slurm.show_job(job_id)
+    if job is None or not job.live:
+        return None
+    return f"held by job {job_id} ({job.state}{f' on {job.nodes}' if job.nodes else ''})"
+
+
+def _held_by_process(holder: Mapping[str, Any]) -> str | None:
+    if not reachable(holder):
+        return f"held by process {holder['pid']} on {holder['host']}, which cannot be reached from here"
+    alive = process_start(holder["pid"]) == holder["process_start"]
+    return f"held by process {holder['pid']} on this machine" if alive else None

@@ -1,0 +1,89 @@
+"""When a run is ended though it could continue: a pure function of its history and its job definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from clusterddp.jobdef.job import Job
+from clusterddp.rundir.records import is_count
+from clusterddp.slurm.cause import Cause
+
+#: Events after which an attempt has no ranks.
+ENDS = frozenset(("requeued", "resubmitted", "restarted", "stopped", "completed", "failed", "cancelled"))
+#: Events that an attempt may have which never starts its ranks. By any other it did, even if its `started` is lost.
+_WITHOUT_RANKS = frozenset(("submitted", "forked", "failed", "cancelled"))
+#: Attempts in a row that may end at their time limit, or by a failure that may pass, without a checkpoint of their own:
+#: the next would do no better.
+FRUITLESS = 3
+
+
+def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:
+    """Why there must be no further attempt, in a sentence; None when there may be one."""
+    events = list(events)
+    made = attempts_made(events)
+    if job.limits.attempts is not None and made >= job.limits.attempts:
+        return f"limits.attempts ({job.limits.attempts}) reached"
+    hours = used_rank_hours(events, now, job.world_size) * (job.gpus_per_rank if job.device == "cuda" else 1)
+    if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
+        return f"limits.gpu_hours ({job.limits.gpu_hours:g}) reached: {hours:.2f} used"
+    if _fruitless(events) >= FRUITLESS:
+        return f"{FRUITLESS} consecutive attempts {_ended(events)} without reaching a new checkpoint"
+    return None
+
+
+def attempts_made(events: Iterable[Mapping[str, Any]]) -> int:
+    """How many attempts have started their ranks."""
+    return len({event["attempt"] for event in events if event["event"] not in _WITHOUT_RANKS})
+
+
+def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size: int) -> float:
+    """Hours times ranks, from each attempt's first event to its last; the newest attempt's last to now.
+
+    ``world_size``: of attempts whose record does not say it.
+    """
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    ranks: dict[int, int] = {}
+    ended: set[int] = set()
+    for event in events:
+        if event["event"] not in _WITHOUT_RANKS:
+            first.setdefault(event["attempt"], event["time"])
+        if event["event"] == "started" and is_count(event.get("ranks")):
+            ranks[event["attempt"]] = event["ranks"]
+        last[event["attempt"]] = event["time"]
+        if event["event"] in ENDS:
+            ended.add(event["attempt"])
+    if first and max(first) not in ended:  # what comes after an end is time in the queue
+        last[max(first)] = now
+    return sum((last[attempt] - start) * ranks.get(attempt, world_size) for attempt, start in first.items()) / 3600
+
+
+def _fruitless(events: list[Mapping[str, Any]]) -> int:
+    """How many attempts in a row, up to the newest, ended at their time limit or failed, and committed nothing.
+
+    A script that never recorded a step may save by itself: what its attempts that reached their time limit came to is
+    not known here.
+    """
+    count, records = 0, any(event.get("step") is not None for event in events)
+    for attempt in sorted({event["attempt"] for event in events if event["event"] not in _WITHOUT_RANKS}, reverse=True):
+        own = [event for event in events if event["attempt"] == attempt]
+        failed, timed = any(map(_failed, own)), any(map(_timed, own))
+        if not (failed or (timed and records)) or any(event["event"] == "checkpoint" for event in own):
+            break
+        count += 1
+    return count
+
+
+def _failed(event: Mapping[str, Any]) -> bool:
+    """In a new job, for a cause that the controller does not know: a node failed, and is left out."""
+    elsewhere = event["event"] == "resubmitted" and event.get("cause") == Cause.NONE.value
+    return event["event"] == "restarted" or elsewhere
+
+
+def _timed(event: Mapping[str, Any]) -> bool:
+    return event.get("cause") in (Cause.TIME_LIMIT.value, Cause.TIMED_OUT.value)
+
+
+def _ended(events: list[Mapping[str, Any]]) -> str:
+    return "failed" if events[-1]["event"] == "restarted" else "ran into their time limit (ask for more time)"

@@ -1,0 +1,320 @@
+"""Recovery: what follows once an attempt's ranks have exited. A restart in place, a requeue, a new job, or the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from clusterddp.errors import ClusterddpError, SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.failures import exclusion
+from clusterddp.failures.hangs import Hang
+from clusterddp.jobdef.job import Job
+from clusterddp.rundir.files import write_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor import lease
+from clusterddp.supervisor.controller import Controller
+from clusterddp.supervisor.history import History
+from clusterddp.supervisor.limits import exceeded
+from clusterddp.supervisor.messages import failure_box
+from clusterddp.supervisor.verdict import Action, RankEnd, Verdict, judge
+
+#: The answer when the ranks are to be started anew in this very job.
+RESTART = -1
+#: Pauses between two questions to a controller that does not answer: from the first to the longest, in seconds.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+
+
+class AttemptResult(Protocol):
+    """How an attempt ended: its ranks have exited."""
+
+    @property
+    def told(self) -> bool:
+        """Whether they were told to stop."""
+
+    @property
+    def hang(self) -> Hang | None:
+        """The hang that they were ended for."""
+
+    @property
+    def lost_nodes(self) -> list[str]:
+        """The nodes that were lost with their ranks."""
+
+    def ends(self) -> list[RankEnd]:
+        """How each of them ended."""
+
+    def node_of(self, rank: int) -> str:
+        """The node that a rank was on."""
+
+    def superseded(self) -> bool:
+        """Whether a newer attempt exists."""
+
+    def stop_margin_s(self) -> float:
+        """How many seconds before the time limit the ranks are told to stop."""
+
+
+class Recovery:
+    """What follows once the ranks of attempt ``number`` have exited."""
+
+    def __init__(
+        self, run: RunDirectory, job: Job, number: int, controller: Controller, history: History, ranks: AttemptResult
+    ) -> None:
+        self._run, self._job, self._number = run, job, number
+        self._controller, self._history, self._ranks = controller, history, ranks
+
+    def after(self, exit_code: int) -> int:
+        """Does what is right after the launcher's ``exit_code``; returns this process's exit code, or RESTART."""
+        return self._act(judge(self._ranks.ends(), exit_code, self._ranks.told, self._why))
+
+    def _why(self) -> Cause:
+        """The newer attempt and the mark that ``clusterddp cancel`` leaves come before the controller's word.
+
+        A controller that is away is asked until it answers: nothing is ever requeued blind, and at the end of the grace
+        we are killed.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                if self._ranks.superseded():
+                    return Cause.SUPERSEDED
+                if self._run.cancelled:
+                    return Cause.CANCELLED
+                return self._controller.why(self._ranks.stop_margin_s())
+            except SlurmMissing:
+                return Cause.UNKNOWN
+            except (SlurmUnavailable, OSError) as error:  # or the run directory cannot be read
+                print(f"clusterddp: asking again in {pause_s:g} s: {error}", flush=True)
+                time.sleep(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            except SlurmError as error:
+                print(f"clusterddp: {error}", flush=True)
+                return Cause.UNKNOWN
+
+    def _act(self, verdict: Verdict) -> int:
+        if verdict.cause is Cause.SUPERSEDED or self._superseded():
+            newest = self._run.newest_attempt()
+            print(f"clusterddp: attempt {self._number} superseded by attempt {newest}; not writing", flush=True)
+            return 1
+        if verdict.first_failure is not None:
+            self._tell_failure(verdict.first_failure, verdict.others)
+        if verdict.action is Action.RESTART:
+            return self._restart(verdict)
+        if verdict.action is Action.AGAIN or (verdict.action is Action.LEAVE_TO_SLURM and self._ends_for_good()):
+            return self._again(verdict)
+        if verdict.action in (Action.LEAVE, Action.LEAVE_TO_SLURM):
+            if verdict.cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE):
+                self._ask_watcher()
+            then = "requeued by Slurm" if verdict.action is Action.LEAVE_TO_SLURM else "stopped"
+            self._add_end("stopped", verdict, then=then)
+            return self._controller.leave_code
+        self._history.conclude(verdict.action.value, verdict.reason)
+        return verdict.exit_code
+
+    def _superseded(self) -> bool:
+        """Whether a newer attempt exists; asked until the run directory can be read."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return self._ranks.superseded()
+            except OSError as error:
+                print(f"clusterddp: cannot read the run directory ({error}); retrying in {pause_s:g} s", flush=True)
+                time.sleep(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+
+    def _tell_failure(self, failure: RankEnd, others: Sequence[RankEnd]) -> None:
+        """In the history, and as a box in the job's log."""
+        step = self._history.saved()["step"]
+        if self._ranks.hang is None:  # which is in the history already
+            self._add_failure(failure, step)
+        box = failure_box(self._run, self._number, failure, others, step, time.time(), self._history.secrets)
+        print(box, file=sys.stderr, flush=True)
+
+    def _add_failure(self, failure: RankEnd, step: int | None) -> None:
+        values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
+        if step is not None:
+            values["step"] = step
+        if failure.of_the_node and self._controller.resubmits:
+            values["suspect"] = self._ranks.node_of(failure.rank)
+        self._history.add("rank_failed", **values)
+
+    def _ends_for_good(self) -> bool:
+        """Whether Slurm, which has ended the job for a preemption, will not run it again."""
+        try:
+            return self._controller.ends_what_it_preempts()
+        except SlurmError as error:
+            print(f"clusterddp: cannot ask whether this partition requeues what it preempts: {error}", flush=True)
+            return False
+
+    def _restart(self, verdict: Verdict) -> int:
+        """The run goes on here and now, from the newest checkpoint, as a new attempt of the same job.
+
+        In a new job where a node of this one is to be left out: Slurm changes no nodes of a job that runs.
+        """
+        lost = self._ranks.lost_nodes
+        self._record_lost(lost)
+        if self._bounded("restarted", verdict):
+            return verdict.exit_code
+        if lost and not self._controller.starts_again:
+            self._add_end("stopped", verdict)  # no step of this shape starts in what is left of the allocation
+            return self._controller.leave_code
+        if self._controller.resubmits and self._controller.starts_again:
+            choice = self._choose_nodes(lost)
+            if lost:
+                return self._resubmit(verdict, choice.nodes, node_lost=True)
+            if {self._ranks.node_of(rank) for rank in range(self._job.world_size)} & set(choice.nodes):
+                try:
+                    return self._hand_over(verdict, self._controller.resubmit(choice.nodes))
+                except SlurmError as error:
+                    self._history.add("not_excluded", reason=f"no new job can be had ({error})")
+        hang = self._ranks.hang
+        hung = f"rank {hang.late[0]} ({hang.host}) hung" if hang else None
+        self._add_end("restarted", verdict, hung)
+        return RESTART
+
+    def _record_lost(self, nodes: Sequence[str]) -> None:
+        """Those that fell silent after the first one, when the ranks were leaving already, are lost as well."""
+        own = [event for event in self._history.events if event["attempt"] == self._number]
+        known = [event.get("node") for event in own if event["event"] == "node_lost"]
+        for node in nodes:
+            if node not in known:
+                self._history.add("node_lost", node=node, suspect=node)
+
+    def _choose_nodes(self, lost: Sequence[str]) -> exclusion.Choice:
+        """Which nodes the next job leaves out; says so where that is new, or cannot be."""
+        events, now = self._history.events, time.time()
+        if not lost and not set(exclusion.failed(events, now)) - set(exclusion.excluded(events, now)):
+            return exclusion.Choice()
+        usable = self._usable_nodes()
+        if usable is None:
+            return exclusion.Choice()
+        choice = exclusion.choose(events, lost, usable, self._needed_nodes, now)
+        if choice.refused:
+            self._history.add("not_excluded", reason=choice.refused)
+        if choice.new:
+            times = [len(exclusion.failures(events, node, now)) for node in choice.new]
+            self._history.add("excluded", nodes=list(choice.new), failures=times)
+        return choice
+
+    def _excluded(self) -> list[str]:
+        """The nodes that a new job is to go without, as the ones before did: only as long as enough others work."""
+        nodes = exclusion.excluded(self._history.events, time.time())
+        usable = self._usable_nodes() if nodes else None
+        return nodes if usable is not None and len(set(usable) - set(nodes)) >= self._needed_nodes else []
+
+    def _usable_nodes(self) -> list[str] | None:
+        """Those that the job could be given; None when that cannot be told."""
+        try:
+            return self._controller.usable_nodes()
+        except ClusterddpError as error:  # Slurm's silence, or the job's `exclude` names a file
+            print(f"clusterddp: cannot tell which nodes there are, none is left out: {error}", flush=True)
+            return None
+
+    @property
+    def _needed_nodes(self) -> int:
+        return self._job.min_nodes or self._job.nodes
+
+    def _bounded(self, event: str, verdict: Verdict) -> bool:
+        """Ends the run as failed when it may not have another attempt; whether it did."""
+        end = {"event": event, "attempt": self._number, "time": time.time(), "cause": verdict.cause.value}
+        reason = exceeded(self._job, [*self._history.events, end], time.time())
+        if reason is not None:
+            self._history.conclude(Action.FAIL.value, f"{reason}; last attempt: {verdict.reason}")
+        return reason is not None
+
+    def _again(self, verdict: Verdict) -> int:
+        """The run goes on: by a requeue where that is possible and wanted, else in a new job."""
+        if self._bounded("stopped", verdict):
+            return 1
+        if not self._controller.starts_again:
+            self._add_end("stopped", verdict)
+            return self._controller.leave_code
+        wanted = self._job.policy != "resubmit" or not self._controller.resubmits
+        if not (wanted and verdict.cause in (Cause.PREEMPTED, Cause.TIME_LIMIT)):
+            return self._resubmit(verdict, self._excluded())
+        try:
+            window_s = self._requeue(verdict.cause)
+        except _Changed as changed_to:
+            return self._act(changed_to.verdict)
+        except SlurmError as error:
+            self._history.add("requeue_refused", error=str(error))
+            return self._resubmit(verdict, self._excluded())
+        self._add_end("requeued", verdict, window_s=window_s)
+        return self._controller.again_code
+
+    def _requeue(self, cause: Cause) -> float:
+        """Requeues until the controller answers; each time it is asked just before whether that is still right.
+
+        A request that got no answer may have been carried out all the same. Returns the seconds between the question
+        and the requeue's answer: a scancel in there is undone, because Slurm requeues what is being cancelled, too.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            now = self._why()
+            if now is not cause:
+                raise _Changed(self._judge_anew(now))
+            asked = time.monotonic()
+            try:
+                self._controller.requeue()
+                return round(time.monotonic() - asked, 4)
+            except SlurmMissing:
+                raise
+            except SlurmUnavailable as error:
+                print(f"clusterddp: trying again in {pause_s:g} s: {error}", flush=True)
+                time.sleep(pause_s)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+
+    def _judge_anew(self, cause: Cause) -> Verdict:
+        return judge(self._ranks.ends(), 0, self._ranks.told, lambda: cause)
+
+    def _resubmit(self, verdict: Verdict, without: Sequence[str] = (), node_lost: bool = False) -> int:
+        """Continues the run in a new job; where that is refused, the run waits for someone to do so.
+
+        Slurm may take minutes to end a job with a lost node: the new one does not wait for it.
+        """
+        if node_lost:
+            lease.let_go(self._run, self._number)
+        try:
+            new = self._controller.resubmit(without, after_this=not node_lost)
+        except SlurmError as error:
+            if node_lost:
+                lease.take(self._run, self._number, self._controller.holder())
+            self._ask_watcher(refused=str(error))
+            self._add_end("stopped", verdict, f"{verdict.reason}; not resubmitted: {error}")
+            return self._controller.leave_code
+        return self._hand_over(verdict, new)
+
+    def _hand_over(self, verdict: Verdict, new: str) -> int:
+        """The run goes on in the job ``new``. scancel of this job at any moment up to here ends that one, too."""
+        if self._why() in (Cause.CANCELLED, Cause.ENDED_IN_GRACE):
+            slurm.cancel(new)
+            self._history.conclude(Action.CANCEL.value, "cancelled while it was being resubmitted")
+            return 1
+        self._add_end("resubmitted", verdict, job=new)
+        return self._controller.again_code
+
+    def _ask_watcher(self, **why: str) -> None:
+        """Leaves a request for ``clusterddp watch``, which finds out whether the run should go on and resubmits it.
+
+        ``refused``: it should, and this is what Slurm said to it.
+        """
+        request = {"attempt": self._number, **self._controller.describe(), **why}
+        try:
+            write_json(self._run.request_file, request, mode=0o600)
+        except OSError as error:
+            words = f"{self._run.request_file} cannot be written ({error.strerror}): no watcher will continue this run"
+            print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+
+    def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
+        ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
+        self._history.add(event, **ended, **values)
+
+
+class _Changed(Exception):
+    """What the controller says has changed while it was asked for something."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.reason)
+        self.verdict = verdict

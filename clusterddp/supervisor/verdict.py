@@ -1,0 +1,294 @@
+"""What an attempt comes to: a pure function of how its ranks ended and why they were told to stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import RunDirectoryError
+from clusterddp.failures.exit_status import KILLS, ExitStatus
+from clusterddp.jobdef.secrets import masked
+from clusterddp.rundir.records import Form, fault, if_given, is_count, is_text, read_json
+from clusterddp.slurm.cause import Cause
+
+#: Exceptions that tell of a device, a network or a peer rather than of the user's code: another try may go well.
+_MAY_PASS = re.compile(
+    r"(Dist(Backend|Network|Store)Error|AcceleratorError|ConnectionError|ConnectionResetError|BrokenPipeError): "
+    r"|CUDA error|NCCL error|gloo/transport/|rank 0's store is gone"
+)
+#: Of these, what tells that another rank is gone.
+_LOST_PEER = re.compile(
+    r"gloo/transport/|Connection (closed|reset|refused)|remote process exited|rank 0's store is gone"
+    r"|(DistNetworkError|DistStoreError|ConnectionError|ConnectionResetError|BrokenPipeError): "
+)
+#: Of these, what tells of the rank's own device, or of its node's.
+_OF_THE_NODE = re.compile(r"CUDA error|NCCL error|AcceleratorError: ")
+_OUT_OF_MEMORY = re.compile(
+    r"^(MemoryError|OutOfMemoryError)\b|can't allocate memory|std::bad_alloc|Cannot allocate memory"
+)
+
+#: Seconds within which the order of two connections' ends tells nothing.
+JITTER_S = 0.5
+
+
+class Action(enum.Enum):
+    """What the supervisor does next."""
+
+    COMPLETE = "completed"
+    FAIL = "failed"
+    CANCEL = "cancelled"
+    RESTART = "restart"  # all ranks are started anew in the same job, on the same nodes
+    AGAIN = "again"  # the job ends unless it is requeued, or the run is resubmitted
+    LEAVE_TO_SLURM = "leave to Slurm"  # which requeues the job by itself, unless it cancels what it preempts
+    LEAVE = "leave"  # the job ends as it is, the run is not over, and someone may continue it
+
+
+_RECORD: Form = {
+    "host": is_text,
+    "end": is_text,
+    "error": if_given(is_text),
+    "traceback": if_given(is_text),
+    "step": if_given(is_count),
+    "exit_code": if_given(lambda code: type(code) is int),
+}
+
+
+def check_record(record: Any) -> None:
+    """ValueError, with what is wrong, unless it is the record of a rank's end."""
+    if wrong := fault(record, _RECORD):
+        raise ValueError(wrong)
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended.
+
+    ``end``: done, stopped (a clusterddp stop), unfinished (exit code 0 with steps left), exit (a code of its own),
+    exception, lost (it never reached the supervisor), declined (a callable's ``checkpoint()`` returned None), hung (all
+    ranks had to be ended), hung for good (and are not to be restarted), dismissed (told to exit, as another was lost),
+    silent (its node does not answer), early (it exited with code 0 while others waited for it), or died (no record of
+    its own: killed by a signal, or os._exit).
+    ``lost_at``: unix seconds on the supervisor's clock when it said that it failed, or its connection broke; infinity
+    if it never joined.
+    """
+
+    rank: int
+    host: str
+    end: str
+    lost_at: float
+    error: str = ""
+    traceback: str = ""
+    step: int | None = None
+    exit_code: int | None = None
+    used_clusterddp: bool = False
+    death: ExitStatus | None = None
+    left_loop: bool = False
+    """Whether it is done with steps left, as after ``break``."""
+
+    @classmethod
+    def without_record(cls, rank: int, host: str, lost_at: float, unfinished: bool | None) -> RankEnd:
+        """A rank that exited with code 0 and left no record: by ``os._exit(0)``.
+
+        ``unfinished``: whether the training had steps left; None: it never began, or is not one of clusterddp's.
+        """
+        if unfinished:
+            words = "exited with code 0 in its loop, by os._exit"
+            return cls(rank, host, "unfinished", lost_at, error=words, used_clusterddp=True)
+        return cls(rank, host, "done", lost_at, used_clusterddp=unfinished is False)
+
+    @classmethod
+    def read(cls, rank: int, host: str, lost_at: float, path: Path, death: ExitStatus | None = None) -> RankEnd:
+        """From the file that the rank wrote. One that cannot be read tells no more than a missing one."""
+        try:
+            return cls.from_record(rank, host, lost_at, read_json(path, _RECORD), death)
+        except (RunDirectoryError, OSError) as error:
+            return cls(rank, host, "died", lost_at, error=f"exited, and its record cannot be read: {error}")
+
+    @classmethod
+    def from_record(
+        cls, rank: int, host: str, lost_at: float, record: Mapping[str, Any] | None, death: ExitStatus | None = None
+    ) -> RankEnd:
+        """From the record that the rank wrote; None when it had no time to: then ``death`` may be known."""
+        if record is None:
+            error = death.words() if death else "killed without a traceback, or left by os._exit"
+            return cls(rank, host, "died", lost_at, error=error, death=death)
+        return cls(
+            rank,
+            record["host"],
+            record["end"],
+            lost_at,
+            error=record.get("error") or (f"exit code {record['exit_code']}" if "exit_code" in record else ""),
+            traceback=record.get("traceback", ""),
+            step=record.get("step"),
+            exit_code=record.get("exit_code"),
+            used_clusterddp=record.get("used_clusterddp", False),
+            left_loop=record.get("left_loop") is True,
+        )
+
+    def without(self, secrets: Sequence[str]) -> RankEnd:
+        """Its words without these values, which no history and no log of ours is to hold."""
+        return dataclasses.replace(self, error=masked(self.error, secrets), traceback=masked(self.traceback, secrets))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank ended by neither finishing nor stopping."""
+        return self.end not in ("done", "stopped")
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether a failure may have come from outside the user's code. A Python exception of its own never does."""
+        if self.end == "exception":
+            return _MAY_PASS.search(self.error) is not None
+        return self.end in ("died", "lost", "silent", "hung", "early")
+
+    @property
+    def of_the_node(self) -> bool:
+        """Whether the failure may be its node's rather than the script's, or a peer's."""
+        return self.end in ("died", "lost", "silent") or bool(_OF_THE_NODE.search(self.error))
+
+    @property
+    def started(self) -> bool:
+        """Whether its process was there at all, as far as it is known."""
+        return self.death is None or not self.death.not_started
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether an exception tells that another rank is gone."""
+        return self.end == "exception" and _LOST_PEER.search(self.error) is not None
+
+    @property
+    def own(self) -> bool:
+        """Whether the rank failed by itself: not for a lost peer, nor ended by its launcher for a peer's failure."""
+        if self.end == "died":
+            return self.death is not None and self.death.by_itself
+        return self.end in ("exit", "unfinished", "silent") or (self.end == "exception" and not self.may_pass)
+
+    @property
+    def ended_by_us(self) -> bool:
+        """Whether the supervisor or the launcher ended it, for a peer's failure."""
+        if self.end == "died":
+            return self.death is not None and self.death.signal in KILLS and not self.death.by_itself
+        return self.end == "dismissed"
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether an exception says so."""
+        return self.end == "exception" and _OUT_OF_MEMORY.search(self.error) is not None
+
+    def sentence(self) -> str:
+        """One line that names the rank, its host and what happened to it."""
+        if self.end.startswith("hung"):
+            return self.error
+        return f"rank {self.rank} ({self.host}) {self.words()}"
+
+    def words(self) -> str:
+        """What happened to it, in one line: a long error's first, and its last, which has a worker's own exception."""
+        what = {"exception": "raised ", "exit": "left with ", "lost": "never joined: ", "dismissed": "ended: "}
+        lines = [line.strip() for line in self.error.splitlines() if line.strip()] or [self.end]
+        error = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+        return f"{'ran out of memory: ' if self.out_of_memory else what.get(self.end, '')}{error}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The supervisor's next action, the reason in one sentence, the first failure if there was one, and the others."""
+
+    action: Action
+    reason: str
+    cause: Cause = Cause.NONE
+    first_failure: RankEnd | None = None
+    others: tuple[RankEnd, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """The training's exit code: 0 when it completed, a failed rank's own where it chose one, 1 otherwise."""
+        if self.action is Action.COMPLETE:
+            return 0
+        return (self.first_failure and self.first_failure.exit_code) or 1
+
+
+_FOLLOWS = {
+    Cause.PREEMPTED: Action.AGAIN,
+    Cause.TIME_LIMIT: Action.AGAIN,
+    Cause.TIMED_OUT: Action.AGAIN,
+    Cause.PREEMPTED_WITHOUT_GRACE: Action.LEAVE_TO_SLURM,
+    Cause.CANCELLED: Action.CANCEL,
+    Cause.ENDED_IN_GRACE: Action.LEAVE,
+    Cause.INTERRUPTED: Action.LEAVE,
+    Cause.SUPERSEDED: Action.LEAVE,
+    Cause.UNKNOWN: Action.LEAVE,
+    Cause.ENDED_OTHERWISE: Action.LEAVE,
+}
+
+
+def judge(ends: list[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cause]) -> Verdict:
+    """Decides what an attempt comes to. ``ask`` queries the controller and is called only where its answer matters.
+
+    ``exit_code`` is the launcher's (srun's): it shows a death during the interpreter's shutdown, after the records.
+    ``told``: whether ranks were warned at all; a crash just before the time limit is no consequence of the limit.
+    """
+    all_done = exit_code == 0 and all(end.end == "done" for end in ends)
+    left_loop = any(end.left_loop for end in ends)
+    if all_done and not left_loop and all(end.used_clusterddp for end in ends):
+        return Verdict(Action.COMPLETE, "all ranks finished")
+    failures = _in_order([end for end in ends if end.failed])
+    raised = failures[0] if failures and failures[0].end == "exception" else None
+    others = tuple(failures[1:])
+    if raised is not None and raised.used_clusterddp and not raised.may_pass and not told:
+        return Verdict(Action.FAIL, raised.sentence(), Cause.NONE, raised, others)
+    if failures and failures[0].end == "declined":
+        return Verdict(Action.FAIL, failures[0].sentence(), Cause.NONE, failures[0])
+    cause = ask()
+    if cause is Cause.TIME_LIMIT and not told:
+        cause = Cause.NONE
+    # A script that does not use clusterddp, or that left its loop, ends with exit code 0 after a notice, too: stopped.
+    if all_done and (cause is Cause.UNKNOWN and not told if left_loop else cause is Cause.INTERRUPTED):
+        cause = Cause.NONE
+    if cause in _FOLLOWS and not (raised and cause is Cause.UNKNOWN):
+        return Verdict(_FOLLOWS[cause], cause.value, cause, raised, others if raised else ())
+    if all_done:
+        return Verdict(Action.COMPLETE, "all ranks finished")
+    if failures:
+        first = _early_leaver(ends, failures) or failures[0]
+        others = tuple(end for end in failures if end.rank != first.rank)
+        again = first.may_pass and cause is Cause.NONE
+        return Verdict(Action.RESTART if again else Action.FAIL, first.sentence(), cause, first, others)
+    if any(end.end == "stopped" for end in ends):
+        return Verdict(Action.LEAVE, cause.value, cause)
+    return Verdict(Action.FAIL, f"all ranks finished, but the launcher returned {exit_code}")
+
+
+def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
+    """The failures, the true first one in front: whose connection broke first.
+
+    Where the order is within the network's jitter, a rank that failed by itself comes before one that tells of a lost
+    peer, or was killed for one, which is likely its consequence.
+    """
+    failures = sorted(failures, key=lambda end: (end.started, end.lost_at, end.rank))
+    near = [end for end in failures if end.lost_at <= failures[0].lost_at + JITTER_S]
+    own = [end for end in near if end.own]
+    first = (own or near)[:1]
+    return first + [end for end in failures if end not in first]
+
+
+def _early_leaver(ends: Sequence[RankEnd], failures: Sequence[RankEnd]) -> RankEnd | None:
+    """The rank that exited with code 0 before the others failed, all of them for the loss of a peer: that was it.
+
+    One without a record, of which the launcher tells no failure either, exited by ``os._exit(0)``.
+    """
+    silent = [end for end in failures if end.end == "died" and end.death is None]
+    consequences = [end for end in failures if end not in silent and not end.ended_by_us]
+    if not consequences or not all(end.lost_peer for end in consequences):
+        return None
+    left = [end for end in ends if end.end == "done" or end in silent]
+    left = [end for end in left if end.lost_at <= consequences[0].lost_at + JITTER_S]
+    if not left:
+        return None
+    first = min(left, key=lambda end: end.lost_at)
+    how = "with code 0" if first.end == "done" else "by os._exit(0), or killed without a trace,"
+    return dataclasses.replace(first, end="early", error=f"exited early, {how} while other ranks waited for it")

@@ -1,0 +1,12 @@
+"""``python -m clusterddp.worker SCRIPT [ARG...]`` (or ``-m MODULE``): one rank."""
+
+import signal
+
+if __name__ == "__main__":
+    # The first act: a notice that comes while Python still imports stays pending instead of killing the rank.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
+
+from clusterddp.worker.rank import main
+
+if __name__ == "__main__":
+    main()

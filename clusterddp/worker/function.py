@@ -1,0 +1,167 @@
+"""A launched Python function: ``python -m clusterddp.worker -m clusterddp.function`` on every rank.
+
+The function waits, pickled, in the run's ``private/function.pkl``; what each rank's call returns is written next to the
+rank's record. A pickle is code: it is loaded only when nobody but this user can have written it.
+
+A callable with a ``checkpoint()`` (submitit's contract) is told of a preemption or a near time limit as submitit does
+it: on rank 0 alone, in the main thread, wherever that is. What ``checkpoint()`` returns is the function of the next
+attempts. After it, rank 0 leaves, and the launcher ends the others.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+from submitit.core.utils import DelayedSubmission
+
+from clusterddp.errors import Declined, RunDirectoryError, Stopped, StoppedAlone, Superseded
+from clusterddp.rundir.files import write_atomically
+from clusterddp.rundir.run_directory import RunDirectory
+
+MODULE = "clusterddp.function"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+
+
+def main() -> None:
+    """Calls the function as one rank, and writes what it returns."""
+    run, attempt = RunDirectory(os.environ["CLUSTERDDP_RUN_DIR"]), int(os.environ["CLUSTERDDP_ATTEMPT"])
+    os.environ.update(submitit_variables(run))
+    call = PreemptibleCall(run, attempt, int(os.environ["RANK"]), load_function(newest_function(run, attempt)))
+    value = call.carry_out()
+    write_atomically(result_file(run, attempt, call.rank), cloudpickle.dumps(value), mode=0o600)
+
+
+class PreemptibleCall:
+    """One rank's call of the function. Without a ``checkpoint()`` it is a script like any other to a signal."""
+
+    def __init__(self, run: RunDirectory, attempt: int, rank: int, delayed: DelayedSubmission) -> None:
+        self.rank = rank
+        self._run, self._attempt, self._delayed = run, attempt, delayed
+        self._checkpoint: Callable[..., DelayedSubmission | None] | None = next(
+            (
+                getattr(delayed.function, name)
+                for name in ("__submitit_checkpoint__", "checkpoint")
+                if hasattr(delayed.function, name)
+            ),
+            None,
+        )
+        self._process = os.getpid()
+        self._told = False
+
+    def carry_out(self) -> Any:
+        """What the function returns. Raises Stopped when it was told to stop."""
+        if self._checkpoint is not None:
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._on_signal)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        try:
+            return self._delayed.result()
+        except Stopped as stopped:  # a clusterddp training inside, which has saved; all ranks stop
+            if self._checkpoint is not None and self.rank == 0 and not isinstance(stopped, StoppedAlone):
+                self._keep_checkpoint()
+            raise
+        except Exception as error:
+            if self._told and self.rank != 0:  # rank 0 has left: whatever this rank waited for will not come
+                raise Stopped(None, "rank 0 has stopped") from error
+            raise
+
+    def _on_signal(self, number: int, _: object) -> None:
+        """Rank 0 stops here. The others go on, which rank 0 may be waiting for in a collective."""
+        if os.getpid() != self._process or self._told:
+            return  # a forked worker, or told before
+        self._told = True
+        if self.rank == 0:
+            self._keep_checkpoint()
+            raise StoppedAlone(None, f"signal {signal.Signals(number).name.removeprefix('SIG')}")
+
+    def _keep_checkpoint(self) -> None:
+        assert self._checkpoint is not None
+        following = self._checkpoint(*self._delayed.args, **self._delayed.kwargs)
+        if following is None:
+            raise Declined("checkpoint() returned None: the run is not to go on")
+        if self._run.superseded(self._attempt):
+            raise Superseded(f"attempt {self._attempt} is superseded: what checkpoint() returned is not written")
+        save_function(self._run.attempt_private(self._attempt) / "function.pkl", pickled(following))
+        print("clusterddp: checkpoint() called; the next attempt goes on from what it returned", flush=True)
+
+
+# --- files
+
+
+def function_file(run: RunDirectory) -> Path:
+    """The function as it was launched."""
+    return run.private / "function.pkl"
+
+
+def newest_function(run: RunDirectory, attempt: int) -> Path:
+    """What ``attempt`` calls: what the newest earlier ``checkpoint()`` returned, else the function as launched."""
+    earlier = [run.attempt_private(number) / "function.pkl" for number in run.attempts() if number < attempt]
+    return next((path for path in reversed(earlier) if path.exists()), function_file(run))
+
+
+def result_file(run: RunDirectory, attempt: int, rank: int) -> Path:
+    """What a rank's call returned."""
+    return run.attempt_private(attempt) / f"result-{rank}.pkl"
+
+
+def pickled(delayed: DelayedSubmission) -> bytes:
+    """A call, pickled. Where this process finds modules goes with it, so that the ranks find them, too."""
+    return pickle.dumps((sys.path, cloudpickle.dumps(delayed)))
+
+
+def save_function(path: Path, content: bytes) -> None:
+    """Writes what ``pickled`` made."""
+    write_atomically(path, content, mode=0o600)
+
+
+def load_function(path: Path) -> DelayedSubmission:
+    """The call in a file; extends this process's ``sys.path``."""
+    search_path, inner = pickle.loads(read_private(path))
+    sys.path.extend(entry for entry in search_path if entry not in sys.path)
+    delayed: DelayedSubmission = pickle.loads(inner)
+    return delayed
+
+
+def load_result(path: Path) -> Any:
+    """What a rank's call returned."""
+    return pickle.loads(read_private(path))
+
+
+def read_private(path: Path) -> bytes:
+    """A file's bytes; RunDirectoryError where anyone but this user may have written it, or its folder."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError as error:
+        raise RunDirectoryError(f"{path} is missing: copy it from where the run was, or launch a new run") from error
+    with open(descriptor, "rb") as file:
+        for name, status in ((path, os.fstat(descriptor)), (path.parent, path.parent.stat())):
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise RunDirectoryError(
+                    f"{name} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:04o}: expected user "
+                    f"{os.geteuid()} and no rights for others. A pickle is code, and is not loaded from there"
+                )
+        return file.read()
+
+
+def submitit_variables(run: RunDirectory) -> dict[str, str]:
+    """What ``submitit.JobEnvironment()`` reads and Slurm does not set."""
+    if os.environ["CLUSTERDDP_LAUNCHER"] != "local":
+        return {"SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_FOLDER": str(run.private / "submitit")}
+    ranks, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    return {
+        "SUBMITIT_EXECUTOR": "local",
+        "SUBMITIT_FOLDER": str(run.private / "submitit"),
+        "SUBMITIT_LOCAL_JOB_ID": run.path.name,
+        "SUBMITIT_LOCAL_NTASKS": str(ranks),
+        "SUBMITIT_LOCAL_JOB_NUM_NODES": str(ranks // per_node),
+        "SUBMITIT_LOCAL_NODEID": os.environ["GROUP_RANK"],
+        "SUBMITIT_LOCAL_GLOBALID": os.environ["RANK"],
+        "SUBMITIT_LOCAL_LOCALID": os.environ["LOCAL_RANK"],
+    }

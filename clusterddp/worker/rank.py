@@ -1,0 +1,356 @@
+"""The entry point of a rank: ``python -m clusterddp.worker SCRIPT [ARG...]`` (or ``-m MODULE``), one process per rank,
+no torch.
+
+It blocks the stop signals, joins the supervisor, gives the script torchrun's environment, runs it in this very process
+and records how it ended. Until the script calls ``clusterddp.init()``, TERM has its default action and USR2 is ignored,
+so that a script which knows nothing of clusterddp behaves as it does under torchrun.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import runpy
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from clusterddp import environment
+from clusterddp.errors import ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
+from clusterddp.process import at_exit, die_with_parent
+from clusterddp.reporter import say
+from clusterddp.rundir.files import write_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker import completion, control_channel, rank_exit
+
+#: Modules that a rank has loaded if it does not take a stop for its end.
+KNOWING = {"clusterddp.training.context", "clusterddp.worker.function"}
+JOIN_TIMEOUT_S = 600.0
+FENCE_S = 2.0
+#: Characters of an exception's text, and of its traceback, that are recorded: the beginning and the end.
+LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 40_000
+
+
+def main() -> None:
+    """Runs the script as one rank; the process ends here, with the script's exit code.
+
+    So does a child that the script has forked, with its own exit code: it is no rank, and reports nothing.
+    """
+    started, process = time.time(), os.getpid()
+    if os.environ["CLUSTERDDP_LAUNCHER"] == "local":
+        die_with_parent()
+    run = RunDirectory(os.environ["CLUSTERDDP_RUN_DIR"])
+    ranks = environment.read(os.environ)
+    record = run.rank_record(int(os.environ["CLUSTERDDP_ATTEMPT"]), ranks.rank)
+    end: dict[str, Any] = {"rank": ranks.rank, "host": socket.gethostname(), "started": started}
+    if _notified():
+        _leave(record, {**end, "end": "stopped", "reason": "a stop signal came before the script was started"}, 0)
+    try:
+        held_port = join(ranks)
+    except ClusterddpError as error:
+        say(str(error))
+        _leave(record, {**end, "end": "lost", "error": str(error)}, 1)
+    if control_channel.current is None:
+        _leave(record, {**end, "end": "stopped", "reason": "a stop signal came before all ranks were there"}, 0)
+    control_channel.current.listen(lambda: leave_if_superseded(run, record, end), lambda words: obey(words, end))
+    _let_signals_through()
+    at_exit(rank_exit.end_daemonic)
+    Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
+    values, code = run_script(whole_command(sys.argv[1:], run))
+    if os.getpid() != process:
+        rank_exit.finish_child(code)
+    del held_port
+    _leave(record, {**end, **values, "used_clusterddp": _used_clusterddp()}, code)
+
+
+def whole_command(command: list[str], run: RunDirectory) -> list[str]:
+    """The script and its arguments, with the secrets among them, which the command line does not have."""
+    from clusterddp.jobdef.secrets import MASK
+
+    if not any(word.endswith(MASK) for word in command):
+        return command
+    from clusterddp.jobdef.load import load_resolved
+
+    job = load_resolved(run.job_file)
+    resume = job.args_on_resume if int(os.environ["CLUSTERDDP_ATTEMPT"]) > 0 else ()
+    return [*command[: len(command) - len(job.args) - len(resume)], *job.args, *resume]
+
+
+def join(ranks: environment.RankEnvironment) -> socket.socket | None:
+    """Joins the supervisor and completes torchrun's environment; returns rank 0's reserved port, to be kept alive.
+
+    Without effect when a stop signal comes while the others are awaited.
+    """
+    host, _, supervisor_port = os.environ[control_channel.ADDRESS_VARIABLE].rpartition(":")
+    # srun tells its tasks the address of the node it was started on, which is the supervisor's.
+    address = f"{host or os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{supervisor_port}"
+    held = reserve_port(os.environ.get("MASTER_PORT")) if ranks.rank == 0 else None
+    port = held.getsockname()[1] if held else None
+    token = os.environ[control_channel.TOKEN_VARIABLE]
+    control_channel.current = control_channel.ControlChannel.join(
+        address, token, ranks.rank, port, JOIN_TIMEOUT_S, give_up=_notified
+    )
+    if control_channel.current is None:
+        return None
+    # The address that rank 0 was seen under, so that no name is looked up; a user's own MASTER_ADDR wins.
+    master = {"MASTER_ADDR": os.environ.get("MASTER_ADDR", control_channel.current.store_host)}
+    os.environ.update({**ranks.exports(), **master, "MASTER_PORT": str(control_channel.current.store_port)})
+    if control_channel.current.term_notice_s is not None:
+        os.environ["CLUSTERDDP_TERM_NOTICE_S"] = str(control_channel.current.term_notice_s)
+    # gloo takes the interface of the host's own name, which on many clusters is 127.0.1.1 or not to be resolved at all.
+    interface = _interface_of(control_channel.current.local_address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    # A store that dies with rank 0 makes every peer print C++ stacks, which would bury the first failure.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return held
+
+
+def leave_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> NoReturn:
+    """Without a supervisor: ends this rank once a newer attempt of the run exists.
+
+    The supervisor is gone, or this node is cut off from it. Nobody may be left to end this rank then, which waits in a
+    collective for peers that are gone, while Slurm has started the run anew elsewhere. Nothing is ended on suspicion.
+    """
+    own = int(os.environ["CLUSTERDDP_ATTEMPT"])
+    say("the supervisor is unreachable; training continues unless a newer attempt starts")
+    while not _superseded(run, own):
+        time.sleep(FENCE_S)
+    words = f"attempt {own} superseded by attempt {run.newest_attempt()}"
+    say(f"{words}; not writing, rank {end['rank']} exits")
+    _leave(record, {**end, "end": "superseded", "reason": words}, 1)
+
+
+def obey(words: Mapping[str, Any], end: Mapping[str, Any]) -> None:
+    """What the supervisor says: to stop, as a signal would, or to exit at once, because the main thread may hang.
+
+    A script that does not use clusterddp is left to its launcher: it may be saving.
+    """
+    if "stop" in words and control_channel.current is not None:
+        control_channel.current.stop(str(words["stop"]))
+    if "leave" in words and _used_clusterddp():
+        os.write(2, f"clusterddp: told to exit: {words['leave']}\n".encode())
+        control_channel.report("left", **{**end, "end": "dismissed", "error": words["leave"], "used_clusterddp": True})
+        rank_exit.end_children()
+        os._exit(1)
+
+
+def _used_clusterddp() -> bool:
+    return bool(KNOWING & sys.modules.keys())
+
+
+def _superseded(run: RunDirectory, own: int) -> bool:
+    try:
+        return run.superseded(own)
+    except OSError:  # the disk is away for a moment
+        return False
+
+
+def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
+    """Runs ``SCRIPT ARG...`` or ``-m MODULE ARG...`` as ``__main__``; returns how it ended, and the exit code."""
+    try:
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            if not command[1].startswith("clusterddp."):  # ours are not looked for where others may have put one
+                sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            sys.path.insert(0, str(Path(command[0]).resolve().parent))
+            runpy.run_path(command[0], run_name="__main__")
+    except BaseException as error:
+        return _ended(error)
+    return _done()
+
+
+def _ended(error: BaseException) -> tuple[dict[str, Any], int]:
+    if isinstance(error, Stopped):
+        return _stopped(error)
+    if isinstance(error, Declined):
+        return {"end": "declined", "error": str(error)}, 1
+    if isinstance(error, SystemExit):
+        return _exited(error)
+    return _raised(error), 1
+
+
+def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:
+    code = 75 if isinstance(stopped, StoppedAlone) else 0
+    return {"end": "stopped", "step": stopped.step, "reason": stopped.reason}, code
+
+
+def _done() -> tuple[dict[str, Any], int]:
+    """The script is at its end. It is not done if it caught the stop, as a bare ``except:`` does, or was told to stop.
+
+    A loop that was left by ``break`` is done, unless the supervisor knows of a reason to stop.
+    """
+    if Stopped.latest is not None:
+        say("the script has caught clusterddp.Stopped: stopped all the same, not done")
+        return _stopped(Stopped.latest)
+    if completion.told_to_stop is not None:
+        words = "the script ended after ctx.stop_requested() was true: stopped, not done (ctx.requeue() says so)"
+        say(words)
+        return {"end": "stopped", "reason": completion.told_to_stop}, 0
+    return {"end": "done", "left_loop": completion.loop is not None}, 0
+
+
+def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
+    if leaving.code is None or leaving.code == 0:
+        loop = completion.loop
+        if Stopped.latest is None and loop is not None and loop.ended_by(leaving):
+            where = f"exited with code 0 in its loop, after step {loop.step()} of {loop.steps}"
+            words = (
+                f"the script {where}: not completed; run.finish() makes a step the last one, and break ends the loop"
+            )
+            say(words)
+            return {"end": "unfinished", "error": where}, 0
+        return _done()
+    if isinstance(leaving.code, int):
+        return {"end": "exit", "exit_code": leaving.code}, leaving.code
+    with suppress(OSError, ValueError, AttributeError):  # as Python does, where the script has left standard error
+        print(leaving.code, file=sys.stderr)
+    return {"end": "exit", "exit_code": 1, "error": _short(str(leaving.code), LONGEST_ERROR)}, 1
+
+
+def _raised(error: BaseException) -> dict[str, Any]:
+    """Shows the traceback as Python would, from the script's own frames on, and returns the record of it."""
+    inner = error.__traceback__
+    while inner is not None and _below_the_script(inner.tb_frame.f_code.co_filename):
+        inner = inner.tb_next
+    error.__traceback__ = inner
+    try:
+        sys.excepthook(type(error), error, inner)
+    except BaseException as failure:  # in a hook of the script's own: as Python, show its failure and the script's
+        failure.__context__ = None
+        with suppress(Exception):  # the script has closed standard error
+            sys.__excepthook__(type(failure), failure, failure.__traceback__)
+            sys.__excepthook__(type(error), error, inner)
+    try:
+        said = f"{type(error).__name__}: {error}"
+    except Exception:  # its own __str__ fails; so says traceback
+        said = f"{type(error).__name__}: <exception str() failed>"
+    text = "".join(traceback.format_exception(error))
+    return {"end": "exception", "error": _short(said, LONGEST_ERROR), "traceback": _short(text, LONGEST_TRACEBACK)}
+
+
+def _short(text: str, longest: int) -> str:
+    """The beginning and the end of a long text; first without secrets, of which the cut could leave a part."""
+    from clusterddp.jobdef.secrets import known_secrets, masked
+
+    return control_channel.clip(
+        masked(text, known_secrets(os.environ, [str(word) for word in sys.argv or ()])), longest
+    )
+
+
+def _below_the_script(file: str) -> bool:
+    """Whether a frame is of what runs a script, or calls a launched function."""
+    functions = (Path(__file__).with_name("function.py"), Path(__file__).parents[1] / "function.py")
+    ours = (__file__, *map(str, functions), runpy.__file__, "<frozen runpy>")
+    return file in ours or file.endswith("/submitit/core/utils.py")
+
+
+def _leave(record: Path, end: dict[str, Any], code: int) -> NoReturn:
+    """Records the end and exits. After a failure nothing may hold the process: not a process group, not a thread."""
+    _record(record, end)
+    if code == 0:
+        rank_exit.finish(0, stopped=end["end"] == "stopped")
+    rank_exit.leave(code)
+
+
+def _bound_stop(record: Path, end: dict[str, Any], stopped: Stopped) -> None:
+    """From now on the script has a bounded time to end: its state is saved, and its nodes are needed."""
+    values, code = _stopped(stopped)
+    known = {**end, **values, "used_clusterddp": True}
+    rank_exit.watch(rank_exit.STOP_GRACE_S, "the stop", code, lambda: _record(record, known))
+
+
+_recorded = threading.Lock()
+
+
+def _record(record: Path, end: dict[str, Any]) -> None:
+    """Records the end, with the supervisor and in a file, once."""
+    if not _recorded.acquire(blocking=False):
+        return
+    end = {**end, "ended": time.time()}
+    control_channel.report("left", **end)  # first: a failure's order counts, and a file may stay unseen, or unwritten
+    try:
+        write_json(record, end, mode=0o600)
+    except OSError as error:
+        say(f"cannot record the end of rank {end['rank']} ({error})")
+
+
+def _notified() -> bool:
+    return bool(signal.sigpending() & {signal.SIGTERM, signal.SIGUSR2})
+
+
+def _let_signals_through() -> None:
+    """TERM does what it does anywhere. USR2 has no effect on a script that knows nothing of it, and is not lost on one
+    that does: Linux keeps a blocked signal pending even where it is ignored, and ``clusterddp.init()`` unblocks it.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def reserve_port(asked: str | None) -> socket.socket:
+    """A socket that holds a port of this host for rank 0's store: ``asked`` (a user's MASTER_PORT), or a free one.
+
+    The socket is bound, has SO_REUSEADDR and does not listen: Linux then lets torch's TCPStore, which sets that option
+    too, listen on the port, and gives it to nobody who asks for any free one. The port lies outside the ephemeral
+    range, where any outgoing connection may sit.
+    """
+    if asked is not None:
+        return _bind(int(asked))
+    low, high = (int(word) for word in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    candidates = range(10000, low) if low > 11000 else range(high + 1, 65536)
+    if not candidates:
+        candidates = range(10000, 65536)
+    for _ in range(100):
+        try:
+            return _bind(random.choice(candidates))
+        except LauncherEnvironmentError:
+            continue
+    raise LauncherEnvironmentError(f"no free port found in {candidates.start} to {candidates.stop - 1} after 100 tries")
+
+
+def _bind(port: int) -> socket.socket:
+    held = socket.socket()
+    try:
+        held.bind(("", port))  # without the option, so that it fails where another rank 0 holds the port this way
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError as error:
+        held.close()
+        raise LauncherEnvironmentError(
+            f"port {port} (MASTER_PORT) is taken on {socket.gethostname()}: {error}"
+        ) from error
+    return held
+
+
+def _interface_of(address: str) -> str | None:
+    """The name of the network interface that has this IPv4 address; None when none has."""
+    get_address = 0x8915  # SIOCGIFADDR, linux/sockios.h
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def _forget_in_child() -> None:
+    """A forked child is no rank, and one from before ``clusterddp.init()`` does not inherit that USR2 is held back."""
+    Stopped.on_raised = Stopped.latest = None
+    completion.complete()
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})

@@ -1,0 +1,180 @@
+"""How a rank's process exits: what its script left running gets a bounded time, then it is ended and named.
+
+Plain Python waits without limit for non-daemonic threads, for ``multiprocessing`` children and for exit handlers. A
+rank that does so keeps its node allocated. A second thread therefore watches the exit, and ends the process when the
+time is over.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing.util  # registers its exit handler, which is to run after ours
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from clusterddp.process import END_BY_THEMSELVES, cancel_at_exit, descendants, process_start
+from clusterddp.reporter import say
+
+#: From the end of the script to the end of the process, in seconds: for its threads, children and exit handlers.
+EXIT_GRACE_S = 30.0
+#: The same from the moment a stop's checkpoint is committed: the script's own ``except`` and ``finally`` included.
+STOP_GRACE_S = 10.0
+#: From a TERM to a KILL of its children, in seconds. Daemonic ones get the TERM when the script has ended.
+KILL_AFTER_S = 1.0
+
+_end_multiprocessing = multiprocessing.util._exit_function  # type: ignore[attr-defined]
+_watching = False
+
+
+def watch(grace_s: float, since: str, exit_code: int, record: Callable[[], None] = lambda: None) -> None:
+    """Ends this process with ``exit_code`` unless it has ended ``grace_s`` seconds from now. The first call counts.
+
+    ``since`` names the moment in the message. ``record`` is called just before.
+    """
+    global _watching
+    if _watching:
+        return
+    _watching = True
+
+    def overdue() -> None:
+        time.sleep(grace_s)
+        try:
+            words = f"clusterddp: {grace_s:g} s after {since}, exiting; still running: {_running()}\n"
+            with suppress(OSError):
+                os.write(2, words.encode())  # the main thread may hold sys.stderr
+            record()
+            end_children()
+        finally:
+            os._exit(exit_code)
+
+    threading.Thread(target=overdue, name="clusterddp exit", daemon=True).start()
+
+
+def finish(exit_code: int, *, stopped: bool) -> NoReturn:
+    """Ends this process as Python would, but for the interpreter's own teardown, in bounded time.
+
+    Teardown with torch takes a second or two on a busy node (seen: 2.1 s for 4 ranks on 2 cores). After a stop,
+    ``multiprocessing`` gets a second only: a Pool whose idle worker died of the TERM that went to all processes of the
+    step has lost its lock, and waits for it without limit.
+    """
+    watch(EXIT_GRACE_S, "the end of the script", exit_code)
+    threading._shutdown()  # type: ignore[attr-defined]
+    if stopped:
+        atexit.unregister(_end_multiprocessing)
+        cancel_at_exit(end_daemonic)
+    atexit._run_exitfuncs()
+    if stopped:
+        cleaning = threading.Thread(target=_end_multiprocessing, daemon=True)
+        cleaning.start()
+        cleaning.join(KILL_AFTER_S)
+    leave(exit_code)
+
+
+def finish_child(exit_code: int) -> NoReturn:
+    """Ends a forked child of a rank as Python would, but for the interpreter's own teardown.
+
+    Teardown waits for ever for the process group's threads, which the child does not have (seen on torch 2.13: a plain
+    DDP script that forks, whose child calls ``sys.exit``). ``multiprocessing`` would end the rank's daemonic processes,
+    its Pools and loader workers, as if they were the child's.
+    """
+    children = multiprocessing.process._children  # type: ignore[attr-defined]
+    children -= {child for child in children if child._parent_pid != os.getpid()}
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    _exit(exit_code)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Ends this process now, and its children."""
+    left = end_children()
+    if left:
+        say(f"ended at exit: {_listed(left)}")
+    _exit(exit_code)
+
+
+def _exit(exit_code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed by the script, or a full disk
+            stream.flush()
+    os._exit(exit_code)
+
+
+def end_daemonic() -> None:
+    """Ends daemonic ``multiprocessing`` children, as Python does at exit, but KILLs those that a TERM does not end.
+
+    Python would wait for them without limit. DataLoader workers, for example, block TERM.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises here when a worker is killed
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # ends Pools, which would replace their workers
+    daemonic = [child for child in multiprocessing.active_children() if child.daemon]
+    for child in daemonic:
+        child.terminate()
+    deadline = time.monotonic() + KILL_AFTER_S
+    for child in daemonic:
+        child.join(max(0.0, deadline - time.monotonic()))
+        if child.exitcode is None:
+            child.kill()
+
+
+def end_children() -> Mapping[int, str]:
+    """Ends all processes below this one, by a TERM, then a KILL; returns them."""
+    left = _children()
+    alive = {pid: process_start(pid) for pid in left}
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in alive:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + KILL_AFTER_S
+        while alive and time.monotonic() < deadline:
+            time.sleep(0.01)
+            alive = {pid: start for pid, start in alive.items() if start and process_start(pid) == start}
+    return left
+
+
+def _children() -> dict[int, str]:
+    """The processes below this one that are not to be left behind, by pid; with their names."""
+    names = {child.pid: child.name for child in multiprocessing.active_children()}
+    below = descendants(os.getpid())
+    return {
+        pid: names.get(pid, command[:60])
+        for pid, command in below.items()
+        if not any(name in command for name in END_BY_THEMSELVES)
+    }
+
+
+def _running() -> str:
+    """What keeps this process from exiting, in words."""
+    main = threading.main_thread()
+    frames = sys._current_frames()
+    threads = [
+        thread
+        for thread in threading.enumerate()
+        if thread is not main and not thread.daemon and thread.ident in frames
+    ]
+    words = [f"thread {thread.name!r}{_place(frames.get(thread.ident or 0))}" for thread in threads]
+    if main.ident in frames and (place := _place(frames[main.ident])):
+        words.insert(0, f"main thread{place}")
+    children = _children()
+    return ", ".join([*words, *([_listed(children)] if children else [])]) or "an exit handler"
+
+
+def _place(frame: FrameType | None) -> str:
+    """`` in train.py:12 (main)``: the innermost place in code that is not Python's own or ours; empty where it is."""
+    ours = (str(Path(os.__file__).parent), str(Path(__file__).parents[1]), "<")
+    while frame is not None and frame.f_code.co_filename.startswith(ours):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f" in {Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def _listed(children: Mapping[int, str]) -> str:
+    return ", ".join(f"process {pid} ({name})" for pid, name in children.items())
