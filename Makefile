@@ -1,7 +1,8 @@
 # make demo   set everything up in .venv and watch a run get preempted and come back, on this machine
 # make test   set everything up, a real Slurm included (as root on Debian or Ubuntu), and run the tests
 # make lint   ruff and mypy
-# make test-versions the matrix of docs/versions.md: four pairs of Python and torch, three Slurms; most of an hour, 3 GB
+# make test-versions the matrix of docs/measurements/versions.md: four pairs of Python and torch, three Slurms;
+#                    most of an hour, 3 GB;
 #                    PYTHONS="python3.10 /opt/python3.13/bin/python3.13 ..."  ROWS="python3.10-torch2.4.1 slurm-sid ..."
 # make dist   wheel and sdist in dist/, and a run from the wheel in an environment of its own
 # make coverage   the tests that need no Slurm, measured line by line, rank processes included (COVERAGE=... other tests)

@@ -266,7 +266,7 @@ def command_line(
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--steps", type=int, default=100, help="in each block")
     parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--out", type=Path, default=Path("docs"))
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
     if RANK_FILE in os.environ:
         figures = measure(options.pairs, options.steps, options.step_ms / 1000)

@@ -441,7 +441,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="saves of each kind per process (default: 7, 4, 3)")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="that restore")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="the folder to save in")
-    parser.add_argument("--out", type=Path, default=Path("docs"))
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     parser.add_argument("--answer", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.answer is not None:

@@ -221,7 +221,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--only", nargs="*", metavar="CHECK")
     top.add_argument("--backend", default="inductor", help="torch.compile's")
     top.add_argument("--megabytes", type=int, default=256, help="of the state that is saved")
-    top.add_argument("--out", type=Path, default=REPOSITORY / "docs", metavar="FOLDER")
+    top.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "measurements", metavar="FOLDER")
     return top
 
 

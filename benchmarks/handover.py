@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=12, help="of (a) and (b)")
     parser.add_argument("--holds", type=int, default=5, help="repetitions of (c)")
     parser.add_argument("--proctrack", choices=["cgroup", "linuxproc"])
-    parser.add_argument("--out", type=Path, default=Path("docs"))
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
     ours, control, words = measure_cycles(options.repetitions, options.proctrack)
     holds = measure_holds(options.holds, options.proctrack) if options.holds else {}

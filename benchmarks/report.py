@@ -1,4 +1,4 @@
-"""What all benchmarks share once the figures are there: medians, intervals, Markdown tables, and the files in docs/."""
+"""What all benchmarks share: medians, intervals, Markdown tables, and the report files in docs/measurements/."""
 
 from __future__ import annotations
 

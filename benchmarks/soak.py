@@ -468,7 +468,7 @@ def main() -> None:
     parser.add_argument("--proctracks", default="cgroup,linuxproc")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--state", type=Path, default=Path("runs/soak"), help="progress, references, failed runs")
-    parser.add_argument("--out", type=Path, default=Path("docs"))
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
     settings = {
         "preemptions": options.preemptions,

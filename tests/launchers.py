@@ -1,4 +1,4 @@
-"""docs/launchers.md's commands, made ready to run, and what the jobs must come to under them."""
+"""docs/guide/launchers.md's commands, made ready to run, and what the jobs must come to under them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ARGUMENTS = {
 
 def commands(section: str) -> dict[str, str]:
     """By launcher, the command in its row of the section's table."""
-    text = (REPOSITORY / "docs" / "launchers.md").read_text()
+    text = (REPOSITORY / "docs" / "guide" / "launchers.md").read_text()
     table = text[text.index(f"## {section}\n") :].partition("\n## ")[0]
     return dict(re.findall(r"^\| ([^|]+) \| `([^`|]+)` \|", table, re.MULTILINE))
 

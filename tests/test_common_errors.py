@@ -19,7 +19,7 @@ from clusterddp.data.stream import Loader
 from clusterddp.distributed.process_group import choose_backend, choose_devices
 from tests import ddp
 
-TEXT = (ddp.REPOSITORY / "docs" / "tutorial.md").read_text()
+TEXT = (ddp.REPOSITORY / "docs" / "guide" / "tutorial.md").read_text()
 TABLE = re.findall(r"^\| `([^`]+)`", TEXT[TEXT.index("| what is seen") :], re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Ranks, nodes, cables and the controller fail under a training on a real Slurm; docs/faults.md has all faults.
+"""Ranks, nodes, cables and the controller fail under a training on a real Slurm; docs/design/faults.md lists all.
 
 Four nodes without accounting, and a SlurmdTimeout of two minutes: who waits for Slurm to give a node up waits long.
 """

@@ -1,4 +1,4 @@
-"""docs/faults.md: every fault has its row, and every test that is named there exists."""
+"""docs/design/faults.md: every fault has its row, and every test that is named there exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (REPOSITORY / "docs" / "faults.md").read_text().splitlines()
+    for line in (REPOSITORY / "docs" / "design" / "faults.md").read_text().splitlines()
     if re.match(r"\| \d+ \|", line)
 ]
 

@@ -1,4 +1,4 @@
-"""The same scripts under every launcher that people start ranks with on one machine, as docs/launchers.md has them."""
+"""The commands of docs/guide/launchers.md that start ranks on one machine."""
 
 from __future__ import annotations
 
@@ -105,6 +105,6 @@ def test_a_job_comes_to_the_same_under_every_launcher(tmp_path: Path, launcher: 
 
 def test_the_tables_have_the_launchers_that_are_promised() -> None:
     """A row that is lost, or cannot be read, would go untested."""
-    text = (REPOSITORY / "docs" / "launchers.md").read_text()
+    text = (REPOSITORY / "docs" / "guide" / "launchers.md").read_text()
     assert text.count(" ARGS` |") == len(launchers.commands(HERE)) + len(launchers.commands("On Slurm")) == 11
     assert {job for _, job in launchers.cases(HERE)} == set(launchers.ARGUMENTS)

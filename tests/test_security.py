@@ -1,4 +1,4 @@
-"""Who may see, and who may change, what a run is made of; docs/security.md says it in words."""
+"""Who may see, and who may change, what a run is made of; docs/guide/security.md says it in words."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-TEXT = (REPOSITORY / "docs" / "tutorial.md").read_text()
-RENDEZVOUS = (REPOSITORY / "docs" / "rendezvous.md").read_text()
+TEXT = (REPOSITORY / "docs" / "guide" / "tutorial.md").read_text()
+RENDEZVOUS = (REPOSITORY / "docs" / "design" / "rendezvous.md").read_text()
 BLOCKS = [
     pytest.param(*block, id=f"{page}-{number}")
     for page, text in (("tutorial", TEXT), ("rendezvous", RENDEZVOUS))

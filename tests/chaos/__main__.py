@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="local runs at once")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds that a run may take")
     parser.add_argument("--state", type=Path, default=Path("runs/chaos"), help="results, failed runs")
-    parser.add_argument("--out", type=Path, help="where to write chaos.md, such as docs; default: nowhere")
+    parser.add_argument("--out", type=Path, help="where to write chaos.md, such as docs/measurements; default: nowhere")
     parser.add_argument("--report", action="store_true", help="run nothing; write the report of what was run")
     options = parser.parse_args()
     results = [] if options.report else make_runs(options)

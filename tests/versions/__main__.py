@@ -1,4 +1,4 @@
-"""``python -m tests.versions``: run the matrix, and write docs/versions.json and docs/versions.md.
+"""``python -m tests.versions``: run the matrix and write docs/measurements/versions.json and versions.md.
 
 Rows that this call does not run keep their last result, with its date. The exit code says whether all rows passed.
 """

@@ -1,4 +1,4 @@
-"""The matrix's results: docs/versions.json, and the same as tables."""
+"""The matrix's results: versions.json in docs/measurements, and the same as tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from benchmarks.report import machine, table
 from tests.versions.environments import PAIRS, REPOSITORY
 
-FIGURES, TABLES = REPOSITORY / "docs" / "versions.json", REPOSITORY / "docs" / "versions.md"
+PAGES = REPOSITORY / "docs" / "measurements"
+FIGURES, TABLES = PAGES / "versions.json", PAGES / "versions.md"
 PACKAGES = ("python", "torch", "submitit", "numpy", "cloudpickle", "pyyaml", "rich")
 
 HEAD = """# Versions
