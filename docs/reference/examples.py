@@ -1,0 +1,90 @@
+"""A line or two of example for every public name and command; ``tests/test_reference.py`` checks each call."""
+
+EXAMPLES = {
+    # --- training
+    "init": "ctx = clusterddp.init(seed=1)",
+    "Context": 'with clusterddp.init() as ctx:\n    print(f"rank {ctx.rank} of {ctx.world_size} on {ctx.device}")',
+    "Context.is_main": 'if ctx.is_main:\n    torch.save(model.module.state_dict(), "model.pt")',
+    "Context.run_dir": 'images = ctx.run_dir / "images" if ctx.run_dir else Path("images")',
+    "Context.attempt": 'ctx.print(f"start number {ctx.attempt} of this run")',
+    "Context.print": 'ctx.print(f"{len(dataset)} samples")',
+    "Context.local_first": 'with ctx.local_first():\n    dataset = CIFAR10("data", download=True)',
+    "Context.wrap": "model = ctx.wrap(Net(), find_unused_parameters=True)",
+    "Context.loader": "loader = ctx.loader(dataset, batch_size=64, num_workers=4)",
+    "Context.eval_loader": "for images, labels in ctx.eval_loader(test_set, batch_size=256):\n    ...",
+    "Context.run": "run = ctx.run(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, ema=ema)",
+    "Context.unwatched": "with ctx.unwatched():\n    index = build_index(dataset)",
+    "Context.stop_requested": "if ctx.stop_requested():\n    save(model, optimizer, step)\n    ctx.requeue()",
+    "Context.stop_point": "for image in images_to_generate:\n    ctx.stop_point()\n    generate(image)",
+    "Context.request_stop": 'ctx.request_stop("the disk is nearly full")',
+    "Context.requeue": "ctx.requeue()",
+    "Context.all_reduce_sum": "correct = ctx.all_reduce_sum((predicted == labels).sum())",
+    "Context.all_reduce_mean": "accuracy = ctx.all_reduce_mean(correct / count, weight=count)",
+    "Context.gather": "predictions = ctx.gather(predicted)",
+    "training.loop.Run": 'ctx.print(f"continues at step {run.step}")',
+    "Run.epoch": 'optimizer.param_groups[0]["lr"] = 0.1 * 0.9**run.epoch',
+    "Run.end_of_epoch": "if run.end_of_epoch:\n    scheduler.step()",
+    "Run.steps": "for images, labels in run.steps(20_000):\n    ...",
+    "Run.epochs": "for images, labels in run.epochs(90):\n    ...",
+    "Run.micro": "for images, labels in run.micro(batch):\n    F.cross_entropy(model(images), labels).backward()",
+    "Run.log": "run.log(loss=loss, lr=scheduler.get_last_lr()[0])",
+    "Run.finish": "if loss < 0.01:  # the same value on all ranks\n    run.finish()",
+    "Run.stop": 'run.stop("the budget is spent")',
+    # --- loaders
+    "data.stream.Loader": "loader = ctx.loader(dataset, batch_size=64)",
+    "Loader.share": 'ctx.print(f"{loader.share} samples per rank and step")',
+    "Loader.epoch": "first = loader.epoch(0)",
+    "Loader.ends_epoch": "if loader.ends_epoch(run.step):\n    scheduler.step()",
+    "Loader.steps_in": "scheduler = OneCycleLR(optimizer, 0.1, total_steps=loader.steps_in(90))",
+    "data.stream.EvalLoader": "test_loader = ctx.eval_loader(test_set, batch_size=256)",
+    "data.external_loader.StatefulLoader": (
+        "run = ctx.run(model=model, optimizer=optimizer, loader=StatefulDataLoader(dataset))"
+    ),
+    # --- checkpoints
+    "CheckpointFolder": 'with clusterddp.CheckpointFolder("checkpoints", keep=5) as folder:\n    ...',
+    "CheckpointFolder.restore": "first_step = folder.restore(model=model, optimizer=optimizer)",
+    "CheckpointFolder.save": "folder.save(step, model=model, optimizer=optimizer)",
+    "CheckpointFolder.wait": "folder.wait()",
+    "CheckpointFolder.close": "folder.close()",
+    "jobdef.job.Checkpointing": 'ctx = clusterddp.init(run_dir="runs/a", checkpoint=Checkpointing(every_steps=500))',
+    "jobdef.job.Keep": 'folder = clusterddp.CheckpointFolder("checkpoints", keep=Keep(last=2, every=10_000))',
+    # --- launching
+    "launch": 'handle = clusterddp.launch("train.py", "--lr", 0.1, nodes=2, gpus_per_node=8, partition="gpu")',
+    "Handle": 'handle = clusterddp.Handle("runs/train-0")',
+    "Handle.status": "print(handle.status())",
+    "Handle.wait": 'if handle.wait() == "completed":\n    ...',
+    "Handle.logs": "print(handle.logs(rank=3))",
+    "Handle.cancel": "handle.cancel()",
+    "Handle.result": "accuracy = handle.result()",
+    "api.Status": "print(handle.status().step)",
+    # --- ranks
+    "environment.read": "ranks = read(os.environ)",
+    "environment.RankEnvironment": "print(ranks.rank, ranks.world_size, ranks.launcher)",
+    "RankEnvironment.exports": "os.environ.update(ranks.exports())",
+    # --- other libraries
+    "integrations.transformers.SaveAndRequeue": (
+        "trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[SaveAndRequeue(ctx)])"
+    ),
+    "integrations.transformers.newest_checkpoint": (
+        'trainer.train(resume_from_checkpoint=newest_checkpoint("out/llama"))'
+    ),
+    "integrations.lightning.RankEnvironment": 'trainer = Trainer(strategy="ddp", plugins=[RankEnvironment(ctx)])',
+    "integrations.lightning.SaveAndRequeue": (
+        'stop = SaveAndRequeue(ctx, "out/net")\ntrainer = Trainer(strategy="ddp", callbacks=[stop])'
+    ),
+    "SaveAndRequeue.newest_checkpoint": "trainer.fit(model, loader, ckpt_path=stop.newest_checkpoint)",
+    "integrations.accelerate.save_state": 'save_state(accelerator, "out/net", step)',
+    "integrations.accelerate.newest_state": 'folder, step = newest_state("out/net")',
+    # --- commands
+    "submit": (
+        "clusterddp submit train.py --nodes 2 --gpus 8 -p gpu -t 1-0 -- --lr 0.1\n"
+        "clusterddp submit train.py --local --device cpu --gpus 2 --preempt-after 100"
+    ),
+    "bench": "clusterddp bench collectives -p gpu --nodes 2 --gpus 8",
+    "status": "clusterddp status runs/train-0",
+    "logs": "clusterddp logs runs/train-0 -f --rank 3",
+    "watch": "clusterddp watch runs/train-0 runs/train-1",
+    "drill": "clusterddp drill -p gpu --run runs/train-0",
+    "export": "clusterddp export runs/train-0 model.safetensors",
+    "cancel": "clusterddp cancel runs/train-0",
+}

@@ -1,0 +1,417 @@
+"""Writes the pages of this folder from the signatures, docstrings and options in the code: ``make reference``.
+
+The Python sources are parsed, not imported, so neither torch nor the libraries of the integrations are needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import clusterddp
+from clusterddp import entry, errors
+from clusterddp.cli.command_line import parser
+from clusterddp.supervisor.controller import AGAIN
+from docs.reference.examples import EXAMPLES
+
+FOLDER = Path(__file__).resolve().parent
+REPOSITORY = FOLDER.parents[1]
+
+#: A section of api.md: title, introduction, module, its names (None: all public ones).
+SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
+    ("Training", "", "clusterddp.training.context", ["init", "Context"]),
+    ("The run", "`ctx.run()` returns it.", "clusterddp.training.loop", ["Run"]),
+    (
+        "Loaders",
+        "`ctx.loader()` and `ctx.eval_loader()` return them.",
+        "clusterddp.data.stream",
+        ["Loader", "EvalLoader"],
+    ),
+    ("", "", "clusterddp.data.external_loader", ["StatefulLoader"]),
+    ("Checkpoints", "", "clusterddp.checkpoint.checkpoint_folder", ["CheckpointFolder"]),
+    ("", "", "clusterddp.jobdef.job", ["Checkpointing", "Keep"]),
+    ("Launching", "", "clusterddp.api", ["launch", "Handle", "Status"]),
+    ("Ranks of any launcher", "", "clusterddp.environment", ["read", "RankEnvironment"]),
+    ("Hugging Face Trainer", "", "clusterddp.integrations.transformers", None),
+    ("Lightning", "", "clusterddp.integrations.lightning", None),
+    ("accelerate", "", "clusterddp.integrations.accelerate", None),
+]
+
+#: What another class returns: nobody calls the constructor.
+CONSTRUCTED = {"Context", "Run", "Loader", "EvalLoader", "StatefulLoader", "Status", "RankEnvironment"}
+
+#: Public by name, but called by clusterddp or by another library.
+INTERNAL = {
+    *("Run.evaluating", "Loader.together", "Loader.doubts", "Loader.gather", "Loader.progress", "Loader.restore"),
+    *("Loader.batches", "RankEnvironment.creates_processes_externally", "RankEnvironment.main_address"),
+    *("RankEnvironment.main_port", "RankEnvironment.detect", "RankEnvironment.set_world_size"),
+    *("RankEnvironment.world_size", "RankEnvironment.global_rank", "RankEnvironment.local_rank"),
+    *("RankEnvironment.node_rank", "RankEnvironment.set_global_rank"),
+    *("SaveAndRequeue.on_step_end", "SaveAndRequeue.on_save"),
+    *("SaveAndRequeue.on_sanity_check_start", "SaveAndRequeue.on_train_batch_end", "SaveAndRequeue.on_train_start"),
+    *("StatefulLoader.state_dict", "StatefulLoader.load_state_dict", "Keep.order"),
+}
+
+HEADINGS = {
+    "Args": "Arguments",
+    "Attributes": "Attributes",
+    "Returns": "Returns",
+    "Yields": "Yields",
+    "Raises": "Raises",
+}
+
+
+@dataclass
+class Name:
+    """One public name: a function, a class, or a member of a class."""
+
+    title: str
+    """As the user writes it: ``clusterddp.launch``, ``ctx.wrap``."""
+    key: str
+    """In EXAMPLES: ``launch``, ``training.loop.Run``, ``Context.wrap``."""
+    signature: str
+    """Empty for a property and for a class that is not constructed by users."""
+    parameters: list[str]
+    doc: str
+    attributes: list[str] = field(default_factory=list)
+    """That ``__init__`` sets."""
+    fields: list[tuple[str, str]] = field(default_factory=list)
+    """Of a dataclass: name with type, and text."""
+    members: list[Name] = field(default_factory=list)
+
+
+# --- reading the sources
+
+
+def names() -> Iterator[tuple[str, str, list[Name]]]:
+    """Title, introduction and names of every section."""
+    for title, introduction, module, wanted in SECTIONS:
+        tree = ast.parse((REPOSITORY / f"{module.replace('.', '/')}.py").read_text())
+        found = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        public = [name for name in found if not name.startswith("_")] if wanted is None else wanted
+        yield title, introduction, [_name(found[name], module) for name in public]
+
+
+def _name(node: ast.FunctionDef | ast.ClassDef, module: str) -> Name:
+    title = f"clusterddp.{node.name}" if node.name in clusterddp.__all__ else f"{module}.{node.name}"
+    key = title.removeprefix("clusterddp.")
+    if isinstance(node, ast.FunctionDef):
+        return Name(title, key, _signature(node, node.name), _parameters(node), _doc(node))
+    constructor = next((item for item in _functions(node) if item.name == "__init__"), None)
+    fields = list(_fields(node))
+    signature, parameters = "", []
+    if node.name not in CONSTRUCTED:
+        signature = _signature(constructor, node.name) if constructor else _fields_signature(node)
+        parameters = _parameters(constructor) if constructor else []
+    members = [
+        Name(
+            f"{_variable(node.name)}.{item.name}",
+            f"{node.name}.{item.name}",
+            "" if _is_property(item) else _signature(item, item.name),
+            _parameters(item),
+            _doc(item),
+        )
+        for item in _functions(node)
+        if not item.name.startswith("_") and f"{node.name}.{item.name}" not in INTERNAL
+    ]
+    attributes = _attributes(constructor) if constructor else []
+    return Name(title, key, signature, parameters, _doc(node), attributes, fields, members)
+
+
+def _functions(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    return (item for item in node.body if isinstance(item, ast.FunctionDef))
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """The fields of a dataclass, each with the string below it."""
+    for item, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(item, ast.AnnAssign) and f"{node.name}.{ast.unparse(item.target)}" not in INTERNAL:
+            default = f" = {ast.unparse(item.value)}" if item.value else ""
+            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            yield f"{ast.unparse(item.target)}: {_type(item.annotation)}{default}", " ".join(str(text).split())
+
+
+def _attributes(constructor: ast.FunctionDef) -> list[str]:
+    """The public ones that it sets."""
+    stored = (
+        node for node in ast.walk(constructor) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    )
+    return [node.attr for node in stored if ast.unparse(node.value) == "self" and not node.attr.startswith("_")]
+
+
+def _fields_signature(node: ast.ClassDef) -> str:
+    fields = [name for name, _ in _fields(node)]
+    return _wrapped(node.name, fields, "") if fields else ""
+
+
+def _doc(node: ast.FunctionDef | ast.ClassDef) -> str:
+    return inspect.cleandoc(ast.get_docstring(node) or "")
+
+
+def _is_property(node: ast.FunctionDef) -> bool:
+    return any(isinstance(item, ast.Name) and item.id == "property" for item in node.decorator_list)
+
+
+def _parameters(node: ast.FunctionDef) -> list[str]:
+    of = node.args
+    every = [
+        *of.posonlyargs,
+        *of.args,
+        *([of.vararg] if of.vararg else []),
+        *of.kwonlyargs,
+        *([of.kwarg] if of.kwarg else []),
+    ]
+    return [argument.arg for argument in every if argument.arg not in ("self", "cls")]
+
+
+def _signature(node: ast.FunctionDef, name: str) -> str:
+    """``name(a: int, *, b: str = 'x') -> T``, over several lines if it is long."""
+    of = node.args
+    positional = [*of.posonlyargs, *of.args]
+    defaults = [None] * (len(positional) - len(of.defaults)) + list(of.defaults)
+    parts = [_parameter(argument, default) for argument, default in zip(positional, defaults, strict=True)]
+    parts = parts[1:] if positional and positional[0].arg in ("self", "cls") else parts
+    if of.vararg:
+        parts.append(f"*{_parameter(of.vararg, None)}")
+    elif of.kwonlyargs:
+        parts.append("*")
+    parts += [_parameter(*pair) for pair in zip(of.kwonlyargs, of.kw_defaults, strict=True)]
+    parts += [f"**{_parameter(of.kwarg, None)}"] if of.kwarg else []
+    returns = f" -> {_type(node.returns)}" if node.returns is not None and node.name != "__init__" else ""
+    if any(ast.unparse(decorator) == "contextmanager" for decorator in node.decorator_list):
+        returns = " -> AbstractContextManager[None]"
+    return _wrapped(name, parts, returns)
+
+
+def _wrapped(name: str, parts: list[str], returns: str) -> str:
+    line = f"{name}({', '.join(parts)}){returns}"
+    if len(line) <= 100:
+        return line
+    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){returns}"
+
+
+def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
+    text = f"{argument.arg}: {_type(argument.annotation)}" if argument.annotation else argument.arg
+    if default is None:
+        return text
+    return f"{text} = {ast.unparse(default)}" if argument.annotation else f"{text}={ast.unparse(default)}"
+
+
+def _type(annotation: ast.expr | None) -> str:
+    return re.sub(r"\b(stream|status)\.(?=[A-Z])", "", ast.unparse(annotation)) if annotation else ""
+
+
+def _variable(name: str) -> str:
+    """What the examples call an instance."""
+    return {"Context": "ctx", "CheckpointFolder": "folder"}.get(name, re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+
+
+# --- docstrings
+
+
+def text_and_entries(doc: str) -> tuple[str, dict[str, list[tuple[str, str]]]]:
+    """The prose of a docstring, and the entries of its sections (Args, Raises, ...): (name, text)."""
+    prose: list[str] = []
+    sections: dict[str, list[tuple[str, str]]] = {}
+    section = None
+    for line in doc.splitlines():
+        heading = re.fullmatch(r"(\w+):", line)
+        if heading and heading[1] in HEADINGS:
+            section = sections.setdefault(HEADINGS[heading[1]], [])
+        elif line and not line.startswith(" "):
+            section = None
+            prose.append(line)
+        elif section is None:
+            prose.append(line)
+        elif entry_line := re.fullmatch(r"    ([\w.*`, ]+): (.*)", line):
+            section.append((entry_line[1].replace("`", ""), entry_line[2]))
+        elif line.strip():
+            name, text = section.pop() if section else ("", "")
+            section.append((name, f"{text} {line.strip()}".strip()))
+    return "\n".join(prose).strip(), sections
+
+
+def _markdown(text: str) -> str:
+    return text.replace("``", "`")
+
+
+def _doc_lines(doc: str) -> Iterator[str]:
+    prose, sections = text_and_entries(doc)
+    yield from (_markdown(prose), "")
+    for title, entries in sections.items():
+        yield from (f"{title}:", "")
+        for name, text in entries:
+            label = ", ".join(f"`{part}`" for part in name.split(", ") if part)
+            yield f"- {label}: {_markdown(text)}" if label else f"- {_markdown(text)}"
+        yield ""
+
+
+# --- the pages
+
+
+def api() -> str:
+    """api.md."""
+    lines = [
+        "# Python API",
+        "",
+        "Written by `make reference` from the docstrings. [errors.md](errors.md) lists the exceptions and exit codes,",
+        "[command-line.md](command-line.md) the commands.",
+        "",
+    ]
+    sections = list(names())
+    for title, _, _ in sections:
+        lines += [f"- [{title}](#{_anchor(title)})"] if title else []
+    for title, introduction, found in sections:
+        lines += ["", f"## {title}", ""] if title else [""]
+        lines += [introduction, ""] if introduction else []
+        for name in found:
+            lines += _entry(name, "###")
+            for member in name.members:
+                lines += _entry(member, "####")
+    return _page(lines)
+
+
+def _entry(name: Name, heading: str) -> Iterator[str]:
+    yield from (f"{heading} {name.title}", "")
+    if name.signature:
+        yield from ("```python", name.signature, "```", "")
+    yield from _doc_lines(name.doc)
+    for item, text in name.fields:
+        yield f"- `{item}`" + (f": {_markdown(text)}" if text else "")
+    if name.fields:
+        yield ""
+    if name.key in EXAMPLES:
+        yield from ("Example:", "", "```python", EXAMPLES[name.key], "```", "")
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def error_classes() -> list[type[BaseException]]:
+    """Every exception that clusterddp raises, in the order of the source."""
+    return [
+        item for name, item in vars(errors).items()
+        if isinstance(item, type) and issubclass(item, BaseException) and not name.startswith("_")
+    ]  # fmt: skip
+
+
+def exit_code(error: type[BaseException]) -> int:
+    """Of a process that the error ends."""
+    return int(getattr(error, "exit_code", AGAIN if issubclass(error, errors.Stopped) else 1))
+
+
+def error_page() -> str:
+    """errors.md."""
+    lines = [
+        "# Errors and exit codes",
+        "",
+        "The exceptions of `clusterddp.errors`. A command prints the message alone and exits with the code; with",
+        f"`{entry.DEBUG_VARIABLE}=1` it also prints the traceback.",
+        "",
+        "| exception | is a | exit code | meaning |",
+        "|---|---|---|---|",
+    ]
+    for error in error_classes():
+        meaning = " ".join(inspect.getdoc(error).split("\n\n")[0].split())  # type: ignore[union-attr]
+        lines.append(
+            f"| `{error.__name__}` | `{error.__bases__[0].__name__}` | {exit_code(error)} | {_markdown(meaning)} |"
+        )
+    codes: dict[object, str] = {
+        0: "the command did what was asked; with `--wait`, `-f` and `--local`: the run is completed",
+        1: "an error that the message explains, or a run that ended without being completed",
+        2: "the command line or the job definition is wrong; nothing was submitted or written",
+        entry.INTERNAL_ERROR: "an internal error; the message names the file with the traceback",
+        AGAIN: "of a script without a supervisor: stopped, not completed; start it again to continue (EX_TEMPFAIL)",
+        entry.INTERRUPTED: "interrupted by Ctrl-C; a local run has been saved and can be continued",
+        entry.BROKEN_PIPE: "the reader of the output closed it, such as `head`",
+        "128 + N": "with `--local` and `--here`: signal N killed the supervisor, and the ranks ended with it",
+    }
+    lines += ["", "## Exit codes", "", "| code | meaning |", "|---|---|"]
+    lines += [f"| {code} | {meaning} |" for code, meaning in codes.items()]
+    return _page(lines)
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every command."""
+    (subparsers,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(subparsers.choices)
+
+
+def command_page() -> str:
+    """command-line.md."""
+    (subparsers,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    summaries = {action.dest: action.help for action in subparsers._choices_actions}
+    lines = [
+        "# Command line",
+        "",
+        "Written by `make reference` from the options in the code. `clusterddp` and `python -m clusterddp` are the",
+        "same program. [errors.md](errors.md) lists the exit codes.",
+        "",
+        "| command | |",
+        "|---|---|",
+        *(f"| [`{name}`](#clusterddp-{name}) | {summaries[name]} |" for name in commands()),
+    ]
+    for name, command in commands().items():
+        usage = " ".join(command.format_usage().removeprefix("usage: ").split())
+        lines += [
+            "",
+            f"## clusterddp {name}",
+            "",
+            f"{_sentence(str(summaries[name]))}",
+            "",
+            "```console",
+            usage,
+            "```",
+            "",
+        ]
+        if name == "bench":
+            lines += ["The options are those of [`submit`](#clusterddp-submit).", ""]
+        else:
+            lines += _options(command)
+        lines += ["Example:", "", "```console", *(f"$ {line}" for line in EXAMPLES[name].splitlines()), "```", ""]
+    return _page(lines)
+
+
+def _options(command: argparse.ArgumentParser) -> Iterator[str]:
+    yield from ("| argument | meaning |", "|---|---|")
+    for action in command._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        yield f"| {_flags(action)} | {_escaped(action.help or '')} |"
+    yield ""
+
+
+def _flags(action: argparse.Action) -> str:
+    value = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+    if not action.option_strings:
+        return _escaped(f"`{value}`" + (" ..." if action.nargs == "+" else ""))
+    shown = {None: f" {value}", 0: "", "?": f" [{value}]"}[action.nargs]  # type: ignore[index]
+    return _escaped(", ".join(f"`{flag}{shown}`" for flag in action.option_strings))
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("%%", "%")
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:].rstrip(".") + "."
+
+
+def _page(lines: list[str]) -> str:
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
+
+
+def pages() -> dict[str, str]:
+    """Every page by its file name."""
+    return {"api.md": api(), "command-line.md": command_page(), "errors.md": error_page()}
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text)
