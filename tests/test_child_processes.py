@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.process import process_start
-from clusterddp.rundir.run_directory import RunDirectory, read_lines
+from clusterddp.rundir.records import read_lines
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.test_local import submit
 from tests.waiting import story
 

@@ -17,7 +17,8 @@ from clusterddp.cli.recording import check_not_held
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, process_start
-from clusterddp.rundir.run_directory import RunDirectory, read_json
+from clusterddp.rundir.records import read_json
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease, main
 from clusterddp.supervisor.controller import LocalController
 from tests.waiting import story, wait_until

@@ -264,7 +264,7 @@ def test_a_resume_record_that_points_to_itself_is_an_error_and_no_loop(run: RunD
     """The walk along an attempt's parents must end."""
     assert run.create_attempt() == 0
     write_json(run.resume_record(0), {"attempt": 0, "step": 0, "parent": {"attempt": 0, "step": 3}})
-    with pytest.raises(RunDirectoryError, match="a later one"):
+    with pytest.raises(RunDirectoryError, match="a later attempt"):
         list(lineage(run, 0))
 
 

@@ -74,7 +74,7 @@ def test_a_mode_that_cannot_be_changed_is_one_sentence_and_the_next_call_does_th
     """The run's own folder is opened last."""
     with monkeypatch.context() as patched:
         patched.setattr(Path, "chmod", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
-        with pytest.raises(RunDirectoryError, match=f"cannot change who may read {run}: Read-only file system"):
+        with pytest.raises(RunDirectoryError, match=f"cannot change the permissions of {run}: Read-only file system"):
             record(run, "group")
     record(run, "group")
     assert (mode(run.path), mode(run.logs)) == (0o2750, 0o2750)

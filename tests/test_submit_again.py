@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.rundir.files import write_json
-from clusterddp.rundir.run_directory import RunDirectory, read_json
+from clusterddp.rundir.records import read_json
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.test_local import start, submit
 from tests.waiting import wait_until
 

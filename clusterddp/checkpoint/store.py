@@ -24,8 +24,8 @@ from clusterddp.checkpoint import file_format
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.files import fsync_directory, write_json
-from clusterddp.rundir.records import fault, patiently
-from clusterddp.rundir.run_directory import METRICS, RunDirectory
+from clusterddp.rundir.records import METRICS, retrying, schema_error
+from clusterddp.rundir.run_directory import RunDirectory
 
 _T = TypeVar("_T")
 #: The resume record of an attempt whose records cannot be seen.
@@ -57,7 +57,7 @@ class Checkpoint:
         if self.path.suffix == ".pt":
             raise CheckpointError(f"{self.path.name} is of format 1, which this version does not read")
         try:
-            return patiently(self.path, lambda: read(self.path))
+            return retrying(self.path, lambda: read(self.path))
         except file_format.Damaged as error:
             raise CheckpointError(f"{self.path.name} is damaged: {error}") from error
         except OSError as error:
@@ -184,7 +184,7 @@ class Checkpoints:
 def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
     """All checkpoints in the folder, of whatever lineage, in no order."""
     folder = directory.checkpoints
-    for path in patiently(folder, lambda: list(folder.iterdir()) if folder.exists() else []):
+    for path in retrying(folder, lambda: list(folder.iterdir()) if folder.exists() else []):
         if match := _NAME.fullmatch(path.name):
             yield Checkpoint(path, int(match[1]), int(match[2]))
 
@@ -254,7 +254,7 @@ def _told(directory: RunDirectory) -> dict[int, Mapping[str, Any]]:
     for event in directory.events():
         number: int = event["attempt"]
         parent: Any = event.get("parent")
-        if event["event"] == "resumed" and fault(parent, METRICS) is None and parent["attempt"] < number:
+        if event["event"] == "resumed" and schema_error(parent, METRICS) is None and parent["attempt"] < number:
             told[number] = {"parent": parent}
         elif event["event"] in ("training", "forked", "checkpoint"):
             told.setdefault(number, {"parent": None})

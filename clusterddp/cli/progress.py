@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.rundir.records import Form, fault, is_count
-from clusterddp.rundir.run_directory import EVENT, METRICS, RunDirectory
+from clusterddp.rundir.records import EVENT, METRICS, Schema, is_count, schema_error
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.messages import sentence
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ class Tail:
         return whole.decode(errors="replace").split("\n")
 
 
-def _objects(lines: list[str], form: Form) -> Iterator[dict[str, Any]]:
+def _objects(lines: list[str], form: Schema) -> Iterator[dict[str, Any]]:
     """The objects in lines of JSON. One that is none is passed over: who only looks on must not end for it."""
     for line in lines:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if fault(value, form) is None:
+        if schema_error(value, form) is None:
             yield value
 
 

@@ -23,7 +23,7 @@ from clusterddp.jobdef.schema import READERS, Fields, check_keys, read_fields
 from clusterddp.jobdef.secrets import MASK, is_secret, revealed
 from clusterddp.jobdef.values import quoted
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
-from clusterddp.rundir.records import patiently
+from clusterddp.rundir.records import retrying
 
 #: The format of run directories that this version records. A later one is to name its own as ``format`` in job.yaml.
 RUN_FORMAT = 1
@@ -115,7 +115,7 @@ def _user_file() -> Path | None:
 
 def _file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
     try:
-        text = patiently(path, lambda: path.read_text(encoding="utf-8"))
+        text = retrying(path, lambda: path.read_text(encoding="utf-8"))
     except OSError as error:
         raise JobDefinitionError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

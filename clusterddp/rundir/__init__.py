@@ -1,1 +1,1 @@
-"""The run directory: its paths, the files in it, who may have written them; no decisions and no Slurm."""
+"""The run directory: its paths, its files and records, and their permissions; no decisions and no Slurm."""

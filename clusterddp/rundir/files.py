@@ -1,4 +1,4 @@
-"""Writing files of a run directory: whole or not at all, and with the modes of the folder that they are in."""
+"""Writing files in a run directory: durably, completely or not at all, and as readable as the folder they are in."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: JSON has no form for these numbers: they are written as text, as protobuf's JSON mapping does; float() reads it.
+#: JSON has no such numbers: they are written as text, as in protobuf's JSON mapping; float() reads it.
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def finite(value: Any) -> Any:
-    """A JSON value in which floats that are not finite are text: "NaN", "Infinity" or "-Infinity"."""
+    """A JSON value with "NaN", "Infinity" or "-Infinity" in place of floats that are not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return _NOT_FINITE[str(float(value))]
     if isinstance(value, Mapping):
@@ -28,52 +28,54 @@ def finite(value: Any) -> Any:
 
 
 def folder_mode(folder: Path) -> int:
-    """A folder's rights, without those to write for others: what a folder made in it gets."""
+    """The mode of a new folder inside ``folder``: that of ``folder``, without write permission for others."""
     return stat.S_IMODE(folder.stat().st_mode) & 0o2755 | 0o700
 
 
 def file_mode(folder: Path) -> int:
-    """The rights of a new file in a folder: those may read it who may look into the folder."""
+    """The mode of a new file inside ``folder``: readable by everyone who may read the folder."""
     return folder_mode(folder) & 0o044 | 0o600
 
 
-def make_inside(path: Path, exist_ok: bool = False) -> None:
-    """Makes a folder that is as open as the one around it, whatever the umask. A link in its place is left as it is."""
+def create_folder(path: Path, exist_ok: bool = False) -> None:
+    """Creates a folder as open as its parent. A symbolic link in its place is left unchanged."""
     path.mkdir(exist_ok=exist_ok)
     mode, status = folder_mode(path.parent), path.lstat()
-    own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-    if own and stat.S_IMODE(status.st_mode) != mode:
+    if stat.S_ISDIR(status.st_mode) and _differs(status, mode):
         path.chmod(mode)
 
 
 def create_file(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a file, for ``open(opener=...)``; one that is made now is as open as its folder, whatever the umask."""
-    mode = file_mode(Path(path).parent)
-    descriptor = os.open(path, flags | os.O_CREAT, mode)
+    """Opens or creates a file, for ``open(opener=...)``; a new one is as readable as its folder."""
+    folder = Path(path).parent
+    descriptor = os.open(path, flags | os.O_CREAT, file_mode(folder))
     if os.fstat(descriptor).st_size == 0:
-        follow_folder(descriptor, Path(path).parent)
+        follow_folder(descriptor, folder)
     return descriptor
 
 
 def follow_folder(descriptor: int, folder: Path) -> None:
-    """Makes an open, own file as open as the folder that it is in; without effect on anything else."""
+    """Makes an open regular file of this user as readable as its folder; leaves anything else unchanged."""
     status = os.fstat(descriptor)
-    own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-    if own and stat.S_IMODE(status.st_mode) != file_mode(folder):
+    if stat.S_ISREG(status.st_mode) and _differs(status, file_mode(folder)):
         os.fchmod(descriptor, file_mode(folder))
 
 
-def write_atomically(path: Path, content: str | bytes, mode: int | None = None) -> None:
-    """Replaces ``path`` by ``content``: a reader, or a crash at any moment, sees the old file or the new one.
+def _differs(status: os.stat_result, mode: int) -> bool:
+    """Whether the mode is another one, and this user's to change."""
+    return status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != mode
 
-    It may be read by those who may look into its folder, unless ``mode`` says otherwise.
+
+def write_atomically(path: Path, content: str | bytes, mode: int | None = None) -> None:
+    """Replaces ``path`` by ``content``, durably: a reader, or a crash at any moment, sees the old file or the new one.
+
+    The content goes to a temporary file beside it, which is synced and renamed; then the folder is synced. ``mode``:
+    the new file's; None makes it as readable as its folder.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    if mode is None:
-        descriptor = create_file(temporary, os.O_WRONLY | os.O_EXCL)
-    else:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    flags = os.O_WRONLY | os.O_EXCL
+    descriptor = create_file(temporary, flags) if mode is None else os.open(temporary, flags | os.O_CREAT, mode)
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
@@ -82,7 +84,7 @@ def write_atomically(path: Path, content: str | bytes, mode: int | None = None) 
         os.replace(temporary, path)
     except BaseException as error:
         if isinstance(error, OSError):
-            error.filename = str(path)  # a write's error names no file
+            error.filename = str(path)  # the OSError of a write has no file name
         temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
@@ -94,7 +96,7 @@ def write_json(path: Path, value: Mapping[str, Any], mode: int | None = None) ->
 
 
 def append_line(path: Path, value: Mapping[str, Any]) -> None:
-    """Appends one JSON object as a line, durably; on an OSError nothing is appended. The caller is the only writer."""
+    """Appends one JSON object as a line, durably. An OSError leaves the file as it was. One writer per file."""
     with open(path, "ab", buffering=0, opener=create_file) as file:
         size = file.seek(0, os.SEEK_END)
         data = (json.dumps(finite(value), allow_nan=False) + "\n").encode()
@@ -110,9 +112,10 @@ def append_line(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def make_folder(path: Path, exist_ok: bool = True, mode: int = 0o777) -> None:
-    """Makes a folder and those above it; all of them are durable. Raises FileExistsError only if told to.
+    """Creates a folder and its parents, durably.
 
-    ``mode`` is that of the last one alone, less the umask.
+    ``mode``, less the umask, applies to ``path`` alone. Raises FileExistsError if ``path`` is a file, or exists and
+    ``exist_ok`` is False.
     """
     if not path.parent.exists():
         make_folder(path.parent)
@@ -121,13 +124,13 @@ def make_folder(path: Path, exist_ok: bool = True, mode: int = 0o777) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a file, if it is there, for good: no crash brings it back."""
+    """Deletes a file durably, if it exists."""
     path.unlink(missing_ok=True)
     fsync_directory(path.parent)
 
 
 def fsync_directory(path: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Makes the creation, renaming and deletion of files in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Whether what a run executes can have been written by its user (or root) alone."""
+"""Ownership: refuses to execute what another user may have written."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from clusterddp.rundir.run_directory import RunDirectory
 
 
 def check_run(run: RunDirectory) -> None:
-    """Raises RunDirectoryError when others may have written what the run executes, or may take its folders' place."""
+    """Raises RunDirectoryError if another user may have written, or could replace, what the run executes."""
     check_own(run.path)
-    closed = run.path.exists() and run.path.stat().st_mode & 0o077 == 0  # nobody else comes to what is in it
+    closed = run.path.exists() and run.path.stat().st_mode & 0o077 == 0
     for path in (run.private, run.logs, run.checkpoints, run.job_file, run.batch_script):
         check_own(path, closed)
 
 
 def check_own(path: Path, closed: bool = False) -> None:
-    """Raises RunDirectoryError unless a file or folder, if it exists, is this user's or root's and theirs to write.
+    """Raises RunDirectoryError unless a file or folder belongs to this user or root and nobody else may write it.
 
-    ``closed``: it lies where nobody else can reach it, whatever its mode.
+    A path that does not exist passes. ``closed``: it is inside a folder that nobody else can enter, so that its own
+    mode does not matter.
     """
     try:
         status = path.stat()
@@ -30,11 +31,11 @@ def check_own(path: Path, closed: bool = False) -> None:
     mode = f"{stat.S_IMODE(status.st_mode):04o}"
     if status.st_uid not in (os.geteuid(), 0):
         raise RunDirectoryError(
-            f"{path} belongs to user {status.st_uid} (mode {mode}), and a run executes what it says: expected user "
-            f"{os.geteuid()} or root. Begin a run of your own; --fork takes over another's checkpoint"
+            f"{path} belongs to user {status.st_uid} (mode {mode}), but clusterddp executes what is in it: expected "
+            f"user {os.geteuid()} or root. Start a run of your own; --fork continues from another user's checkpoint"
         )
     if status.st_mode & 0o022 and not closed:
         raise RunDirectoryError(
-            f"{path} (user {status.st_uid}, mode {mode}) can be written by others, and a run executes what it says: "
-            f"expected that only its owner may. If you know what is in it: chmod -R go-w {path}"
+            f"{path} (user {status.st_uid}, mode {mode}) can be written by others, but clusterddp executes what is in "
+            f"it: expected write permission for the owner alone. If you trust the contents: chmod -R go-w {path}"
         )

@@ -1,8 +1,8 @@
-"""Reading a run's records: JSON files and JSON lines files, and the form that their objects must have.
+"""A run's records: reading JSON files and JSON lines files, and what each of them must hold.
 
-A JSON lines file is appended by one process. What is not a whole line is skipped on reading: a torn last line (its
-writer was killed), what a machine died before writing (it reads as NUL), and, with a warning, a line that something
-else wrote. A line may have any length. Standard library only.
+A JSON lines file has one writer, which appends durably. Readers skip what is not a complete line: a torn last line (the
+writer was killed), a line that was lost in a machine crash (it reads as NUL), and, with a warning, a line that another
+program wrote. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,47 +20,72 @@ from clusterddp.reporter import say
 
 _T = TypeVar("_T")
 
-#: Errors of a network file system that the next try may not meet, and the pauses before each further try, in seconds.
+#: Errors of a network file system that may disappear on retry, and the pauses before each retry, in seconds.
 _TRANSIENT = frozenset((errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO))
 _PAUSES_S = (0.05, 0.2, 0.75)
-#: How much is read at a time from the end of a file; doubled as long as a line goes on.
+#: Bytes read at a time from the end of a file; doubled for as long as a line continues.
 _BLOCK = 1 << 16
 
 
+# --- schemas
+
+
 def is_count(value: Any) -> bool:
-    """Whether a value read from a file is a whole number that a step or an attempt can have."""
+    """Whether a value is a valid step or attempt number."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def is_time(value: Any) -> bool:
-    """Whether it is a number of unix seconds."""
+    """Whether a value is a unix time in seconds."""
     return type(value) in (int, float) and 0 <= value < 1e11
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is text."""
+    """Whether a value is a string."""
     return isinstance(value, str)
 
 
-def if_given(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """The same check, of a value that may be missing."""
+def optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """The same check, which a missing value passes."""
     return lambda value: value is None or check(value)
 
 
-#: What a JSON object must hold: its keys, each with a check that gets None for a missing one.
-Form = Mapping[str, Callable[[Any], bool]]
+#: The keys that a JSON object must have, each with a check, which gets None for a missing key.
+Schema = Mapping[str, Callable[[Any], bool]]
+
+#: A line of events.jsonl. The other keys depend on the event; those of ``result`` are chosen by the script.
+EVENT: Schema = {"time": is_time, "attempt": is_count, "event": is_text, "step": optional(is_count)}
+#: A line of metrics.jsonl.
+METRICS: Schema = {"step": is_count, "attempt": is_count}
+OUTCOME: Schema = {"state": is_text, "step": optional(is_count), "reason": is_text}
+#: What an attempt resumed from: the step, and the checkpoint's attempt and step.
+RESUMED: Schema = {
+    "step": is_count,
+    "parent": optional(lambda parent: schema_error(parent, METRICS) is None),
+}
 
 
-def fault(value: Any, form: Form) -> str | None:
-    """What is wrong with a value that is to be an object of this form; None when nothing is."""
+def schema_error(value: Any, schema: Schema) -> str | None:
+    """What is wrong with a value that should be an object of this schema; None if nothing is."""
     if not isinstance(value, dict):
         return f"expected an object, got {json.dumps(value)[:60]}"
-    wrong = next((key for key, check in form.items() if not check(value.get(key))), None)
+    wrong = next((key for key, check in schema.items() if not check(value.get(key))), None)
     return None if wrong is None else f"{wrong!r} is {json.dumps(value.get(wrong))[:60]}"
 
 
-def patiently(path: Path, read: Callable[[], _T]) -> _T:
-    """What ``read`` returns, which reads ``path``; retried when it fails by an error that may pass. Raises OSError."""
+_FLOATS = {text: float(text) for text in ("NaN", "Infinity", "-Infinity", "nan", "inf", "-inf")}  # the last three: 0.1
+
+
+def with_floats(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A metrics line with floats for "NaN" and the infinities, which JSON cannot represent."""
+    return {name: _FLOATS.get(value, value) if is_text(value) else value for name, value in line.items()}
+
+
+# --- reading
+
+
+def retrying(path: Path, read: Callable[[], _T]) -> _T:
+    """Returns the result of ``read``, which reads ``path``; transient OSErrors are retried for one second."""
     for pause_s in _PAUSES_S:
         try:
             return read()
@@ -73,35 +98,36 @@ def patiently(path: Path, read: Callable[[], _T]) -> _T:
     return read()
 
 
-def read_json(path: Path, form: Form | None = None) -> dict[str, Any] | None:
-    """The JSON object in ``path``; None when there is no such file. RunDirectoryError unless it has the form."""
+def read_json(path: Path, schema: Schema | None = None) -> dict[str, Any] | None:
+    """The JSON object in ``path``; None if the file does not exist.
+
+    Raises RunDirectoryError if the content is not JSON or does not match the schema.
+    """
     try:
-        text = patiently(path, path.read_bytes)
+        text = retrying(path, path.read_bytes)
     except FileNotFoundError:
         return None
     try:
         value: dict[str, Any] = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RunDirectoryError(
-            f"{path} is not JSON ({error}); it was written whole, so something else changed it"
-        ) from error
-    if wrong := fault(value, form or {}):
-        raise RunDirectoryError(f"{path}: {wrong}; it was written otherwise, so something else changed it")
+        raise RunDirectoryError(f"{path} is not JSON ({error}); another program changed it") from error
+    if wrong := schema_error(value, schema or {}):
+        raise RunDirectoryError(f"{path}: {wrong}; another program changed it")
     return value
 
 
-def read_lines(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file, oldest first; nothing when the file is absent.
+def read_lines(path: Path, schema: Schema | None = None) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON lines file, oldest first; none if the file does not exist.
 
-    Lines that are no object of this form are skipped, with one warning that names the first of them.
+    Lines that do not match the schema are skipped, with one warning that names the first of them.
     """
     try:
-        content = patiently(path, path.read_bytes)
+        content = retrying(path, path.read_bytes)
     except FileNotFoundError:
         return
     skipped: list[tuple[int, str]] = []
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        value, wrong = _parsed(line, form)
+        value, wrong = _parse(line, schema)
         if value is not None:
             yield value
         elif wrong:
@@ -109,33 +135,34 @@ def read_lines(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]
     _warn(path, skipped)
 
 
-def last_line(path: Path, form: Form | None = None) -> dict[str, Any] | None:
-    """The newest object in a JSON lines file; None when there is none. Reads no more than its end."""
-    return next(read_backwards(path, form), None)
+def last_line(path: Path, schema: Schema | None = None) -> dict[str, Any] | None:
+    """The newest object of a JSON lines file, or None; reads only the end of the file."""
+    return next(read_backwards(path, schema), None)
 
 
-def read_backwards(path: Path, form: Form | None = None) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file, newest first, skipping the same lines as ``read_lines``.
+def read_backwards(path: Path, schema: Schema | None = None) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON lines file, newest first; skips the same lines as ``read_lines``.
 
-    It is read block by block from the end: whoever wants the newest lines of a long file pays for those alone.
+    Reads block by block from the end: the newest lines of a long file cost little.
     """
     try:
-        file = patiently(path, lambda: open(path, "rb"))
+        file = retrying(path, lambda: open(path, "rb"))
     except FileNotFoundError:
         return
     warned = False
     with file:
         for start, line in _lines_backwards(path, file):
-            value, wrong = _parsed(line, form)
+            value, wrong = _parse(line, schema)
             if value is not None:
                 yield value
             elif wrong and not warned:
-                _warn(path, [(_line_number(file, start), wrong)])
+                file.seek(0)
+                _warn(path, [(file.read(start).count(b"\n") + 1, wrong)])
                 warned = True
 
 
 def _lines_backwards(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The whole lines, each with the position at which it starts. What follows the last line end is torn."""
+    """The complete lines, newest first, each with its position in the file."""
     start, block, rest, torn = file.seek(0, os.SEEK_END), _BLOCK, b"", True
     while start > 0:
         size = min(block, start)
@@ -145,7 +172,7 @@ def _lines_backwards(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         position = start + len(beginning) + 1 + sum(len(line) + 1 for line in lines)
         for line in reversed(lines):
             position -= len(line) + 1
-            if not torn:
+            if not torn:  # what follows the last line end is
                 yield position, line
             torn = False
     if not torn:
@@ -157,28 +184,34 @@ def _read_at(path: Path, file: BinaryIO, position: int, size: int) -> bytes:
         file.seek(position)
         return file.read(size)
 
-    return patiently(path, read)
+    return retrying(path, read)
 
 
-def _line_number(file: BinaryIO, position: int) -> int:
-    """The number of the line that starts there, from 1."""
-    file.seek(0)
-    return file.read(position).count(b"\n") + 1
+def drop_torn_line(path: Path) -> None:
+    """Removes an incomplete last line, left by a writer that was killed. The next writer calls it before it appends."""
+    try:
+        file = retrying(path, lambda: open(path, "rb+"))
+    except FileNotFoundError:
+        return
+    with file:
+        start, line = next(_lines_backwards(path, file), (-1, b""))
+        end = start + len(line) + 1
+        if end != file.seek(0, os.SEEK_END):
+            file.truncate(end)
 
 
-def _parsed(line: bytes, form: Form | None) -> tuple[dict[str, Any] | None, str | None]:
-    """A line's object; else why it is none (None where a machine died before it had written the line)."""
-    # What the machine had not written reads as NUL, which JSON never has.
-    written = line.rpartition(b"\0")[2]
+def _parse(line: bytes, schema: Schema | None) -> tuple[dict[str, Any] | None, str | None]:
+    """A line's object, or what is wrong with the line; neither if the line was lost in a machine crash."""
+    written = line.rpartition(b"\0")[2]  # what the machine did not write reads as NUL, which JSON never contains
     try:
         value = json.loads(written)
     except (ValueError, RecursionError) as error:
         return None, None if b"\0" in line else f"not JSON: {error}"
-    wrong = fault(value, form or {})
+    wrong = schema_error(value, schema or {})
     return (value, None) if wrong is None else (None, wrong)
 
 
-#: The lines that were named in a warning of this process already.
+#: The lines that this process has warned about.
 _warned: set[tuple[Path, int]] = set()
 
 
@@ -188,22 +221,4 @@ def _warn(path: Path, skipped: list[tuple[int, str]]) -> None:
     if new:
         (number, wrong), more = new[0], len(new) - 1
         others = f", and {more} other line{'s'[: more != 1]}" if more else ""
-        words = f"{path}:{number} skipped{others} ({wrong}): written by another program; delete it to fix the file"
-        say(words)
-
-
-def drop_torn_line(path: Path) -> None:
-    """Cuts off what a killed writer left after the last whole line. For the next writer, before its first line."""
-    try:
-        file = patiently(path, lambda: open(path, "rb+"))
-    except FileNotFoundError:
-        return
-    with file:
-        end = start = file.seek(0, os.SEEK_END)
-        found = -1
-        while start > 0 and found < 0:
-            start = max(0, start - _BLOCK)
-            found = _read_at(path, file, start, _BLOCK).rfind(b"\n")
-        whole = start + found + 1
-        if whole != end:
-            file.truncate(whole)
+        say(f"{path}:{number} skipped{others} ({wrong}): written by another program; delete it to fix the file")

@@ -1,4 +1,4 @@
-"""Who may read a run: the modes of what is in its folder, set without following a symbolic link out of it."""
+"""Permissions: opens a run to its group or closes it, and keeps ``private`` closed to others."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from pathlib import Path
 from clusterddp.errors import RunDirectoryError
 
 
-def share_tree(top: Path, mode: int, closed: Path) -> None:
-    """Gives the run's folder ``top`` this mode, and all that is in it the matching ones, except in ``closed``.
+def share_run(top: Path, share: str, closed: Path) -> None:
+    """Opens the run's folder ``top`` to its group (``share`` is "group") or closes it ("private"); not ``closed``.
 
-    Only this user's own folders and files change. Symbolic links, and files with another name elsewhere (hard links),
-    may belong to something outside the run and stay as they are; a file that is executable stays so. RunDirectoryError
-    where a mode cannot be changed: the same call again does the rest.
+    Only this user's own folders and files change. Symbolic links and hard links may lead outside the run and are left
+    unchanged; an executable file stays executable. Raises RunDirectoryError if a mode cannot be changed; calling again
+    continues where it failed.
     """
-    opens = bool(mode & 0o077)
+    mode = 0o2750 if share == "group" else 0o700
+    if stat.S_IMODE(top.stat().st_mode) == mode:
+        return
     try:
-        if not opens:
-            top.chmod(mode)  # first, so that nobody reads what is still open in it
+        if share != "group":
+            top.chmod(mode)  # first, so that nobody enters while the walk is under way
         for folder, folders, files, descriptor in os.fwalk(top, onerror=_raise):
             folders[:] = [name for name in folders if Path(folder, name) != closed]
             for name in (*folders, *files):
                 _share(descriptor, name, mode)
-        if opens:
+        if share == "group":
             top.chmod(mode)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        raise RunDirectoryError(f"cannot change who may read {top}{where}: {error.strerror}") from error
+        raise RunDirectoryError(f"cannot change the permissions of {top}{where}: {error.strerror}") from error
 
 
 def _raise(error: OSError) -> None:
@@ -42,7 +44,7 @@ def _share(folder: int, name: str, mode: int) -> None:
         descriptor = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:  # deleted meanwhile
         return
-    entry = Path(f"/proc/self/fd/{descriptor}")  # fchmod does not take a descriptor of this kind
+    entry = Path(f"/proc/self/fd/{descriptor}")  # fchmod refuses O_PATH descriptors
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
@@ -57,22 +59,22 @@ def _share(folder: int, name: str, mode: int) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Makes a folder that nobody else may enter, or closes one that is there.
+    """Creates a folder for tokens and pickles that only its owner can enter, or closes an existing one.
 
-    RunDirectoryError for one that somebody else has made, or put a link in its place: it is to hold tokens and pickles.
+    Raises RunDirectoryError if the folder belongs to another user or is a symbolic link.
     """
     path.mkdir(mode=0o700, exist_ok=True)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except NotADirectoryError as error:
-        raise RunDirectoryError(f"{path} is a symbolic link; expected a folder of the run's own") from error
+        raise RunDirectoryError(f"{path} is a symbolic link; expected a folder of this run: remove the link") from error
     except PermissionError as error:
         raise RunDirectoryError(f"{path} cannot be opened by user {os.geteuid()}: {error.strerror}") from error
     try:
         status = os.fstat(descriptor)
         if status.st_uid not in (os.geteuid(), 0):
             raise RunDirectoryError(
-                f"{path} belongs to user {status.st_uid}; expected user {os.geteuid()}: name another run directory"
+                f"{path} belongs to user {status.st_uid}, expected user {os.geteuid()}: choose another run directory"
             )
         if stat.S_IMODE(status.st_mode) & 0o777 != 0o700 and status.st_uid == os.geteuid():
             os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & 0o7000 | 0o700)

@@ -17,7 +17,7 @@ from typing import Any
 
 from clusterddp.process import process_namespace, process_start
 from clusterddp.rundir.files import remove, write_json
-from clusterddp.rundir.records import Form, if_given, is_text, read_json
+from clusterddp.rundir.records import Schema, is_text, optional, read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 
@@ -150,15 +150,15 @@ def _identity(run: RunDirectory) -> dict[str, Any]:
     return {"path": str(run.path.resolve()), "inode": run.path.stat().st_ino}
 
 
-_JOB: Form = {
+_JOB: Schema = {
     "job": lambda job: is_text(job) and re.fullmatch(r"\d+(_\d+)?", job, re.ASCII) is not None,
-    "cluster": if_given(is_text),
+    "cluster": optional(is_text),
 }
-_PROCESS: Form = {
+_PROCESS: Schema = {
     "host": is_text,
-    "machine": if_given(is_text),
+    "machine": optional(is_text),
     "pid": lambda pid: type(pid) is int and 1 < pid < 2**31,
-    "process_start": if_given(is_text),
+    "process_start": optional(is_text),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from clusterddp.errors import RunDirectoryError
 from clusterddp.failures.exit_status import KILLS, ExitStatus
 from clusterddp.jobdef.secrets import masked
-from clusterddp.rundir.records import Form, fault, if_given, is_count, is_text, read_json
+from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, schema_error
 from clusterddp.slurm.cause import Cause
 
 #: Exceptions that tell of a device, a network or a peer rather than of the user's code: another try may go well.
@@ -48,19 +48,19 @@ class Action(enum.Enum):
     LEAVE = "leave"  # the job ends as it is, the run is not over, and someone may continue it
 
 
-_RECORD: Form = {
+_RECORD: Schema = {
     "host": is_text,
     "end": is_text,
-    "error": if_given(is_text),
-    "traceback": if_given(is_text),
-    "step": if_given(is_count),
-    "exit_code": if_given(lambda code: type(code) is int),
+    "error": optional(is_text),
+    "traceback": optional(is_text),
+    "step": optional(is_count),
+    "exit_code": optional(lambda code: type(code) is int),
 }
 
 
 def check_record(record: Any) -> None:
     """ValueError, with what is wrong, unless it is the record of a rank's end."""
-    if wrong := fault(record, _RECORD):
+    if wrong := schema_error(record, _RECORD):
         raise ValueError(wrong)
 
 
