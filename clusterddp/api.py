@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.cli import status
-from clusterddp.cli.options import add_arguments, describe, say
+from clusterddp.cli.options import add_arguments, describe
 from clusterddp.cli.progress import Progress
 from clusterddp.cli.recording import Plant, record_local
 from clusterddp.cli.submit import check, fit, submit_fitted
@@ -25,6 +25,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
 from clusterddp.process import module_command
+from clusterddp.reporter import show
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
@@ -242,7 +243,7 @@ def _planting(function: Callable[..., Any], args: tuple[Any, ...]) -> Plant:
 def _start_local(arguments: argparse.Namespace, job: Job, plant: Plant | None) -> Handle:
     """Records the run, and leaves it to a process of its own, which continues it as anyone might."""
     run = record_local(arguments.run_dir, job, plant)
-    say(f"run directory: {run}")
+    show(f"run directory: {run}")
     command = [*module_command("clusterddp.submit"), "--local", "--run-dir", str(run)]
     with open(_loop_log(run), "ab", opener=create_file) as log:
         process = subprocess.Popen(
@@ -253,7 +254,7 @@ def _start_local(arguments: argparse.Namespace, job: Job, plant: Plant | None) -
 
 def _start_slurm(arguments: argparse.Namespace, job: Job, plant: Plant | None) -> Handle:
     run, job_id = submit_fitted(arguments.run_dir, fit(job, required=True), job, plant)
-    say(f"submitted as job {job_id}; run directory: {run}")
+    show(f"submitted as job {job_id}; run directory: {run}")
     return Handle(run.path)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.reporter import say
 
 #: Exit codes, as a shell gives them to a command that SIGINT or SIGPIPE ended, and EX_SOFTWARE of sysexits.h.
 INTERRUPTED, BROKEN_PIPE, INTERNAL_ERROR = 130, 141, 70
@@ -38,15 +39,13 @@ def exit_with(command: Callable[[], int], records: Path | None = None) -> NoRetu
         _discard_output()
         code = BROKEN_PIPE
     except KeyboardInterrupt:
-        _say("clusterddp: interrupted")
+        say("interrupted")
         code = INTERRUPTED
     except ClusterddpError as error:
-        if _debugging():
-            _say(_traceback(error))
-        _say(f"clusterddp: {error}")
+        say(f"{error}\n{_traceback(error)}" if _debugging() else str(error))
         code = error.exit_code
     except Exception as error:
-        _say(f"clusterddp: {_told(error, records)}")
+        say(_told(error, records))
         _discard_output()
         code = 1 if isinstance(error, OSError) else INTERNAL_ERROR
     sys.exit(code)
@@ -104,11 +103,6 @@ def _traceback(error: Exception) -> str:
 
 def _debugging() -> bool:
     return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _discard_output() -> None:

@@ -1,21 +1,30 @@
-"""What clusterddp says in a rank: one line on standard error, which never fails.
-
-A rank's standard streams belong to its script, which may have closed or replaced them.
-"""
+"""What clusterddp prints on standard error. Standard output belongs to a command's result, or to the script."""
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 
 
-def say(words: str) -> None:
-    """Prints ``words``, marked as clusterddp's; drops them where standard error takes nothing.
+def show(text: str) -> None:
+    """Prints ``text``; drops it if standard error does not accept it.
 
-    Descriptor 2 is no way out: after a script has closed it, it may be any file of the script's.
+    A script may have closed or replaced its streams. Descriptor 2 is no fallback: once closed, it may be reused for any
+    file of the script.
     """
-    if sys.stderr is None:  # print() would take standard output
+    if sys.stderr is None:  # print() would use standard output
         return
-    try:
-        print(f"clusterddp: {words}", file=sys.stderr, flush=True)
-    except (OSError, ValueError, AttributeError):  # a full disk, a closed stream, something that is no stream
-        return
+    with suppress(OSError, ValueError, AttributeError):  # a full disk, a closed stream, an object that is no stream
+        print(text, file=sys.stderr, flush=True)
+
+
+def say(message: str) -> None:
+    """``show``, with the prefix that tells clusterddp's messages from a script's or a job's other output."""
+    show(f"clusterddp: {message}")
+
+
+def say_unlocked(message: str) -> None:
+    """``say`` for a thread that is about to end the process, while the main thread may hold the lock of sys.stderr."""
+    with suppress(OSError):
+        os.write(2, f"clusterddp: {message}\n".encode(errors="backslashreplace"))

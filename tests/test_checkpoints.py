@@ -105,7 +105,7 @@ def test_one_that_cannot_be_deleted_is_said_and_the_new_one_counts(directory, mo
     with monkeypatch.context() as patched:
         patched.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         save(directory, number, 2, CONTENT, keep=Keep(1))
-    assert "step-000000000001.attempt-0.safetensors cannot be deleted: Input/output error" in capfd.readouterr().err
+    assert "cannot delete step-000000000001.attempt-0.safetensors: Input/output error" in capfd.readouterr().err
     save(directory, number, 3, CONTENT, keep=Keep(1))
     assert steps(directory) == [3]
 

@@ -205,7 +205,7 @@ def test_a_cut_that_heals_and_a_slow_network_end_nothing_nor_does_a_requeue_of_t
     again = lambda: cluster.job(training.job_id)["Restarts"] == "1"  # noqa: E731
     training.wait(lambda: again() and cluster.job(training.job_id)["JobState"] == "COMPLETED", "the second end")
     assert (training.run.events(), training.run.attempts()) == (history, [0])
-    assert "completed at step 40 already; nothing to do" in log_of(training)
+    assert "has already completed at step 40; nothing to do" in log_of(training)
 
 
 def test_a_rank_that_fills_its_jobs_memory_is_told_from_other_kills_and_all_start_anew_in_place(

@@ -13,7 +13,6 @@ import json
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 from clusterddp.checkpoint import file_format
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
+from clusterddp.reporter import say
 from clusterddp.rundir.files import fsync_directory, write_json
 from clusterddp.rundir.records import METRICS, retrying, schema_error
 from clusterddp.rundir.run_directory import RunDirectory
@@ -147,7 +147,7 @@ class Checkpoints:
                 try:
                     checkpoint.path.unlink(missing_ok=True)
                 except OSError as error:  # The new one is safe all the same, and the next commit tries again.
-                    print(f"clusterddp: {checkpoint.path.name} cannot be deleted: {error.strerror}", file=sys.stderr)
+                    say(f"cannot delete {checkpoint.path.name}: {error.strerror}")
 
     def check_newest(self) -> None:
         """Raises Superseded when a newer attempt exists: it may be training by now, from an older checkpoint."""

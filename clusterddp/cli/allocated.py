@@ -6,10 +6,10 @@ As under ``--local`` the supervisor has a session of its own, so that Ctrl-C rea
 from __future__ import annotations
 
 import signal
-import sys
 from typing import ClassVar
 
 from clusterddp.cli.local import LocalRun
+from clusterddp.reporter import show
 from clusterddp.slurm.cause import Cause
 
 
@@ -24,5 +24,5 @@ class AllocatedRun(LocalRun):
 
     def _interrupted(self) -> None:
         self.interrupts += 1
-        print("\nsaving and stopping; scancel ends the allocation at once", file=sys.stderr, flush=True)
+        show("\nsaving and stopping; scancel ends the allocation at once")
         self._signal(Cause.INTERRUPTED)

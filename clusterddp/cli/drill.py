@@ -21,6 +21,7 @@ from clusterddp.cli.watch import Hold
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
+from clusterddp.reporter import show
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -39,7 +40,7 @@ def drill(partition: str | None, qos: str | None, nodes: int, run: RunDirectory 
         script = folder / "drill.sbatch"
         script.write_text(drill_script(partition, qos, nodes, folder, sys.executable))
         job_id = slurm.submit(script)
-        print(f"drill: job {job_id} submitted to {preemption.partition}", file=sys.stderr, flush=True)
+        show(f"drill: job {job_id} submitted to {preemption.partition}")
         try:
             lifted_at = _await_end(job_id, folder)
         finally:

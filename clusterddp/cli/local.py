@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from clusterddp.entry import INTERRUPTED
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, signal_ranks
+from clusterddp.reporter import show
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
@@ -102,7 +102,7 @@ class LocalRun:
                     code = self._watch(process, progress)
                 if self.run.outcome() is not None:  # also of a script that left with one of these codes itself
                     for moment in self.preemptions:
-                        print(f"{moment} did not fire: the run was over before", file=sys.stderr, flush=True)
+                        show(f"{moment} did not fire: the run was over before")
                     return code
                 if self.interrupts:
                     return INTERRUPTED
@@ -144,13 +144,13 @@ class LocalRun:
             time.sleep(POLL_S)
         progress.update()
         if moment and not self.interrupts:
-            print(moment.missed(progress.steps_done), file=sys.stderr, flush=True)
+            show(moment.missed(progress.steps_done))
         return code
 
     def _interrupted(self) -> None:
         self.interrupts += 1
         if self.interrupts == 1:
-            print("\nsaving and stopping; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+            show("\nsaving and stopping; press Ctrl-C again to stop at once")
             self._signal(Cause.INTERRUPTED)
         else:
             self._kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from clusterddp.errors import UsageError
 from clusterddp.hostlist import tasks_per_node
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.job import Job
+from clusterddp.reporter import show
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -217,14 +217,9 @@ def _split(pair: str, option: str) -> tuple[str, str]:
 def default_target(values: dict[str, Any]) -> str:
     """What runs when nothing is named: ./clusterddp.yaml, else the packaged digits job, for ten minutes at most."""
     if Path("clusterddp.yaml").exists():
-        say("nothing named: taking ./clusterddp.yaml")
+        show("nothing named: taking ./clusterddp.yaml")
         return "clusterddp.yaml"
     values.setdefault("time", PACKAGED_JOB_TIME)
     values.setdefault("device", "cuda")
-    say("nothing named and no ./clusterddp.yaml here: taking the packaged digits job, limited to ten minutes")
+    show("nothing named and no ./clusterddp.yaml here: taking the packaged digits job, limited to ten minutes")
     return str(PACKAGED_JOB)
-
-
-def say(text: str) -> None:
-    """Talk goes to standard error."""
-    print(text, file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clusterddp.reporter import show
 from clusterddp.rundir.records import EVENT, METRICS, Schema, is_count, schema_error
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.messages import sentence
@@ -101,4 +102,4 @@ class Progress:
         if self._bar:
             self._bar.console.print(line, markup=False, highlight=False)
         else:
-            print(line, file=sys.stderr, flush=True)
+            show(line)

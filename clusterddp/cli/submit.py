@@ -22,7 +22,6 @@ from clusterddp.cli.options import (
     check_nodes_fixed,
     check_tasks_are_ranks,
     resolve_job,
-    say,
 )
 from clusterddp.cli.recording import Plant, check_not_held, choose_run_directory, claim, record_local, recorded
 from clusterddp.entry import INTERRUPTED
@@ -31,6 +30,7 @@ from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.reporter import say, show
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
@@ -81,12 +81,12 @@ def check(arguments: argparse.Namespace, job: Job) -> int | None:
         if code is not None:
             return code
         if differences and not arguments.change:
-            say(f"{run} failed before its first step, and starts with other arguments: {'; '.join(differences)}")
+            show(f"{run} failed before its first step, and starts with other arguments: {'; '.join(differences)}")
             arguments.change = True
     check_nodes_fixed(arguments, job)
     check_local_ranks(arguments, job)
     check_tasks_are_ranks(arguments, job)
-    say(f"{job.name}: {job.shape}")
+    show(f"{job.name}: {job.shape}")
     return None
 
 
@@ -142,7 +142,7 @@ def check_over(run: RunDirectory, changing: bool) -> int | None:
         check_present(of_run(run))
         return None
     if outcome["state"] == "completed":
-        say(f"{run} completed{at_step(outcome['step'])} already: nothing to do. --change --set ... extends it")
+        show(f"{run} completed{at_step(outcome['step'])} already: nothing to do. --change --set ... extends it")
         return 0
     raise RunDirectoryError(f"{run} was cancelled{at_step(outcome['step'])}: it never runs again. Start another run")
 
@@ -155,9 +155,9 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
 
     moments = [Moment.parse(text) for text in arguments.preempt_after]
     if warning := step_warning(job, moments):
-        say(warning)
+        show(warning)
     run = record_local(arguments.run_dir, job, fork_of(arguments))
-    say(f"run directory: {run}")
+    show(f"run directory: {run}")
     lease.loop_started(run)
     with Progress(run, job.steps, bar=arguments.debug is None) as progress:
         code = LocalRun(run, job, moments, arguments.debug).loop(progress)
@@ -169,9 +169,9 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
 def ended(run: RunDirectory, code: int, how: str) -> int:
     """Says how a run that is not over can be continued; returns the exit code, as a shell has it for a signal."""
     if code < 0:
-        say(f"clusterddp: the supervisor was killed by signal {-code}, and its ranks ended with it; check memory")
+        say(f"the supervisor was killed by signal {-code}, and its ranks ended with it; check memory")
     if (code < 0 or code == INTERRUPTED) and run.outcome() is None:
-        say(f"stopped; continue with: {how}")
+        show(f"stopped; continue with: {how}")
     return code if code >= 0 else 128 - code
 
 
@@ -193,7 +193,7 @@ def submit_here(arguments: argparse.Namespace, job: Job) -> int:
             write_atomically(run.batch_script, script)
     if in_batch_step(os.environ):
         return supervise_slurm(str(run))
-    say(f"run directory: {run}")
+    show(f"run directory: {run}")
     with Progress(run, job.steps) as progress:
         code = AllocatedRun(run, job).loop(progress)
     return ended(run, code, f"clusterddp submit --here --run-dir {run}, or sbatch {run.batch_script}")
@@ -211,7 +211,7 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
     run, job_id = submit_fitted(arguments.run_dir, fitted, job, fork_of(arguments))
     if not sys.stdout.isatty():
         print(job_id, flush=True)
-    say(f"submitted as job {job_id}; run directory: {run}\nlook with: clusterddp status {run}")
+    show(f"submitted as job {job_id}; run directory: {run}\nlook with: clusterddp status {run}")
     if arguments.wait or arguments.follow:
         return watch([run], follow=arguments.follow)
     return 0
@@ -224,7 +224,7 @@ def fit(job: Job, required: bool) -> Job:
     said = resources.check_micro(job)
     fitted, remarks = resources.fit_to_cluster(job, required=required)
     for remark in [*said, *remarks]:
-        say(remark)
+        show(remark)
     return fitted
 
 
@@ -244,7 +244,7 @@ def submit_fitted(run_dir: str | None, fitted: Job, job: Job, plant: Plant | Non
 
 def fork_of(arguments: argparse.Namespace) -> Plant | None:
     """Plants the checkpoint that ``--fork`` names, if it is given."""
-    return (lambda run: say(Fork.parse(arguments.fork).plant(run))) if arguments.fork else None
+    return (lambda run: show(Fork.parse(arguments.fork).plant(run))) if arguments.fork else None
 
 
 @contextmanager

@@ -8,7 +8,6 @@ Looking with ``status`` does none of this.
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import ExitStack
 
@@ -19,6 +18,7 @@ from clusterddp.errors import SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.reporter import show
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -156,7 +156,7 @@ class Watcher:
 
     def _say(self, words: str) -> bool:
         if words != self._words:
-            print(f"{self._run.path.name}: {words}", file=sys.stderr, flush=True)
+            show(f"{self._run.path.name}: {words}")
         self._words = words
         return True
 
@@ -167,7 +167,7 @@ def watch(runs: list[RunDirectory], follow: bool = False) -> int:
     watchers = [Watcher(run, job) for run, job in zip(runs, jobs, strict=True)]
     for run in runs:
         if outcome := run.outcome():
-            print(over_already(run, outcome), file=sys.stderr, flush=True)
+            show(over_already(run, outcome))
     with ExitStack() as stack:
         shown = [
             stack.enter_context(Progress(run, job.steps, bar=len(runs) == 1, output=follow))

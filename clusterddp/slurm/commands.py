@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.reporter import say
 from clusterddp.slurm.clean_environment import for_parsing
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ def patiently(ask: Callable[[], T], patience_s: float = 20.0) -> T:
         except SlurmUnavailable as error:
             if time.monotonic() + pause_s > deadline:
                 raise
-            print(f"clusterddp: asking again in {pause_s:g} s: {error}", file=sys.stderr, flush=True)
+            say(f"asking again in {pause_s:g} s: {error}")
             time.sleep(pause_s)
             pause_s *= 2
 

@@ -18,6 +18,7 @@ from clusterddp.hostlist import expand
 from clusterddp.jobdef.code_state import changed, code_state
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
+from clusterddp.reporter import say
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.control_server import ControlServer
 from clusterddp.supervisor.controller import Controller, Stop
@@ -75,7 +76,7 @@ class Attempt:
         try:
             return int((self._run.last_metrics() or {"step": -1})["step"]) + 1
         except OSError as error:
-            print(f"clusterddp: cannot read the metrics ({error}): repeated steps will not be counted", flush=True)
+            say(f"cannot read the metrics ({error}): repeated steps will not be counted")
             return 0
 
     def _new_watch(self) -> Watch | None:
@@ -115,7 +116,7 @@ class Attempt:
             try:
                 self._record_start()  # while the ranks import torch: it asks git, on a disk that may be slow
             except OSError as error:
-                print(f"clusterddp: the attempt's start cannot be recorded ({error}); training goes on", flush=True)
+                say(f"the attempt's start cannot be recorded ({error}); training goes on")
             self._recorded.set()
             self._exit_code = self._launcher.wait()
             return self._exit_code
@@ -134,7 +135,7 @@ class Attempt:
         try:
             self._server.tell(term_notice_s=self._controller.term_notice_s())
         except SlurmError as error:
-            print(f"clusterddp: cannot ask what notice a preemption gives: {error}", flush=True)
+            say(f"cannot ask what notice a preemption gives: {error}")
 
     def _record_start(self) -> None:
         if self._submission is not None:
@@ -232,7 +233,7 @@ class Attempt:
         waiting = False
         while not self._controller_answers():
             if not waiting:
-                print(f"clusterddp: neither {self.node_of(rank)} nor the controller answers, waiting", flush=True)
+                say(f"neither {self.node_of(rank)} nor the controller answers, waiting")
             waiting = True
             with suppress(OSError):  # cut off from the disk, too
                 if self._gone.wait(SILENT_PAUSE_S) or self.superseded():

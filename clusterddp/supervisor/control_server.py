@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from clusterddp.reporter import say
 from clusterddp.worker.control_channel import LONGEST_LINE, keep_alive, send_line
 
 # What a stranger may use up: whoever connects is one until it has shown the token, which a rank does at once.
@@ -213,7 +214,7 @@ class ControlServer:
             event = str(message.pop("event"))
             self._on_event(rank, event, message)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            print(f"clusterddp: skipped what rank {rank} reported ({event!r}): {error!r}", flush=True)
+            say(f"skipped what rank {rank} reported ({event!r}): {error!r}")
             if event != "something":
                 traceback.print_exc()
 

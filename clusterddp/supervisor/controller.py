@@ -15,6 +15,7 @@ from clusterddp.errors import LauncherEnvironmentError, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
+from clusterddp.reporter import say
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.records import is_text, read_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -127,7 +128,7 @@ class SlurmController:
         job = slurm.show_job(self._job_id)
         cause = read_cause(job, self._restarts, notice_s, lambda: self._preemption().grace_s)
         if cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE, Cause.NONE):
-            print(f"clusterddp: the controller says: {job}", flush=True)
+            say(f"the controller says: {job}")
         return cause
 
     def term_notice_s(self) -> float | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from clusterddp.jobdef.secrets import masked
+from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.records import drop_torn_line
 from clusterddp.rundir.run_directory import RunDirectory
@@ -75,8 +76,7 @@ class History:
                 del self._pending[0]
         except OSError as error:
             if len(self._pending) == 1:
-                words = f"clusterddp: the history cannot be written ({error.strerror}); trying again later"
-                print(words, file=sys.stderr, flush=True)
+                say(f"cannot write the history ({error.strerror}); retrying with the next event")
 
     def close(self) -> None:
         """Nothing is written any more: a newer attempt's supervisor is the file's writer now."""
@@ -88,7 +88,7 @@ class History:
         try:
             line = self._run.last_metrics()
         except OSError as error:  # the run continues all the same: its checkpoints are what counts
-            print(f"clusterddp: cannot read the metrics ({error}): the last step is unknown", flush=True)
+            say(f"cannot read the metrics ({error}): the last step is unknown")
             line = None
         done = line["step"] + 1 if line and line["attempt"] == self._attempt else self.newest_checkpoint
         if done is None and self.newest_step is not None:
@@ -109,7 +109,7 @@ class History:
             write_json(self._run.outcome_file, {"state": state, **values})
         except OSError as error:
             words = f"cannot be written ({error.strerror}): no later start will know that the run is {state}"
-            print(f"clusterddp: {self._run.outcome_file} {words}", file=sys.stderr, flush=True)
+            say(f"{self._run.outcome_file} {words}")
             return False
         return True
 

@@ -26,6 +26,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import check_revealed
 from clusterddp.process import die_with_parent, speak_on_a_full_disk
+from clusterddp.reporter import say
 from clusterddp.rundir.files import follow_folder, remove
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
@@ -140,7 +141,7 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     me = controller.holder()
     submission = lease.take(run, number, me)
     if run.cancelled:  # since it was looked at: whoever cancelled may have seen no holder to end
-        print(f"{run} was cancelled; it never runs again", flush=True)
+        say(f"{run} was cancelled; it will not run again")
         code = 1
     else:
         code = Attempt(run, job, number, launcher, controller, submission).supervise()
@@ -157,16 +158,16 @@ def finished(run: RunDirectory, controller: Controller) -> int | None:
     """
     outcome = run.outcome() or {}
     if outcome.get("state") == Action.COMPLETE.value:
-        print(f"{run}: completed{at_step(outcome['step'])} already; nothing to do", flush=True)
+        say(f"{run} has already completed{at_step(outcome['step'])}; nothing to do")
         return 0
     newest = run.newest_attempt()
     same_job = newest is not None and lease.held_before(run, newest, controller.holder())
     same_job = same_job and controller.starts_again  # else it was someone at a terminal
     if outcome.get("state") == Action.FAIL.value and same_job:
-        print(f"{run}: failed{at_step(outcome['step'])} in this very job: not started again by a requeue", flush=True)
+        say(f"{run} has already failed{at_step(outcome['step'])} in this job; a requeue does not restart it")
         return 1
     if run.cancelled or outcome.get("state") == Action.CANCEL.value:
-        print(f"{run} was cancelled; it never runs again", flush=True)
+        say(f"{run} was cancelled; it will not run again")
         return 1
     return None
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing
 from clusterddp.jobdef.job import Job
+from clusterddp.reporter import say
 from clusterddp.supervisor.controller import Controller, Notice, Stop
 
 LOOK_S = 2.0
@@ -86,7 +87,7 @@ class Monitor:
                     self._watched.on_superseded()
                     return
             except OSError as error:
-                print(f"clusterddp: the run directory cannot be looked at ({error}); training goes on", flush=True)
+                say(f"the run directory cannot be looked at ({error}); training goes on")
             if time.monotonic() >= ask_at:
                 ahead = self._ask(ahead)
                 ask_at = time.monotonic() + ASK_S

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from clusterddp.errors import ClusterddpError, SlurmError, SlurmMissing, SlurmUn
 from clusterddp.failures import exclusion
 from clusterddp.failures.hangs import Hang
 from clusterddp.jobdef.job import Job
+from clusterddp.reporter import say, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -86,17 +86,17 @@ class Recovery:
             except SlurmMissing:
                 return Cause.UNKNOWN
             except (SlurmUnavailable, OSError) as error:  # or the run directory cannot be read
-                print(f"clusterddp: asking again in {pause_s:g} s: {error}", flush=True)
+                say(f"asking again in {pause_s:g} s: {error}")
                 time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
             except SlurmError as error:
-                print(f"clusterddp: {error}", flush=True)
+                say(str(error))
                 return Cause.UNKNOWN
 
     def _act(self, verdict: Verdict) -> int:
         if verdict.cause is Cause.SUPERSEDED or self._superseded():
             newest = self._run.newest_attempt()
-            print(f"clusterddp: attempt {self._number} superseded by attempt {newest}; not writing", flush=True)
+            say(f"attempt {self._number} superseded by attempt {newest}; not writing")
             return 1
         if verdict.first_failure is not None:
             self._tell_failure(verdict.first_failure, verdict.others)
@@ -120,7 +120,7 @@ class Recovery:
             try:
                 return self._ranks.superseded()
             except OSError as error:
-                print(f"clusterddp: cannot read the run directory ({error}); retrying in {pause_s:g} s", flush=True)
+                say(f"cannot read the run directory ({error}); retrying in {pause_s:g} s")
                 time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
@@ -130,7 +130,7 @@ class Recovery:
         if self._ranks.hang is None:  # which is in the history already
             self._add_failure(failure, step)
         box = failure_box(self._run, self._number, failure, others, step, time.time(), self._history.secrets)
-        print(box, file=sys.stderr, flush=True)
+        show(box)
 
     def _add_failure(self, failure: RankEnd, step: int | None) -> None:
         values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
@@ -145,7 +145,7 @@ class Recovery:
         try:
             return self._controller.ends_what_it_preempts()
         except SlurmError as error:
-            print(f"clusterddp: cannot ask whether this partition requeues what it preempts: {error}", flush=True)
+            say(f"cannot ask whether this partition requeues what it preempts: {error}")
             return False
 
     def _restart(self, verdict: Verdict) -> int:
@@ -209,7 +209,7 @@ class Recovery:
         try:
             return self._controller.usable_nodes()
         except ClusterddpError as error:  # Slurm's silence, or the job's `exclude` names a file
-            print(f"clusterddp: cannot tell which nodes there are, none is left out: {error}", flush=True)
+            say(f"cannot tell which nodes there are, none is left out: {error}")
             return None
 
     @property
@@ -262,7 +262,7 @@ class Recovery:
             except SlurmMissing:
                 raise
             except SlurmUnavailable as error:
-                print(f"clusterddp: trying again in {pause_s:g} s: {error}", flush=True)
+                say(f"trying again in {pause_s:g} s: {error}")
                 time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
@@ -305,7 +305,7 @@ class Recovery:
             write_json(self._run.request_file, request, mode=0o600)
         except OSError as error:
             words = f"{self._run.request_file} cannot be written ({error.strerror}): no watcher will continue this run"
-            print(f"clusterddp: {words}", file=sys.stderr, flush=True)
+            say(words)
 
     def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}

@@ -22,6 +22,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from submitit.core.utils import DelayedSubmission
 
 from clusterddp.errors import Declined, RunDirectoryError, Stopped, StoppedAlone, Superseded
+from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
 
@@ -89,7 +90,7 @@ class PreemptibleCall:
         if self._run.superseded(self._attempt):
             raise Superseded(f"attempt {self._attempt} is superseded: what checkpoint() returned is not written")
         save_function(self._run.attempt_private(self._attempt) / "function.pkl", pickled(following))
-        print("clusterddp: checkpoint() called; the next attempt goes on from what it returned", flush=True)
+        say("checkpoint() called; the next attempt goes on from what it returned")
 
 
 # --- files

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from clusterddp import environment
 from clusterddp.errors import ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
 from clusterddp.process import at_exit, die_with_parent
-from clusterddp.reporter import say
+from clusterddp.reporter import say, say_unlocked
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import completion, control_channel, rank_exit
@@ -138,7 +138,7 @@ def obey(words: Mapping[str, Any], end: Mapping[str, Any]) -> None:
     if "stop" in words and control_channel.current is not None:
         control_channel.current.stop(str(words["stop"]))
     if "leave" in words and _used_clusterddp():
-        os.write(2, f"clusterddp: told to exit: {words['leave']}\n".encode())
+        say_unlocked(f"told to exit: {words['leave']}")
         control_channel.report("left", **{**end, "end": "dismissed", "error": words["leave"], "used_clusterddp": True})
         rank_exit.end_children()
         os._exit(1)

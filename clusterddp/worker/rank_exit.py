@@ -21,7 +21,7 @@ from types import FrameType
 from typing import NoReturn
 
 from clusterddp.process import END_BY_THEMSELVES, cancel_at_exit, descendants, process_start
-from clusterddp.reporter import say
+from clusterddp.reporter import say, say_unlocked
 
 #: From the end of the script to the end of the process, in seconds: for its threads, children and exit handlers.
 EXIT_GRACE_S = 30.0
@@ -47,9 +47,7 @@ def watch(grace_s: float, since: str, exit_code: int, record: Callable[[], None]
     def overdue() -> None:
         time.sleep(grace_s)
         try:
-            words = f"clusterddp: {grace_s:g} s after {since}, exiting; still running: {_running()}\n"
-            with suppress(OSError):
-                os.write(2, words.encode())  # the main thread may hold sys.stderr
+            say_unlocked(f"{grace_s:g} s after {since}, exiting; still running: {_running()}")
             record()
             end_children()
         finally:
