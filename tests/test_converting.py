@@ -1,0 +1,68 @@
+"""The guide's first script and its torchrun script, before and after the conversion, do what the pages say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterddp.rundir.run_directory import RunDirectory
+
+GUIDE = (
+    next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists()) / "docs/guide"
+)
+SUBMIT = [sys.executable, "-m", "clusterddp", "submit", "train.py", "--local", "--device", "cpu", "--gpus", "2"]
+
+
+def block(page: str, start: str) -> str:
+    """The page's block of Python that begins with ``start``."""
+    (found,) = re.findall(rf"```python\n({re.escape(start)}\n.*?)```", (GUIDE / page).read_text(), re.DOTALL)
+    return str(found)
+
+
+def submit(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    folder.mkdir()
+    (folder / "train.py").write_text(script)
+    command = [*SUBMIT, "--run-dir", "run", *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def printed(folder: Path) -> list[str]:
+    """What rank 0 has printed, in all attempts."""
+    run = RunDirectory(folder / "run")
+    return [line for n in run.attempts() for line in (run.attempt_logs(n) / "rank-0.out").read_text().splitlines()]
+
+
+def test_the_first_run_is_preempted_and_continues_as_the_page_shows(tmp_path: Path) -> None:
+    done = submit(tmp_path / "first", block("first-run.md", "import torch"), "--preempt-after", "120")
+    assert printed(tmp_path / "first") == ["done after 200 steps"]
+    shown = re.search(r"--preempt-after 120\n(.*?)```", (GUIDE / "first-run.md").read_text(), re.DOTALL)
+    assert shown is not None
+    # Which step the stop falls on differs from run to run, as do process, host and folder.
+    plain = [re.sub(r"\d+|\(.*|/.*", "#", text) for text in (shown[1], done.stderr)]
+    assert plain[0].splitlines() == [line for line in plain[1].splitlines() if line]
+
+
+def test_the_torchrun_script_runs_unchanged_under_clusterddp(tmp_path: Path) -> None:
+    submit(tmp_path / "plain", block("converting.md", "# before"))
+    assert [line.partition(":")[0] for line in printed(tmp_path / "plain")] == ["epoch 0", "epoch 1", "epoch 2"]
+
+
+def test_the_converted_script_prints_the_same_losses_when_it_is_preempted(tmp_path: Path) -> None:
+    submit(tmp_path / "plain", block("converting.md", "# after"))
+    submit(tmp_path / "stopped", block("converting.md", "# after"), "--preempt-after", "25")
+    assert RunDirectory(tmp_path / "stopped" / "run").attempts() == [0, 1]
+    assert printed(tmp_path / "plain") == printed(tmp_path / "stopped")
+
+
+@pytest.mark.parametrize("start", ["# before", "# after"])
+def test_the_script_runs_under_torchrun_before_and_after_its_conversion(tmp_path: Path, start: str) -> None:
+    (tmp_path / "train.py").write_text(block("converting.md", start))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    done = subprocess.run(torchrun, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "epoch 2: loss" in done.stdout, done.stderr
