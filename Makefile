@@ -58,14 +58,14 @@ gpu-check: .venv/ready
 
 test-24.11: .venv/ready slurm
 	.venv/bin/python -m tests.cluster install --release trixie
-	CLUSTERDDP_TEST_RELEASE=trixie .venv/bin/python -m pytest tests/test_main_job.py tests/test_preemption.py \
-		tests/test_fencing.py tests/test_cluster.py tests/test_faults.py tests/test_hangs_slurm.py
+	CLUSTERDDP_TEST_RELEASE=trixie .venv/bin/python -m pytest tests/slurm/test_main_job.py tests/slurm/test_preemption.py \
+		tests/slurm/test_fencing.py tests/cluster/test_cluster.py tests/slurm/test_faults.py tests/slurm/test_hangs.py
 
 test-product: .venv/ready slurm
-	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/test_preemption_variants.py tests/test_exact_resume.py \
-		tests/test_crash.py tests/test_fuzz.py tests/test_launchers.py tests/test_launchers_slurm.py \
-		tests/test_templates_slurm.py tests/test_here_slurm.py tests/test_faults.py tests/test_cluster.py \
-		tests/test_fencing.py tests/test_jobs_slurm.py tests/test_disk_slurm.py tests/test_main_job.py tests/test_preemption.py
+	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/slurm/test_preemption_variants.py tests/ranks/test_exact_resume.py \
+		tests/crash/test_crash.py tests/unit/test_fuzz.py tests/ranks/test_launchers.py tests/slurm/test_launchers.py \
+		tests/slurm/test_templates.py tests/slurm/test_here.py tests/slurm/test_faults.py tests/cluster/test_cluster.py \
+		tests/slurm/test_fencing.py tests/slurm/test_jobs.py tests/slurm/test_disk.py tests/slurm/test_main_job.py tests/slurm/test_preemption.py
 
 chaos: .venv/ready slurm
 	.venv/bin/python -m tests.chaos $(CHAOS)

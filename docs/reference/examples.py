@@ -1,4 +1,4 @@
-"""A line or two of example for every public name and command; ``tests/test_reference.py`` checks each call."""
+"""A line or two of example for every public name and command; ``tests/unit/test_reference.py`` checks each call."""
 
 EXAMPLES = {
     # --- training

@@ -21,8 +21,8 @@ from tests.chaos.judging import EVERY
 from tests.chaos.plan import Kill, Plan
 from tests.cluster import Cluster
 from tests.cluster.system import Process
-from tests.test_local import commands_of
-from tests.test_local import ranks_of as local_ranks
+from tests.ranks.test_local import commands_of
+from tests.ranks.test_local import ranks_of as local_ranks
 from tests.trainings import Training
 
 SCRIPT = Path(__file__).with_name("training.py")

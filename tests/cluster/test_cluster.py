@@ -18,7 +18,7 @@ from tests.cluster.config import Site
 from tests.cluster.state import Lock, State, lock_holder
 from tests.cluster.system import Process, mounts_below, wait_until
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def site(version: tuple[int, int, int] = (22, 5, 8), proctrack: str = "cgroup", root: str = "/state") -> Site:

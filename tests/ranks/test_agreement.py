@@ -138,7 +138,7 @@ def test_every_interleaving_stops_all_ranks_at_the_same_boundary(ranks):
 
 
 def test_every_interleaving_of_three_ranks_agrees(monkeypatch):
-    monkeypatch.setattr("tests.test_training_agreement.BOUNDARIES", 2)
+    monkeypatch.setattr("tests.ranks.test_agreement.BOUNDARIES", 2)
     final, broken = explore(3)
     assert final > 1 and broken == 0
 

@@ -11,7 +11,7 @@ import pytest
 from clusterddp.process import process_start
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
-from tests.test_local import submit
+from tests.ranks.test_local import submit
 from tests.waiting import story
 
 #: What the scripts of these tests train.

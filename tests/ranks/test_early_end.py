@@ -10,7 +10,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.trainings import events_of
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys
 import torch

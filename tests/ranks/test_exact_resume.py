@@ -21,7 +21,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.waiting import flatten
 
-EXACT = Path(__file__).parent / "scripts" / "exact.py"
+EXACT = Path(__file__).parents[1] / "scripts" / "exact.py"
 #: 200 samples, 24 in each step: an epoch has 8 steps and a third, and the run ends in its second.
 STEPS, SAMPLES, GLOBAL_BATCH = 14, 200, 24
 IN_EPOCH_0 = 7

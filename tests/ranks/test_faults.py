@@ -18,7 +18,7 @@ from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import rank
 from tests.checkpoint_files import save
-from tests.test_local import start
+from tests.ranks.test_local import start
 from tests.trainings import STEPS, events_of
 from tests.waiting import preempt_local, wait_until
 

@@ -15,8 +15,8 @@ from clusterddp.supervisor import attempt as attempts
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.worker import rank
 from clusterddp.worker.control_channel import ControlChannel
-from tests.test_attempt import JOB, FakeController, FakeRanks
-from tests.test_local import submit
+from tests.ranks.test_local import submit
+from tests.unit.test_attempt import JOB, FakeController, FakeRanks
 from tests.waiting import story
 
 HEAD = r"\| rank {rank} \(\S+\) {words}(?:.|\n)*?\n\| attempt 0{step}, \d\d\d\d-\d\d-\d\d \d\d:\d\d:\d\d\n"

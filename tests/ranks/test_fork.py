@@ -14,7 +14,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of
 from tests.waiting import differing, final_state
 
-SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 
 
 def clusterddp(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:

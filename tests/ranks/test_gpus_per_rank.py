@@ -15,7 +15,7 @@ from tests.cluster import Cluster
 from tests.conftest import Launch
 from tests.waiting import story, wait_for_outcome
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = "tests/scripts/gpus_seen.py"
 SHARED = ["--set", "gpus_per_rank=2"]
 

@@ -19,7 +19,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests.trainings import events_of
 from tests.waiting import differing, final_state, story
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def start(run: RunDirectory, how: str, *options: str) -> subprocess.Popen[str]:

@@ -98,7 +98,7 @@ def at_rest(thread: threading.Thread) -> bool:
 def test_the_users_line_is_named_not_what_it_calls() -> None:
     """With what it has called, where that is not in the same place."""
     place, waits = seen_in(lambda: threading.Event().wait())
-    assert place.startswith("test_training_heartbeat.py:")
+    assert place.startswith("test_heartbeat.py:")
     assert place.endswith("(<lambda>), wait")
     assert not waits
 

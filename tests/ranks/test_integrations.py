@@ -17,7 +17,7 @@ from tests.conftest import Launch
 from tests.trainings import events_of
 from tests.waiting import preempt_local, story, wait_until
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 def require(package: str) -> None:

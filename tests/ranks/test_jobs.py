@@ -21,7 +21,7 @@ from tests.trained_alone import trained_alone
 from tests.waiting import differing, final_state, story
 
 JOBS = ddp.REPOSITORY / "jobs"
-CHANGED = Path(__file__).parent / "scripts" / "changed.py"
+CHANGED = Path(__file__).parents[1] / "scripts" / "changed.py"
 
 
 def command(*words: str, code: int = 0) -> str:
@@ -319,7 +319,7 @@ PREDICTED = "0123456789" * 2 + "9876543210" + "011112223333544455556766777788809
 def test_digits_accuracy_and_f1_over_ranks_are_those_of_the_joined_predictions(tmp_path: Path) -> None:
     """80 samples on 3 ranks, in batches of 7: ranks and last batches are uneven."""
     arguments = [JOBS / "digits.py", ACTUAL, PREDICTED]
-    ranks = ddp.run(Path(__file__).parent / "scripts" / "digits_metrics.py", *arguments, ranks=3, folder=tmp_path)
+    ranks = ddp.run(Path(__file__).parents[1] / "scripts" / "digits_metrics.py", *arguments, ranks=3, folder=tmp_path)
     batches = [[7, 7, 7, 6], [7, 7, 7, 6], [7, 7, 7, 5]]
     for rank in range(3):
         said = re.search(r"batches of (\[.*\]): accuracy (\S+), macro-F1 (\S+)", ranks.output(rank))

@@ -15,7 +15,7 @@ from clusterddp.slurm.clean_environment import scrub
 from tests import launchers
 from tests.ddp import free_port
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = "On one machine"
 SMALL = "tests/scripts/small.py"
 MPIRUN = [

@@ -20,7 +20,7 @@ from clusterddp.supervisor.controller import give_notice, notice_file
 from tests.cluster.system import Process
 from tests.waiting import differing, final_state, story, wait_for_step, wait_until
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 DIGITS = ["jobs/digits.yaml", "--device", "cpu", "--nodes", "2", "--gpus", "2"]
 
 

@@ -19,7 +19,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import save
 from tests.waiting import story
 
-SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 CONTENT = {"model": {"weight": torch.ones(2)}}
 
 

@@ -11,7 +11,7 @@ import torch
 from clusterddp.data.microbatch import cut, sizes
 from tests import ddp
 
-SCRIPT = Path(__file__).parent / "scripts" / "micro.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "micro.py"
 
 
 def test_a_batch_has_the_fewest_pieces_that_fit_as_equal_as_they_can_be():

@@ -16,7 +16,7 @@ from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import function
 
-PACKAGE = Path(__file__).resolve().parents[1] / "clusterddp"
+PACKAGE = Path(__file__).resolve().parents[2] / "clusterddp"
 #: What 0.1 recorded for one local rank on a CPU.
 JOB = """\
 job_name: old

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
-from tests.test_local import submit
+from tests.ranks.test_local import submit
 
 HABITS = """
 import locale, os, resource, shutil, sys, tempfile

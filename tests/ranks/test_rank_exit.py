@@ -11,8 +11,8 @@ import pytest
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
-from tests.test_child_processes import TRAINING
-from tests.test_local import submit
+from tests.ranks.test_child_processes import TRAINING
+from tests.ranks.test_local import submit
 from tests.waiting import story
 
 EARLY = f"""

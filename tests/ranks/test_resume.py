@@ -21,7 +21,7 @@ from tests import ddp
 from tests.checkpoint_files import content_of, save
 from tests.waiting import wait_until
 
-EXACT = Path(__file__).parent / "scripts" / "exact.py"
+EXACT = Path(__file__).parents[1] / "scripts" / "exact.py"
 STEPS = 30
 
 

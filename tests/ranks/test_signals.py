@@ -13,8 +13,8 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.controller import give_notice
 from clusterddp.worker.signals import SignalPipe, described
-from tests.test_child_processes import TRAINING
-from tests.test_local import ranks_of, start
+from tests.ranks.test_child_processes import TRAINING
+from tests.ranks.test_local import ranks_of, start
 from tests.waiting import story, wait_until
 
 OWN_HANDLER = f"""
@@ -132,6 +132,6 @@ def test_a_replaced_handler_is_reported_once_and_stays(pipe: SignalPipe) -> None
     pipe.check()
     pipe.check()
     line = own.__code__.co_firstlineno
-    assert replaced == [f"SIGTERM {own.__qualname__} (test_user_signals.py:{line})"]
+    assert replaced == [f"SIGTERM {own.__qualname__} (test_signals.py:{line})"]
     assert signal.getsignal(signal.SIGTERM) is own
     signal.signal(signal.SIGTERM, pipe._handler)

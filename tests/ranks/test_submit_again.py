@@ -12,7 +12,7 @@ import pytest
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
-from tests.test_local import start, submit
+from tests.ranks.test_local import start, submit
 from tests.waiting import wait_until
 
 

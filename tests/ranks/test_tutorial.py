@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 TEXT = (REPOSITORY / "docs" / "guide" / "tutorial.md").read_text()
 RENDEZVOUS = (REPOSITORY / "docs" / "design" / "rendezvous.md").read_text()
 BLOCKS = [

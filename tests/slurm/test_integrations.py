@@ -13,7 +13,7 @@ import clusterddp
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.conftest import Clusters
-from tests.test_integrations import check_goes_on, require
+from tests.ranks.test_integrations import check_goes_on, require
 from tests.trainings import events_of
 from tests.waiting import story, wait_until
 

@@ -17,7 +17,7 @@ from clusterddp.data.stream import Loader
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of
 from tests.conftest import Clusters
-from tests.test_jobs import FACTORS, ROW, held_out_loss, script
+from tests.ranks.test_jobs import FACTORS, ROW, held_out_loss, script
 from tests.trained_alone import trained_alone
 from tests.waiting import story, wait_for_outcome
 
@@ -68,7 +68,7 @@ Result = Callable[[str], tuple[RunDirectory, str]]
 
 def test_every_job_is_here() -> None:
     """But for the array's, which is no run by itself."""
-    files = {path.stem for path in (Path(__file__).parents[1] / "jobs").glob("*.yaml")}
+    files = {path.stem for path in (Path(__file__).parents[2] / "jobs").glob("*.yaml")}
     assert files - {"digits_folds"} == JOBS.keys()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
-from tests.test_child_processes import TRAINING
+from tests.ranks.test_child_processes import TRAINING
 from tests.waiting import story, wait_for_outcome, wait_for_step
 
 SCRIPT = f"""

@@ -16,7 +16,7 @@ from tests.cluster import Cluster
 from tests.trainings import Training, events_of
 from tests.waiting import story, wait_for_step
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = "tests/scripts/elastic.py"
 STEPS, GLOBAL_BATCH, SAMPLES = 200, 24, 100
 SHAPE = "--gpus 2 --device cpu --set checkpoint.every=never".split()

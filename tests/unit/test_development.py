@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_the_commit_hooks_run_what_make_lint_runs() -> None:

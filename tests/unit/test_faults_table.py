@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in (REPOSITORY / "docs" / "design" / "faults.md").read_text().splitlines()
@@ -22,7 +22,9 @@ def test_the_faults_are_numbered_without_gaps_and_each_has_a_test() -> None:
 
 
 def test_every_named_test_exists() -> None:
-    """By its file and function."""
-    for file, name in (found for row in ROWS for found in re.findall(r"`(\w+\.py)::(\w+)`", row[5])):
+    """By its file below tests/ and its function."""
+    tests = [found for row in ROWS for found in re.findall(r"`(\w+/\w+\.py)::(\w+)`", row[5])]
+    assert len(tests) == sum(row[5].count("::") for row in ROWS)
+    for file, name in tests:
         text = (REPOSITORY / "tests" / file).read_text()
         assert re.search(rf"^(async )?def {name}\(", text, re.MULTILINE), f"{file} has no {name}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.utils.data import TensorDataset
 
-from tests.test_jobs import script
+from tests.ranks.test_jobs import script
 
 
 def test_every_image_is_a_test_image_of_exactly_one_fold() -> None:

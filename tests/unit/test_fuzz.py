@@ -42,7 +42,7 @@ from clusterddp.supervisor.controller import LocalController
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.verdict import RankEnd
 from clusterddp.worker.control_channel import ControlChannel
-from tests.test_slurm import RUNNING
+from tests.unit.test_slurm_commands import RUNNING
 
 FULL = "CLUSTERDDP_TEST_PRODUCT" in os.environ
 

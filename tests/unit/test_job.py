@@ -114,7 +114,7 @@ def test_every_field_is_read(folder: Path) -> None:
 
 def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp_path: Path) -> None:
     """Its values that are called defaults are the built-in ones, and its defaults of a user are read, too."""
-    page = (Path(__file__).parents[1] / "docs" / "guide" / "job-definition.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "job-definition.md").read_text()
     every_key, users = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert set(re.findall(r"^(\w+):", every_key, re.MULTILINE)) == READERS.keys() - {"module"}
     job, plain = read(folder, every_key), read(folder, "script: train.py")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "clusterddp"
+PACKAGE = Path(__file__).resolve().parents[2] / "clusterddp"
 #: Rooms with torch: what a rank's script imports. All else does without, and so does the process that writes.
 WITH_TORCH = {"distributed", "checkpoint", "data", "training", "integrations", "bench", "digits"}
 WRITER = "checkpoint.writer"

@@ -141,7 +141,7 @@ def test_workers_ignore_the_stop_signals_and_end_with_their_loop():
 NOT_FORKED = """
 import multiprocessing, os, signal, sys
 
-from tests.test_training_data import Numbers
+from tests.unit.test_stream import Numbers
 from clusterddp.data.stream import Loader
 
 if __name__ == "__main__":
@@ -162,7 +162,7 @@ def test_workers_that_are_not_forked_ignore_a_term_too(method: str, tmp_path: Pa
     """In a process of its own: what Python starts for the first of them stays, and would hide the fault."""
     script = tmp_path / "workers.py"
     script.write_text(NOT_FORKED)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, str(script), method], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and done.stdout == "2 workers, 20 batches\n", done.stdout + done.stderr
 

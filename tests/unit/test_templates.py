@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = [path.relative_to(REPOSITORY) for path in sorted((REPOSITORY / "slurm").iterdir())]
 SCRIPTS = [path for path in FILES if path.suffix != ".py"]
 

@@ -25,12 +25,12 @@ from tests.versions.environments import PAIRS, REPOSITORY, Pair, environment, in
 
 #: What depends on Python or torch: started processes, signals and threads, gloo, the bits of a resumed run, files.
 TESTS = (
-    "exact_resume training_data training_gradients training_agreement training_process_group training_heartbeat "
-    "hangs local link rundir job batch"
+    "ranks/exact_resume unit/stream ranks/gradients ranks/agreement ranks/process_group ranks/heartbeat "
+    "ranks/hangs ranks/local unit/control_channel unit/run_directory unit/job unit/batch"
 ).split()
 #: Each pair's run on the cluster: its ranks are started by srun as an ordinary user.
-ON_SLURM = "tests/test_main_job.py::test_a_preempted_run_comes_back_and_is_the_same_run"
-SLURM_TESTS = ("main_job", "preemption")
+ON_SLURM = "tests/slurm/test_main_job.py::test_a_preempted_run_comes_back_and_is_the_same_run"
+SLURM_TESTS = ("slurm/main_job", "slurm/preemption")
 MACHINE = "machine"
 """The Slurm that is installed here, beside RELEASES."""
 
@@ -110,7 +110,7 @@ def _test_slurm(name: str) -> dict[str, Any]:
 
 
 def _files(names: Sequence[str]) -> list[str]:
-    return [f"tests/test_{name}.py" for name in names]
+    return [str(Path("tests", name).with_name(f"test_{Path(name).name}.py")) for name in names]
 
 
 def _pytest(python: Path, words: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:

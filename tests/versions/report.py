@@ -41,8 +41,8 @@ that report no GPU (`tests/versions/cuda_stubs.py`): nothing here says anything 
 """
 SLURM_HEAD = """## Slurm
 
-`tests/test_main_job.py` and `tests/test_preemption.py` on each: two to four ranks, three nodes in network namespaces of
-one machine.
+`tests/slurm/test_main_job.py` and `tests/slurm/test_preemption.py` on each: two to four ranks, three nodes in network
+namespaces of one machine.
 """
 RELEASE_NAMES = {
     "slurm-machine": platform.freedesktop_os_release()["PRETTY_NAME"],

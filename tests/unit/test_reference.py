@@ -18,7 +18,7 @@ from clusterddp.cli.command_line import parser, split_at_dashes
 from docs.reference import generate as reference
 from docs.reference.examples import EXAMPLES
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
 
 def entries() -> Iterator[reference.Name]:
