@@ -1,0 +1,79 @@
+"""Early stopping: the run ends once the loss on held-out data has not improved for some evaluations in a row."""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+import clusterddp
+
+
+class EarlyStopping:
+    """Counts evaluations without an improvement. A part of the run, so that a resume continues the count."""
+
+    def __init__(self, patience):
+        self.patience, self.best, self.since_best = patience, float("inf"), 0
+
+    def update(self, loss):
+        """Returns whether training should end."""
+        self.since_best = 0 if loss < self.best else self.since_best + 1
+        self.best = min(loss, self.best)
+        return self.since_best >= self.patience
+
+    def state_dict(self):
+        return {"best": self.best, "since_best": self.since_best}
+
+    def load_state_dict(self, state):
+        self.best, self.since_best = state["best"], state["since_best"]
+
+
+@torch.no_grad()
+def evaluate(ctx, model, loader):
+    """The mean loss over all ranks: every rank gets the same number, and so makes the same decision."""
+    total, count = 0.0, 0
+    for inputs, targets in loader:
+        total += F.mse_loss(model(inputs.to(ctx.device)), targets.to(ctx.device), reduction="sum").item()
+        count += len(inputs)
+    return ctx.all_reduce_mean(total / count, weight=count)
+
+
+def noisy_data(samples, seed):
+    """A linear function of 40 inputs, and so much noise that a model of few samples overfits."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, 40, generator=generator)
+    noise = torch.randn(samples, 1, generator=generator)
+    return TensorDataset(inputs, inputs[:, :5].sum(1, keepdim=True) + 2 * noise)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=2000, help="at most")
+    parser.add_argument("--eval-every", type=int, default=10)
+    parser.add_argument("--patience", type=int, default=4, help="evaluations without an improvement")
+    args = parser.parse_args()
+
+    ctx = clusterddp.init()
+    model = ctx.wrap(torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    loader = ctx.loader(noisy_data(64, seed=1), batch_size=8)
+    held_out = ctx.eval_loader(noisy_data(256, seed=2), batch_size=128)
+    stopping = EarlyStopping(args.patience)
+    run = ctx.run(model=model, optimizer=optimizer, loader=loader, stopping=stopping)
+    for inputs, targets in run.steps(args.steps):
+        # At the beginning of a step: a stop within the evaluation saves the state before it, and a resume repeats it.
+        if run.step % args.eval_every == 0:
+            held_out_loss = evaluate(ctx, model.module, held_out)
+            run.log(held_out_loss=held_out_loss)
+            if stopping.update(held_out_loss):
+                run.finish()  # this step is the last one
+        loss = F.mse_loss(model(inputs.to(ctx.device)), targets.to(ctx.device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.log(loss=loss)
+    ctx.print(f"ended after {run.step} of {args.steps} steps, best held-out loss {stopping.best:.4f}")
+
+
+if __name__ == "__main__":
+    main()
