@@ -28,19 +28,26 @@ _PSEUDO_STEPS = {str(0xFFFFFFFA), str(0xFFFFFFFB), str(0xFFFFFFFC), str(0xFFFFFF
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """A rank's place, in torchrun's words."""
+    """Where a rank is, under torchrun's names."""
 
     rank: int
+    """From 0 to world_size - 1."""
     local_rank: int
+    """The rank on its node, from 0 to local_world_size - 1."""
     world_size: int
+    """The number of ranks."""
     local_world_size: int
+    """The number of ranks on this node."""
     node_rank: int
+    """The number of this node, from 0 (torchrun's GROUP_RANK)."""
     hosts: tuple[str, ...]
-    """The host of every node, by node_rank; empty when the launcher does not say."""
+    """The host of every node, by node_rank; empty if the launcher does not set them."""
     master_addr: str | None
-    """The host of rank 0's store; None when the launcher does not say."""
+    """The host of rank 0's store; None if the launcher does not set it."""
     master_port: int | None
+    """The port of rank 0's store; None if the launcher does not set it."""
     launcher: Launcher
+    """Which launcher's variables were read."""
 
     def exports(self) -> dict[str, str]:
         """The same under torchrun's names, for a script that reads those; what is not known is left out."""

@@ -11,7 +11,13 @@ _STATE = re.compile(r"step-(\d+)")
 
 
 def save_state(accelerator: Any, folder: str | os.PathLike[str], step: int) -> None:
-    """``accelerator.save_state`` into ``folder/step-N``, which appears when all ranks have written. Collective."""
+    """Saves the state into ``folder/step-N``, which appears when all ranks have written. Collective.
+
+    Args:
+        accelerator: the script's ``Accelerator``.
+        folder: of the checkpoints.
+        step: N, the number of optimizer steps so far.
+    """
     attempt = os.environ.get("CLUSTERDDP_ATTEMPT", "0")
     temporary = Path(folder) / f".step-{step}.attempt-{attempt}"
     accelerator.save_state(str(temporary))
@@ -22,7 +28,7 @@ def save_state(accelerator: Any, folder: str | os.PathLike[str], step: int) -> N
 
 
 def newest_state(folder: str | os.PathLike[str]) -> tuple[str | None, int]:
-    """For ``accelerator.load_state``: the folder of the highest step, and that step; None and 0 without one."""
+    """The newest checkpoint in ``folder``, for ``accelerator.load_state``, and its step; None and 0 without one."""
     found = {int(match[1]): path for path in Path(folder).glob("*") if (match := _STATE.fullmatch(path.name))}
     step = max(found, default=0)
     return (str(found[step]) if found else None), step

@@ -1,7 +1,7 @@
-"""Lightning: a callback that stops all ranks together after a step, lets the Trainer save, and requeues.
+"""Lightning: a callback that stops all ranks after the same step, has the Trainer save, and requeues.
 
-``Trainer(plugins=[RankEnvironment(ctx)], callbacks=[SaveAndRequeue(ctx, folder)])``. The plugin says where the ranks
-are (its own for Slurm would requeue the job by itself); the process group is the context's.
+``Trainer(plugins=[RankEnvironment(ctx)], callbacks=[SaveAndRequeue(ctx, folder)])``. The plugin gives Lightning the
+ranks (Lightning's plugin for Slurm would requeue the job itself); the process group is the context's.
 """
 
 from __future__ import annotations
@@ -21,29 +21,33 @@ _CHECKPOINT = re.compile(r"step=(\d+)\.ckpt$")
 
 
 class RankEnvironment(ClusterEnvironment):
-    """The ranks that clusterddp has started."""
+    """Lightning's plugin for the ranks that clusterddp has started.
+
+    Args:
+        ctx: of ``clusterddp.init()``.
+    """
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Lightning starts none."""
+        """Lightning starts no processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Of the rendezvous, which is over."""
+        """MASTER_ADDR; the process group exists already."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        """Of the rendezvous, which is over."""
+        """MASTER_PORT; the process group exists already."""
         return int(os.environ.get("MASTER_PORT", 0))
 
     @staticmethod
     def detect() -> bool:
-        """Only where it is asked for."""
+        """Never chosen by Lightning itself."""
         return False
 
     def world_size(self) -> int:
@@ -51,14 +55,14 @@ class RankEnvironment(ClusterEnvironment):
         return self._ctx.world_size
 
     def set_world_size(self, size: int) -> None:
-        """Lightning repeats what it was told."""
+        """Ignored: the number is fixed."""
 
     def global_rank(self) -> int:
         """This rank."""
         return self._ctx.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Lightning repeats what it was told."""
+        """Ignored: the rank is fixed."""
 
     def local_rank(self) -> int:
         """This rank on its node."""
@@ -70,9 +74,11 @@ class RankEnvironment(ClusterEnvironment):
 
 
 class SaveAndRequeue(Callback):
-    """On a stop signal: the Trainer saves after the step that all ranks have agreed on, and ``fit()`` raises Stopped.
+    """On a stop request all ranks agree on a step; the Trainer saves after it, and ``fit()`` raises Stopped.
 
-    Checkpoints lie in ``folder``; name it as ModelCheckpoint's ``dirpath`` too, for those that are made in between.
+    Args:
+        ctx: of ``clusterddp.init()``.
+        folder: where the checkpoint is saved; also give it to ModelCheckpoint as ``dirpath``.
     """
 
     def __init__(self, ctx: Context, folder: str | os.PathLike[str]) -> None:
@@ -82,21 +88,21 @@ class SaveAndRequeue(Callback):
 
     @property
     def newest_checkpoint(self) -> str | None:
-        """For ``fit(ckpt_path=...)``: that with the highest step in its name, None without one."""
+        """The checkpoint with the highest step in its name, for ``fit(ckpt_path=...)``; None without one."""
         found = {
             int(match[1]): path for path in self._folder.glob("*.ckpt") if (match := _CHECKPOINT.search(path.name))
         }
         return str(found[max(found)]) if found else None
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Takes TERM back: Lightning's handler broadcasts wherever its rank is, between any other collectives."""
+        """Restores the TERM handler: Lightning's own broadcasts from the handler, between any other collectives."""
         del trainer, pl_module
         signal.signal(signal.SIGTERM, self._handler)
 
     on_train_start = on_sanity_check_start
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A boundary where the optimizer has stepped, so that no gradients in the making are lost."""
+        """Stops only where the optimizer has stepped, so that no accumulated gradients are lost."""
         del pl_module, outputs, batch, batch_idx
         if trainer.global_step == self._step:
             return

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: a callback that stops all ranks together after a step, lets it save, and requeues."""
+"""Hugging Face's Trainer: a callback that stops all ranks after the same step, has it saved, and requeues."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class SaveAndRequeue(TrainerCallback):
-    """On a stop signal: the Trainer saves after the step that all ranks have agreed on, and ``train()`` raises Stopped.
+    """On a stop request all ranks agree on a step; the Trainer saves after it, and ``train()`` raises Stopped.
 
-    ``ctx`` is made before the Trainer, which then uses its process group. An evaluation is not interrupted.
+    An evaluation is not interrupted.
+
+    Args:
+        ctx: of ``clusterddp.init()``, called before the Trainer is made, which then uses its process group.
     """
 
     def __init__(self, ctx: Context) -> None:
@@ -25,23 +28,23 @@ class SaveAndRequeue(TrainerCallback):
         self._stopping = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """A boundary: all ranks get the same answer."""
+        """All ranks get the same answer."""
         del args, state
         if self._ctx.stop_requested():
             self._stopping = control.should_save = True
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The checkpoint of this step is written."""
+        """The checkpoint of this step has been written."""
         del args, state, control
         if self._stopping:
             self._ctx.requeue()
 
 
 def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """For ``train(resume_from_checkpoint=...)``: the newest checkpoint that was written to its end, None without one.
+    """The newest complete checkpoint in ``output_dir``, for ``train(resume_from_checkpoint=...)``; None without one.
 
-    The Trainer writes into the final folder, its ``trainer_state.json`` last; a folder without that is a save that was
+    The Trainer writes into the final folder, ``trainer_state.json`` last. A folder without that file is a save that was
     interrupted.
     """
     found = [(path, _CHECKPOINT.fullmatch(path.parent.name)) for path in Path(output_dir).glob("*/trainer_state.json")]

@@ -21,6 +21,10 @@ EXAMPLES = {
     "Context.all_reduce_sum": "correct = ctx.all_reduce_sum((predicted == labels).sum())",
     "Context.all_reduce_mean": "accuracy = ctx.all_reduce_mean(correct / count, weight=count)",
     "Context.gather": "predictions = ctx.gather(predicted)",
+    "Stopped": (
+        "try:\n    train(run)\nexcept clusterddp.Stopped as stop:\n"
+        '    print(f"saved at step {stop.step}: {stop.reason}")\n    raise'
+    ),
     "training.loop.Run": 'ctx.print(f"continues at step {run.step}")',
     "Run.epoch": 'optimizer.param_groups[0]["lr"] = 0.1 * 0.9**run.epoch',
     "Run.end_of_epoch": "if run.end_of_epoch:\n    scheduler.step()",

@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 
 import clusterddp
@@ -25,6 +26,7 @@ REPOSITORY = FOLDER.parents[1]
 #: A section of api.md: title, introduction, module, its names (None: all public ones).
 SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
     ("Training", "", "clusterddp.training.context", ["init", "Context"]),
+    ("", "", "clusterddp.errors", ["Stopped"]),
     ("The run", "`ctx.run()` returns it.", "clusterddp.training.loop", ["Run"]),
     (
         "Loaders",
@@ -43,19 +45,15 @@ SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
 ]
 
 #: What another class returns: nobody calls the constructor.
-CONSTRUCTED = {"Context", "Run", "Loader", "EvalLoader", "StatefulLoader", "Status", "RankEnvironment"}
+CONSTRUCTED = {"Context", "Run", "Loader", "EvalLoader", "StatefulLoader", "Status", "RankEnvironment", "Stopped"}
 
-#: Public by name, but called by clusterddp or by another library.
-INTERNAL = {
-    *("Run.evaluating", "Loader.together", "Loader.doubts", "Loader.gather", "Loader.progress", "Loader.restore"),
-    *("Loader.batches", "RankEnvironment.creates_processes_externally", "RankEnvironment.main_address"),
-    *("RankEnvironment.main_port", "RankEnvironment.detect", "RankEnvironment.set_world_size"),
-    *("RankEnvironment.world_size", "RankEnvironment.global_rank", "RankEnvironment.local_rank"),
-    *("RankEnvironment.node_rank", "RankEnvironment.set_global_rank"),
-    *("SaveAndRequeue.on_step_end", "SaveAndRequeue.on_save"),
-    *("SaveAndRequeue.on_sanity_check_start", "SaveAndRequeue.on_train_batch_end", "SaveAndRequeue.on_train_start"),
-    *("StatefulLoader.state_dict", "StatefulLoader.load_state_dict", "Keep.order"),
-}
+#: Public by name, but called by clusterddp or by another library: patterns of MODULE.CLASS.MEMBER.
+INTERNAL = (
+    *("loop.Run.evaluating", "stream.Loader.together", "stream.Loader.doubts", "stream.Loader.gather"),
+    *("stream.Loader.progress", "stream.Loader.restore", "stream.Loader.batches", "external_loader.StatefulLoader.*"),
+    *("job.Keep.order", "errors.Stopped.latest", "errors.Stopped.on_raised"),
+    *("lightning.RankEnvironment.*", "*.SaveAndRequeue.on_*"),
+)
 
 HEADINGS = {
     "Args": "Arguments",
@@ -78,6 +76,8 @@ class Name:
     """Empty for a property and for a class that is not constructed by users."""
     parameters: list[str]
     doc: str
+    declaration: str = ""
+    """Of a property: its name and type."""
     attributes: list[str] = field(default_factory=list)
     """That ``__init__`` sets."""
     fields: list[tuple[str, str]] = field(default_factory=list)
@@ -103,10 +103,10 @@ def _name(node: ast.FunctionDef | ast.ClassDef, module: str) -> Name:
     if isinstance(node, ast.FunctionDef):
         return Name(title, key, _signature(node, node.name), _parameters(node), _doc(node))
     constructor = next((item for item in _functions(node) if item.name == "__init__"), None)
-    fields = list(_fields(node))
+    fields = list(_fields(node, module))
     signature, parameters = "", []
     if node.name not in CONSTRUCTED:
-        signature = _signature(constructor, node.name) if constructor else _fields_signature(node)
+        signature = _signature(constructor, node.name) if constructor else _fields_signature(node, module)
         parameters = _parameters(constructor) if constructor else []
     members = [
         Name(
@@ -115,23 +115,30 @@ def _name(node: ast.FunctionDef | ast.ClassDef, module: str) -> Name:
             "" if _is_property(item) else _signature(item, item.name),
             _parameters(item),
             _doc(item),
+            declaration=f"{item.name}: {_type(item.returns)}" if _is_property(item) else "",
         )
         for item in _functions(node)
-        if not item.name.startswith("_") and f"{node.name}.{item.name}" not in INTERNAL
+        if not item.name.startswith("_") and not _internal(module, node.name, item.name)
     ]
     attributes = _attributes(constructor) if constructor else []
-    return Name(title, key, signature, parameters, _doc(node), attributes, fields, members)
+    return Name(title, key, signature, parameters, _doc(node), "", attributes, fields, members)
 
 
 def _functions(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
     return (item for item in node.body if isinstance(item, ast.FunctionDef))
 
 
-def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+def _internal(module: str, name: str, member: str) -> bool:
+    key = f"{module.rpartition('.')[2]}.{name}.{member}"
+    return any(fnmatch(key, pattern) for pattern in INTERNAL)
+
+
+def _fields(node: ast.ClassDef, module: str) -> Iterator[tuple[str, str]]:
     """The fields of a dataclass, each with the string below it."""
     for item, after in zip(node.body, [*node.body[1:], None], strict=True):
-        if isinstance(item, ast.AnnAssign) and f"{node.name}.{ast.unparse(item.target)}" not in INTERNAL:
-            default = f" = {ast.unparse(item.value)}" if item.value else ""
+        if isinstance(item, ast.AnnAssign) and not _internal(module, node.name, ast.unparse(item.target)):
+            value = ast.unparse(item.value) if item.value else ""
+            default = re.sub("field.default_factory=(.*).$", "\\1()", value and f" = {value}")
             text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
             yield f"{ast.unparse(item.target)}: {_type(item.annotation)}{default}", " ".join(str(text).split())
 
@@ -144,8 +151,8 @@ def _attributes(constructor: ast.FunctionDef) -> list[str]:
     return [node.attr for node in stored if ast.unparse(node.value) == "self" and not node.attr.startswith("_")]
 
 
-def _fields_signature(node: ast.ClassDef) -> str:
-    fields = [name for name, _ in _fields(node)]
+def _fields_signature(node: ast.ClassDef, module: str) -> str:
+    fields = [name for name, _ in _fields(node, module)]
     return _wrapped(node.name, fields, "") if fields else ""
 
 
@@ -278,8 +285,8 @@ def api() -> str:
 
 def _entry(name: Name, heading: str) -> Iterator[str]:
     yield from (f"{heading} {name.title}", "")
-    if name.signature:
-        yield from ("```python", name.signature, "```", "")
+    if name.signature or name.declaration:
+        yield from ("```python", name.signature or name.declaration, "```", "")
     yield from _doc_lines(name.doc)
     for item, text in name.fields:
         yield f"- `{item}`" + (f": {_markdown(text)}" if text else "")
