@@ -20,10 +20,14 @@ Launcher = Literal["slurm", "torchrun", "local", "openmpi", "single"]
 
 LAUNCHER_VARIABLE = "CLUSTERDDP_LAUNCHER"
 
-#: The step ids of an interactive shell, a job script, an extern step and one that is not placed yet: none holds ranks.
-_PSEUDO_STEPS = {str(0xFFFFFFFA), str(0xFFFFFFFB), str(0xFFFFFFFC), str(0xFFFFFFFD)} | {
-    *("interactive", "batch", "extern", "pending")
-}
+#: Steps that hold no ranks, by the ids of slurm.h: an interactive shell, a job script, an extern step, one that is not
+#: placed yet. Slurm 26.05 sets SLURM_STEP_ID in the batch step, as a signed number (-5).
+_BATCH_STEP = {"batch", str(0xFFFFFFFB), "-5"}
+_PSEUDO_STEPS = (
+    _BATCH_STEP
+    | {"interactive", "extern", "pending"}
+    | {text for number in (0xFFFFFFFA, 0xFFFFFFFC, 0xFFFFFFFD) for text in (str(number), str(number - 2**32))}
+)
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,7 @@ def in_batch_step(environ: Mapping[str, str]) -> bool:
 
     salloc's shell has none, or is an interactive step.
     """
-    return "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID") in (None, "batch", str(0xFFFFFFFB))
+    return "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID", "batch") in _BATCH_STEP
 
 
 def in_step(environ: Mapping[str, str]) -> bool:

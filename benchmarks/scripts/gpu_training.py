@@ -17,7 +17,7 @@ from torch import nn
 import clusterddp
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=24)
+parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--amp", choices=("float16", "bfloat16"), help="autocast; float16 with a GradScaler")
 parser.add_argument("--compile", metavar="BACKEND", help="by torch.compile")
 parser.add_argument("--megabytes", type=int, default=0, help="parameters that each step changes, beside the network's")

@@ -315,8 +315,10 @@ def test_a_half_set_or_equal_place_does_not_disturb_slurms(names: dict[str, str]
         (BATCH_SHELL, "the batch shell of job 41"),
         ({**BATCH_SHELL, "SLURM_STEP_ID": "4294967291"}, "the batch shell of job 41"),
         ({**BATCH_SHELL, "SLURM_STEP_ID": "batch"}, "the batch shell of job 41"),
+        ({**BATCH_SHELL, "SLURM_STEP_ID": "-5"}, "the batch shell of job 41"),
         ({**BATCH_SHELL, "WORLD_SIZE": "16"}, "the batch shell of job 41"),
         ({**step(), "SLURM_STEP_ID": "4294967290"}, "a shell of job 41"),
+        ({**step(), "SLURM_STEP_ID": "-6"}, "a shell of job 41"),
         ({"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n1"}, "a shell of job 41"),
     ],
 )
