@@ -9,6 +9,7 @@ import argparse
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -55,11 +56,10 @@ INTERNAL = (
     *("lightning.RankEnvironment.*", "*.SaveAndRequeue.on_*"),
 )
 
-HEADINGS = {
+SECTIONS_OF_DOCSTRINGS = {
     "Args": "Arguments",
     "Attributes": "Attributes",
     "Returns": "Returns",
-    "Yields": "Yields",
     "Raises": "Raises",
 }
 
@@ -221,41 +221,86 @@ def _variable(name: str) -> str:
 # --- docstrings
 
 
-def text_and_entries(doc: str) -> tuple[str, dict[str, list[tuple[str, str]]]]:
-    """The prose of a docstring, and the entries of its sections (Args, Raises, ...): (name, text)."""
-    prose: list[str] = []
-    sections: dict[str, list[tuple[str, str]]] = {}
-    section = None
+@dataclass
+class Block:
+    """A part of a docstring."""
+
+    kind: str
+    """prose; a key of SECTIONS_OF_DOCSTRINGS; code (an example of several lines); or inline (one line of example)."""
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return textwrap.dedent("\n".join(self.lines)).strip()
+
+
+def blocks(doc: str) -> list[Block]:
+    """A docstring's prose, sections (Args, Raises, ...) and examples, in its order."""
+    found = [Block("prose")]
     for line in doc.splitlines():
-        heading = re.fullmatch(r"(\w+):", line)
-        if heading and heading[1] in HEADINGS:
-            section = sections.setdefault(HEADINGS[heading[1]], [])
-        elif line and not line.startswith(" "):
-            section = None
-            prose.append(line)
-        elif section is None:
-            prose.append(line)
-        elif entry_line := re.fullmatch(r"    ([\w.*`, ]+): (.*)", line):
-            section.append((entry_line[1].replace("`", ""), entry_line[2]))
+        heading = re.fullmatch(r"(\w+)::?", line)
+        if heading and heading[1] in SECTIONS_OF_DOCSTRINGS:
+            found.append(Block(heading[1]))
+        elif heading and heading[1] == "Example":
+            found.append(Block("code"))
+        elif line and not line.startswith(" ") and found[-1].kind != "prose":
+            found.append(Block("prose", [line]))
+        else:
+            found[-1].lines.append(line)
+    return [part for block in found for part in _without_inline_example(block) if part.text]
+
+
+def _without_inline_example(block: Block) -> Iterator[Block]:
+    """The block, and the example that its prose ends with, if there is one."""
+    example = re.search(r"\s*\bExample: ``([^`]+)``\.?\s*$", block.text) if block.kind == "prose" else None
+    if example is None:
+        yield block
+    else:
+        yield Block("prose", block.text[: example.start()].splitlines())
+        yield Block("inline", [" ".join(example[1].split())])
+
+
+def examples(doc: str) -> list[str]:
+    """The code of the examples, without what a prompt's line prints."""
+    found = []
+    for block in blocks(doc):
+        if block.kind in ("code", "inline"):
+            prompts = [line[4:] for line in block.text.splitlines() if re.match(r">>> |\.\.\. ", line)]
+            found.append("\n".join(prompts) or block.text)
+    return found
+
+
+def entries(block: Block) -> list[tuple[str, str]]:
+    """The entries of a section: names, and text. Lines without a name continue the entry above."""
+    found: list[tuple[str, str]] = []
+    for line in block.text.splitlines():
+        entry = re.fullmatch(r"([*\w]+(?:, [*\w]+)*): (.*)", line)
+        if entry and block.kind != "Returns":
+            found.append((entry[1], entry[2]))
         elif line.strip():
-            name, text = section.pop() if section else ("", "")
-            section.append((name, f"{text} {line.strip()}".strip()))
-    return "\n".join(prose).strip(), sections
+            names, text = found.pop() if found else ("", "")
+            found.append((names, f"{text} {line.strip()}".strip()))
+    return found
+
+
+def _doc_lines(doc: str) -> Iterator[str]:
+    for block in blocks(doc):
+        if block.kind == "prose":
+            yield from (_markdown(block.text), "")
+        elif block.kind == "inline":
+            yield from (f"Example: `{block.text}`", "")
+        elif block.kind == "code":
+            yield from ("```pycon" if block.text.startswith(">>>") else "```python", block.text, "```", "")
+        else:
+            yield from (f"{SECTIONS_OF_DOCSTRINGS[block.kind]}:", "")
+            for names, text in entries(block):
+                label = ", ".join(f"`{name}`" for name in names.split(", ") if name)
+                yield f"- {label}: {_markdown(text)}" if label else f"- {_markdown(text)}"
+            yield ""
 
 
 def _markdown(text: str) -> str:
     return text.replace("``", "`")
-
-
-def _doc_lines(doc: str) -> Iterator[str]:
-    prose, sections = text_and_entries(doc)
-    yield from (_markdown(prose), "")
-    for title, entries in sections.items():
-        yield from (f"{title}:", "")
-        for name, text in entries:
-            label = ", ".join(f"`{part}`" for part in name.split(", ") if part)
-            yield f"- {label}: {_markdown(text)}" if label else f"- {_markdown(text)}"
-        yield ""
 
 
 # --- the pages
@@ -292,7 +337,7 @@ def _entry(name: Name, heading: str) -> Iterator[str]:
         yield f"- `{item}`" + (f": {_markdown(text)}" if text else "")
     if name.fields:
         yield ""
-    if name.key in EXAMPLES:
+    if name.key in EXAMPLES and not examples(name.doc):
         yield from ("Example:", "", "```python", EXAMPLES[name.key], "```", "")
 
 
