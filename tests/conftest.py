@@ -21,6 +21,8 @@ from tests.other_user import run_as_other
 from tests.trainings import Training
 from tests.waiting import story
 
+pytest_plugins = ["tests.costs"]
+
 Launch = Callable[..., clusterddp.Handle]
 
 # A shell starts its background jobs with SIGINT ignored, and every command that a test starts would inherit that.

@@ -17,6 +17,8 @@ from typing import Any
 from clusterddp.worker.rank import reserve_port
 
 REPOSITORY = Path(__file__).parent.parent
+#: What all ranks that have exited used, with the processes that they waited for.
+cpu_seconds = 0.0
 
 
 @dataclass
@@ -27,8 +29,10 @@ class Rank:
     code: int | None = None
 
     def poll(self) -> int | None:
+        global cpu_seconds
         if self.code is None:
-            self.code = _ask({"poll": self.pid})
+            self.code, used = _ask({"poll": self.pid})
+            cpu_seconds += used
         return self.code
 
     def send_signal(self, number: signal.Signals) -> None:
