@@ -1,5 +1,6 @@
 # make demo   set everything up in .venv and watch a run get preempted and come back, on this machine
-# make test   set everything up, a real Slurm included (as root on Debian or Ubuntu), and run the tests
+# make test   set everything up, a real Slurm included (as root on Debian or Ubuntu), and run the tests;
+#             TESTS="..." are pytest's arguments; make test-fast: unit tests and the main ones with ranks, without Slurm
 # make lint   ruff and mypy
 # make test-versions the matrix of docs/measurements/versions.md: four pairs of Python and torch, three Slurms;
 #                    most of an hour, 3 GB;
@@ -27,7 +28,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-versions gpu-check test-24.11 test-product chaos soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint reference dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product chaos soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint reference dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -48,7 +49,11 @@ demo: .venv/ready
 	@cat $(DEMO_RUN)/outcome.json
 
 test: .venv/integrations slurm
-	.venv/bin/python -m tests
+	.venv/bin/python -m tests $(TESTS)
+
+CORE = agreement context deadline early_end external_loader first_failure gradients local own_process rank_exit saving signals
+test-fast: .venv/ready
+	.venv/bin/python -m pytest -q -m 'not slurm' tests/unit $(CORE:%=tests/ranks/test_%.py) $(TESTS)
 
 test-versions: .venv/ready slurm
 	.venv/bin/python -m tests.versions $(if $(PYTHONS),--pythons "$(PYTHONS)") $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(ROWS)

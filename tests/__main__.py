@@ -1,73 +1,186 @@
-"""``python -m tests``: all tests, as ``make test`` runs them; the exit code says whether they pass.
+"""``python -m tests [PYTEST ARGUMENTS]``: all tests, as ``make test`` runs them; the exit code says whether they pass.
 
-Tests on the cluster take longer but mostly wait: the others run beside them, and are shown when both are done. That
-keeps two CPUs busier than any user's, and now and then a test does not find in time what it waits for. So those that
-fail, if they are few, are run once more with nothing beside. Their first failure is shown all the same, and named again
-at the end, for somebody to look at.
+Tests on Slurm mostly wait, so they run in two parts, each with a cluster of its own, beside the tests that need none.
+Output appears as it is written, each line after the name of its part. ``build/tests`` gets each test's cost and one
+JUnit file, ``junit.xml``.
+
+Three parts keep two CPUs busier than any user's, and now and then a test does not find in time what it waits for. So
+tests that fail, if they are few, run once more with nothing beside them; they are reported as such at the end, because
+each of them is a race that somebody should look at.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+import threading
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-#: More failures than these are no accident.
+from tests.cluster import unavailable
+from tests.cluster.state import ROOT
+from tests.plugin import costs
+
+RESULTS = Path("build", "tests")
+LAST_RUN = RESULTS / "costs.jsonl"
+#: If more tests fail than these, they do not run again.
 FEW = 4
+#: Test clusters side by side. Tests on Slurm mostly wait.
+CLUSTERS = 2
+#: pytest's exit codes.
+PASSED, FAILED, NO_TESTS = 0, 1, 5
+#: A network, a /var/lib ($1) and cgroups ($2) of its own, so that a cluster finds nothing of another one.
+APART = f"""
+    set -e
+    ip link set lo up
+    ! mountpoint -q {ROOT} || umount --recursive --lazy {ROOT}
+    mount --bind "$1" /var/lib
+    for controller in freezer memory; do
+        own=/sys/fs/cgroup/$controller/$2
+        if [ -d /sys/fs/cgroup/$controller ]; then
+            mkdir -p $own
+            mount --bind $own /sys/fs/cgroup/$controller
+        fi
+    done
+    shift 2
+    exec "$@"
+"""
 
 
-@dataclass
-class Half:
-    """The tests that a ``-m`` expression selects; ``memory``: pytest's own, of what failed."""
+@dataclass(frozen=True)
+class Part:
+    """The tests that a ``-m`` expression selects, or a share of their files; ``number``: that of its cluster."""
 
+    name: str
     select: str
-    memory: Path
+    folder: Path
+    share: str = ""
+    number: int = 0
 
     def command(self, *options: str) -> list[str]:
-        return [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            self.select,
-            "-o",
-            f"cache_dir={self.memory}",
-            "--durations=15",
-            *options,
-        ]
+        pytest = [sys.executable, "-u", "-m", "pytest", "-p", "tests.plugin", "-m", self.select, "--durations=15"]
+        share = ["--share", self.share, "--before", str(LAST_RUN)] if self.share else []
+        files = [f"--costs={self.costs}", f"--junitxml={self.junit}", "-o", f"cache_dir={self.folder}"]
+        return [*pytest, *share, *files, *options]
+
+    @property
+    def costs(self) -> Path:
+        return self.folder / "costs.jsonl"
+
+    @property
+    def junit(self) -> Path:
+        return self.folder / "junit.xml"
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        """pytest on these tests, apart from the other parts if it starts a cluster."""
+        command, environment = self.command(*options), dict(os.environ)
+        if self.number:
+            folder = self.folder / "var-lib"
+            folder.mkdir(mode=0o755, exist_ok=True)
+            arguments = [str(folder), f"clusterddp-tests-{self.number}", *command]
+            command = ["unshare", "--mount", "--net", "bash", "-c", APART, "bash", *arguments]
+            environment["CLUSTERDDP_TEST_USER"] = f"ddpuser{self.number}"
+        else:
+            command = ["nice", "-n", "5", *command]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def failed(self) -> list[str]:
         """The tests that failed when it was last run."""
         try:
-            return sorted(json.loads((self.memory / "v/cache/lastfailed").read_text()))
+            return sorted(json.loads((self.folder / "v/cache/lastfailed").read_text()))
         except FileNotFoundError:
             return []
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = list(sys.argv[1:] if arguments is None else arguments)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        return run(Half("slurm", Path(folder, "slurm")), Half("not slurm", Path(folder, "others")), Path(folder, "log"))
+        parts = make_parts(Path(folder))
+        print(expected(parts), flush=True)
+        try:
+            return run(parts, options)
+        finally:
+            keep_results(parts)
 
 
-def run(on_cluster: Half, others: Half, log: Path) -> int:
-    """Both halves side by side, then what failed."""
-    with log.open("w") as said:
-        beside = subprocess.Popen(["nice", "-n", "5", *others.command()], stdout=said, stderr=subprocess.STDOUT)
-        codes = {on_cluster.select: subprocess.call(on_cluster.command()), others.select: beside.wait()}
-    print(log.read_text(), flush=True)
-    failed = on_cluster.failed() + others.failed()
-    if not any(codes.values()):
-        return 0
-    if not failed or len(failed) > FEW or set(codes.values()) - {0, 1}:  # 1: tests failed; more: pytest itself did
+def make_parts(folder: Path) -> list[Part]:
+    """Where there is no Slurm the tests that need it are skipped, or fail in CI, in one part."""
+    if unavailable() is None:
+        numbers = range(1, CLUSTERS + 1)
+        parts = [Part(f"slurm {n}", "slurm", folder / f"slurm-{n}", f"{n}/{CLUSTERS}", n) for n in numbers]
+    else:
+        parts = [Part("slurm", "slurm", folder / "slurm")]
+    parts.append(Part("others", "not slurm", folder / "others"))
+    for part in parts:
+        part.folder.mkdir()
+    return parts
+
+
+def expected(parts: Sequence[Part]) -> str:
+    """What each part took in the last run."""
+    totals: dict[str, float] = defaultdict(float)
+    for line in costs(LAST_RUN):
+        totals[line["part"]] += line["seconds"]
+    words = [f"{part.name} {totals[part.name] / 60:.0f} min" for part in parts if part.name in totals]
+    return f"expected, from the last run: {', '.join(words) or 'nothing yet'}"
+
+
+def run(parts: Sequence[Part], options: Sequence[str]) -> int:
+    """All parts side by side, then what failed."""
+    running = [part.start(*options) for part in parts]
+    readers = [threading.Thread(target=show, args=(part.name, one)) for part, one in zip(parts, running, strict=True)]
+    for reader in readers:
+        reader.start()
+    codes = {one.wait() for one in running}
+    for reader in readers:
+        reader.join()
+    failed = [test for part in parts for test in part.failed()]
+    if codes <= {PASSED, NO_TESTS}:
+        return min(codes)
+    if not failed or len(failed) > FEW or codes - {PASSED, FAILED, NO_TESTS}:
         return 1
     print(f"\nonce more, with nothing beside: {', '.join(failed)}\n", flush=True)
-    again = [half.failed() and subprocess.call(half.command("--last-failed")) for half in (on_cluster, others)]
+    again = [run_again(part, options) for part in parts if part.failed()]
     verdict = "failed again" if any(again) else "passed only at the second try"
     print(f"\n{verdict}: {', '.join(failed)}", flush=True)
     return int(any(again))
+
+
+def run_again(part: Part, options: Sequence[str]) -> int:
+    running = replace(part, share="").start("--last-failed", *options)
+    show(part.name, running)
+    return running.wait()
+
+
+def show(name: str, running: subprocess.Popen[str]) -> None:
+    """Each line as it is written."""
+    assert running.stdout is not None
+    for line in running.stdout:
+        print(f"{name} | {line}", end="", flush=True)
+
+
+def keep_results(parts: Sequence[Part]) -> None:
+    """One JUnit file, and the costs that the next run expects; tests that this run did not select keep theirs."""
+    suites = ElementTree.Element("testsuites")
+    for part in parts:
+        for suite in ElementTree.parse(part.junit).getroot() if part.junit.exists() else ():
+            suite.set("name", part.name)
+            suites.append(suite)
+    ElementTree.ElementTree(suites).write(RESULTS / "junit.xml", encoding="utf-8", xml_declaration=True)
+    lines = [*costs(LAST_RUN), *({**line, "part": part.name} for part in parts for line in costs(part.costs))]
+    newest = {line["test"]: line for line in lines if Path(line["test"].partition("::")[0]).exists()}
+    LAST_RUN.write_text("".join(json.dumps(line) + "\n" for line in newest.values()))
+    for folder in Path("/sys/fs/cgroup").glob("*/clusterddp-tests-*"):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 if __name__ == "__main__":

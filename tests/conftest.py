@@ -21,7 +21,7 @@ from tests.other_user import run_as_other
 from tests.trainings import Training
 from tests.waiting import story
 
-pytest_plugins = ["tests.costs"]
+pytest_plugins = ["tests.plugin"]
 
 Launch = Callable[..., clusterddp.Handle]
 

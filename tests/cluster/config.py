@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from .install import SEARCH_PATH
 
 # Outside the range that the kernel gives to outgoing connections, and not Slurm's own 6817 to 6819.
 CONTROLLER_PORT, NODE_PORT, DBD_PORT = 26817, 26818, 26819
-CLUSTER, ACCOUNT, USER = "clusterddp", "ddp", "ddpuser"
+CLUSTER, ACCOUNT = "clusterddp", "ddp"
+USER = os.environ.get("CLUSTERDDP_TEST_USER", "ddpuser")
 RELEASES = ("trixie", "sid")
 
 

@@ -1,12 +1,18 @@
-"""``python -m tests``: a few tests that fail are run once more, and said to have been."""
+"""``python -m tests``: what it runs, shows and keeps; a few tests that fail run once more, and are named."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+
+from tests.plugin import file_shares
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TESTS = """
@@ -26,6 +32,13 @@ def test_other(number):
 """
 
 
+def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """``python -m tests`` on the tests in a folder."""
+    command = [sys.executable, "-m", "tests", *options]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     ("failing", "right_then", "code", "said"),
     [
@@ -39,9 +52,30 @@ def test_a_few_tests_that_fail_have_a_second_try_and_are_named(
 ) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slurm\n")
     (tmp_path / "test_some.py").write_text(TESTS.format(failing=failing, right_then=right_then))
-    program = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from tests.__main__ import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    done = run_tests(tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
     assert f"{failing} failed" in done.stdout, done.stdout
     assert ("once more, with nothing beside" in done.stdout) == (said is not None), done.stdout
     assert said is None or said in done.stdout, done.stdout
+
+
+def test_arguments_reach_every_part_and_results_are_kept(tmp_path: Path) -> None:
+    """What the tests took is what the next run expects; one JUnit file has all parts."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slurm\n")
+    (tmp_path / "test_some.py").write_text(TESTS.format(failing=1, right_then=True))
+    done = run_tests(tmp_path, "-k", "test_on_a_cluster", "--seed", "7", "-v")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "expected, from the last run: nothing yet" in done.stdout
+    assert re.search(r"^slurm.* \| .*::test_on_a_cluster PASSED", done.stdout, re.MULTILINE)
+    assert re.search(r"^others \| seed: 7 ", done.stdout, re.MULTILINE)
+    results = tmp_path / "build" / "tests"
+    cases = ElementTree.parse(results / "junit.xml").getroot().iter("testcase")
+    assert [case.get("name") for case in cases] == ["test_on_a_cluster"]
+    (cost,) = map(json.loads, (results / "costs.jsonl").read_text().splitlines())
+    assert cost["test"] == "test_some.py::test_on_a_cluster" and cost["part"].startswith("slurm")
+
+
+def test_the_files_are_shared_out_by_what_they_took() -> None:
+    """The longest first; a file stays whole, as its tests share fixtures."""
+    tests = ["a::1", "a::2", "b::1", "c::1", "d::1"]
+    assert file_shares(tests, {"a::1": 5, "a::2": 60, "b::1": 40, "c::1": 20}, 2) == [{"a"}, {"b", "c", "d"}]
