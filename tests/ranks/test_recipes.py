@@ -109,8 +109,10 @@ def test_weighted_sampling_draws_both_classes_equally_often(tmp_path: Path) -> N
 @pytest.mark.product
 @pytest.mark.parametrize("recipe", STEPS)
 def test_a_recipe_preempted_by_submit_ends_as_the_undisturbed_run(tmp_path: Path, recipe: str) -> None:
+    """With more steps, since the preemption takes some; and patience, so that there are as many of early stopping."""
     whole, preempted = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "preempted")
-    submit(whole, recipe, "--", "--steps", "1000")
-    submit(preempted, recipe, "--preempt-after", str(STOP), "--", "--steps", "1000")
+    options = ["--", "--steps", "1000", *(["--patience", "100"] if recipe == "early_stopping" else [])]
+    submit(whole, recipe, *options)
+    submit(preempted, recipe, "--preempt-after", str(STOP), *options)
     assert preempted.attempts() == [0, 1], story(preempted)
     check_same(preempted, whole)
