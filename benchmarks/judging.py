@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks import faults
 from benchmarks.runs import event_times, first_step_done
 from clusterddp.data.stream import SampleOrder
+from clusterddp.protocol import RUN_ENDS
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.waiting import differing, final_state
@@ -21,7 +22,6 @@ EVERY = 20
 """Steps from one checkpoint to the next in ``submit_training``."""
 SAVING = 10
 """Steps that may be made while a checkpoint is being written."""
-TERMINAL = ("completed", "failed", "cancelled")
 
 
 @dataclass
@@ -91,13 +91,13 @@ def judge(result: Result, run: RunDirectory, reference: RunDirectory, made: Sequ
 
 def after_the_end(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """What the history holds behind its first terminal event."""
-    ends = (number for number, event in enumerate(events) if event["event"] in TERMINAL)
+    ends = (number for number, event in enumerate(events) if event["event"] in RUN_ENDS)
     return list(events[next(ends, len(events)) + 1 :])
 
 
 def terminal_events(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is wrong unless the history ends with its only terminal event."""
-    count, after = sum(event["event"] in TERMINAL for event in events), after_the_end(events)
+    count, after = sum(event["event"] in RUN_ENDS for event in events), after_the_end(events)
     if count == 1 and not after:
         return []
     return [f"{count} terminal events; after the first one: {[event['event'] for event in after]}"]
@@ -116,7 +116,7 @@ def _judge_end(result: Result, outcome: dict[str, Any] | None, events: Sequence[
     if result.lost:
         result.problems.append(f"the outcome is {outcome}")
     result.problems += terminal_events(events)
-    result.doubled = any(event["event"] in ("started", *TERMINAL) for event in after_the_end(events))
+    result.doubled = any(event["event"] in ("started", *RUN_ENDS) for event in after_the_end(events))
 
 
 def _judge_steps(

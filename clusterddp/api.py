@@ -29,7 +29,7 @@ from clusterddp.reporter import show
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.clean_environment import scrub
+from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor.lease import local_loop_alive
 from clusterddp.supervisor.limits import attempts_made
 from clusterddp.supervisor.messages import failure_box
@@ -210,13 +210,11 @@ def _command_line(local: bool, run_dir: str | os.PathLike[str] | None) -> argpar
 @contextmanager
 def _without_surrounding_job() -> Iterator[None]:
     """What a surrounding job set does not belong to the new one, and is this process's again afterwards."""
-    before = dict(os.environ)
-    for name in before.keys() - scrub(before).keys():
-        del os.environ[name]
+    removed = scrub_own()
     try:
         yield
     finally:
-        os.environ.update(before)
+        os.environ.update(removed)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

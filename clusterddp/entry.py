@@ -15,12 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from clusterddp.errors import ClusterddpError
+from clusterddp.errors import BROKEN_PIPE, FAILED, INTERNAL_ERROR, INTERRUPTED, ClusterddpError
+from clusterddp.protocol import DEBUG
 from clusterddp.reporter import say
-
-#: Exit codes, as a shell gives them to a command that SIGINT or SIGPIPE ended, and EX_SOFTWARE of sysexits.h.
-INTERRUPTED, BROKEN_PIPE, INTERNAL_ERROR = 130, 141, 70
-DEBUG_VARIABLE = "CLUSTERDDP_DEBUG"
 
 
 def exit_with(command: Callable[[], int], records: Path | None = None) -> NoReturn:
@@ -47,7 +44,7 @@ def exit_with(command: Callable[[], int], records: Path | None = None) -> NoRetu
     except Exception as error:
         say(_told(error, records))
         _discard_output()
-        code = 1 if isinstance(error, OSError) else INTERNAL_ERROR
+        code = FAILED if isinstance(error, OSError) else INTERNAL_ERROR
     sys.exit(code)
 
 
@@ -92,7 +89,7 @@ def _keep_traceback(error: Exception, records: Path | None) -> str:
             with open(descriptor, "w", errors="backslashreplace") as file:
                 file.write(text)
             return f" (traceback: {path})"
-    return f" ({DEBUG_VARIABLE}=1 shows the traceback)"
+    return f" ({DEBUG}=1 shows the traceback)"
 
 
 def _traceback(error: Exception) -> str:
@@ -102,7 +99,7 @@ def _traceback(error: Exception) -> str:
 
 
 def _debugging() -> bool:
-    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+    return os.environ.get(DEBUG, "0") not in ("", "0")
 
 
 def _discard_output() -> None:

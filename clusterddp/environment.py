@@ -15,10 +15,9 @@ from typing import Literal, NoReturn
 
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.hostlist import expand, tasks_per_node
+from clusterddp.protocol import LAUNCHER
 
 Launcher = Literal["slurm", "torchrun", "local", "openmpi", "single"]
-
-LAUNCHER_VARIABLE = "CLUSTERDDP_LAUNCHER"
 
 #: Steps that hold no ranks, by the ids of slurm.h: an interactive shell, a job script, an extern step, one that is not
 #: placed yet. Slurm 26.05 sets SLURM_STEP_ID in the batch step, as a signed number (-5).
@@ -74,9 +73,9 @@ def read(environ: Mapping[str, str]) -> RankEnvironment:
     step; RANK and its like, set by other means; the shell of a Slurm job, which is no rank and an error; a single
     process.
     """
-    if environ.get(LAUNCHER_VARIABLE) == "local":
+    if environ.get(LAUNCHER) == "local":
         return _from_torchrun(environ, "local")
-    if environ.get(LAUNCHER_VARIABLE) == "torchrun" or "TORCHELASTIC_RUN_ID" in environ:
+    if environ.get(LAUNCHER) == "torchrun" or "TORCHELASTIC_RUN_ID" in environ:
         return _from_torchrun(environ, "torchrun")
     if "OMPI_COMM_WORLD_RANK" in environ:  # before Slurm: mpirun starts its daemons in a step of their own
         return _from_openmpi(environ)
@@ -259,7 +258,7 @@ def _check_against_torchrun_names(
         slurms = _shown(environ, rank_name, size_name)
         raise LauncherEnvironmentError(
             f"launcher slurm: {_shown(environ, 'RANK', 'WORLD_SIZE')} contradict {slurms}; "
-            f"unset RANK and WORLD_SIZE if srun starts the ranks, or set {LAUNCHER_VARIABLE}=torchrun if something "
+            f"unset RANK and WORLD_SIZE if srun starts the ranks, or set {LAUNCHER}=torchrun if something "
             "else starts them inside the tasks"
         )
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+#: Exit codes. Those of sysexits.h are EX_SOFTWARE (70) and EX_TEMPFAIL (75: stopped at a checkpoint, start it again);
+#: those above 128 are what a shell reports for SIGINT and SIGPIPE.
+FAILED, WRONG_USAGE, INTERNAL_ERROR, STOPPED, INTERRUPTED, BROKEN_PIPE = 1, 2, 70, 75, 130, 141
+
 
 class ClusterddpError(Exception):
     """The base of every error that clusterddp raises on purpose."""
 
-    exit_code = 1
+    exit_code = FAILED
 
 
 class UsageError(ClusterddpError):
     """The command line, or what it names, is wrong: nothing was submitted or written."""
 
-    exit_code = 2
+    exit_code = WRONG_USAGE
 
 
 class JobDefinitionError(UsageError):
@@ -75,7 +79,7 @@ class Stopped(SystemExit):
     on_raised: ClassVar[Callable[[Stopped], None] | None] = None
 
     def __init__(self, step: int | None, reason: str) -> None:
-        super().__init__(75)
+        super().__init__(STOPPED)
         Stopped.latest = self
         self.step = step
         self.reason = reason

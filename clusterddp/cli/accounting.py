@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from clusterddp.protocol import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.rundir.records import is_count
-from clusterddp.supervisor.limits import ENDS, attempts_made
+from clusterddp.supervisor.limits import attempts_made
 
 #: Events with which an attempt begins to make steps.
 _BEGINNINGS = ("training", "resumed")
 #: Events after which an attempt makes no step.
-_STOPS = ENDS | {"stopping", "rank_failed"}
+_STOPS = {*ATTEMPT_ENDS, "stopping", "rank_failed"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def cost(events: Iterable[Mapping[str, Any]], now: float) -> Cost | None:
         return None
     starts = [event["time"] for event in events if event["event"] in ("started", *_BEGINNINGS)]
     first, newest_start = (starts[0], starts[-1]) if starts else (events[0]["time"], events[0]["time"])
-    over = [event["time"] for event in events if event["event"] in ("completed", "failed", "cancelled")]
+    over = [event["time"] for event in events if event["event"] in RUN_ENDS]
     last = over[-1] if over and over[-1] >= newest_start else now
     training = 0.0
     for attempt in {event["attempt"] for event in events}:

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from clusterddp.cli.progress import Progress
-from clusterddp.entry import INTERRUPTED
-from clusterddp.errors import UsageError
+from clusterddp.errors import INTERRUPTED, STOPPED, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, signal_ranks
 from clusterddp.reporter import show
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor.controller import AGAIN, give_notice, notice_file
+from clusterddp.supervisor.controller import give_notice, notice_file
 
 POLL_S = 0.05
 
@@ -106,7 +105,7 @@ class LocalRun:
                     return code
                 if self.interrupts:
                     return INTERRUPTED
-                if code != AGAIN:
+                if code != STOPPED:
                     return code
 
     @contextmanager

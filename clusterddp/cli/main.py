@@ -17,4 +17,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         exit_with(lambda: command(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:  # while the two were imported
-        sys.exit(130)
+        sys.exit(130)  # INTERRUPTED

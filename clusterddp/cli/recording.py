@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
+from clusterddp import protocol
 from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secrets_file, without_secrets
@@ -25,7 +26,7 @@ def choose_run_directory(run_dir: str | None, job: Job) -> RunDirectory:
     """``run_dir``, if given, else NAME-N under $CLUSTERDDP_RUNS or ./runs, with the first N that is free."""
     if run_dir:
         return RunDirectory(run_dir)
-    parent = Path(os.environ.get("CLUSTERDDP_RUNS", "runs"))
+    parent = Path(os.environ.get(protocol.RUNS, "runs"))
     return RunDirectory(next(path for n in count() if not (path := parent / f"{job.name}-{n}").exists()))
 
 

@@ -24,9 +24,8 @@ from clusterddp.cli.options import (
     resolve_job,
 )
 from clusterddp.cli.recording import Plant, check_not_held, choose_run_directory, claim, record_local, recorded
-from clusterddp.entry import INTERRUPTED
 from clusterddp.environment import in_batch_step
-from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.errors import INTERRUPTED, RunDirectoryError, UsageError
 from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -34,7 +33,7 @@ from clusterddp.reporter import say, show
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.clean_environment import scrub
+from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor.lease import let_go_unreachable
 from clusterddp.supervisor.messages import at_step
 
@@ -46,8 +45,7 @@ def submit(arguments: argparse.Namespace, script_arguments: Sequence[str] | None
     check_combinations(arguments)
     os.umask(os.umask(0) & 0o077)  # one that takes rights from the user alone (277) would stop the run, and Slurm's log
     if not arguments.here:
-        for name in set(os.environ) - set(scrub(os.environ)):
-            del os.environ[name]  # what the surrounding job set does not belong to the new one
+        scrub_own()
     job = resolve_job(arguments, script_arguments)
     code = check(arguments, job)
     if code is not None:

@@ -13,8 +13,7 @@ from contextlib import ExitStack
 
 from clusterddp.cli.progress import Progress
 from clusterddp.cli.status import state_of
-from clusterddp.entry import INTERRUPTED
-from clusterddp.errors import SlurmError
+from clusterddp.errors import INTERRUPTED, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved

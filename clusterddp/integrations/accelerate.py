@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from clusterddp import protocol
+
 _STATE = re.compile(r"step-(\d+)")
 
 
@@ -18,7 +20,7 @@ def save_state(accelerator: Any, folder: str | os.PathLike[str], step: int) -> N
         folder: of the checkpoints.
         step: N, the number of optimizer steps so far.
     """
-    attempt = os.environ.get("CLUSTERDDP_ATTEMPT", "0")
+    attempt = os.environ.get(protocol.ATTEMPT, "0")
     temporary = Path(folder) / f".step-{step}.attempt-{attempt}"
     accelerator.save_state(str(temporary))
     accelerator.wait_for_everyone()

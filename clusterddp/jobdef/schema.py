@@ -12,6 +12,7 @@ from clusterddp.jobdef.job import Checkpointing, Keep, Limits, Timeouts, Watchdo
 from clusterddp.jobdef.secrets import is_secret
 from clusterddp.jobdef.values import ASSIGNMENT, Wrong, did_you_mean, quoted
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node
+from clusterddp.protocol import FOR_RANKS
 
 #: Fields as they were written, by their YAML key.
 Fields = dict[Key, Node]
@@ -177,11 +178,7 @@ def _check_variable(name: str, _: Node) -> None:
         raise Wrong("this variable is set for each rank and cannot be chosen")
 
 
-_SET_FOR_RANKS = {
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "CLUSTERDDP_RUN_DIR"),
-    *("CLUSTERDDP_ATTEMPT", "CLUSTERDDP_SUPERVISOR", "CLUSTERDDP_TOKEN", "CLUSTERDDP_LAUNCHER"),
-    "CLUSTERDDP_WATCHDOG",
-}
+_SET_FOR_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", *FOR_RANKS}
 
 
 def _check_option(name: str, node: Node) -> None:

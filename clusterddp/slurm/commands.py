@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.protocol import FOR_RANKS
 from clusterddp.reporter import say
-from clusterddp.slurm.clean_environment import for_parsing
 
 T = TypeVar("T")
 
@@ -54,6 +54,37 @@ _NO_ANSWER = (
 
 #: How the states of nodes begin that no job is given to.
 _UNUSABLE = ("down", "drain", "fail", "error", "unknown", "maint", "reboot", "inval", "powered_down", "powering_down")
+
+#: SLURM_* variables that a job does not set: a user exports them on purpose.
+_EXPORTED = {
+    *("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM_QOS", "SLURM_RESERVATION"),
+    *("SLURM_WCKEY", "SLURM_JWT", "SLURM_TIME_FORMAT"),
+}
+_SET_BY_A_JOB = re.compile(
+    r"(SLURM|SLURMD|SRUN|TORCHELASTIC|OMPI_COMM_WORLD)_.*|PMIX_(NAMESPACE|RANK)|(LOCAL_)?(RANK|WORLD_SIZE)"
+    r"|MASTER_(ADDR|PORT)|(GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)",
+    re.DOTALL,
+)
+_CHANGES_OUTPUT = re.compile(r"(SQUEUE|SACCT|SINFO|SCONTROL)_.*|SLURM_TIME_FORMAT", re.DOTALL)
+
+
+def scrub(environ: Mapping[str, str]) -> dict[str, str]:
+    """A copy without the variables of a surrounding job: a new submission would inherit them, or sbatch refuse it."""
+
+    def set_by_a_job(name: str) -> bool:
+        return name in FOR_RANKS or (name not in _EXPORTED and _SET_BY_A_JOB.fullmatch(name) is not None)
+
+    return {name: value for name, value in environ.items() if not set_by_a_job(name)}
+
+
+def scrub_own() -> dict[str, str]:
+    """Does the same to this process's environment; returns what it has removed."""
+    return {name: os.environ.pop(name) for name in os.environ.keys() - scrub(os.environ).keys()}
+
+
+def for_parsing(environ: Mapping[str, str]) -> dict[str, str]:
+    """``scrub``, also without what changes the output format of squeue, sacct, sinfo and scontrol."""
+    return {name: value for name, value in scrub(environ).items() if not _CHANGES_OUTPUT.fullmatch(name)}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from clusterddp import protocol
 from clusterddp.errors import ClusterddpError, SlurmError, SlurmUnavailable
 from clusterddp.failures.exit_status import ExitStatus, in_order
 from clusterddp.failures.hangs import Hang, Slow, Watch
@@ -27,7 +28,7 @@ from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.monitor import ASK_S, Monitor, stop_margin_s
 from clusterddp.supervisor.recovery import Recovery
 from clusterddp.supervisor.verdict import RankEnd, check_record
-from clusterddp.worker.control_channel import ADDRESS_VARIABLE, SILENCE_S, TOKEN_VARIABLE
+from clusterddp.worker.control_channel import SILENCE_S
 
 #: Seconds that the ranks of a run that hangs have to leave by themselves; and that the peers of a rank that failed have
 #: to fail of it, with words of their own, before they are told to leave, too. The launcher ends them as well, but Slurm
@@ -99,14 +100,14 @@ class Attempt:
         environment = {
             **os.environ,
             **self._job.env,
-            "CLUSTERDDP_RUN_DIR": str(self._run),
-            "CLUSTERDDP_ATTEMPT": str(self._number),
-            "CLUSTERDDP_DEVICE": self._job.device,
-            "CLUSTERDDP_LAUNCHER": self._launcher.name,
-            ADDRESS_VARIABLE: f"{self._launcher.supervisor_host}:{self._server.port}",
-            TOKEN_VARIABLE: token,
-            "CLUSTERDDP_USR2_NOTICE_S": str(self.stop_margin_s()),
-            "CLUSTERDDP_WATCHDOG": "on" if self._watch else "off",
+            protocol.RUN_DIR: str(self._run),
+            protocol.ATTEMPT: str(self._number),
+            protocol.DEVICE: self._job.device,
+            protocol.LAUNCHER: self._launcher.name,
+            protocol.SUPERVISOR: f"{self._launcher.supervisor_host}:{self._server.port}",
+            protocol.TOKEN: token,
+            protocol.USR2_NOTICE_S: str(self.stop_margin_s()),
+            protocol.WATCHDOG: "on" if self._watch else "off",
         }
         logs = self._run.attempt_logs(self._number)
         self._launcher.start(rank_command(self._job, self._number), environment, logs)

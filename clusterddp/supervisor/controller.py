@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from clusterddp.errors import LauncherEnvironmentError, SlurmError
+from clusterddp.errors import INTERRUPTED, STOPPED, LauncherEnvironmentError, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
@@ -23,9 +23,6 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import preemption_policy
 from clusterddp.slurm.cause import Cause, read_cause
 from clusterddp.supervisor import lease
-
-#: The exit code that asks the local loop for another attempt (EX_TEMPFAIL, sysexits.h).
-AGAIN = 75
 
 
 class Stop(enum.Enum):
@@ -175,7 +172,7 @@ class SlurmController:
 class AllocationController(SlurmController):
     """The same for an allocation of one's own (salloc), which Slurm never starts again, and clusterddp neither."""
 
-    leave_code = 130
+    leave_code = INTERRUPTED
     starts_again = False
 
     def notice(self) -> Notice:
@@ -194,10 +191,10 @@ class AllocationController(SlurmController):
 
 
 class LocalController:
-    """The loop of a local run. It says why in a file before it sends a signal, and starts again on exit code 75."""
+    """The loop of a local run. It says why in a file before it sends a signal, and restarts on exit code 75."""
 
-    leave_code = 130
-    again_code = AGAIN
+    leave_code = INTERRUPTED
+    again_code = STOPPED
     resubmits = False
     starts_again = True
 

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from clusterddp.jobdef.job import Job
+from clusterddp.protocol import ATTEMPT_ENDS
 from clusterddp.rundir.records import is_count
 from clusterddp.slurm.cause import Cause
 
-#: Events after which an attempt has no ranks.
-ENDS = frozenset(("requeued", "resubmitted", "restarted", "stopped", "completed", "failed", "cancelled"))
 #: Events that an attempt may have which never starts its ranks. By any other it did, even if its `started` is lost.
 _WITHOUT_RANKS = frozenset(("submitted", "forked", "failed", "cancelled"))
 #: Attempts in a row that may end at their time limit, or by a failure that may pass, without a checkpoint of their own:
@@ -52,7 +51,7 @@ def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size:
         if event["event"] == "started" and is_count(event.get("ranks")):
             ranks[event["attempt"]] = event["ranks"]
         last[event["attempt"]] = event["time"]
-        if event["event"] in ENDS:
+        if event["event"] in ATTEMPT_ENDS:
             ended.add(event["attempt"])
     if first and max(first) not in ended:  # what comes after an end is time in the queue
         last[max(first)] = now

@@ -30,7 +30,7 @@ from clusterddp.reporter import say
 from clusterddp.rundir.files import follow_folder, remove
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.clean_environment import scrub
+from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import (
@@ -95,8 +95,7 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
     if debug_rank is not None:
         signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the debugged rank's
         job = dataclasses.replace(job, watchdog=None)  # and whoever looks at it may take all day
-    for name in set(os.environ) - set(scrub(os.environ)):
-        del os.environ[name]
+    scrub_own()
     return supervise(run, job, lambda: LocalLauncher(job, debug_rank, notice_file(run).exists), LocalController(run))
 
 

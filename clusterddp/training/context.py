@@ -24,7 +24,7 @@ from clusterddp.checkpoint.state import Stateful
 from clusterddp.data import randomness, stream
 from clusterddp.data.external_loader import ExternalLoader, StatefulLoader
 from clusterddp.distributed import collectives, process_group, wrapping
-from clusterddp.errors import Stopped
+from clusterddp.errors import STOPPED, Stopped
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import say
@@ -284,7 +284,7 @@ class Context:
                 path = self._settings.run_dir.rank_record(self._settings.attempt, 0)
                 write_json(path, {**record, "used_clusterddp": True}, mode=0o600)
         finally:
-            os._exit(75)  # any code but 0 makes the launcher end the other ranks
+            os._exit(STOPPED)  # any code but 0 makes the launcher end the other ranks
 
     def stop_requested(self) -> bool:
         """Whether to stop here. Every rank calls it the same number of times, and gets the same answer each time.

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp import environment
+from clusterddp import environment, protocol
 from clusterddp.distributed.process_group import StoreAddress
 from clusterddp.jobdef.job import Checkpointing, Timeouts, Watchdog
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import control_channel
 
-_TERM, _USR2 = "CLUSTERDDP_TERM_NOTICE_S", "CLUSTERDDP_USR2_NOTICE_S"
-_NOTICES = {"TERM": _TERM, "preemption": _TERM, "end of the job": _TERM, "USR2": _USR2, "time limit": _USR2}
+_NOTICES = {
+    **dict.fromkeys(("TERM", "preemption", "end of the job"), protocol.TERM_NOTICE_S),
+    **dict.fromkeys(("USR2", "time limit"), protocol.USR2_NOTICE_S),
+}
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,15 @@ def read(
 ) -> Settings:
     """The settings of this process. Arguments of the script win, but for the run directory and the device of a job."""
     ranks = environment.read(environ)
-    supervised = environ.get("CLUSTERDDP_RUN_DIR")
+    supervised = environ.get(protocol.RUN_DIR)
     path = supervised or run_dir
     directory = RunDirectory(path) if path else None
     job = load_resolved(directory.job_file) if directory and supervised else None
     return Settings(
         ranks=ranks,
         run_dir=directory,
-        attempt=int(environ["CLUSTERDDP_ATTEMPT"]) if supervised else None,
-        device=environ.get("CLUSTERDDP_DEVICE") or device,
+        attempt=int(environ[protocol.ATTEMPT]) if supervised else None,
+        device=environ.get(protocol.DEVICE) or device,
         gpus_per_rank=job.gpus_per_rank if job else 1,
         backend=backend or (job.backend if job else None),
         seed=seed if seed is not None else job.seed if job else 0,
@@ -69,7 +70,7 @@ def read(
         global_batch=job.global_batch if job else None,
         checkpoint=job.checkpoint if job else checkpoint or Checkpointing(),
         timeouts=job.timeouts if job else Timeouts(),
-        watchdog=job.watchdog if job and environ.get("CLUSTERDDP_WATCHDOG") != "off" else None,
+        watchdog=job.watchdog if job and environ.get(protocol.WATCHDOG) != "off" else None,
         store=_store(environ, ranks),
         notices={name: float(environ[variable]) for name, variable in _NOTICES.items() if variable in environ},
     )
@@ -81,12 +82,12 @@ def _store(environ: Mapping[str, str], ranks: environment.RankEnvironment) -> St
         *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
         *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE"),
     )
-    token = environ.get(control_channel.TOKEN_VARIABLE) or "/".join(environ.get(name, "") for name in names)
+    token = environ.get(protocol.TOKEN) or "/".join(environ.get(name, "") for name in names)
     return StoreAddress(ranks.master_addr or "127.0.0.1", ranks.master_port or 0, token, agent, _owner(environ))
 
 
 def _owner(environ: Mapping[str, str]) -> str:
     """Whose store it is, in words that any user of the node may read."""
-    if "CLUSTERDDP_ATTEMPT" in environ:
-        return f"attempt {environ['CLUSTERDDP_ATTEMPT']} of run {Path(environ['CLUSTERDDP_RUN_DIR']).name}"
+    if protocol.ATTEMPT in environ:
+        return f"attempt {environ[protocol.ATTEMPT]} of run {Path(environ[protocol.RUN_DIR]).name}"
     return f"job {environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environ else f"a run of user {os.geteuid()}"

@@ -28,8 +28,6 @@ from typing import Any
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.reporter import say
 
-ADDRESS_VARIABLE = "CLUSTERDDP_SUPERVISOR"
-TOKEN_VARIABLE = "CLUSTERDDP_TOKEN"
 #: Bytes of a message, at most. A longer one is clipped or dropped by its sender, and skipped by its receiver: the
 #: connection stays, with what comes after it.
 LONGEST_LINE = 1 << 20

@@ -21,6 +21,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 from submitit.core.utils import DelayedSubmission
 
+from clusterddp import protocol
 from clusterddp.errors import Declined, RunDirectoryError, Stopped, StoppedAlone, Superseded
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
@@ -32,7 +33,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 def main() -> None:
     """Calls the function as one rank, and writes what it returns."""
-    run, attempt = RunDirectory(os.environ["CLUSTERDDP_RUN_DIR"]), int(os.environ["CLUSTERDDP_ATTEMPT"])
+    run, attempt = RunDirectory(os.environ[protocol.RUN_DIR]), int(os.environ[protocol.ATTEMPT])
     os.environ.update(submitit_variables(run))
     call = PreemptibleCall(run, attempt, int(os.environ["RANK"]), load_function(newest_function(run, attempt)))
     value = call.carry_out()
@@ -153,7 +154,7 @@ def read_private(path: Path) -> bytes:
 
 def submitit_variables(run: RunDirectory) -> dict[str, str]:
     """What ``submitit.JobEnvironment()`` reads and Slurm does not set."""
-    if os.environ["CLUSTERDDP_LAUNCHER"] != "local":
+    if os.environ[protocol.LAUNCHER] != "local":
         return {"SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_FOLDER": str(run.private / "submitit")}
     ranks, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     return {

@@ -24,8 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from clusterddp import environment
-from clusterddp.errors import ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
+from clusterddp import environment, protocol
+from clusterddp.errors import STOPPED, ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
 from clusterddp.process import at_exit, die_with_parent
 from clusterddp.reporter import say, say_unlocked
 from clusterddp.rundir.files import write_json
@@ -46,11 +46,11 @@ def main() -> None:
     So does a child that the script has forked, with its own exit code: it is no rank, and reports nothing.
     """
     started, process = time.time(), os.getpid()
-    if os.environ["CLUSTERDDP_LAUNCHER"] == "local":
+    if os.environ[protocol.LAUNCHER] == "local":
         die_with_parent()
-    run = RunDirectory(os.environ["CLUSTERDDP_RUN_DIR"])
+    run = RunDirectory(os.environ[protocol.RUN_DIR])
     ranks = environment.read(os.environ)
-    record = run.rank_record(int(os.environ["CLUSTERDDP_ATTEMPT"]), ranks.rank)
+    record = run.rank_record(int(os.environ[protocol.ATTEMPT]), ranks.rank)
     end: dict[str, Any] = {"rank": ranks.rank, "host": socket.gethostname(), "started": started}
     if _notified():
         _leave(record, {**end, "end": "stopped", "reason": "a stop signal came before the script was started"}, 0)
@@ -81,7 +81,7 @@ def whole_command(command: list[str], run: RunDirectory) -> list[str]:
     from clusterddp.jobdef.load import load_resolved
 
     job = load_resolved(run.job_file)
-    resume = job.args_on_resume if int(os.environ["CLUSTERDDP_ATTEMPT"]) > 0 else ()
+    resume = job.args_on_resume if int(os.environ[protocol.ATTEMPT]) > 0 else ()
     return [*command[: len(command) - len(job.args) - len(resume)], *job.args, *resume]
 
 
@@ -90,12 +90,12 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
 
     Without effect when a stop signal comes while the others are awaited.
     """
-    host, _, supervisor_port = os.environ[control_channel.ADDRESS_VARIABLE].rpartition(":")
+    host, _, supervisor_port = os.environ[protocol.SUPERVISOR].rpartition(":")
     # srun tells its tasks the address of the node it was started on, which is the supervisor's.
     address = f"{host or os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{supervisor_port}"
     held = reserve_port(os.environ.get("MASTER_PORT")) if ranks.rank == 0 else None
     port = held.getsockname()[1] if held else None
-    token = os.environ[control_channel.TOKEN_VARIABLE]
+    token = os.environ[protocol.TOKEN]
     control_channel.current = control_channel.ControlChannel.join(
         address, token, ranks.rank, port, JOIN_TIMEOUT_S, give_up=_notified
     )
@@ -105,7 +105,7 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     master = {"MASTER_ADDR": os.environ.get("MASTER_ADDR", control_channel.current.store_host)}
     os.environ.update({**ranks.exports(), **master, "MASTER_PORT": str(control_channel.current.store_port)})
     if control_channel.current.term_notice_s is not None:
-        os.environ["CLUSTERDDP_TERM_NOTICE_S"] = str(control_channel.current.term_notice_s)
+        os.environ[protocol.TERM_NOTICE_S] = str(control_channel.current.term_notice_s)
     # gloo takes the interface of the host's own name, which on many clusters is 127.0.1.1 or not to be resolved at all.
     interface = _interface_of(control_channel.current.local_address)
     if interface is not None:
@@ -121,7 +121,7 @@ def leave_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) ->
     The supervisor is gone, or this node is cut off from it. Nobody may be left to end this rank then, which waits in a
     collective for peers that are gone, while Slurm has started the run anew elsewhere. Nothing is ended on suspicion.
     """
-    own = int(os.environ["CLUSTERDDP_ATTEMPT"])
+    own = int(os.environ[protocol.ATTEMPT])
     say("the supervisor is unreachable; training continues unless a newer attempt starts")
     while not _superseded(run, own):
         time.sleep(FENCE_S)
@@ -183,7 +183,7 @@ def _ended(error: BaseException) -> tuple[dict[str, Any], int]:
 
 
 def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:
-    code = 75 if isinstance(stopped, StoppedAlone) else 0
+    code = STOPPED if isinstance(stopped, StoppedAlone) else 0
     return {"end": "stopped", "step": stopped.step, "reason": stopped.reason}, code
 
 

@@ -16,9 +16,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import clusterddp
-from clusterddp import entry, errors
+from clusterddp import errors, protocol
 from clusterddp.cli.command_line import parser
-from clusterddp.supervisor.controller import AGAIN
 from docs.reference.examples import EXAMPLES
 
 FOLDER = Path(__file__).resolve().parent
@@ -355,7 +354,7 @@ def error_classes() -> list[type[BaseException]]:
 
 def exit_code(error: type[BaseException]) -> int:
     """Of a process that the error ends."""
-    return int(getattr(error, "exit_code", AGAIN if issubclass(error, errors.Stopped) else 1))
+    return int(getattr(error, "exit_code", errors.STOPPED if issubclass(error, errors.Stopped) else 1))
 
 
 def error_page() -> str:
@@ -364,7 +363,7 @@ def error_page() -> str:
         "# Errors and exit codes",
         "",
         "The exceptions of `clusterddp.errors`. A command prints the message alone and exits with the code; with",
-        f"`{entry.DEBUG_VARIABLE}=1` it also prints the traceback.",
+        f"`{protocol.DEBUG}=1` it also prints the traceback.",
         "",
         "| exception | is a | exit code | meaning |",
         "|---|---|---|---|",
@@ -378,15 +377,43 @@ def error_page() -> str:
         0: "the command did what was asked; with `--wait`, `-f` and `--local`: the run is completed",
         1: "an error that the message explains, or a run that ended without being completed",
         2: "the command line or the job definition is wrong; nothing was submitted or written",
-        entry.INTERNAL_ERROR: "an internal error; the message names the file with the traceback",
-        AGAIN: "of a script without a supervisor: stopped, not completed; start it again to continue (EX_TEMPFAIL)",
-        entry.INTERRUPTED: "interrupted by Ctrl-C; a local run has been saved and can be continued",
-        entry.BROKEN_PIPE: "the reader of the output closed it, such as `head`",
+        errors.INTERNAL_ERROR: "an internal error; the message names the file with the traceback",
+        errors.STOPPED: "of a script without a supervisor: stopped, not completed; start it again (EX_TEMPFAIL)",
+        errors.INTERRUPTED: "interrupted by Ctrl-C; a local run has been saved and can be continued",
+        errors.BROKEN_PIPE: "the reader of the output closed it, such as `head`",
         "128 + N": "with `--local` and `--here`: signal N killed the supervisor, and the ranks ended with it",
     }
     lines += ["", "## Exit codes", "", "| code | meaning |", "|---|---|"]
     lines += [f"| {code} | {meaning} |" for code, meaning in codes.items()]
     return _page(lines)
+
+
+def protocol_page() -> str:
+    """protocol.md."""
+    variables = [value for value in vars(protocol).values() if isinstance(value, protocol.Variable)]
+    events = [(name, event.fields.replace("*", "..."), event.meaning) for name, event in protocol.EVENTS.items()]
+    return _page(
+        [
+            "# Events and environment variables",
+            "",
+            "Written by `make reference` from `clusterddp/protocol.py`.",
+            "",
+            "## events.jsonl",
+            "",
+            "Every line has `time` (unix seconds), `attempt` and `event`, and what a rank has reported has `rank`.",
+            "A field with `?` may be missing. Ignore events and fields that you do not know: versions may add some.",
+            "",
+            "| event | fields | meaning |",
+            "|---|---|---|",
+            *(f"| `{name}` | {', '.join(fields.split())} | {meaning} |" for name, fields, meaning in events),
+            "",
+            "## Environment variables",
+            "",
+            "| variable | |",
+            "|---|---|",
+            *(f"| `{variable}` | {variable.meaning} |" for variable in variables),
+        ]
+    )
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
@@ -461,7 +488,12 @@ def _page(lines: list[str]) -> str:
 
 def pages() -> dict[str, str]:
     """Every page by its file name."""
-    return {"api.md": api(), "command-line.md": command_page(), "errors.md": error_page()}
+    return {
+        "api.md": api(),
+        "command-line.md": command_page(),
+        "errors.md": error_page(),
+        "protocol.md": protocol_page(),
+    }
 
 
 if __name__ == "__main__":

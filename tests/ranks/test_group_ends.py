@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.slurm.clean_environment import scrub
+from clusterddp.slurm.commands import scrub
 from tests.ddp import REPOSITORY, free_port
 
 SHOWING_THREADS = """

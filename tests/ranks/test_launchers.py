@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.clean_environment import scrub
+from clusterddp.slurm.commands import scrub
 from tests import launchers
 from tests.ddp import free_port
 

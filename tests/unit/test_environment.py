@@ -7,7 +7,7 @@ import pytest
 
 from clusterddp.environment import RankEnvironment, default_port, read
 from clusterddp.errors import LauncherEnvironmentError
-from clusterddp.slurm.clean_environment import for_parsing, scrub
+from clusterddp.slurm.commands import for_parsing, scrub
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -352,6 +352,7 @@ DROPPED = [
     *("SLURM_CLUSTER_NAME", "SLURMD_NODENAME", "SRUN_DEBUG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "CLUSTERDDP_RUN_DIR", "CLUSTERDDP_ATTEMPT"),
     *("CLUSTERDDP_SUPERVISOR", "CLUSTERDDP_TOKEN", "CLUSTERDDP_LAUNCHER", "ROLE_RANK", "OMPI_COMM_WORLD_RANK"),
+    *("CLUSTERDDP_DEVICE", "CLUSTERDDP_WATCHDOG", "CLUSTERDDP_TERM_NOTICE_S", "CLUSTERDDP_USR2_NOTICE_S"),
 ]
 FORMATS = ["SQUEUE_FORMAT", "SACCT_FORMAT", "SINFO_FORMAT", "SCONTROL_ALL", "SLURM_TIME_FORMAT"]
 

@@ -1,0 +1,128 @@
+"""What the processes of a run say to each other: events, messages of the control channel, environment variables.
+
+Readers ignore events and fields that they do not know, and accept missing ones: a run's history and ranks may be of an
+older or a newer version. Exit codes are in errors.py. docs/reference/protocol.md is generated from this module, and a
+test compares it with what the code writes and reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# --- events: the lines of events.jsonl, each with "time", "attempt" and "event" besides
+
+
+class Event(NamedTuple):
+    """An event's fields (``step? reason``: "step" may be missing), and what it says."""
+
+    fields: str
+    meaning: str
+
+
+#: Reported by ranks over the control channel. The supervisor writes them into the history, and adds "rank".
+RANK_EVENTS: Mapping[str, Event] = {
+    "rejoined": Event("host pid address", "the rank lost its connection to the supervisor and reconnected"),
+    "progress": Event("step steps", "a loop to `steps` begins, or has just ended, at `step`"),
+    "training": Event("step", "the attempt starts from step 0"),
+    "resumed": Event("step parent inexact redone?", "the attempt resumes from checkpoint `step` of attempt `parent`"),
+    "whole_batches": Event("step samples most", "more samples per rank than batch_size, without `run.micro()`"),
+    "interval": Event("step seconds stall_s between_s", "`every: auto` chose a new interval between checkpoints"),
+    "checkpoint": Event("step blocked_s durable_s bytes", "a checkpoint is committed"),
+    "checkpoint_failed": Event("step reason", "a checkpoint was not saved; training continues"),
+    "checkpoint_damaged": Event("step reason", "a checkpoint cannot be read; the one before it is tried"),
+    "not_finite": Event("step metrics count", "metrics became NaN or infinite"),
+    "diverged": Event("step parts explanation", "the state differs between ranks"),
+    "handler_replaced": Event("signal handler", "the script replaced a signal handler of clusterddp"),
+    "signal": Event("signal", "a stop signal reached the rank"),
+    "notified": Event("reason", "the supervisor's request to stop reached the rank"),
+    "stopping": Event("step reason", "all ranks stop after `step`"),
+    "finishing": Event("step", "all steps are done; the last checkpoint is being saved"),
+    "left_loop": Event("step steps", "the script left its loop, by break or an exception"),
+    "result": Event("step *", "`run.log()` outside a step"),
+}
+
+#: How an attempt can end so that the run continues, now or later.
+_ENDS: Mapping[str, Event] = {
+    "restarted": Event("reason cause step checkpoint", "the ranks are restarted in place"),
+    "requeued": Event("reason cause step checkpoint window_s", "the job is requeued"),
+    "resubmitted": Event("reason cause step checkpoint job", "the run continues as job `job`"),
+    "stopped": Event("reason cause step checkpoint then?", "the run can be continued"),
+}
+
+#: How a run can end; also the "state" in outcome.json.
+RUN_ENDS: Mapping[str, Event] = {
+    "completed": Event("step attempts reason", "all ranks finished"),
+    "failed": Event("step attempts reason", "the run failed"),
+    "cancelled": Event("step attempts reason", "the run was cancelled"),
+}
+
+#: After these an attempt has no ranks.
+ATTEMPT_ENDS: Mapping[str, Event] = {**_ENDS, **RUN_ENDS}
+
+EVENTS: Mapping[str, Event] = {
+    "forked": Event("step source", "`submit --fork` copied checkpoint `step` of the run `source`"),
+    "submitted": Event("job submitted", "when the job was submitted"),
+    "started": Event("job? restarts? pid? nodes ranks code changed", "the ranks are being started"),
+    **RANK_EVENTS,
+    "slow": Event("rank host own_s ratio", "a straggler"),
+    "hung": Event("rank late host step seconds what", "a hang: all ranks are being ended"),
+    "notice": Event("why", "the supervisor asks the ranks to stop"),
+    "controller_away": Event("error", "Slurm's controller is unreachable; training continues"),
+    "controller_back": Event("", "Slurm's controller answers again"),
+    "controller_missing": Event("error", "Slurm's commands are not installed here"),
+    "node_lost": Event("node suspect", "a node does not answer"),
+    "rank_failed": Event("rank host error step? suspect?", "the first failure of the attempt"),
+    "excluded": Event("nodes failures", "nodes that the next jobs exclude, for a day"),
+    "not_excluded": Event("reason", "a failed node is not excluded"),
+    "requeue_refused": Event("error", "Slurm refused the requeue; the run is resubmitted"),
+    **ATTEMPT_ENDS,
+}
+
+# --- the control channel: one JSON object per line
+
+#: A rank's first message, and the supervisor's answer once rank 0 has joined: where rank 0's store is, and how many of
+#: this rank's events it has.
+HELLO, ANSWER, REFUSAL = "token rank port host pid process", "host port known term_notice_s?", "refused"
+#: Then the rank sends events, and the supervisor may send an order with its reason.
+ORDERS: Mapping[str, str] = {"stop": "stop at a step boundary", "leave": "exit now"}
+#: Events that are not written into the history.
+CHANNEL_EVENTS: Mapping[str, Event] = {
+    "joined": Event("host pid address", "made by the supervisor from a rank's first message"),
+    "alive": Event("count step age_s allowed_s own_s? step_s? place? waits? still_s?", "the rank's heartbeat"),
+    "left": Event(
+        "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? used_clusterddp?",
+        "how the rank ended; its last message",
+    ),
+}
+
+# --- environment variables
+
+
+class Variable(str):
+    """The name of an environment variable. ``meaning``: who sets it, who reads it, what it holds."""
+
+    meaning: str
+
+    def __new__(cls, name: str, meaning: str) -> Variable:
+        variable = super().__new__(cls, name)
+        variable.meaning = meaning
+        return variable
+
+
+RUN_DIR = Variable("CLUSTERDDP_RUN_DIR", "supervisor to ranks and scripts: the run directory")
+ATTEMPT = Variable("CLUSTERDDP_ATTEMPT", "supervisor to ranks and scripts: the attempt's number")
+DEVICE = Variable("CLUSTERDDP_DEVICE", "supervisor to ranks and scripts: cpu or cuda")
+LAUNCHER = Variable("CLUSTERDDP_LAUNCHER", "supervisor to ranks: slurm or local; user to ranks: torchrun")
+SUPERVISOR = Variable("CLUSTERDDP_SUPERVISOR", "supervisor to ranks: HOST:PORT of the control channel")
+TOKEN = Variable("CLUSTERDDP_TOKEN", "supervisor to ranks: the attempt's secret for the control channel")
+USR2_NOTICE_S = Variable("CLUSTERDDP_USR2_NOTICE_S", "supervisor to ranks: seconds from USR2 to the time limit")
+WATCHDOG = Variable("CLUSTERDDP_WATCHDOG", "supervisor to ranks: on or off")
+TERM_NOTICE_S = Variable(
+    "CLUSTERDDP_TERM_NOTICE_S", "rank's entry point to clusterddp.init(): seconds from TERM to KILL, if known"
+)
+RUNS = Variable("CLUSTERDDP_RUNS", "user to submit and launch(): the folder for new run directories, instead of ./runs")
+DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows tracebacks")
+
+#: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
+FOR_RANKS = (RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S)

@@ -1,0 +1,147 @@
+"""``clusterddp/protocol.py`` lists what the code really writes and reads: events, messages, environment variables."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp import errors, protocol
+from clusterddp.protocol import CHANNEL_EVENTS, EVENTS, Event
+from clusterddp.supervisor import control_server, messages
+from clusterddp.worker import control_channel
+
+PACKAGE = Path(__file__).resolve().parents[2] / "clusterddp"
+SOURCES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+EVERY = {**EVENTS, **CHANNEL_EVENTS}
+
+
+def names(fields: str) -> tuple[set[str], set[str]]:
+    """The fields that are always there, and those that may be."""
+    every = fields.split()
+    return {name for name in every if name[-1] not in "?*"}, {name.rstrip("?") for name in every}
+
+
+def check(event: str, fields: set[str], complete: bool = True) -> None:
+    """Fails unless the protocol lists the event with these fields."""
+    assert event in EVERY, f"{event!r} is not in protocol.py"
+    always, known = names(EVERY[event].fields)
+    if "*" not in known:
+        assert fields <= known, f"{event!r} has {sorted(fields - known)}, which protocol.py does not list"
+    if complete:
+        assert always <= fields, f"{event!r} lacks {sorted(always - fields)}"
+
+
+def calls(*functions: str) -> Iterator[ast.Call]:
+    """Calls whose function has one of these names, as a name or as an attribute."""
+    for tree in SOURCES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", None))
+                if name in functions:
+                    yield node
+
+
+def test_every_event_in_the_code_is_listed_with_its_fields() -> None:
+    """Where it is reported or added, with the keywords that stand there."""
+    found = set()
+    for call in calls("report", "_report", "_send", "add", "_add_end", "_bounded"):
+        if call.args and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str):
+            event = call.args[0].value
+            check(event, {word.arg for word in call.keywords if word.arg is not None}, complete=False)
+            found.add(event)
+    elsewhere = {"joined", "rejoined", "forked", *protocol.RUN_ENDS}
+    assert found | elsewhere == EVERY.keys()
+
+
+def compared(tree: ast.AST) -> Iterator[str]:
+    """The names that ``event["event"]`` is compared with."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and ast.unparse(node.left).endswith("['event']"):
+            for item in ast.walk(node.comparators[0]):
+                if isinstance(item, ast.Constant):
+                    yield item.value
+
+
+def test_every_event_that_is_read_or_shown_is_listed() -> None:
+    for tree in SOURCES.values():
+        assert set(compared(tree)) <= EVERY.keys()
+    assert messages._SENTENCES.keys() <= EVENTS.keys()
+
+
+def test_no_field_hides_what_every_line_has() -> None:
+    for event in EVENTS.values():
+        assert not names(event.fields)[1] & {"time", "attempt", "event"}
+
+
+def test_the_messages_of_the_control_channel_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that joins, one that is refused, an event and an order."""
+    sent: list[dict[str, Any]] = []
+    heard: list[tuple[str, set[str]]] = []
+
+    def send_line(connection: socket.socket, message: dict[str, Any]) -> None:
+        sent.append(message)
+        connection.sendall((json.dumps(message) + "\n").encode())
+
+    for module in (control_channel, control_server):
+        monkeypatch.setattr(module, "send_line", send_line)
+    server = control_server.ControlServer(
+        "token",
+        lambda rank, event, values: heard.append((event, set(values))),
+        lambda rank, silent: None,
+        "127.0.0.1",
+        1,
+    )
+    server.tell(term_notice_s=20.0)
+    channel = control_channel.ControlChannel.join(f"127.0.0.1:{server.port}", "token", 0, 20001, 5.0)
+    assert channel is not None
+    with pytest.raises(errors.LauncherEnvironmentError):
+        control_channel.ControlChannel.join(f"127.0.0.1:{server.port}", "token", 7, None, 5.0)
+    server.broadcast(stop="preemption")
+    channel.close()
+    server.close()
+    hello, answer, _, refusal, order = sent
+    assert hello.keys() == names(protocol.HELLO)[0] and answer.keys() == names(protocol.ANSWER)[1]
+    assert refusal.keys() == {protocol.REFUSAL} and order.keys() <= protocol.ORDERS.keys()
+    check(*heard[0])
+    orders = {
+        word.arg
+        for call in calls("broadcast")
+        if "_server" in ast.unparse(call.func)
+        for word in call.keywords
+        if word.arg
+    }
+    assert orders == protocol.ORDERS.keys()
+
+
+def test_every_variable_is_named_once() -> None:
+    """Elsewhere in the code only its constant is used."""
+    variables = {str(value) for value in vars(protocol).values() if isinstance(value, protocol.Variable)}
+    for path, tree in SOURCES.items():
+        literals = {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        named = {text for text in literals if re.fullmatch(r"CLUSTERDDP_\w+", text)}
+        assert named == (variables if path.name == "protocol.py" else set()), path
+        mentioned = {name for text in literals for name in re.findall(r"CLUSTERDDP_[A-Z0-9_]+", text)}
+        assert mentioned <= variables, path
+    assert set(protocol.FOR_RANKS) <= variables
+
+
+def test_an_exit_code_is_written_as_its_name() -> None:
+    """Other than 0, 1 and 2, and where nothing can be imported yet."""
+    codes = {errors.INTERNAL_ERROR, errors.STOPPED, errors.INTERRUPTED, errors.BROKEN_PIPE}
+    for path, tree in SOURCES.items():
+        literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int}
+        assert not literals & codes or path.name in ("errors.py", "main.py"), (path, literals & codes)
+
+
+def test_an_event_is_one_line_of_text() -> None:
+    for event in EVERY.values():
+        assert isinstance(event, Event) and event.meaning and "\n" not in event.meaning
