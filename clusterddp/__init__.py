@@ -1,7 +1,7 @@
-"""clusterddp trains PyTorch DistributedDataParallel models on Slurm clusters, and a preemption costs next to nothing.
+"""Train PyTorch DistributedDataParallel models on Slurm, through preemptions, time limits, crashes and dead nodes.
 
-A training script needs ``clusterddp.init()``; everything else hangs on the context that it returns. Importing this
-package imports no torch: the command line must answer at once, and runs on login nodes.
+A training script calls ``clusterddp.init()`` and uses the context that it returns. ``clusterddp.launch()`` starts runs
+from Python. Importing this package does not import torch: login nodes and the command line do without.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the module that a name is in when it is first used: only the training modules import torch."""
+    """Import a public name's module on first use: only some of them need torch."""
     from importlib import import_module
 
     if name not in _HOMES:
@@ -39,4 +39,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """The public names, without the modules that happen to be imported."""
     return sorted(__all__)

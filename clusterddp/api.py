@@ -1,8 +1,7 @@
-"""Launching from Python: what ``clusterddp submit`` does, for a script, a job definition or a function."""
+"""Launching from Python: ``clusterddp submit`` for a script, a job definition or a function."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import re
@@ -14,18 +13,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clusterddp.cli import status
-from clusterddp.cli.options import add_arguments, describe
+from clusterddp.cli.cancel import cancel_run
+from clusterddp.cli.logs import find_log
+from clusterddp.cli.options import describe
 from clusterddp.cli.progress import Progress
-from clusterddp.cli.recording import Plant, record_local
-from clusterddp.cli.submit import check, fit, submit_fitted
+from clusterddp.cli.recording import Plant
+from clusterddp.cli.status import open_run, state_of
+from clusterddp.cli.submission import check, record_local, submit_to_slurm
 from clusterddp.cli.watch import LOOK_S, Watcher
 from clusterddp.errors import RunFailed, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
 from clusterddp.process import module_command
-from clusterddp.reporter import show
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
@@ -35,8 +35,8 @@ from clusterddp.supervisor.limits import attempts_made
 from clusterddp.supervisor.messages import failure_box
 from clusterddp.supervisor.verdict import RankEnd
 
-#: Cannot be changed for a function: they name what runs.
-_OF_A_FUNCTION = {"script", "module", "args", "args_on_resume"}
+#: Keys that say what runs, and so cannot be given with a function.
+_PROGRAM_KEYS = {"script", "module", "args", "args_on_resume"}
 
 
 def launch(
@@ -49,68 +49,105 @@ def launch(
     run_dir: str | os.PathLike[str] | None = None,
     **job_definition: Any,
 ) -> Handle:
-    """Starts a run, or continues the one in ``run_dir``, and returns at once.
+    """Start a run, or continue the one in ``run_dir``, and return without waiting for it.
+
+    A function runs once on every rank, where ``clusterddp.init()`` works as in a script. The function, its arguments
+    and its return values are pickled. After a preemption it is called again; if it is a submitit callable, the object
+    that its ``checkpoint()`` returned is called instead.
 
     Args:
-        target: a script, a job definition (.yaml), or a function, which every rank calls with ``args``. It, its
-            arguments and what it returns are pickled. ``clusterddp.init()`` works in it as in a script. Preempted, it
-            is called again; with a ``checkpoint()`` (submitit's contract) what that returned is called instead.
-        args: of the script, as text, or of the function.
-        nodes, gpus_per_node: as ``clusterddp submit`` takes them (1 and 1); there are gpus_per_node ranks per node.
-        device: "cuda" or "cpu"; the job definition's, or "cuda", if None.
-        local: whether the ranks are processes of this machine instead of a Slurm job. They outlive this process.
-        run_dir: the run's folder; a new one under $CLUSTERDDP_RUNS or ./runs if None.
-        job_definition: any other key of a job definition: ``time="8:00:00"``, ``checkpoint={"every": "500 steps"}``.
+        target: A script, a job definition (``.yaml`` or ``.yml``), or a function.
+        *args: Arguments of the function, or command-line arguments of the script, converted to text.
+        nodes: Number of nodes, or a range such as ``"2-4"``. Default: 1.
+        gpus_per_node: GPUs per node, one rank each, or ``"TYPE:G"``; with ``device="cpu"``, ranks per node. Default: 1.
+        device: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo). Default: that of the job definition, else ``"cuda"``.
+        local: Start the ranks as processes on this machine instead of in a Slurm job. They outlive this process.
+        run_dir: The run directory. Default: a new one, ``$CLUSTERDDP_RUNS/NAME-N`` or ``./runs/NAME-N``.
+        **job_definition: Any other key of a job definition, such as ``time="8:00:00"`` or
+            ``checkpoint={"every": "500 steps"}``.
 
-    Raises UsageError and its kind before anything is started, SlurmError when Slurm refuses the job.
+    Returns:
+        A handle for the run. For a run that completed earlier, nothing is started.
+
+    Raises:
+        UsageError: An argument or the job definition is invalid, or the function cannot be pickled.
+        RunDirectoryError: ``run_dir`` is in use, was cancelled, or was recorded with other arguments.
+        SlurmError: Slurm is unavailable or refused the job. After any of these errors nothing has been started.
+
+    Example:
+        >>> handle = clusterddp.launch(train, 0.1, nodes=2, gpus_per_node=8, time="8:00:00")
+        >>> accuracy = handle.result()
     """
     options = {"nodes": nodes, "gpus_per_node": gpus_per_node, "device": device}
     values = {key: value for key, value in {**options, **job_definition}.items() if value is not None}
-    arguments = _command_line(local, run_dir)
-    with _without_surrounding_job():
+    folder = None if run_dir is None else os.fspath(run_dir)
+    with _without_job_variables():
         if callable(target):
-            if clash := _OF_A_FUNCTION & values.keys():
-                raise UsageError(f"{', '.join(sorted(clash))}: the target is a function, which needs none of them")
+            if clash := _PROGRAM_KEYS & values.keys():
+                raise UsageError(f"{', '.join(sorted(clash))}: not allowed when the target is a function")
             values = {"job_name": _name_of(target), **values, "module": "clusterddp.function"}
             job, plant = describe(None, values, {}), _planting(target, args)
         else:
             values |= {"args": [str(argument) for argument in args]} if args else {}
             job, plant = describe(os.fspath(target), values, {}), None
-        if check(arguments, job) is not None:  # the run is done already
-            return Handle(arguments.run_dir)
-        return _start_local(arguments, job, plant) if local else _start_slurm(arguments, job, plant)
+        if check(job, folder, place="--local" if local else None) is None and folder:  # it completed earlier
+            return Handle(folder)
+        if local:
+            return _start_local(job, folder, plant)
+        run, _job_id = submit_to_slurm(job, folder, plant)
+        return Handle(run.path)
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a run is doing."""
+    """The state of a run, as ``Handle.status()`` found it.
+
+    ``str(status)`` is its ``text``.
+    """
 
     state: str
-    """completed, failed, cancelled; held (a job or a process trains it, or waits to), stopped, or unknown."""
+    """``"completed"``, ``"failed"`` or ``"cancelled"`` for a run that is over; ``"held"`` while a job or process trains
+    it or is queued to; ``"stopped"`` if it can be continued; ``"unknown"`` if the controller does not answer, or if
+    only the owner of the run may see it."""
     step: int
-    """Steps done, as far as the metrics tell."""
+    """Number of steps done, according to the metrics."""
     attempts: int
+    """Number of attempts started."""
     text: str
-    """The state in a sentence."""
+    """The state as a sentence, with the job or the reason."""
 
     def __str__(self) -> str:
         return self.text
 
 
 class Handle:
-    """A run, by its folder: of this process or any other, on Slurm or local, over or not."""
+    """A run, identified by its directory. Any process can open it, on any machine that sees the directory.
 
-    def __init__(self, run_dir: str | os.PathLike[str], process: subprocess.Popen[bytes] | None = None) -> None:
-        self._run = status.open_run(os.fspath(run_dir))
-        self._process = process  # the loop of a local run, if it was started here
+    Args:
+        run_dir: The run directory.
+
+    Attributes:
+        path: The run directory, as an absolute path.
+
+    Raises:
+        RunDirectoryError: There is no run in ``run_dir``.
+
+    Example:
+        >>> clusterddp.Handle("runs/train-0").status().step
+        12000
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self._run = open_run(os.fspath(run_dir))
+        self._process: subprocess.Popen[bytes] | None = None  # the loop of a local run that was started here
         self.path = self._run.path
 
     def __repr__(self) -> str:
         return f"Handle({str(self.path)!r})"
 
     def status(self) -> Status:
-        """What the run is doing now."""
-        state, text = status.state_of(self._run)
+        """Return the state of the run, from its files and, if a Slurm job holds it, from the controller."""
+        state, text = state_of(self._run)
         if state == "stopped" and self._loop_alive():
             state, text = "held", "starting"
         last, outcome = self._run.newest_metrics(), self._run.outcome() or {}
@@ -118,10 +155,20 @@ class Handle:
         return Status(state, steps, attempts_made(self._run.events()), text)
 
     def wait(self, timeout: float | None = None) -> str:
-        """Waits until the run is over, whatever its jobs do; returns its state. Its history is shown meanwhile.
+        """Wait until the run is over or stopped, through requeues and restarts, and return its state.
 
-        It helps the run as ``clusterddp watch`` does. ``stopped`` means that nothing trains the run any more, and that
-        it can be continued. Raises TimeoutError after ``timeout`` seconds; the run goes on.
+        Prints the events of the run to stderr meanwhile. Like ``clusterddp watch`` it releases Slurm's hold after a
+        requeue and resubmits a run that lost its job.
+
+        Args:
+            timeout: Seconds to wait. Default: no limit.
+
+        Returns:
+            ``"completed"``, ``"failed"``, ``"cancelled"``, or ``"stopped"`` if nothing trains the run any more and it
+            can be continued.
+
+        Raises:
+            TimeoutError: ``timeout`` has expired. The run continues.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         job = load_resolved(self._run.job_file)
@@ -135,19 +182,36 @@ class Handle:
         return str((self._run.outcome() or {"state": "stopped"})["state"])
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
-        """What a rank has printed so far, and after that its errors; of the newest attempt if None."""
-        _, path = status.find_log(self._run, rank, attempt)
+        """Return what a rank has printed so far: its stdout, followed by its stderr.
+
+        Args:
+            rank: Global rank. Default: 0.
+            attempt: Number of the attempt, from 0. Default: the newest.
+
+        Raises:
+            RunDirectoryError: The run has not started yet, or has no such rank or attempt.
+        """
+        _, path = find_log(self._run, rank, attempt)
         return path.read_text(errors="replace") + path.with_suffix(".err").read_text(errors="replace")
 
     def cancel(self) -> None:
-        """Ends the run for good; returns when nothing trains it any more. Without effect on one that is over."""
+        """End the run for good, and return once nothing trains it. Does nothing if the run is over.
+
+        Raises:
+            RunDirectoryError: The run belongs to another cluster, or its ranks have not ended within 60 seconds.
+            SlurmError: Slurm is unavailable.
+        """
         if self._run.outcome() is None:
-            status.end_for_good(self._run)
+            cancel_run(self._run)
 
     def result(self, *, all_ranks: bool = False) -> Any:
-        """Waits, and returns what the function returned on rank 0, or on all ranks, in a list; None for a script.
+        """Wait for the run as ``wait()`` does, and return what its function returned; None for a script.
 
-        Raises RunFailed, with the first failure's text, when the run is over or stopped without being done.
+        Args:
+            all_ranks: Return a list with the value of each rank instead of rank 0's value. Default: False.
+
+        Raises:
+            RunFailed: The run failed, was cancelled or stopped; the message has the traceback of the first failure.
         """
         if self.wait() != "completed":
             raise RunFailed(self._why_not_done())
@@ -158,7 +222,7 @@ class Handle:
         attempt, ranks = _last_attempt(self._run)
         files = [function.result_file(self._run, attempt, rank) for rank in range(ranks if all_ranks else 1)]
         if missing := [str(path) for path in files if not path.exists()]:
-            raise RunFailed(f"{self._run} is done, but its function has left without returning: no {missing[0]}")
+            raise RunFailed(f"{self._run} completed, but its function exited without returning: no {missing[0]}")
         values = [function.load_result(path) for path in files]
         return values if all_ranks else values[0]
 
@@ -199,17 +263,9 @@ class Handle:
 # --- starting
 
 
-def _command_line(local: bool, run_dir: str | os.PathLike[str] | None) -> argparse.Namespace:
-    """The options of ``clusterddp submit`` that the rest of a submission reads."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    options = [*(["--local"] if local else []), *(["--run-dir", os.fspath(run_dir)] if run_dir is not None else [])]
-    return parser.parse_args(options)
-
-
 @contextmanager
-def _without_surrounding_job() -> Iterator[None]:
-    """What a surrounding job set does not belong to the new one, and is this process's again afterwards."""
+def _without_job_variables() -> Iterator[None]:
+    """Hides what a surrounding job set: it does not belong to the new one."""
     removed = scrub_own()
     try:
         yield
@@ -238,22 +294,17 @@ def _planting(function: Callable[..., Any], args: tuple[Any, ...]) -> Plant:
     return lambda run: save_function(function_file(run), content)
 
 
-def _start_local(arguments: argparse.Namespace, job: Job, plant: Plant | None) -> Handle:
-    """Records the run, and leaves it to a process of its own, which continues it as anyone might."""
-    run = record_local(arguments.run_dir, job, plant)
-    show(f"run directory: {run}")
+def _start_local(job: Job, run_dir: str | None, plant: Plant | None) -> Handle:
+    """Records the run and starts a process that trains it, as the command line would continue it."""
+    run = record_local(job, run_dir, plant)
     command = [*module_command("clusterddp.submit"), "--local", "--run-dir", str(run)]
     with open(_loop_log(run), "ab", opener=create_file) as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )  # Ctrl-C here is not meant for it
-    return Handle(run.path, process)
-
-
-def _start_slurm(arguments: argparse.Namespace, job: Job, plant: Plant | None) -> Handle:
-    run, job_id = submit_fitted(arguments.run_dir, fit(job, required=True), job, plant)
-    show(f"submitted as job {job_id}; run directory: {run}")
-    return Handle(run.path)
+    handle = Handle(run.path)
+    handle._process = process
+    return handle
 
 
 def _loop_log(run: RunDirectory) -> Path:

@@ -1,34 +1,57 @@
-"""``clusterddp drill``: a tiny job finds out, before the first real preemption, what a partition does to a run.
+"""``clusterddp drill``: a tiny job tests, before the first real preemption, what a partition does to a run.
 
-Nobody can preempt a job of their own on demand. What can be tried is: whether the nodes have Slurm's commands, whether
-the signal that a preemption sends reaches every rank, and whether a requeue from inside the job brings it back. What
-notice there is, the controller says.
+Users cannot preempt their own jobs. What the job tests is whether the nodes have Slurm's commands, whether the signal
+of a preemption reaches every rank, and whether a requeue from inside the job restarts it. The controller's
+configuration tells the notice. This module is also the job's batch step and, with ``--rank``, each of its ranks.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from clusterddp.cli.status import open_run
 from clusterddp.cli.watch import Hold
-from clusterddp.errors import UsageError
+from clusterddp.errors import SlurmError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
 from clusterddp.reporter import show
+from clusterddp.rundir.files import write_json
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import preemption_policy
 from clusterddp.slurm.preemption_policy import Preemption
 
-QUEUE_S = 3600.0
+QUEUE_S, RANK_S = 3600.0, 60.0
+#: What a run needs on its nodes.
+COMMANDS = ("srun", "scontrol", "sbatch", "scancel")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``drill``."""
+    parser.add_argument("-p", "--partition", help="as in sbatch")
+    parser.add_argument("-q", "--qos", help="as in sbatch")
+    parser.add_argument("-N", "--nodes", type=int, default=1, help="default: 1")
+    parser.add_argument("--run", metavar="RUN", help="compare the notice with the time that this run's last save took")
+
+
+def run(arguments: argparse.Namespace, _: object) -> int:
+    """Carries out ``drill``; returns the exit code."""
+    run = open_run(arguments.run) if arguments.run else None
+    if run is not None and last_save_s(run) is None:
+        raise UsageError(f"{run} has no checkpoint: choose a run that has saved one, or omit --run")
+    return drill(arguments.partition, arguments.qos, arguments.nodes, run)
 
 
 def drill(partition: str | None, qos: str | None, nodes: int, run: RunDirectory | None) -> int:
@@ -62,7 +85,7 @@ def drill_script(partition: str | None, qos: str | None, nodes: int, folder: Pat
         if text is not None and not text.isprintable():
             raise UsageError(f"{text!r} has line breaks or control characters, which a batch script cannot hold")
     lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
-    command = f"exec {shlex.join([*module_command('clusterddp.cli.drill_job', python), str(folder)])}"
+    command = f"exec {shlex.join([*module_command('clusterddp.cli.drill', python), str(folder)])}"
     return "\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue", "trap '' TERM", command, ""])
 
 
@@ -129,9 +152,59 @@ def report(
     return lines
 
 
-def check(path: str | None) -> RunDirectory | None:
-    """The run whose last save is compared, if one was named."""
-    run = open_run(path) if path else None
-    if run is not None and last_save_s(run) is None:
-        raise UsageError(f"{run} has saved nothing yet: name a run with a checkpoint, or leave --run out")
-    return run
+# --- on the nodes
+
+
+def rank(folder: Path) -> None:
+    """Waits for TERM and notes when it came."""
+    name = os.environ["SLURM_PROCID"]
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    (folder / f"ready-{name}").touch()
+    if signal.sigtimedwait({signal.SIGTERM}, RANK_S) is not None:
+        write_json(folder / f"signalled-{name}.json", {"time": time.time()})
+
+
+def first_start(folder: Path, job_id: str) -> None:
+    """Signals a step of ranks as a preemption does, notes what arrived, and requeues the job."""
+    ranks = int(os.environ["SLURM_JOB_NUM_NODES"])
+    command = ["srun", "--ntasks-per-node=1", *module_command("clusterddp.cli.drill"), "--rank", str(folder)]
+    step = subprocess.Popen(command)
+    _await(lambda: len(list(folder.glob("ready-*"))) == ranks)
+    sent = time.time()
+    subprocess.run(["scancel", "--signal=TERM", f"{job_id}.0"], check=False)
+    _await(lambda: len(list(folder.glob("signalled-*.json"))) == ranks)
+    seconds = time.time() - sent
+    step.kill()
+    found = {
+        "ranks": ranks,
+        "signalled": len(list(folder.glob("signalled-*.json"))),
+        "seconds": seconds,
+        "missing": [name for name in COMMANDS if shutil.which(name) is None],
+    }
+    write_json(folder / "first.json", found)
+    try:
+        slurm.requeue(job_id)
+    except SlurmError as error:
+        write_json(folder / "first.json", {**found, "requeue_error": str(error)})
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + RANK_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def main() -> None:
+    """The batch step, on its first and second start, or a rank."""
+    folder = Path(sys.argv[-1])
+    if "--rank" in sys.argv:
+        rank(folder)
+    elif "SLURM_RESTART_COUNT" in os.environ:
+        write_json(folder / "second.json", {"time": time.time()})
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        first_start(folder, os.environ["SLURM_JOB_ID"])
+
+
+if __name__ == "__main__":
+    main()

@@ -30,7 +30,7 @@ class Fork:
             path, step = text, ""
         run = RunDirectory(path)
         if not run.exists():
-            raise RunDirectoryError(f"--fork {text}: {run} holds no run; expected RUN or RUN@STEP with a run's folder")
+            raise RunDirectoryError(f"--fork {text}: {run} is not a run directory; expected RUN or RUN@STEP")
         return cls(run, int(step) if step else None)
 
     def plant(self, into: RunDirectory) -> str:

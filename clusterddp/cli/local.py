@@ -166,6 +166,21 @@ class LocalRun:
             signal_ranks(self._process.pid, self.stop_signal)
 
 
+class AllocatedRun(LocalRun):
+    """``submit --here`` in salloc's shell: one attempt in the allocation, as the supervisor never asks for another."""
+
+    #: The supervisor ignores it, and srun forwards it to every rank.
+    stop_signal: ClassVar[signal.Signals] = signal.SIGUSR2
+
+    def _options(self) -> list[str]:
+        return []
+
+    def _interrupted(self) -> None:
+        self.interrupts += 1
+        show("\nsaving and stopping; scancel ends the allocation at once")
+        self._signal(Cause.INTERRUPTED)
+
+
 @contextmanager
 def _interrupts_counted(act: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C and a hang-up call ``act``."""

@@ -91,50 +91,6 @@ def check_combinations(arguments: argparse.Namespace) -> None:
         raise UsageError("--sbatch and --dry-run are about a batch job: expected without --local")
 
 
-def check_folder(path: str) -> None:
-    """A name that a folder can have, and that stays on its line in a batch script."""
-    if not path.isprintable():
-        raise UsageError(f"--run-dir {path!r}: line breaks and control characters are not allowed in it")
-    try:
-        Path(path).stat()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UsageError(f"--run-dir {path[:200]}: {error.strerror}") from error
-    if not Path(path).is_dir():
-        raise UsageError(f"--run-dir {path} is a file: expected a run's folder, or a name for a new one")
-
-
-def check_nodes_fixed(arguments: argparse.Namespace, job: Job) -> None:
-    """Only Slurm can choose from a range of nodes."""
-    if job.min_nodes is not None and (arguments.local or arguments.here):
-        where = "--local" if arguments.local else "--here"
-        raise UsageError(
-            f"nodes {job.nodes_text} is a range for Slurm to choose from: with {where} give one number, "
-            f"such as --nodes {job.nodes} (and --change, if the run has begun)"
-        )
-
-
-def check_local_ranks(arguments: argparse.Namespace, job: Job) -> None:
-    """No more processes than a machine can start: each is a Python of its own."""
-    cores = len(os.sched_getaffinity(0))
-    most = max(64, 32 * cores)
-    if arguments.local and job.world_size > most:
-        raise UsageError(
-            f"{job.world_size} ranks with --local, on the {cores} cores of this machine: expected at most {most}; give "
-            "fewer --nodes or --gpus"
-        )
-
-
-def check_tasks_are_ranks(arguments: argparse.Namespace, job: Job) -> None:
-    """An allocation's tasks are its ranks, however many GPUs each has."""
-    if arguments.here and job.gpus_per_rank > 1:
-        raise UsageError(
-            f"gpus_per_rank {job.gpus_per_rank} with --here: there is a rank for each of the allocation's tasks. "
-            "Leave it out (--set gpus_per_rank=1), and ask for more GPUs than tasks in the sbatch script"
-        )
-
-
 def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> Job:
     """The job definition that the command line describes; where it names no program, that of the run it names."""
     values = option_values(arguments, script_arguments)

@@ -8,11 +8,12 @@ Looking with ``status`` does none of this.
 
 from __future__ import annotations
 
+import argparse
 import time
 from contextlib import ExitStack
 
 from clusterddp.cli.progress import Progress
-from clusterddp.cli.status import state_of
+from clusterddp.cli.status import open_run, state_of
 from clusterddp.errors import INTERRUPTED, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
@@ -37,6 +38,16 @@ _UNASKED_ENDS = frozenset(("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "TIMEOUT"))
 #: credential, and refuses a new one that is not younger: lifted within that second, the job was FAILED for good, "Job
 #: credential revoked" (seen on 22.05.8). The rest is for clocks that differ between nodes.
 SETTLE_S = 3.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``watch``."""
+    parser.add_argument("run", nargs="+", metavar="RUN", help="run directories")
+
+
+def run(arguments: argparse.Namespace, _: object) -> int:
+    """Carries out ``watch``; returns the exit code."""
+    return watch([open_run(path) for path in arguments.run])
 
 
 class Hold:
@@ -109,7 +120,7 @@ class Watcher:
         """A run that no Slurm job holds: it trains as local processes, or was stopped."""
         state, words = state_of(self._run)
         if state in ("held", "unknown"):
-            return self._say(f"a local run, {words}: waiting for its end")
+            return self._say(f"{words}: waiting for the run to end")
         if self._run.outcome() is None:
             self.result = 1
             self._say(words)

@@ -60,6 +60,7 @@ SECTIONS_OF_DOCSTRINGS = {
     "Attributes": "Attributes",
     "Returns": "Returns",
     "Raises": "Raises",
+    "Example": "Example",
 }
 
 

@@ -66,7 +66,7 @@ def test_logs_of_what_is_not_there_are_refused(run: RunDirectory) -> None:
     """With ``-f`` too: nobody waits for an attempt that will not come, or a rank of a run that is over."""
     run.create_attempt()
     for follow in ([], ["-f"]):
-        assert "has no attempt 7; it has 0\n" in said([*CLI, "logs", str(run), "--attempt", "7", *follow], 1)
+        assert "has no attempt 7; available: 0\n" in said([*CLI, "logs", str(run), "--attempt", "7", *follow], 1)
     write_json(run.outcome_file, {"state": "failed", "step": None, "attempts": 1, "reason": "x"})
     assert "attempt 0" in said([*CLI, "logs", str(run), "--rank", "9", "-f"], 1)
 

@@ -71,7 +71,7 @@ def test_without_a_step_a_fork_begins_with_the_newest_whole_checkpoint(tmp_path,
     ("arguments", "words"),
     [
         (("--fork", "{source}@7"), "has no checkpoint of step 7; it has those of the steps 20, 30, 40"),
-        (("--fork", "{source}/nowhere"), "holds no run; expected RUN or RUN@STEP"),
+        (("--fork", "{source}/nowhere"), "expected RUN or RUN@STEP"),
         (("--fork", "{source}", "--run-dir", "{source}"), "holds a run already: --fork needs another --run-dir"),
         (("--fork", "{source}", "--change"), "expected without --here, --change"),
     ],

@@ -208,7 +208,7 @@ def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run
     assert "state     completed: all ranks finished" in status.stdout
     assert "steps     no steps recorded" in status.stdout
     again = submit(run)
-    assert again.returncode == 0 and f"{run} completed already: nothing to do" in again.stderr
+    assert again.returncode == 0 and f"{run} has already completed" in again.stderr
     first, second = ((run.attempt_logs(attempt) / "rank-3.out").read_text() for attempt in (0, 1))
     assert "rank 3 (local 1) of 4 starts at step 0" in first
     assert re.search(r"rank 3 \(local 1\) of 4 starts at step [1-9]\d*", second)

@@ -32,9 +32,7 @@ def test_a_run_that_failed_before_its_first_step_is_corrected_without_change(run
     assert submit(run, *options, "--lr", "0.2", "--steps", "5").returncode == 1
     corrected = submit(run, *options, "--lr", "0.1", "--steps", "5")
     assert corrected.returncode == 0, corrected.stderr
-    said = (
-        f"{run} failed before its first step, and starts with other arguments: args: --lr 0.2 recorded, --lr 0.1 given"
-    )
+    said = f"{run} failed before its first step: recording the new arguments (args: --lr 0.2 recorded, --lr 0.1 given)"
     assert f"{said}\n" in corrected.stderr
     assert "--lr" in run.job_file.read_text() and "'0.1'" in run.job_file.read_text()
     refused = submit(run, *options, "--lr", "0.3", "--steps", "5")
@@ -65,7 +63,7 @@ def test_a_seed_that_no_checkpoint_fits_is_refused_and_a_completed_run_stays_so(
     assert refused.returncode == 1
     key, _, value = option.partition("=")
     was = {"seed": 0, "global_batch": 64}[key]
-    assert f"of a training with {key} {was}, which cannot continue with {key} {value}: leave it" in refused.stderr
+    assert f"made with {key} {was} and cannot continue with {key} {value}: use the" in refused.stderr
     assert (run.outcome(), run.job_file.read_text()) == (outcome, before)
 
 

@@ -399,7 +399,7 @@ def looks(run: RunDirectory, job: Job) -> list[Callable[[], Any]]:
     """All that reads a run's files."""
     history: Callable[[], Any] = lambda: History(run, 1).conclude("failed", "x")  # noqa: E731
     return [
-        lambda: status.show(str(run)),
+        lambda: status.show(run),
         run.metrics,
         run.outcome,
         run.last_metrics,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from clusterddp.cli import status
+from clusterddp.cli.cancel import cancel_run
 from clusterddp.cli.recording import check_not_held
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
@@ -68,7 +69,7 @@ def test_a_local_run_that_was_stopped_can_be_continued_under_another_host_name(
     be_elsewhere(monkeypatch)
     check_not_held(run)
     assert not lease.local_loop_alive(run)
-    assert "not over, and not running" in status.state_of(run)[1]
+    assert "stopped; continue with" in status.state_of(run)[1]
 
 
 def test_a_run_of_a_machine_out_of_reach_can_be_taken_over(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +105,7 @@ def test_cancelling_a_copy_leaves_the_original_alone(run: RunDirectory, sleeper:
     copy = RunDirectory(run.path.with_name("copy"))
     shutil.copytree(run.path, copy.path)
     assert not lease.local_loop_alive(copy) and lease.local_loop_alive(run)
-    assert status.end_for_good(copy)["state"] == "cancelled"
+    assert cancel_run(copy)["state"] == "cancelled"
     assert (sleeper.poll(), run.outcome(), run.cancelled) == (None, None, False)
     moved = RunDirectory(run.path.rename(run.path.with_name("moved")))
     with pytest.raises(RunDirectoryError, match=f"held by process {sleeper.pid}"):
@@ -124,7 +125,7 @@ def test_a_job_of_another_cluster_is_not_taken_for_one_of_this(
     words = "held by job 41 of cluster alpha, which cannot be reached from here"
     assert lease.held_by_other(run, lease.of_job("41")) == words
     with pytest.raises(RunDirectoryError, match=f"{words}: cancel it on that cluster"):
-        status.end_for_good(run)
+        cancel_run(run)
     assert (run.cancelled, run.outcome()) == (False, None)
 
 
@@ -134,7 +135,7 @@ def test_a_cancel_while_an_attempt_is_claimed_ends_it(run: RunDirectory, monkeyp
 
     def claimed_and_cancelled(self: RunDirectory) -> int:
         number = claim(self)
-        assert status.end_for_good(run)["state"] == "cancelled"
+        assert cancel_run(run)["state"] == "cancelled"
         return number
 
     monkeypatch.setattr(RunDirectory, "create_attempt", claimed_and_cancelled)

@@ -14,8 +14,9 @@ import pytest
 
 from clusterddp.api import Handle
 from clusterddp.checkpoint.store import lineage
+from clusterddp.cli.cancel import cancel_run
 from clusterddp.cli.progress import Progress
-from clusterddp.cli.status import end_for_good, show
+from clusterddp.cli.status import show
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -202,7 +203,7 @@ def test_a_long_history_costs_no_more_to_look_at_or_resume_than_a_short_one(run:
         return int(Path("/proc/self/io").read_text().split()[1])
 
     before = read_bytes()
-    show(str(run.path))
+    show(run)
     assert Handle(run.path).status().step == 100_000
     assert History(run, 0).saved()["step"] == 100_000
     assert Attempt(run, load_resolved(run.job_file), 0, None, None)._steps_before == 100_000  # type: ignore[arg-type]
@@ -282,7 +283,7 @@ def test_a_holder_that_is_neither_a_job_nor_a_process_is_never_ended(run: RunDir
     """``cancel`` would end every process of the user, or hand scancel an option."""
     write_json(run.submitted_file, entry)
     with pytest.raises(RunDirectoryError, match="submitted.json"):
-        end_for_good(run)
+        cancel_run(run)
 
 
 def test_a_ranks_record_that_cannot_be_read_is_a_rank_that_died(run: RunDirectory) -> None:

@@ -328,7 +328,10 @@ def test_who_may_not_look_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(RunDirectoryError, match="permission denied.*share=group"):
             status.open_run(str(run))
     monkeypatch.setattr("clusterddp.cli.status.held_by_other", refuse)
-    assert status.state_of(run) == ("unknown", "not over; who trains it, only its owner can see")
+    assert status.state_of(run) == (
+        "unknown",
+        "not over; only its owner can see which job or process trains it",
+    )
 
 
 def test_anothers_history_does_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,7 +344,7 @@ def test_anothers_history_does_not_command_the_terminal(tmp_path: Path, capsys: 
     append_line(run.events_file, event)
     append_line(run.metrics_file, {"step": 0, "attempt": 0, bad: bad})
     write_json(run.outcome_file, {"state": "failed", "step": 0, "attempts": 1, "reason": bad})
-    status.show(str(run))
+    status.show(run)
     shown = capsys.readouterr().out
     assert shown.replace("\n", "").isprintable(), shown
     assert shown.count("?[2J?x") == 5

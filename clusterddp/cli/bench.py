@@ -1,0 +1,23 @@
+"""``clusterddp bench``: submits a packaged benchmark and shows its output."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from clusterddp.cli import submit
+from clusterddp.cli.options import add_arguments as add_arguments
+from clusterddp.errors import UsageError
+
+BENCHMARKS = Path(__file__).parents[1] / "bench"
+
+
+def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
+    """Carries out ``bench``; returns the exit code."""
+    names = sorted(path.stem for path in BENCHMARKS.glob("*.yaml"))
+    if arguments.target not in names:
+        raise UsageError(f"bench {arguments.target or '(no name)'}: expected {' or '.join(names)}")
+    arguments.target = str(BENCHMARKS / f"{arguments.target}.yaml")
+    arguments.follow = not (arguments.local or arguments.here or arguments.dry_run)
+    return submit.run(arguments, script_arguments)

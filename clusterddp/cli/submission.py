@@ -1,0 +1,182 @@
+"""From a job to a recorded run: what ``clusterddp submit`` and ``clusterddp.launch()`` share.
+
+Everything is checked before anything is written.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from clusterddp.checkpoint.store import check_present, of_run
+from clusterddp.cli.recording import Plant, check_not_held, claim, recorded
+from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.jobdef.differences import list_differences
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.reporter import show
+from clusterddp.rundir.ownership import check_run
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.messages import at_step
+
+
+def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | None = None) -> list[str] | None:
+    """Checks that the job can start, or continue the run in ``run_dir``.
+
+    ``place``: ``--local`` or ``--here``; None for a Slurm job. Returns the differences from the recorded job, which are
+    to be recorded, or None when the run has completed and there is nothing to do.
+    """
+    differences: list[str] = []
+    if run_dir:
+        check_folder(run_dir)
+        run = RunDirectory(run_dir)
+        differences = check_continues(run, job, change)
+        if run.exists() and completed(run, bool(differences)):
+            return None
+        if differences and not change:
+            show(f"{run} failed before its first step: recording the new arguments ({'; '.join(differences)})")
+    check_place(job, place)
+    show(f"{job.name}: {job.shape}")
+    return differences
+
+
+def check_folder(path: str) -> None:
+    """Checks that the path can be a folder, and stays on its line of a batch script."""
+    if not path.isprintable():
+        raise UsageError(f"--run-dir {path!r}: line breaks and control characters are not allowed in a path")
+    try:
+        Path(path).stat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"--run-dir {path[:200]}: {error.strerror}") from error
+    if not Path(path).is_dir():
+        raise UsageError(f"--run-dir {path} is a file: expected a run directory, or a path for a new one")
+
+
+def check_continues(run: RunDirectory, job: Job, change: bool) -> list[str]:
+    """Checks that the job may start or continue the run; returns how it differs from the recorded one.
+
+    Differences are an error unless ``change`` is set or the run failed before its first step. What every step depends
+    on cannot change at all.
+    """
+    if not run.exists():
+        if run.path.exists() and any(run.path.iterdir()):
+            raise RunDirectoryError(f"{run} is not empty and holds no run (no job.yaml): choose another --run-dir")
+        return []
+    check_run(run)
+    recorded = load_resolved(run.job_file)
+    differences = list_differences(recorded, job)
+    if differences and not change and not failed_before_first_step(run):
+        raise RunDirectoryError(
+            f"{run} was started with other arguments: {'; '.join(differences)}. "
+            "Use the recorded arguments, add --change to record the new ones, or choose another --run-dir"
+        )
+    check_frozen(run, recorded, job)
+    return differences
+
+
+def check_frozen(run: RunDirectory, recorded: Job, job: Job) -> None:
+    """Checks that what the order of samples depends on is as recorded once there is a checkpoint."""
+    changed = ["seed"] if job.seed != recorded.seed else []
+    if job.global_batch and recorded.global_batch and job.global_batch != recorded.global_batch:
+        changed.append("global_batch")
+    if changed and any(run.checkpoints.glob("step-*")):
+        was, now = (", ".join(f"{key} {getattr(one, key)}" for key in changed) for one in (recorded, job))
+        raise RunDirectoryError(
+            f"{run} has checkpoints made with {was} and cannot continue with {now}: use the recorded value, or start a "
+            "new run with another --run-dir"
+        )
+
+
+def failed_before_first_step(run: RunDirectory) -> bool:
+    """Whether a failed run has trained nothing: no step is recorded, and the script has written no file."""
+    outcome = run.outcome()
+    if outcome is None or outcome["state"] != "failed" or outcome["step"] or run.last_metrics() is not None:
+        return False
+    own = {path.name for path in (run.job_file, run.batch_script, run.events_file, run.metrics_file, run.outcome_file)}
+    own |= {path.name for path in (run.checkpoints, run.logs, run.private)}
+    return not any(run.checkpoints.glob("*")) and not {path.name for path in run.path.iterdir()} - own
+
+
+def completed(run: RunDirectory, changed: bool) -> bool:
+    """Whether the run has completed, and no ``changed`` arguments extend it. RunDirectoryError for a cancelled one."""
+    outcome = run.outcome()
+    if outcome is None or outcome["state"] == "failed" or (outcome["state"] == "completed" and changed):
+        check_present(of_run(run))
+        return False
+    if outcome["state"] == "completed":
+        show(f"{run} has already completed{at_step(outcome['step'])}: nothing to do; extend it with --change --set ...")
+        return True
+    raise RunDirectoryError(f"{run} was cancelled{at_step(outcome['step'])} and cannot continue: start a new run")
+
+
+def check_place(job: Job, place: str | None) -> None:
+    """Checks what only a job of its own can have (``--here``, ``--local``), and what this machine can start."""
+    if place and job.min_nodes is not None:
+        raise UsageError(
+            f"nodes {job.nodes_text} is a range for Slurm to choose from: with {place}, expected one number, "
+            f"such as --nodes {job.nodes} (add --change if the run has already started)"
+        )
+    cores = len(os.sched_getaffinity(0))
+    most = max(64, 32 * cores)  # each rank is a Python process
+    if place == "--local" and job.world_size > most:
+        raise UsageError(
+            f"{job.world_size} ranks with --local on this machine's {cores} cores: expected at most {most}; reduce "
+            "--nodes or --gpus"
+        )
+    if place == "--here" and job.gpus_per_rank > 1:
+        raise UsageError(
+            f"gpus_per_rank {job.gpus_per_rank} with --here: each task of the allocation is one rank. "
+            "Remove it (--set gpus_per_rank=1) and request more GPUs than tasks in the sbatch script"
+        )
+
+
+def record_local(job: Job, run_dir: str | None, plant: Plant | None) -> RunDirectory:
+    """Records a job that is to run on this machine, without Slurm."""
+    run, created = claim(run_dir, job)
+    check_not_held(run)
+    with recorded(run, job, created, plant):
+        pass
+    show(f"run directory: {run}")
+    return run
+
+
+def submit_to_slurm(job: Job, run_dir: str | None, plant: Plant | None) -> tuple[RunDirectory, str]:
+    """Checks the job against the cluster, records it and submits it; returns the run and the job id."""
+    from clusterddp.slurm.batch import RunExecutor
+    from clusterddp.supervisor.lease import submitted
+
+    fitted = fit_to_cluster(job, required=True)
+    run, created = claim(run_dir, job)
+    check_not_held(run)
+    with _interrupts_deferred(), recorded(run, job, created, plant):
+        job_id = RunExecutor(fitted, run, Path.cwd()).submit_run()
+        submitted(run, job_id)
+        run.loop_file.unlink(missing_ok=True)
+    show(f"submitted as job {job_id}; run directory: {run}")
+    return run, job_id
+
+
+def fit_to_cluster(job: Job, required: bool) -> Job:
+    """The job with the resources that it requests of the cluster; see ``resources.fit_to_cluster``."""
+    from clusterddp.slurm import resources
+
+    remarks = resources.check_micro(job)
+    fitted, more = resources.fit_to_cluster(job, required=required)
+    for remark in [*remarks, *more]:
+        show(remark)
+    return fitted
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Blocks Ctrl-C: between sbatch's answer and our record of it, the job id would be lost."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
