@@ -31,7 +31,10 @@ _PSEUDO_STEPS = (
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Where a rank is, under torchrun's names."""
+    """Where a rank is, under torchrun's names.
+
+    Example: ``print(ranks.rank, ranks.world_size, ranks.launcher)``
+    """
 
     rank: int
     """From 0 to world_size - 1."""
@@ -53,7 +56,10 @@ class RankEnvironment:
     """Which launcher's variables were read."""
 
     def exports(self) -> dict[str, str]:
-        """The same under torchrun's names, for a script that reads those; what is not known is left out."""
+        """torchrun's environment variables for this rank, without those that are not known.
+
+        Example: ``os.environ.update(ranks.exports())``
+        """
         values: dict[str, str | int | None] = {
             "RANK": self.rank,
             "LOCAL_RANK": self.local_rank,
@@ -67,11 +73,18 @@ class RankEnvironment:
 
 
 def read(environ: Mapping[str, str]) -> RankEnvironment:
-    """The place that ``environ`` gives this process; raises LauncherEnvironmentError where it gives none or several.
+    """Reads this process's rank from the variables that a launcher has set.
 
-    In this order: torchrun (also inside a Slurm task) and ``clusterddp submit --local``; Open MPI's mpirun; a Slurm
-    step; RANK and its like, set by other means; the shell of a Slurm job, which is no rank and an error; a single
-    process.
+    Launchers are tried in this order: torchrun (also inside a Slurm task) and ``clusterddp submit --local``; Open MPI's
+    mpirun; a Slurm step; RANK and WORLD_SIZE set by other means; the shell of a Slurm job, which is an error, as it is
+    not a rank; a single process.
+
+    Args:
+        environ: such as ``os.environ``. It is not changed.
+
+    Raises LauncherEnvironmentError for variables that are missing or contradict each other.
+
+    Example: ``ranks = read(os.environ)``
     """
     if environ.get(LAUNCHER) == "local":
         return _from_torchrun(environ, "local")

@@ -1,4 +1,4 @@
-"""The errors a user can act on, one class per kind of action.
+"""The errors that a user can act on, one class per kind of action.
 
 Every message says what was given, what was expected and what to do. The command line prints the message alone,
 without a traceback, and exits with ``exit_code``.
@@ -15,67 +15,80 @@ FAILED, WRONG_USAGE, INTERNAL_ERROR, STOPPED, INTERRUPTED, BROKEN_PIPE = 1, 2, 7
 
 
 class ClusterddpError(Exception):
-    """The base of every error that clusterddp raises on purpose."""
+    """Base class of the errors that clusterddp raises."""
 
     exit_code = FAILED
 
 
 class UsageError(ClusterddpError):
-    """The command line, or what it names, is wrong: nothing was submitted or written."""
+    """An argument, or a file that it names, is invalid. Nothing was submitted or written."""
 
     exit_code = WRONG_USAGE
 
 
 class JobDefinitionError(UsageError):
-    """A job definition holds mistakes; the message lists all of them, each with its place."""
+    """A job definition is invalid. The message lists every error with its location."""
 
 
 class LauncherEnvironmentError(ClusterddpError):
-    """The variables that a launcher should have set are missing or contradict each other."""
+    """The environment variables that a launcher sets are missing or contradict each other."""
 
 
 class DeviceError(ClusterddpError):
-    """The devices asked for are not there."""
+    """The requested devices are not available."""
 
 
 class RunDirectoryError(ClusterddpError):
-    """The run directory cannot be used for what was asked: held, over, or recorded with other arguments."""
+    """The run directory cannot be used: the run is held by a job, is over, or was recorded with other arguments."""
 
 
 class SlurmError(ClusterddpError):
-    """Slurm refused the request, or a command of it failed."""
+    """Slurm refused the request, or one of its commands failed."""
 
 
 class SlurmUnavailable(SlurmError):
-    """A Slurm command is missing, or the controller did not answer."""
+    """A Slurm command is not installed, or the controller does not answer."""
 
 
 class SlurmMissing(SlurmUnavailable):
-    """A Slurm command is not on PATH: asking again does not help."""
+    """A Slurm command is not on PATH; a retry does not help."""
 
 
 class CheckpointError(ClusterddpError):
-    """No checkpoint of the run can be restored, or one cannot be written."""
+    """A checkpoint cannot be restored or written."""
 
 
 class RunFailed(ClusterddpError):
-    """A run that was waited for is over, or stopped, without being done; the message holds the first failure."""
+    """The run failed, was cancelled or stopped; the message has the first failure. Raised by ``Handle.result()``."""
 
 
 class Superseded(ClusterddpError):
-    """A newer attempt of the run exists: this one must not write any more."""
+    """A newer attempt of the run exists, so this one can no longer save."""
 
 
 class Stopped(SystemExit):
-    """Training stopped at a step boundary because it was told to; it is not done and can go on from ``step``.
+    """Training was stopped at a step boundary, by a preemption for example; the run can be continued.
 
-    Raised on every rank at the same step, after the checkpoint of that step is committed. A SystemExit, so that it
-    passes through ``except Exception`` and ends an unsupervised process with code 75 (EX_TEMPFAIL, sysexits.h).
+    Raised on all ranks at the same step, after the checkpoint is committed. It is a SystemExit: it passes through
+    ``except Exception``, and the exit code of a script that no supervisor started is 75 (EX_TEMPFAIL, sysexits.h).
+
+    Attributes:
+        step: the step of the newest checkpoint, from which the run continues; None without one, or if the script saves
+            by itself.
+        reason: why the run was stopped.
+
+    Example::
+
+        try:
+            train(run)
+        except clusterddp.Stopped as stopped:
+            print(f"stopped at step {stopped.step}: {stopped.reason}")
+            raise
     """
 
-    #: The one that this process has made: a script may catch it and go on, which makes it no less stopped.
+    #: The newest one of this process: the rank stays stopped even if the script catches it and continues.
     latest: ClassVar[Stopped | None] = None
-    #: Called with each one that is made: the rank shim bounds the time until the process ends.
+    #: Called with each new one: the rank bounds the time until the process ends.
     on_raised: ClassVar[Callable[[Stopped], None] | None] = None
 
     def __init__(self, step: int | None, reason: str) -> None:
@@ -88,8 +101,8 @@ class Stopped(SystemExit):
 
 
 class StoppedAlone(Stopped):
-    """Only this rank stops by itself; its exit code makes the launcher end the others."""
+    """This rank alone stops; its exit code makes the launcher end the others."""
 
 
 class Declined(SystemExit):
-    """A callable's ``checkpoint()`` returned None: it was told to stop, and is not to go on."""
+    """A submitit callable's ``checkpoint()`` returned None: the run fails instead of being requeued."""

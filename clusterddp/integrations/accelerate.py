@@ -1,4 +1,4 @@
-"""accelerate: where its ``save_state`` goes, so that a folder that is there is whole, and which one to load."""
+"""accelerate: saves into a folder that appears only when it is complete, and finds the newest one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def save_state(accelerator: Any, folder: str | os.PathLike[str], step: int) -> N
         accelerator: the script's ``Accelerator``.
         folder: of the checkpoints.
         step: N, the number of optimizer steps so far.
+
+    Example: ``save_state(accelerator, "out/net", step)``
     """
     attempt = os.environ.get(protocol.ATTEMPT, "0")
     temporary = Path(folder) / f".step-{step}.attempt-{attempt}"
@@ -30,7 +32,10 @@ def save_state(accelerator: Any, folder: str | os.PathLike[str], step: int) -> N
 
 
 def newest_state(folder: str | os.PathLike[str]) -> tuple[str | None, int]:
-    """The newest checkpoint in ``folder``, for ``accelerator.load_state``, and its step; None and 0 without one."""
+    """The newest checkpoint in ``folder``, for ``accelerator.load_state``, and its step; None and 0 without one.
+
+    Example: ``folder, step = newest_state("out/net")``
+    """
     found = {int(match[1]): path for path in Path(folder).glob("*") if (match := _STATE.fullmatch(path.name))}
     step = max(found, default=0)
     return (str(found[step]) if found else None), step

@@ -25,6 +25,8 @@ class RankEnvironment(ClusterEnvironment):
 
     Args:
         ctx: of ``clusterddp.init()``.
+
+    Example: ``Trainer(strategy="ddp", plugins=[RankEnvironment(ctx)])``
     """
 
     def __init__(self, ctx: Context) -> None:
@@ -79,6 +81,8 @@ class SaveAndRequeue(Callback):
     Args:
         ctx: of ``clusterddp.init()``.
         folder: where the checkpoint is saved; also give it to ModelCheckpoint as ``dirpath``.
+
+    Example: ``Trainer(strategy="ddp", callbacks=[SaveAndRequeue(ctx, "out/net")])``
     """
 
     def __init__(self, ctx: Context, folder: str | os.PathLike[str]) -> None:
@@ -88,7 +92,10 @@ class SaveAndRequeue(Callback):
 
     @property
     def newest_checkpoint(self) -> str | None:
-        """The checkpoint with the highest step in its name, for ``fit(ckpt_path=...)``; None without one."""
+        """The checkpoint with the highest step in its name, for ``fit(ckpt_path=...)``; None without one.
+
+        Example: ``trainer.fit(model, loader, ckpt_path=stop.newest_checkpoint)``
+        """
         found = {
             int(match[1]): path for path in self._folder.glob("*.ckpt") if (match := _CHECKPOINT.search(path.name))
         }

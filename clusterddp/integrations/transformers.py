@@ -21,6 +21,8 @@ class SaveAndRequeue(TrainerCallback):
 
     Args:
         ctx: of ``clusterddp.init()``, called before the Trainer is made, which then uses its process group.
+
+    Example: ``Trainer(model, arguments, train_dataset=dataset, callbacks=[SaveAndRequeue(ctx)])``
     """
 
     def __init__(self, ctx: Context) -> None:
@@ -46,6 +48,8 @@ def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
     The Trainer writes into the final folder, ``trainer_state.json`` last. A folder without that file is a save that was
     interrupted.
+
+    Example: ``trainer.train(resume_from_checkpoint=newest_checkpoint("out/llama"))``
     """
     found = [(path, _CHECKPOINT.fullmatch(path.parent.name)) for path in Path(output_dir).glob("*/trainer_state.json")]
     steps = {int(match[1]): path.parent for path, match in found if match}

@@ -21,10 +21,6 @@ EXAMPLES = {
     "Context.all_reduce_sum": "correct = ctx.all_reduce_sum((predicted == labels).sum())",
     "Context.all_reduce_mean": "accuracy = ctx.all_reduce_mean(correct / count, weight=count)",
     "Context.gather": "predictions = ctx.gather(predicted)",
-    "Stopped": (
-        "try:\n    train(run)\nexcept clusterddp.Stopped as stop:\n"
-        '    print(f"saved at step {stop.step}: {stop.reason}")\n    raise'
-    ),
     "training.loop.Run": 'ctx.print(f"continues at step {run.step}")',
     "Run.epoch": 'optimizer.param_groups[0]["lr"] = 0.1 * 0.9**run.epoch',
     "Run.end_of_epoch": "if run.end_of_epoch:\n    scheduler.step()",
@@ -61,24 +57,6 @@ EXAMPLES = {
     "Handle.cancel": "handle.cancel()",
     "Handle.result": "accuracy = handle.result()",
     "api.Status": "print(handle.status().step)",
-    # --- ranks
-    "environment.read": "ranks = read(os.environ)",
-    "environment.RankEnvironment": "print(ranks.rank, ranks.world_size, ranks.launcher)",
-    "RankEnvironment.exports": "os.environ.update(ranks.exports())",
-    # --- other libraries
-    "integrations.transformers.SaveAndRequeue": (
-        "trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[SaveAndRequeue(ctx)])"
-    ),
-    "integrations.transformers.newest_checkpoint": (
-        'trainer.train(resume_from_checkpoint=newest_checkpoint("out/llama"))'
-    ),
-    "integrations.lightning.RankEnvironment": 'trainer = Trainer(strategy="ddp", plugins=[RankEnvironment(ctx)])',
-    "integrations.lightning.SaveAndRequeue": (
-        'stop = SaveAndRequeue(ctx, "out/net")\ntrainer = Trainer(strategy="ddp", callbacks=[stop])'
-    ),
-    "SaveAndRequeue.newest_checkpoint": "trainer.fit(model, loader, ckpt_path=stop.newest_checkpoint)",
-    "integrations.accelerate.save_state": 'save_state(accelerator, "out/net", step)',
-    "integrations.accelerate.newest_state": 'folder, step = newest_state("out/net")',
     # --- commands
     "submit": (
         "clusterddp submit train.py --nodes 2 --gpus 8 -p gpu -t 1-0 -- --lr 0.1\n"
