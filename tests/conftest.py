@@ -17,6 +17,7 @@ import pytest
 import clusterddp
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig, unavailable
+from tests.histories import check_histories
 from tests.other_user import run_as_other
 from tests.trainings import Training
 from tests.waiting import story
@@ -66,6 +67,14 @@ class Clusters:
         if self._up is not None:
             self._up.down()
             self._up = None
+
+
+@pytest.fixture(autouse=True)
+def _listed_events(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No run of a test writes an event with a field that the protocol does not list."""
+    yield
+    for name in {"tmp_path", "runs"} & request.node.funcargs.keys():
+        check_histories(request.node.funcargs[name])
 
 
 @pytest.fixture(scope="session")

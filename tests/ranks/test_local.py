@@ -18,6 +18,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.controller import give_notice, notice_file
 from tests.cluster.system import Process
+from tests.histories import check_history
 from tests.waiting import differing, final_state, story, wait_for_step, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -73,6 +74,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def check_same(run: RunDirectory, reference: RunDirectory) -> None:
     assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(240)), story(run)
     assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in reference.metrics()]
+    check_history(run.events())
     assert differing(final_state(run), final_state(reference)) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,11 @@ from submitit.core.utils import DelayedSubmission
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import function
+from tests.histories import check_history
+from tests.waiting import differing, final_state
 
 PACKAGE = Path(__file__).resolve().parents[2] / "clusterddp"
+OLDER = Path(__file__).resolve().parents[1] / "older"
 #: What 0.1 recorded for one local rank on a CPU.
 JOB = """\
 job_name: old
@@ -72,6 +76,51 @@ def test_a_function_launched_by_the_version_before_completes(run: RunDirectory) 
     function.save_function(function.function_file(run), function.pickled(DelayedSubmission(lambda: 42)))
     assert completes(run)
     assert cloudpickle.loads(function.result_file(run, 0, 0).read_bytes()) == 42
+
+
+@pytest.fixture
+def older(tmp_path: Path) -> Path:
+    """A copy of what 0.1 wrote: ``run`` (2 local ranks, stopped after 6 of 12 steps), ``checkpoints`` (of 5 steps)."""
+    folder = tmp_path / "older"
+    shutil.copytree(OLDER, folder)
+    for path in folder.glob("*/private/**/*"):  # git keeps no such modes
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    for private in folder.glob("*/private"):
+        private.chmod(0o700)
+    job = folder / "run" / "job.yaml"
+    job.write_text(job.read_text().replace("/tmp/older/", f"{folder}/"))
+    return folder
+
+
+def local(run: Path, *more: str | Path) -> RunDirectory:
+    """Starts or continues a local run, to its end."""
+    command = [sys.executable, "-m", "clusterddp", "submit", "--local", "--run-dir", str(run)]
+    subprocess.run([*command, *map(str, more)], check=True, timeout=200)
+    return RunDirectory(run)
+
+
+def test_a_run_of_the_version_before_resumes_exactly(older: Path) -> None:
+    """To the last bit: it ends as one that the present version trains without an interruption."""
+    resumed = local(older / "run")
+    whole = local(older / "whole", "--device", "cpu", "--gpus", "2", older / "train.py", "--", "12")
+    assert [event["step"] for event in resumed.events() if event["event"] == "resumed"] == [6]
+    assert [(line["step"], line["loss"], line["drawn"]) for line in resumed.metrics()] == [
+        (line["step"], line["loss"], line["drawn"]) for line in whole.metrics()
+    ]
+    assert differing(final_state(resumed), final_state(whole)) == []
+    check_history(resumed.events())
+    outcome = {"state": "completed", "step": 12, "attempts": 2, "reason": "all ranks finished"}
+    assert resumed.outcome() == outcome
+
+
+def test_a_checkpoint_of_the_version_before_resumes_exactly(older: Path) -> None:
+    """One without a run, by ``CheckpointFolder``."""
+    for folder in ("checkpoints", "whole"):
+        command = [sys.executable, str(older / "train.py"), "9", str(older / folder)]
+        subprocess.run(command, check=True, timeout=200)
+    resumed, whole = RunDirectory(older / "checkpoints"), RunDirectory(older / "whole")
+    assert (resumed.resumed(1) or {})["step"] == 5
+    assert differing(final_state(resumed), final_state(whole)) == []
 
 
 def test_the_old_name_of_a_rank_starts_the_same() -> None:

@@ -13,29 +13,13 @@ from typing import Any
 import pytest
 
 from clusterddp import errors, protocol
-from clusterddp.protocol import CHANNEL_EVENTS, EVENTS, Event
+from clusterddp.protocol import EVENTS, Event
 from clusterddp.supervisor import control_server, messages
 from clusterddp.worker import control_channel
+from tests.histories import EVERY, check_event, fields
 
 PACKAGE = Path(__file__).resolve().parents[2] / "clusterddp"
 SOURCES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-EVERY = {**EVENTS, **CHANNEL_EVENTS}
-
-
-def names(fields: str) -> tuple[set[str], set[str]]:
-    """The fields that are always there, and those that may be."""
-    every = fields.split()
-    return {name for name in every if name[-1] not in "?*"}, {name.rstrip("?") for name in every}
-
-
-def check(event: str, fields: set[str], complete: bool = True) -> None:
-    """Fails unless the protocol lists the event with these fields."""
-    assert event in EVERY, f"{event!r} is not in protocol.py"
-    always, known = names(EVERY[event].fields)
-    if "*" not in known:
-        assert fields <= known, f"{event!r} has {sorted(fields - known)}, which protocol.py does not list"
-    if complete:
-        assert always <= fields, f"{event!r} lacks {sorted(always - fields)}"
 
 
 def calls(*functions: str) -> Iterator[ast.Call]:
@@ -54,7 +38,7 @@ def test_every_event_in_the_code_is_listed_with_its_fields() -> None:
     for call in calls("report", "_report", "_send", "add", "_add_end", "_bounded"):
         if call.args and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str):
             event = call.args[0].value
-            check(event, {word.arg for word in call.keywords if word.arg is not None}, complete=False)
+            check_event(event, {word.arg for word in call.keywords if word.arg is not None}, complete=False)
             found.add(event)
     elsewhere = {"joined", "rejoined", "forked", *protocol.RUN_ENDS}
     assert found | elsewhere == EVERY.keys()
@@ -77,7 +61,7 @@ def test_every_event_that_is_read_or_shown_is_listed() -> None:
 
 def test_no_field_hides_what_every_line_has() -> None:
     for event in EVENTS.values():
-        assert not names(event.fields)[1] & {"time", "attempt", "event"}
+        assert not fields(event.fields)[1] & {"time", "attempt", "event"}
 
 
 def test_the_messages_of_the_control_channel_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,9 +91,9 @@ def test_the_messages_of_the_control_channel_are_listed(monkeypatch: pytest.Monk
     channel.close()
     server.close()
     hello, answer, _, refusal, order = sent
-    assert hello.keys() == names(protocol.HELLO)[0] and answer.keys() == names(protocol.ANSWER)[1]
+    assert hello.keys() == fields(protocol.HELLO)[0] and answer.keys() == fields(protocol.ANSWER)[1]
     assert refusal.keys() == {protocol.REFUSAL} and order.keys() <= protocol.ORDERS.keys()
-    check(*heard[0])
+    check_event(*heard[0])
     orders = {
         word.arg
         for call in calls("broadcast")

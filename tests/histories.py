@@ -1,0 +1,41 @@
+"""Whether events have the fields that ``clusterddp/protocol.py`` lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from clusterddp.protocol import CHANNEL_EVENTS, EVENTS
+from clusterddp.rundir.records import read_lines
+
+EVERY = {**EVENTS, **CHANNEL_EVENTS}
+
+
+def fields(text: str) -> tuple[set[str], set[str]]:
+    """The names that are always there, and all names; ``*`` stands for any."""
+    names = text.split()
+    return {name for name in names if name[-1] not in "?*"}, {name.rstrip("?") for name in names}
+
+
+def check_event(event: str, given: Iterable[str], complete: bool = True) -> None:
+    """Fails unless the protocol lists the event with these fields; ``complete``: all that are always there are."""
+    assert event in EVERY, f"protocol.py does not list {event!r}"
+    always, known = fields(EVERY[event].fields)
+    more, less = set(given) - known - {"rank"}, always - set(given)
+    assert not more or "*" in known, f"protocol.py does not list {sorted(more)} of {event!r}"
+    assert not less or not complete, f"{event!r} lacks {sorted(less)}, which protocol.py lists"
+
+
+def check_history(events: Iterable[Mapping[str, Any]], complete: bool = True) -> None:
+    """The same for the lines of a history."""
+    for line in events:
+        check_event(line["event"], line.keys() - {"time", "attempt", "event"}, complete)
+
+
+def check_histories(folder: Path) -> None:
+    """All histories in a test's folder have listed fields alone. A test may write parts of events, or others."""
+    for file in [*folder.glob("events.jsonl"), *folder.glob("*/events.jsonl"), *folder.glob("*/*/events.jsonl")]:
+        with suppress(OSError):  # a test may have made it unreadable
+            check_history([line for line in read_lines(file) if line.get("event") in EVERY], complete=False)
