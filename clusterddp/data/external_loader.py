@@ -1,7 +1,7 @@
-"""A loader of another library or of the user: any iterable of batches with ``state_dict`` and its inverse.
+"""A loader of another library or of the script's own: any iterable of batches with ``state_dict``/``load_state_dict``.
 
-torchdata's StatefulDataLoader is one. Each rank has its own state, and rank 0's file is to be the whole truth: the
-states are gathered before a save, which is therefore one of all ranks at a step that all of them know.
+torchdata's StatefulDataLoader is one. Each rank has its own state, while only rank 0 writes checkpoints: all ranks
+gather their states before a save, at a step known to all of them.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
-from clusterddp.data import randomness, stream
+from clusterddp.data import randomness
+from clusterddp.data.workers import close
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
 from clusterddp.worker import signals
 
+_END = object()
+
 
 class StatefulLoader(Protocol):
-    """A loader that knows where it is."""
+    """A loader of batches that can save and restore its position."""
 
     def __iter__(self) -> Iterator[Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -27,48 +29,44 @@ class StatefulLoader(Protocol):
 
 
 class ExternalLoader:
-    """What the run needs of a loader, by way of the loader's own state. The interface is ``stream.Loader``'s."""
+    """A StatefulLoader as a ``TrainingLoader``, resumed by its own state rather than by the step."""
 
-    #: Whether every rank must take part in a save.
-    together = True
+    per_rank_state = True
+    #: The number of samples per rank and step is the loader's own business: nothing is ever split.
+    share = batch_size = 1
 
     def __init__(self, loader: StatefulLoader, group: ProcessGroup) -> None:
         self._loader, self._group = loader, group
+        self._name = type(loader).__name__
         self._passes = 0
         self._states: list[dict[str, Any]] = []
-        #: Whether it took random numbers from the global generators, whose state is not the loader's.
+        #: Whether the loader has drawn from the global generators, whose state is not the loader's.
         self._drew = False
-        #: Samples per rank and step are the loader's own affair: nothing is ever cut.
-        self.share = self.batch_size = 1
 
     @property
-    def doubts(self) -> list[str]:
-        """Why a resume may not be exact, as far as has been seen: else a loader with a state is where it was."""
-        name = type(self._loader).__name__
+    def inexact(self) -> list[str]:
+        """Reasons why a resume may not be exact, as far as is known by now."""
         if getattr(self._loader, "num_workers", 0):
-            return [f"the random numbers in the workers of {name} are its own"]
-        return [f"{name} takes random numbers from the global generators"] if self._drew else []
+            return [f"the workers of {self._name} draw random numbers of their own"]
+        return [f"{self._name} draws from the global random generators"] if self._drew else []
 
-    def epoch(self, step: int) -> int:
-        """How many passes over the loader are behind."""
-        del step
+    def epoch(self, _step: int, /) -> int:
+        """The number of completed passes over the loader."""
         return self._passes
 
-    def ends_epoch(self, step: int) -> bool:
-        """Not known before the loader ends."""
-        del step
-        raise TypeError(f"run.end_of_epoch is not known with {type(self._loader).__name__}: use ctx.loader()")
+    def ends_epoch(self, _step: int, /) -> bool:
+        """Unknown before the loader ends: raises TypeError."""
+        raise TypeError(f"run.end_of_epoch is not available with {self._name}: use ctx.loader()")
 
-    def steps_in(self, epochs: float) -> int:
-        """By the loader's own length."""
+    def steps_in(self, epochs: float, /) -> int:
+        """The number of steps in so many passes over the loader, by its length."""
         try:
             return -int(-epochs * len(self._loader))  # type: ignore[arg-type]
         except TypeError:
-            raise TypeError(f"{type(self._loader).__name__} has no length: use run.steps(), not run.epochs()") from None
+            raise TypeError(f"{self._name} has no length: use run.steps() instead of run.epochs()") from None
 
-    def batches(self, step: int) -> Iterator[Any]:
-        """Pass after pass, from where the loader is."""
-        del step
+    def batches(self, _step: int, /) -> Iterator[Any]:
+        """Pass after pass, from the loader's current position."""
         empty = False
         while True:
             found = False
@@ -85,11 +83,11 @@ class ExternalLoader:
                         break
                     found = True
                     yield batch
-            except GeneratorExit:  # the loop is over
-                stream.close(iterator)
+            except GeneratorExit:  # the loop has ended
+                close(iterator)
                 raise
-            if empty and not found:  # one may be: its state was saved behind the last batch of a pass
-                raise ValueError(f"{type(self._loader).__name__} has no batches")
+            if empty and not found:  # one empty pass is fine: the state was saved after the last batch of a pass
+                raise ValueError(f"{self._name} has no batches")
             empty = not found
             self._passes += 1
 
@@ -97,38 +95,28 @@ class ExternalLoader:
         self._drew = self._drew or not randomness.equal(before, randomness.states())
 
     def gather(self) -> None:
-        """Brings all ranks' states to rank 0. Collective."""
+        """Brings the states of all ranks to rank 0. Collective."""
         states: list[Any] | None = [None] * self._group.world_size if self._group.rank == 0 else None
         dist.gather_object((self._loader.state_dict(), self._drew), states, dst=0)
         if states is not None:
             self._states = [state for state, _ in states]
             self._drew = any(drew for _, drew in states)
 
-    def progress(self, step: int) -> dict[str, Any]:
-        """What a checkpoint holds of it: the passes, and the states that were gathered."""
-        del step
+    def progress(self, _step: int, /) -> dict[str, Any]:
+        """What a checkpoint stores about the loader: the passes, and the gathered states."""
         return {"epoch": self._passes, "loaders": self._states, "loaders_drew": self._drew}
 
-    def restore(self, progress: Mapping[str, Any]) -> None:
-        """Gives each rank its loader's state back. Raises CheckpointError at another world size."""
+    def restore(self, progress: Mapping[str, Any], /) -> None:
+        """Restores this rank's state. Raises CheckpointError at another world size."""
         states = progress.get("loaders")
-        name = type(self._loader).__name__
         if states is None:
-            raise CheckpointError(f"the run began with ctx.loader(), and has no state for {name}: give it that again")
+            raise CheckpointError(
+                f"the run started with ctx.loader(), and its checkpoint has no state for {self._name}: use ctx.loader()"
+            )
         if len(states) != self._group.world_size:
             raise CheckpointError(
-                f"the run has the states of {len(states)} ranks' {name}, which {self._group.world_size} ranks cannot "
-                f"share: use {len(states)} ranks, or ctx.loader(), which can"
+                f"the checkpoint has the {self._name} states of {len(states)} ranks, and there are now "
+                f"{self._group.world_size}: use {len(states)} ranks, or ctx.loader(), which works with any number"
             )
         self._passes, self._drew = progress["epoch"], progress.get("loaders_drew", True)
         self._loader.load_state_dict(states[self._group.rank])
-
-
-_END = object()
-
-
-def same_everywhere(decision: bool, device: torch.device) -> bool:
-    """Rank 0's decision, on all ranks. Collective."""
-    told = torch.tensor([decision], dtype=torch.uint8, device=device)
-    dist.broadcast(told, src=0)
-    return bool(told.item())

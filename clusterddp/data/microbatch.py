@@ -1,9 +1,9 @@
-"""A rank's share of a step in pieces, where it is more than the rank can take at a time.
+"""Micro-batches: a rank's share of a step in pieces, where it is more than the rank can take at once.
 
-The share grows when the run goes on with fewer ranks, because the global batch stays. The pieces' gradients add up in
-``.grad``, and DDP sums over the ranks with the last piece only. With piece i of n_i samples and the mean loss over it,
-the gradients are scaled by n_i / n_(i+1) after piece i, by n_i / (n_1 + n_2 + ...) after the last: each piece's
-has then been scaled by its part of the whole, n_i / (n_1 + n_2 + ...).
+The share grows when the run continues on fewer ranks, because the global batch stays the same. The pieces' gradients
+accumulate in ``.grad``, and DDP reduces over the ranks with the last piece only. Piece i has n_i samples and the mean
+loss over them. The gradients are scaled by n_i / n_(i+1) after piece i, and by n_i / (n_1 + n_2 + ...) after the last:
+in the end each piece has been weighted by its fraction of the share, n_i / (n_1 + n_2 + ...).
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from typing import Any
 
 import torch
 
-from clusterddp.data.external_loader import ExternalLoader
-from clusterddp.data.stream import Loader
+from clusterddp.data.stream import TrainingLoader
 from clusterddp.distributed.modules import ddp_modules
 
 
 def sizes(samples: int, most: int) -> list[int]:
-    """``samples`` in the fewest pieces of at most ``most``, as equal as they can be, larger ones first."""
+    """Splits ``samples`` into the fewest pieces of at most ``most``, as equal as possible, larger ones first."""
     count = -(-samples // most)
     least, larger = divmod(samples, count)
     return [least + 1] * larger + [least] * (count - larger)
 
 
 def cut(batch: Any, parts: list[int], name: str = "batch") -> list[Any]:
-    """A batch as pieces of ``parts`` samples each: what has a first dimension, and lists, are cut, nests gone through.
+    """Splits a batch into pieces of ``parts`` samples: tensors along their first dimension, lists, and nests of them.
 
-    A list or tuple holds columns (which all have the batch's length) if it can, else it is a column of samples. Raises
-    TypeError for what has another length or none.
+    A list or tuple whose items all have the batch's length holds columns; any other is itself a column of samples.
+    Raises TypeError for anything of another length, or of none.
     """
     if isinstance(batch, Mapping):
         columns = {key: cut(value, parts, f"{name}[{key!r}]") for key, value in batch.items()}
@@ -41,19 +40,16 @@ def cut(batch: Any, parts: list[int], name: str = "batch") -> list[Any]:
     if _length(batch) != sum(parts):
         raise TypeError(
             f"run.micro() got {name} of type {type(batch).__name__} and length {_length(batch)}: expected the rank's "
-            f"{sum(parts)} samples, in a tensor or a list, or in a tuple, list or dict of those"
+            f"{sum(parts)} samples as a tensor or list, or a tuple, list or dict of them"
         )
     ends = [sum(parts[: i + 1]) for i in range(len(parts))]
     return [batch[end - part : end] for part, end in zip(parts, ends, strict=True)]
 
 
 class MicroBatches:
-    """What ``Run.micro`` does; one per run, told of every step's end.
+    """Implements ``Run.micro``; one per run. ``parts``: those of the run; modules and optimizers hold the gradients."""
 
-    ``parts``: of the run; those that are modules or optimizers have the gradients.
-    """
-
-    def __init__(self, parts: Iterable[Any], loader: Loader | ExternalLoader) -> None:
+    def __init__(self, parts: Iterable[Any], loader: TrainingLoader) -> None:
         parts = list(parts)
         self._loader = loader
         self._modules = [part for part in parts if isinstance(part, torch.nn.Module)]
@@ -65,13 +61,13 @@ class MicroBatches:
         self._used = self._unfinished = self._said = False
 
     def pieces(self, batch: Any) -> Iterator[Any]:
-        """Yields the pieces; see ``Run.micro``."""
+        """See ``Run.micro``."""
         self._used = self._unfinished = True
         parts = sizes(self._loader.share, self._loader.batch_size)
         pieces = [batch] if len(parts) == 1 else cut(batch, parts)
         with contextlib.ExitStack() as unsynchronized:
             for module in self._in_ddp:
-                # A static graph counts on every backward being synchronized (2.13: wrong gradients or an assertion).
+                # A static graph needs every backward synchronized (torch 2.13: wrong gradients or a failed assertion).
                 if not module.static_graph:
                     unsynchronized.enter_context(module.no_sync())
             for i, piece in enumerate(pieces):
@@ -85,10 +81,10 @@ class MicroBatches:
         self._unfinished = False
 
     def end_step(self) -> bool:
-        """Whether this is the first step with more than ``batch_size`` samples per rank that were not cut."""
+        """Ends a step: whether it is the first with more than ``batch_size`` samples per rank that were not split."""
         if self._unfinished:
             raise RuntimeError(
-                "the loop over run.micro(batch) was left before its end: the gradients are those of a part of the batch"
+                "the loop over run.micro(batch) was left before its end: the gradients cover only part of the batch"
             )
         whole = not self._used and self._loader.share > self._loader.batch_size
         first = whole and not self._said
@@ -96,20 +92,20 @@ class MicroBatches:
         return first
 
     def _check_body(self, optimizer_steps: int, gradient: torch.Tensor | None) -> None:
-        """What goes unnoticed with one piece and would be wrong with several is an error with one, too."""
+        """Mistakes that matter only with several pieces are errors with one piece too."""
         if self._optimizer_steps != optimizer_steps:
             raise RuntimeError(
-                "the optimizer stepped inside the loop over run.micro(batch): let it step after the loop"
+                "the optimizer stepped inside the loop over run.micro(batch): call optimizer.step() after the loop"
             )
         if all(parameter.grad is None for parameter in self._parameters()):
             raise RuntimeError("there are no gradients: call loss.backward() inside the loop over run.micro(batch)")
         if gradient is not None and self._sample() is not gradient:
             raise RuntimeError(
-                "gradients were zeroed inside the loop over run.micro(batch): zero them outside the loop"
+                "gradients were zeroed inside the loop over run.micro(batch): call zero_grad() outside the loop"
             )
 
     def _sample(self) -> torch.Tensor | None:
-        """One of the gradients; backward adds to it in place. None where DDP may put another tensor in its place."""
+        """One of the gradients: backward accumulates into it in place. None where DDP may replace the tensor."""
         if any(module.gradient_as_bucket_view for module in self._in_ddp):
             return None
         return next((parameter.grad for parameter in self._parameters()), None)
@@ -120,7 +116,7 @@ class MicroBatches:
             torch._foreach_mul_(gradients, factor)
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Of all parts; one may come more than once."""
+        """The parameters of all parts, possibly with repetitions."""
         for module in self._modules:
             yield from module.parameters()
         for optimizer in self._optimizers:
@@ -131,14 +127,14 @@ class MicroBatches:
 
 
 def _length(item: Any) -> int | None:
-    """Of a tensor's or an array's first dimension, or of a list; None for anything else."""
+    """The first dimension of a tensor or array, or the length of a list or tuple; None for anything else."""
     if hasattr(item, "shape"):
         return int(item.shape[0]) if len(item.shape) else None
     return len(item) if isinstance(item, (list, tuple)) else None
 
 
 def _is_cut(item: Any, length: int) -> bool:
-    """Whether ``cut`` takes the item as a column, or a nest of columns."""
+    """Whether ``cut`` treats the item as a column, or a nest of columns."""
     if isinstance(item, Mapping):
         return all(_is_cut(value, length) for value in item.values())
     if isinstance(item, (list, tuple)) and item and all(_is_cut(value, length) for value in item):
@@ -147,5 +143,5 @@ def _is_cut(item: Any, length: int) -> bool:
 
 
 def _like(example: Any, items: Iterable[Any]) -> Any:
-    """A tuple, named tuple or list of the example's type."""
+    """The items as a tuple, named tuple or list, as the example is."""
     return type(example)(*items) if hasattr(example, "_fields") else type(example)(items)

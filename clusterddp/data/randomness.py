@@ -1,4 +1,4 @@
-"""Seeds as functions of where the run is, so that no generator's state ever has to be saved."""
+"""Seeds as functions of the run's position, so that no generator's state has to be saved."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 
 
 def hash32(*parts: int | str) -> int:
-    """A well mixed 32-bit seed from numbers and names: torch's CPU generator uses the low 32 bits of a seed alone."""
+    """A well-mixed 32-bit seed from numbers and names: torch's CPU generator uses only the low 32 bits of a seed."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "big")
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:
-    """Seeds torch (the CPU, and ``device`` if it is a GPU), random, and numpy if it is in use, with 32 bits.
+    """Seeds torch (the CPU, and ``device`` if it is a GPU), ``random``, and numpy if imported, with a 32-bit seed.
 
-    ``torch.manual_seed`` would take 69 us, as it asks every kind of device; this takes a few.
+    Takes a few microseconds; ``torch.manual_seed`` takes 69 us, because it asks every kind of device.
     """
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
@@ -30,7 +30,7 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
         sys.modules["numpy"].random.seed(seed)
 
 
-#: Of torch's CPU generator, random, and numpy if it is in use.
+#: The states of torch's CPU generator, ``random``, and numpy's generator if numpy is imported.
 States = tuple[torch.Tensor, Any, Any]
 
 
@@ -41,7 +41,7 @@ def states() -> States:
 
 
 def equal(one: States, other: States) -> bool:
-    """Whether two of the ``states`` are the same: nothing was drawn in between."""
+    """Whether two ``states`` are the same, so that nothing was drawn in between."""
     if not torch.equal(one[0], other[0]) or one[1] != other[1] or (one[2] is None) != (other[2] is None):
         return False
     mine, others = (states[2] and states[2]["state"] for states in (one, other))
@@ -50,7 +50,7 @@ def equal(one: States, other: States) -> bool:
 
 @contextmanager
 def preserved() -> Iterator[States]:
-    """Puts back the ``states`` at the end, which it yields."""
+    """Yields the current ``states``, and restores them at the end."""
     cpu, plain, numbers = before = states()
     try:
         yield before

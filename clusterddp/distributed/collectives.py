@@ -1,4 +1,4 @@
-"""Small collectives for evaluation. All ranks call them, in the same order; at world size 1 they work alone."""
+"""Small collectives, mainly for evaluation. All ranks call them in the same order; they also work at world size 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def all_reduce_sum(value: torch.Tensor | float, device: torch.device) -> torch.Tensor | float:
-    """The sum over all ranks: of a tensor as a tensor of its dtype and device, of a number as a float."""
+    """The sum over all ranks: for a tensor, a tensor of its dtype and device; for a number, a float."""
     if not isinstance(value, torch.Tensor):
         return float(_summed(torch.tensor(value, dtype=torch.float64), device))
     return _summed(value.detach().clone(), device).to(value.device)
@@ -23,7 +23,7 @@ def all_reduce_mean(value: torch.Tensor | float, weight: float, device: torch.de
 
 
 def gather(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """All ranks' tensors joined along dimension 0, in rank order. The other dimensions and the dtype are the same."""
+    """All ranks' tensors concatenated along dimension 0, in rank order. All other dimensions and the dtype agree."""
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, torch.tensor([len(tensor)], device=device))
     longest = max(int(length) for length in lengths)
@@ -35,7 +35,7 @@ def gather(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def broadcast_json(value: Any, device: torch.device) -> Any:
-    """Rank 0's value, as JSON has it, on every rank. Unlike torch's own for objects it never unpickles what comes."""
+    """Rank 0's JSON value on every rank. Unlike torch's ``broadcast_object_list``, it never unpickles."""
     data = json.dumps(value).encode() if dist.get_rank() == 0 else b""
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, src=0)

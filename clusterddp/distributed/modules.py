@@ -1,4 +1,4 @@
-"""The user's own modules: inside DDP and torch.compile, and those that an optimizer trains."""
+"""Looks inside DDP, torch.compile and optimizers for the user's own modules and parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
 
 
 def bare(module: Any) -> torch.nn.Module:
-    """The user's own module, inside DDP and torch.compile."""
+    """The user's own module, without DDP and torch.compile around it."""
     while True:
         if isinstance(module, DistributedDataParallel):
             module = module.module
@@ -26,6 +26,6 @@ def bare(module: Any) -> torch.nn.Module:
 
 
 def ddp_modules(part: object) -> list[DistributedDataParallel]:
-    """The DDP modules that a part is or contains, whatever is around them."""
+    """The DDP modules that a part is or contains."""
     modules = part.modules() if isinstance(part, torch.nn.Module) else ()
     return [module for module in modules if isinstance(module, DistributedDataParallel)]

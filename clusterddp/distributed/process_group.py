@@ -1,4 +1,4 @@
-"""The ranks' device, backend, store and process group: chosen by pure functions, opened and closed by one object."""
+"""The ranks' devices, backend, store and process group: chosen by pure functions, opened and closed by one object."""
 
 from __future__ import annotations
 
@@ -10,35 +10,31 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # Its default arguments keep the group there is when it's imported, as DDP imports it.
+import torch.distributed.nn  # Its default arguments keep the group that exists when it is first imported (by DDP).
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from clusterddp.environment import Launcher, RankEnvironment
+from clusterddp.environment import RankEnvironment
 from clusterddp.errors import DeviceError, LauncherEnvironmentError
 from clusterddp.reporter import say
 
-#: Seconds that rank 0, which holds the store, waits for the others to leave before it does.
+#: For waits without a timeout, which torch's stores lack.
+NO_TIMEOUT = timedelta(days=3650)
+#: Seconds that rank 0, which holds the store, waits for the other ranks before it exits.
 LEAVE_TIMEOUT_S = 30.0
-#: Whether gloo takes another timeout once the group is up: torch 2.9 does, torch 2.4 ignores it.
+#: Whether gloo's timeout can change after the group has started: in torch 2.9 it can, torch 2.4 ignores it.
 GLOO_TIMEOUT_CHANGES = hasattr(dist.ProcessGroup, "set_timeout")
 _OWNER, _LEFT, _ALL_LEFT = "clusterddp/owner", "left", "left/all"
 
 
 def choose_devices(
-    asked: str | None,
-    local_rank: int,
-    local_world_size: int,
-    visible_gpus: int,
-    host: str,
-    launcher: Launcher,
-    per_rank: int = 1,
+    environment: RankEnvironment, asked: str | None, per_rank: int, visible_gpus: int, host: str
 ) -> tuple[torch.device, ...]:
-    """The devices of a rank, ``per_rank`` of them. ``asked`` is "cpu", "cuda", an explicit "cuda:N" (the first), or
-    None: a GPU if any is visible.
+    """The ``per_rank`` devices of a rank. ``asked`` is "cpu", "cuda", "cuda:N" (the first one), or None: a GPU if any
+    is visible.
 
-    Slurm may have given each task devices of its own: then no more are visible, and they begin at index 0. More than
-    that are taken by local rank. Without GPUs they are all the CPU. Raises DeviceError when CUDA is asked for and
-    absent, or has fewer devices than the ranks need.
+    If Slurm bound each task to its own GPUs, exactly ``per_rank`` are visible, from index 0; otherwise the local rank
+    selects them. On a CPU all are the same device. Raises DeviceError when CUDA is requested but absent, or has fewer
+    GPUs than the ranks need.
     """
     if asked is None:
         asked = "cuda" if visible_gpus else "cpu"
@@ -47,26 +43,26 @@ def choose_devices(
         return (device,) * per_rank
     if not visible_gpus:
         raise DeviceError(
-            f"device {asked} was asked for, but no GPU is visible on node {host}; ask for GPUs (--gpus-per-node), "
-            "install a torch with CUDA, or say --device cpu"
+            f"device {asked} was asked for, but no GPU is visible on node {host}; request GPUs (--gpus-per-node), "
+            "install a torch with CUDA, or use --device cpu"
         )
-    needed = local_world_size * per_rank
+    needed, slurm = environment.local_world_size * per_rank, environment.launcher == "slurm"
     if device.index is not None:
         first = device.index
-    elif visible_gpus == per_rank and launcher == "slurm":
+    elif visible_gpus == per_rank and slurm:
         first = 0
     elif visible_gpus < needed:
-        giver = "Slurm gave" if launcher == "slurm" else "there are"
-        raise DeviceError(f"needs {_gpus(needed)} on node {host}, {giver} {visible_gpus}")
+        gpus = "1 GPU" if needed == 1 else f"{needed} GPUs"
+        raise DeviceError(f"needs {gpus} on node {host}, {'Slurm gave' if slurm else 'there are'} {visible_gpus}")
     else:
-        first = local_rank * per_rank
+        first = environment.local_rank * per_rank
     return tuple(torch.device("cuda", index) for index in range(first, first + per_rank))
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:
-    """NCCL between GPUs, gloo between CPUs, or as asked; one that cannot work here is an error."""
+    """NCCL for GPUs, gloo for CPUs, or as asked; DeviceError for one that cannot work here."""
     if asked == "nccl" and device.type != "cuda":
-        raise DeviceError(f"backend nccl needs a GPU per rank, but the device is {device}; leave it out, or gloo")
+        raise DeviceError(f"backend nccl needs a GPU per rank, but the device is {device}; leave it out, or use gloo")
     if asked is not None and not _available(asked):
         raise DeviceError(
             f"backend {asked}: this torch was built without it; leave it out for gloo on CPUs, NCCL on GPUs"
@@ -75,23 +71,22 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def _available(backend: str) -> bool:
-    """One backend, or one per device type as in "cpu:gloo,cuda:nccl"; torch 2.4's own check knows the former alone."""
+    """One backend, or one per device type as in "cpu:gloo,cuda:nccl"; torch 2.4's own check knows only the former."""
     return all(dist.is_backend_available(part.rpartition(":")[2]) for part in backend.split(","))
 
 
 def devices_of(environment: RankEnvironment, asked: str | None, per_rank: int) -> tuple[torch.device, ...]:
-    """``choose_devices`` for this process, as its visible devices are now. CUDA_VISIBLE_DEVICES is left alone."""
+    """``choose_devices`` for this process and its visible devices. CUDA_VISIBLE_DEVICES stays as it is."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    place = environment.local_rank, environment.local_world_size
-    return choose_devices(asked, *place, visible, socket.gethostname(), environment.launcher, per_rank)
+    return choose_devices(environment, asked, per_rank, visible, socket.gethostname())
 
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where the attempt's store is, and what tells it from a stranger's.
+    """The address of the attempt's store, and what identifies it.
 
-    ``token`` is known to the attempt's ranks alone. ``agent`` says that torchrun's agent holds the store, not rank 0.
-    ``owner``: whose it is, in words, for those who come to the wrong one.
+    ``token`` is known only to the attempt's ranks. ``agent``: torchrun's agent holds the store, rather than rank 0.
+    ``owner`` describes the run, for another run that connects by mistake.
     """
 
     host: str
@@ -102,7 +97,7 @@ class StoreAddress:
 
     @property
     def digest(self) -> str:
-        """The token's fingerprint: a store shows what it holds to anyone who connects."""
+        """The token's fingerprint: anyone who connects to a store can read its contents."""
         return hashlib.sha256(self.token.encode()).hexdigest()[:16]
 
 
@@ -116,11 +111,11 @@ class ProcessGroup:
         self.device, self.backend = device, backend
         self._start_s = start_s
         self._tcp, self._address = self._open(address)
-        #: The attempt's corner of the store, for the main thread.
+        #: The attempt's namespace in the store, for the main thread.
         self.store = PrefixStore(self._address.digest, self._tcp)
-        #: A connection of its own, for a thread that will wait there as long as it takes. All ranks open theirs before
-        #: any is through: the thread that serves torch's store looks up the name of whoever connects (seen to take 10 s
-        #: where reverse DNS is slow) and serves nobody meanwhile. That must not happen when a stop is being agreed on.
+        #: A separate connection for a thread that waits without a timeout. All ranks open theirs before training: the
+        #: only thread of torch's store server resolves each new client's name (seen to take 10 s with slow reverse DNS)
+        #: and serves nobody meanwhile, which must not happen while the ranks agree on a stop.
         self.watched = self._connect()
         self._refuse_shared_gpu(socket.gethostname())
         dist.init_process_group(
@@ -129,16 +124,16 @@ class ProcessGroup:
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=start_s),
-            device_id=device if backend == "nccl" else None,  # NCCL then connects now, not in the first step.
+            device_id=device if backend == "nccl" else None,  # NCCL then connects now rather than in the first step.
         )
 
     @property
     def collective_device(self) -> torch.device:
-        """Where a tensor must be to go through a collective."""
+        """The device that tensors must be on for a collective."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     def shorten_timeout(self, step_s: float) -> None:
-        """From now on a collective that is not done within ``step_s`` seconds is an error: start-up is over."""
+        """Start-up is over: from now on a collective that takes longer than ``step_s`` seconds fails."""
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=step_s))
         ignored = "gloo" in self.backend and not GLOO_TIMEOUT_CHANGES and step_s < self._start_s
         if ignored and self.rank == 0 and self.world_size > 1:
@@ -149,7 +144,7 @@ class ProcessGroup:
             )
 
     def close(self) -> None:
-        """Leaves, rank 0 last: its store must outlive the others. Bounded; not to be called after an error."""
+        """Leaves the group, rank 0 last, because it holds the store. Takes a bounded time; not for use after errors."""
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.world_size == 1:
@@ -160,7 +155,7 @@ class ProcessGroup:
             if self.rank == 0:
                 self.store.wait([_ALL_LEFT], timedelta(seconds=LEAVE_TIMEOUT_S))
         except RuntimeError:
-            pass  # A rank has been lost on its way out; its end is recorded elsewhere, and there is nobody to wait for.
+            pass  # A rank failed while it exited, which is recorded elsewhere.
 
     def _open(self, address: StoreAddress) -> tuple[TCPStore, StoreAddress]:
         if self.world_size == 1:
@@ -189,29 +184,25 @@ class ProcessGroup:
         if digest != address.digest:
             raise LauncherEnvironmentError(
                 f"rank {self.rank} of {address.owner} found another run's store at {address.host}:{address.port}, "
-                f"which belongs to {ascii(owner)[1:-1][:200] or 'nobody knows whom'}: two runs have chosen the same "
-                "MASTER_PORT; leave it unset, or give each its own"
+                f"which belongs to {ascii(owner)[1:-1][:200] or 'an unknown owner'}: two runs use the same "
+                "MASTER_PORT; leave it unset, or set a different one for each"
             )
         return store, address
 
     def _connect(self) -> Store:
         place = self._address.host, self._address.port
         store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._start_s))
-        store.set_timeout(timedelta(days=3650))
+        store.set_timeout(NO_TIMEOUT)
         return PrefixStore(self._address.digest, store)
 
     def _refuse_shared_gpu(self, host: str) -> None:
-        """NCCL needs a GPU for each rank, and says 'Duplicate GPU detected' at best when two ranks share one."""
+        """NCCL needs one GPU per rank; with two ranks on one it fails with 'Duplicate GPU detected' at best."""
         if self.backend != "nccl" or self.world_size == 1:
             return
         mine = str(torch.cuda.get_device_properties(self.device).uuid)
         holder = self.store.compare_set(f"gpu/{mine}", "", str(self.rank)).decode()
         if holder != str(self.rank):
             raise DeviceError(
-                f"ranks {holder} and {self.rank} see the same single GPU on node {host}; ask for one per rank "
+                f"ranks {holder} and {self.rank} see the same single GPU on node {host}; request one GPU per rank "
                 "(--gpus-per-node, without --gpu-bind)"
             )
-
-
-def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"

@@ -1,14 +1,14 @@
-"""All ranks stop at the same boundary, at no cost per step.
+"""All ranks stop at the same boundary, without any communication per step.
 
-A *boundary* is a call of ``Agreement.boundary``; all ranks make the same sequence of these calls (the step loop makes
-one before its first step and one after each; evaluation and foreign loops make their own), and number them 0, 1, 2 ...
+A *boundary* is a call of ``Agreement.boundary``. All ranks make the same sequence of these calls, numbered 0, 1, 2 ...:
+the step loop makes one before its first step and one after each; evaluations and other loops make their own.
 
-Each rank has a watcher thread with a store connection of its own, blocked on one key. The first rank that is asked to
-stop sets the key. Every watcher then *raises a local flag, and after that reads and publishes the number of the
-boundary that its main thread entered last* (-1: none yet). The main thread, at a boundary, *writes its number, and
-after that reads the flag*. So a main thread that saw no flag at boundary n has its n (or more) published, and
-one that saw the flag goes nowhere beyond its published number before it knows the maximum over all ranks. All stop at
-the boundary after that maximum: nobody can have passed it, everybody will come to it. At most one extra step is made.
+Each rank has a watcher thread with its own store connection, blocked on one key. The first rank that is asked to stop
+sets the key. Every watcher then *first raises a local flag, then reads and publishes the number of the last boundary
+that its main thread entered* (-1: none yet). The main thread, at a boundary, *first writes its number, then reads the
+flag*. So if a main thread saw no flag at boundary n, its watcher publishes n or more; if it saw the flag, it does not
+pass its published number until it knows the maximum over all ranks. All ranks stop at the boundary after that maximum:
+none can have passed it, and every rank will reach it. At most one extra step is made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STOP, _LAST, _COUNT = "agreement/stop", "agreement/last", "agreement/published"
 
 
 class Store(Protocol):
-    """What the agreement needs of a torch store."""
+    """The methods of a torch store that the agreement uses."""
 
     def get(self, key: str, /) -> bytes: ...
     def set(self, key: str, value: str, /) -> None: ...
@@ -37,7 +37,7 @@ class Store(Protocol):
 
 
 class StopVote:
-    """One rank's part of the protocol. Each method is one atomic action; the order in which they are called matters."""
+    """One rank's part of the protocol. Each method is one atomic action, and the order of the calls matters."""
 
     def __init__(self) -> None:
         self.entered = -1
@@ -46,12 +46,12 @@ class StopVote:
         self.last: int | None = None
 
     def enter(self) -> int:
-        """Main thread, first: the number of the boundary it has come to."""
+        """Main thread, first: the number of the boundary it has reached."""
         self.entered += 1
         return self.entered
 
     def sees_flag(self) -> bool:
-        """Main thread, second: whether a stop is being agreed on. If not, it goes on."""
+        """Main thread, second: whether the ranks are agreeing on a stop. If not, it continues."""
         return self.flagged
 
     def raise_flag(self) -> None:
@@ -59,16 +59,16 @@ class StopVote:
         self.flagged = True
 
     def publish(self) -> int:
-        """Watcher, second: the number it publishes."""
+        """Watcher, second: the number to publish."""
         self.published = self.entered
         return self.published
 
     def may_pass(self, number: int) -> bool:
-        """Whether ``number`` is no later than what this rank published: then no maximum can ask to stop there."""
+        """Whether ``number`` is at most what this rank published, so that no maximum can require a stop there."""
         return self.published is not None and number <= self.published
 
     def stops_at(self, number: int) -> bool:
-        """Whether boundary ``number`` is where all ranks stop, or beyond it. The maximum must be known."""
+        """Whether all ranks stop at boundary ``number`` or before it. The maximum must be known."""
         assert self.last is not None
         return number > self.last
 
@@ -77,11 +77,11 @@ class Agreement:
     """One per process, made by all ranks.
 
     Args:
-        store: the connection that the main thread uses as well. If it sits there in a wait, a request is held back
-            until it comes out: this rank is at no boundary meanwhile.
-        watched: a connection for the watcher, whose ``get`` waits for as long as it takes.
-        report: takes events.
-        on_request: takes the reason of a stop on every rank, in the watcher's thread, before it is agreed on.
+        store: the main thread's connection. While that thread waits on it, a request is delayed; it is not at a
+            boundary anyway.
+        watched: a connection for the watcher, whose ``get`` has no timeout.
+        report: adds events to the history.
+        on_request: gets the reason for a stop, on every rank, in the watcher's thread, before the ranks agree.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Agreement:
         self._watcher.start()
 
     def listen(self, signals: SignalPipe, on_replaced: Callable[[signal.Signals, object], None]) -> None:
-        """From now on, a stop signal in this process is a request to stop all ranks.
+        """From now on, a stop signal to this process is a request to stop all ranks.
 
         ``on_replaced``: see ``SignalPipe.listen``; the handlers are checked at each boundary.
         """
@@ -115,15 +115,14 @@ class Agreement:
         self._signals = signals
 
     def on_notice(self, reason: str) -> None:
-        """The supervisor says that it is time to stop. Any thread; does not wait for the store."""
+        """Handles the supervisor's notice to stop. Any thread; does not wait for the store."""
         self._report("notified", reason=reason)
         threading.Thread(target=self._ask, args=(reason,), name="notice", daemon=True).start()
 
     def boundary(self) -> bool:
-        """Whether to stop here: all ranks get the same answer at the same call. Without a request it costs 1 us.
-        Main thread.
+        """Whether to stop here, with the same answer on all ranks at the same call. For the main thread.
 
-        Raises ClusterddpError when a stop is being agreed on and rank 0's store is gone: no answer will come.
+        Takes BOUNDARY_COST while no stop is requested. Raises ClusterddpError if the store is lost during a stop.
         """
         if self._signals is not None:
             self._signals.check()
@@ -136,18 +135,18 @@ class Agreement:
         self._known.wait()
         if self._stop_vote.last is None:
             raise ClusterddpError(
-                f"rank {self._rank} was to stop ({self.reason}), but rank 0's store is gone ({self._lost}): rank 0 is "
-                "lost, or has ended early"
+                f"rank {self._rank} was asked to stop ({self.reason}), but rank 0's store is gone "
+                f"({self._lost}): rank 0 has failed or exited early"
             )
         return self._stop_vote.stops_at(number)
 
     @property
     def entered(self) -> int:
-        """How many boundaries this rank has come to."""
+        """The number of boundaries that this rank has reached."""
         return self._stop_vote.entered + 1
 
     def request(self, reason: str) -> None:
-        """Asks all ranks to stop at their next common boundary. Any rank, any thread, any number of times."""
+        """Asks all ranks to stop at their next common boundary. From any rank and thread, any number of times."""
         with self._asking:
             if self._asked or self._lost:
                 return
@@ -155,21 +154,21 @@ class Agreement:
             self._store.compare_set(_STOP, "", json.dumps({"reason": reason}))
 
     def close(self) -> None:
-        """Ends the watchers, of all ranks. A rank closes when it makes no more boundaries: no stop can be agreed then.
+        """Ends the watchers of all ranks, as a rank that makes no more boundaries cannot agree on a stop.
 
-        Never hangs: with the store gone, the watcher has ended by itself, or is left behind. Both threads are waited
-        for, as one that came back from torch's C++ while the interpreter ends would abort the process.
+        Bounded: if the store is lost, the watcher has ended by itself, or is abandoned after 5 s. The threads are
+        joined, because one that returned from torch's C++ code during interpreter shutdown would abort the process.
         """
-        closer = threading.Thread(target=self._say_done, name="agreement-end", daemon=True)
+        closer = threading.Thread(target=self._publish_end, name="agreement-end", daemon=True)
         closer.start()
         for thread in (closer, self._watcher):
             thread.join(timeout=5)
 
-    def _say_done(self) -> None:
+    def _publish_end(self) -> None:
         try:
             self._store.compare_set(_STOP, "", json.dumps({"reason": None}))
         except RuntimeError:
-            pass  # The store is gone, and every watcher has noticed.
+            pass  # The store is lost, and every watcher has noticed.
 
     def _on_signal(self, number: signal.Signals) -> None:
         name = number.name.removeprefix("SIG")
@@ -180,7 +179,7 @@ class Agreement:
         try:
             self.request(reason)
         except RuntimeError as error:
-            self._lost = error  # Rank 0 is gone: its peers fail in their next collective, and that is what to show.
+            self._lost = error  # Rank 0 has failed: the others fail in their next collective, which is what to show.
 
     def _watch(self, store: Store) -> None:
         try:

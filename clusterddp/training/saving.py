@@ -1,35 +1,38 @@
-"""When and how a run's state is saved: rank 0 saves, all ranks know what is committed when it matters to them."""
+"""When and how a run's state is saved: rank 0 saves, and all ranks learn what is committed when it matters to them."""
 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved
 from clusterddp.checkpoint.restore import restore
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, best_of
-from clusterddp.data.external_loader import same_everywhere
-from clusterddp.distributed.process_group import ProcessGroup
+from clusterddp.distributed.collectives import broadcast_json
+from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.reporter import say
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.training import interval
 from clusterddp.training.metrics import Metrics
 from clusterddp.worker.deadline import CAUTION
 
-#: How often, in steps, rank 0 is asked whether it is time to save, where all ranks must take part.
+#: Where all ranks must take part in a save, rank 0 tells them whether one is due every so many steps.
 TOGETHER_STEPS = 20
+#: With ``every: auto``, the seconds until the first save has been measured, and the bounds of the interval.
+FIRST_S, SHORTEST_S, LONGEST_S = 60.0, 10.0, 3600.0
+#: The assumed seconds between interruptions in a run without a history.
+EXPECTED_S = 86400.0
 State = Callable[[], Mapping[str, Any]]
 
 
 class Saver:
-    """A rank's view of the run's checkpoints and metrics. On ranks other than 0, and without a run directory, only what
-    is collective does anything."""
+    """The run's checkpoints and metrics. On ranks other than 0, and without a run directory, all methods that are not
+    collective do nothing."""
 
     def __init__(
         self,
@@ -46,27 +49,27 @@ class Saver:
             self._checkpoints = Checkpoints(directory, attempt, settings.keep)
             self._metrics = Metrics(directory.metrics_file, attempt, report)
             self._checkpoint_client = CheckpointClient(directory, attempt, settings.keep, group.device)
-        #: Whether there is a place to save in.
+        #: Whether there is a run directory to save in.
         self.saves = directory is not None
         self._committed: int | None = None
         self._saved_at = time.monotonic()
-        self._every_s = interval.FIRST_S if settings.auto else settings.every_s
+        self._every_s = FIRST_S if settings.auto else settings.every_s
         self._said_s = 0.0
-        #: The events so far, read once, for ``every: auto``: what this attempt adds costs it no step.
+        #: The events so far, read once, for ``every: auto``: those of this attempt cost no steps.
         self._history: list[dict[str, Any]] | None = None
         self._stall_s = self._durable_s = 0.0
-        #: The metric that `keep` goes by: its best value so far (as its order), and that of the step just done.
+        #: The metric of ``keep.best``: its best value so far (as an order), and the one of the last step.
         self._best = float("inf")
         self._value: float | None = None
         self._logged: set[str] = set()
         self._commits = 0
-        #: One thread at a time takes the writer's answer: the main one, or the one that acts at the deadline.
-        self._hearing = threading.Lock()
+        #: Held while taking the writer's answer: by the main thread, or by the one that acts at the deadline.
+        self._answering = threading.Lock()
 
     def restore(self) -> tuple[dict[str, Any], int, int] | None:
-        """The newest whole checkpoint, with its attempt and step, on all ranks; None for a fresh start. Collective.
+        """The newest complete checkpoint with its attempt and step, on all ranks; None on a fresh start. Collective.
 
-        Rank 0 alone reads the disk. Raises CheckpointError, on all ranks, when there are checkpoints but none is whole.
+        Only rank 0 reads the disk. Raises CheckpointError, on all ranks, if there are checkpoints but none is complete.
         """
         if not self.saves:
             return None
@@ -77,7 +80,7 @@ class Saver:
         return state, attempt, self._committed
 
     def record_resume(self, parent: tuple[int, int] | None) -> None:
-        """Rank 0 records what this attempt goes on from (attempt, step), before the first step."""
+        """Rank 0 records, before the first step, what this attempt resumed from: an attempt and step, or None."""
         if self._checkpoints is not None:
             self._checkpoints.record_resume(parent)
             if (best := best_of(self._checkpoints.candidates(), self._settings.keep)) is not None:
@@ -85,12 +88,12 @@ class Saver:
         self._saved_at = time.monotonic()
 
     def prepare(self, state: State) -> None:
-        """Rank 0 gets ready for the first save, once the state is as large as it will be."""
+        """Rank 0 prepares for the first save, once the state has its full size."""
         if self._checkpoints is not None:
             self._checkpoint_client.prepare(state())
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Rank 0 appends the metrics line of a finished step, and notes whether it is the best so far."""
+        """Rank 0 appends the metrics line of a completed step, and notes whether the step is the best so far."""
         if self._checkpoints is None:
             return
         line = self._metrics.write(step, values)
@@ -99,23 +102,24 @@ class Saver:
         self._value = value if isinstance(value, (int, float)) else None
 
     def save_if_due(self, step: int, state: State) -> None:
-        """Rank 0 saves if the job says that it is time to; the other ranks go on and need not know.
+        """Rank 0 saves if a checkpoint is due; the other ranks continue and need not know.
 
-        By time, that waits while the writer is busy with the save before; a step that was asked for does not come
-        again, so that training waits. A disk that does not take it stops nothing: the older checkpoint stays, and that
-        is said.
+        A save that is due by time waits until the writer is done with the previous one. A save of this very step cannot
+        be postponed, so that training waits. If saving fails, that is reported, and training continues with the older
+        checkpoint.
         """
         if self._checkpoints is None:
             return
         this_step = self._wants_this(step)
-        self._hear(wait=this_step)
+        self._take_answer(wait=this_step)
         if not self._checkpoint_client.busy and (this_step or self._is_time()):
             self._save(step, state, urgent=False)
 
     def due_together(self, step: int) -> bool:
-        """``save_if_due``'s question where all ranks must take part: the same answer on all of them.
+        """Whether a checkpoint is due, with the same answer on all ranks, where all must take part in a save.
 
-        By steps all know it; by time rank 0 is asked now and then. The best metric is rank 0's alone, and not a reason.
+        Every rank can count steps; whether time is up is rank 0's decision, broadcast now and then. The best metric is
+        known only to rank 0 and does not count.
         """
         if not self.saves:
             return False
@@ -123,19 +127,18 @@ class Saver:
             return True
         if step % TOGETHER_STEPS or (self._settings.every_s is None and not self._settings.auto):
             return False
-        due = self._checkpoints is not None and self._is_time()
-        return same_everywhere(due, self._group.collective_device)
+        return bool(broadcast_json(self._checkpoints is not None and self._is_time(), self._group.collective_device))
 
     def save(self, step: int, state: State) -> None:
-        """Rank 0 saves, after the save before."""
+        """Rank 0 saves, once the previous save is done."""
         if self._checkpoints is not None:
-            self._hear(wait=True)
+            self._take_answer(wait=True)
             self._save(step, state, urgent=False)
 
     def commit(self, step: int, state: State) -> tuple[int | None, str | None]:
-        """Saves now, unless step is saved already. Collective: all ranks return when it is durable, or has failed.
+        """Saves now, unless ``step`` is saved already. Collective: returns once the save is durable or has failed.
 
-        Returns the step of the newest checkpoint (None: there is none) and why it is not ``step``, if it is not.
+        Returns the step of the newest checkpoint (None: there is none), and why it is not ``step`` if it is not.
         Raises CheckpointError or Superseded on all ranks.
         """
         if not self.saves:
@@ -143,7 +146,7 @@ class Saver:
         key = f"commit/{self._commits}"
         self._commits += 1
         if self._group.rank != 0:
-            self._group.store.wait([key], timedelta(days=30))
+            self._group.store.wait([key], NO_TIMEOUT)
             return _unpack(json.loads(self._group.store.get(key)))
         verdict = self._try_commit(step, state)
         self._group.store.set(key, json.dumps(verdict))
@@ -151,21 +154,21 @@ class Saver:
 
     @property
     def last_save_s(self) -> float:
-        """How long the last save took until it was durable; 0 before the first."""
+        """Seconds until the last save was durable; 0 before the first."""
         return self._durable_s
 
     def finish_newest(self) -> int | None:
-        """Rank 0, in another thread, when this one hangs: the step of the newest checkpoint.
+        """For rank 0, called by another thread when the main one hangs: the step of the newest checkpoint.
 
-        What is being saved is waited for as long as a save may take, unless this thread waits for it already.
+        Waits for a save under way, for as long as one may take, unless the main thread is already waiting for it.
         """
-        waiting = threading.Thread(target=self._hear, args=(True,), name="last save", daemon=True)
+        waiting = threading.Thread(target=self._take_answer, args=(True,), name="last save", daemon=True)
         waiting.start()
         waiting.join(1.0 + CAUTION * self._durable_s)
         return self._committed
 
     def close(self) -> None:
-        """Leaves the writer to finish what it is at."""
+        """Lets the writer finish its last save."""
         if self._checkpoints is not None:
             self._say_unlogged()
             self._checkpoint_client.close()
@@ -174,7 +177,7 @@ class Saver:
     # --- saving
 
     def _wants_this(self, step: int) -> bool:
-        """Whether the state after this very step is asked for: by its number, or as the best so far."""
+        """Whether the state after this very step is wanted: by its number, or as the best so far."""
         if self._value is not None and self._settings.keep.order(self._value) < self._best:
             return True
         return self._settings.every_steps is not None and step % self._settings.every_steps == 0
@@ -183,7 +186,7 @@ class Saver:
         return self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
 
     def _save(self, step: int, state: State, urgent: bool) -> str | None:
-        """Takes the snapshot and hands it to the writer, of which ``_hear`` tells; why it cannot, if so."""
+        """Takes the snapshot and passes it to the writer, whose result ``_take_answer`` gets; the problem, if any."""
         self._saved_at = started = time.monotonic()
         try:
             self._metrics.flush()
@@ -197,13 +200,13 @@ class Saver:
         self._stall_s = time.monotonic() - started
         return None
 
-    def _hear(self, wait: bool = False) -> str | None:
-        """What the writer says of the save under way, if it is done with it; why it was not saved, if it was not."""
-        with self._hearing:
-            return self._hear_now(wait) if self._checkpoint_client.busy else None
+    def _take_answer(self, wait: bool = False) -> str | None:
+        """Takes the writer's answer if the save under way is done; returns why it failed, if it did."""
+        with self._answering:
+            return self._take_answer_now(wait) if self._checkpoint_client.busy else None
 
-    def _hear_now(self, wait: bool) -> str | None:
-        heard_at = time.monotonic()
+    def _take_answer_now(self, wait: bool) -> str | None:
+        asked_at = time.monotonic()
         if wait:
             self._checkpoint_client.hurry()
         try:
@@ -219,7 +222,7 @@ class Saver:
         self._report(
             "checkpoint",
             step=saved.step,
-            blocked_s=round(self._stall_s + (time.monotonic() - heard_at if wait else 0.0), 4),
+            blocked_s=round(self._stall_s + (time.monotonic() - asked_at if wait else 0.0), 4),
             durable_s=round(durable_s, 4),
             bytes=saved.bytes,
         )
@@ -230,9 +233,9 @@ class Saver:
     def _try_commit(self, step: int, state: State) -> dict[str, Any]:
         problem = None
         try:
-            self._hear(wait=True)
+            self._take_answer(wait=True)
             if step != self._committed:
-                problem = self._save(step, state, urgent=True) or self._hear(wait=True)
+                problem = self._save(step, state, urgent=True) or self._take_answer(wait=True)
         except ClusterddpError as error:
             return {"error": type(error).__name__, "message": str(error)}
         return {"step": self._committed, "problem": problem}
@@ -242,30 +245,27 @@ class Saver:
             try:
                 self._history = self._directory.events()
             except OSError as error:
-                words = f"cannot read the history ({error}); still saving every {self._every_s:.0f} s"
-                say(words)
+                say(f"cannot read the history ({error}); still saving every {self._every_s:.0f} s")
                 return
-        between_s = interval.between_interruptions_s(self._history, time.time())
-        self._every_s = interval.interval_s(self._stall_s, durable_s, between_s)
+        between_s = between_interruptions_s(self._history, time.time())
+        self._every_s = interval_s(self._stall_s, durable_s, between_s)
         if not 0.5 < self._every_s / (self._said_s or 1e-9) < 2:
             self._said_s = self._every_s
             values = {"seconds": round(self._every_s, 1), "stall_s": round(self._stall_s, 4), "between_s": between_s}
             self._report("interval", step=step, **values)
 
     def _say_unlogged(self) -> None:
-        """A misspelt metric would go unnoticed: the best checkpoint would be missed only when it is wanted."""
+        """A misspelled metric would otherwise go unnoticed until the best checkpoint is needed."""
         best = self._settings.keep.best
         if best is not None and self._logged and self._best == float("inf"):
-            logged = ", ".join(sorted(self._logged))
-            words = f"checkpoint.keep.best: no step has logged {best!r} yet, only {logged}"
-            say(words)
+            say(f"checkpoint.keep.best: no step has logged {best!r} yet, only {', '.join(sorted(self._logged))}")
 
     def _say_damaged(self, checkpoint: Checkpoint, reason: str) -> None:
-        say(f"{reason}; trying the one before")
+        say(f"{reason}; trying the previous one")
         self._report("checkpoint_damaged", step=checkpoint.step, reason=reason)
 
     def _say_failed(self, step: int, reason: str) -> str:
-        say(f"step {step} is not saved: {reason}")
+        say(f"step {step} was not saved: {reason}")
         self._report("checkpoint_failed", step=step, reason=reason)
         return reason
 
@@ -274,3 +274,32 @@ def _unpack(verdict: dict[str, Any]) -> tuple[int | None, str | None]:
     if "error" in verdict:
         raise {"Superseded": Superseded}.get(verdict["error"], CheckpointError)(verdict["message"])
     return verdict["step"], verdict["problem"]
+
+
+def interval_s(stall_s: float, durable_s: float, between_s: float) -> float:
+    """Seconds from one save to the next: sqrt(2 x stall x time between interruptions).
+
+    The formula is Young's (1974; Daly 2006 to first order): it minimizes the sum of the time lost to saves and to
+    repeated steps. ``stall_s`` is how long a save blocks training. The writer, which takes ``durable_s``, is idle for
+    at least as long between two saves.
+    """
+    best = math.sqrt(2 * stall_s * between_s)
+    return min(LONGEST_S, max(SHORTEST_S, 2 * durable_s, best))
+
+
+def between_interruptions_s(events: Iterable[Mapping[str, Any]], now: float) -> float:
+    """Seconds of training between unannounced interruptions, according to the history.
+
+    An announced interruption costs no steps and does not count. Starts from the assumption of one a day.
+    """
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    interruptions = 0
+    for event in events:
+        first.setdefault(event["attempt"], event["time"])
+        last[event["attempt"]] = event["time"]
+        interruptions += event["event"] == "resumed" and bool(event.get("redone"))
+    if last:
+        last[max(last)] = now
+    trained = sum(last[attempt] - first[attempt] for attempt in first)
+    return (trained + EXPECTED_S) / (interruptions + 1)

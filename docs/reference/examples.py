@@ -22,6 +22,7 @@ EXAMPLES = {
     "Context.all_reduce_mean": "accuracy = ctx.all_reduce_mean(correct / count, weight=count)",
     "Context.gather": "predictions = ctx.gather(predicted)",
     "training.loop.Run": 'ctx.print(f"continues at step {run.step}")',
+    "Run.step": "if run.step % 100 == 0:\n    ctx.print(loss.item())",
     "Run.epoch": 'optimizer.param_groups[0]["lr"] = 0.1 * 0.9**run.epoch',
     "Run.end_of_epoch": "if run.end_of_epoch:\n    scheduler.step()",
     "Run.steps": "for images, labels in run.steps(20_000):\n    ...",

@@ -65,7 +65,9 @@ def cuda_without_gpus(folder: Path) -> str:
 
 
 def more_ranks_than_gpus(folder: Path) -> str:
-    return refusal(lambda: choose_devices("cuda", 0, 8, 4, "n1", "slurm"))
+    return refusal(
+        lambda: choose_devices(environment.RankEnvironment(0, 0, 8, 8, 0, (), None, None, "slurm"), "cuda", 1, 4, "n1")
+    )
 
 
 SHARED = """

@@ -63,13 +63,13 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_that_names_the_part_and_the_
     script.write_text(CHANGING)
     ddp.run(script, "as it was", run, ranks=1, folder=tmp_path / "out")
     for change, words in {
-        "wide": "model does not take the checkpoint's state: Error(s) in loading state_dict",
-        "groups": "optimizer does not take the checkpoint's state: loaded state dict has a different number",
+        "wide": "the checkpoint does not fit model: Error(s) in loading state_dict",
+        "groups": "the checkpoint does not fit optimizer: loaded state dict has a different number",
         "ema": "the checkpoint has no ema; it has model, optimizer",
     }.items():
         said = ddp.start(script, change, run, ranks=1, folder=tmp_path / "out").expect(1).output(0)
         assert f"CheckpointError: {words}" in said
-        assert "Give run() what the run began with, or begin a new run" in said
+        assert "Pass ctx.run() the parts that the run started with, or start a new run" in said
 
 
 @pytest.mark.parametrize(
@@ -135,17 +135,17 @@ list(run.steps(2.0))
 """
 REFUSED = {
     "ctx.wrap('net')": "TypeError: wrap() was given a str: expected a torch.nn.Module",
-    "ctx.wrap(model)": "TypeError: wrap() was given a DistributedDataParallel that is in DDP",
-    "ctx.wrap(torch.compile(model))": "TypeError: wrap() was given a OptimizedModule that is in DDP",
-    "ctx.wrap(torch.nn.ModuleDict({'a': model}))": "TypeError: wrap() was given a ModuleDict that is in DDP",
+    "ctx.wrap(model)": "TypeError: wrap() was given a DistributedDataParallel that is already in DDP",
+    "ctx.wrap(torch.compile(model))": "TypeError: wrap() was given a OptimizedModule that is already in DDP",
+    "ctx.wrap(torch.nn.ModuleDict({'a': model}))": "TypeError: wrap() was given a ModuleDict that is already in DDP",
     "ctx.wrap(net)": "TypeError: this Linear was wrapped before: use what the first wrap() returned",
-    "ctx.loader(samples, 1, num_worker=2)": "TypeError: 'num_worker' is no option of the loader, nor of torch's "
+    "ctx.loader(samples, 1, num_worker=2)": "TypeError: 'num_worker' is not an option of the loader or of torch's "
     "DataLoader; did you mean num_workers?",
-    "ctx.eval_loader(samples, batch_size=1, foo=1)": "TypeError: 'foo' is no option of the loader, nor of",
+    "ctx.eval_loader(samples, batch_size=1, foo=1)": "TypeError: 'foo' is not an option of the loader or of",
     "ctx.loader(samples, batch_size=1, num_workers=-1)": "ValueError: num_workers option should be non-negative",
     "ctx.loader(samples, batch_size=1, prefetch_factor=2)": "ValueError: prefetch_factor option could only",
     "ctx.loader(samples, batch_size=2.5)": "TypeError: batch_size is 2.5: expected an integer",
-    "ctx.eval_loader(samples, batch_size=0)": "ValueError: batch_size is 0; it is the number of samples",
+    "ctx.eval_loader(samples, batch_size=0)": "ValueError: batch_size is 0: expected the number of samples",
     "ctx.run(**parts, loader=loader, rng='steps')": "ValueError: run(rng='steps'): expected one of 'step', 'user'",
     "run.steps(-1)": "ValueError: run.steps(-1): expected a whole number of steps, 0 or more",
     "run.steps(2.5)": "ValueError: run.steps(2.5)",

@@ -72,6 +72,6 @@ def test_a_hung_step_ends_with_the_checkpoint_before_it_and_the_stacks(tmp_path)
     wait_until(lambda: ranks.processes[0].poll() is not None, "rank 0 to leave")
     assert ranks.processes[0].poll() == 75
     assert "no rank's step ended within" in ranks.output(0) and "most recent call first" in ranks.output(0)
-    assert "leaving with checkpoint 4" in ranks.output(0)
+    assert "exiting with checkpoint 4" in ranks.output(0)
     ranks.signal(1, signal.SIGKILL)
     assert "done from 8" in ddp.run(script, tmp_path / "run", ranks=2, folder=tmp_path / "out").output(0)

@@ -18,6 +18,11 @@ from clusterddp.training import settings
 from tests import ddp
 
 
+def place(local_rank, ranks, launcher="slurm"):
+    """The environment of a rank on the only node."""
+    return environment.RankEnvironment(local_rank, local_rank, ranks, ranks, 0, (), None, None, launcher)
+
+
 @pytest.mark.parametrize(
     ("asked", "local_rank", "ranks", "visible", "launcher", "device"),
     [
@@ -31,7 +36,7 @@ from tests import ddp
     ],
 )
 def test_the_device_of_a_rank(asked, local_rank, ranks, visible, launcher, device):
-    (chosen,) = choose_devices(asked, local_rank, ranks, visible, "n1", launcher)
+    (chosen,) = choose_devices(place(local_rank, ranks, launcher), asked, 1, visible, "n1")
     assert str(chosen) == device
 
 
@@ -47,9 +52,9 @@ def test_the_device_of_a_rank(asked, local_rank, ranks, visible, launcher, devic
 )
 def test_a_rank_may_have_several_devices(asked, local_rank, visible, devices):
     """4 ranks of 2 each."""
-    assert list(map(str, choose_devices(asked, local_rank, 4, visible, "n1", "slurm", 2))) == devices
+    assert list(map(str, choose_devices(place(local_rank, 4), asked, 2, visible, "n1"))) == devices
     with pytest.raises(DeviceError, match="needs 8 GPUs on node n1, Slurm gave 4"):
-        choose_devices("cuda", 0, 4, 4, "n1", "slurm", 2)
+        choose_devices(place(0, 4), "cuda", 2, 4, "n1")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +68,7 @@ def test_a_rank_may_have_several_devices(asked, local_rank, visible, devices):
 )
 def test_too_few_gpus_are_an_error_and_never_a_cpu_run(asked, ranks, visible, launcher, message):
     with pytest.raises(DeviceError, match=message):
-        choose_devices(asked, 0, ranks, visible, "n1", launcher)
+        choose_devices(place(0, ranks, launcher), asked, 1, visible, "n1")
 
 
 def test_the_backend_of_a_device():

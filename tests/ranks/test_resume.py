@@ -85,7 +85,7 @@ def test_a_stop_during_or_after_an_evaluation_inside_a_step_keeps_that_step(tmp_
     events = RunDirectory(run_dir).events()
     assert "left_loop" not in [event["event"] for event in events]
     (resumed,) = [event["inexact"] for event in events if event["event"] == "resumed"]
-    cut = "step 5 was left in an evaluation: what comes after that in it was left out"
+    cut = "step 5 was stopped in an evaluation: the rest of its code did not run"
     assert resumed == ([cut] if step else []), resumed
     assert_same_weights(tmp_path / "whole", run_dir)
     assert values(run_dir) == values(tmp_path / "whole")
@@ -138,11 +138,11 @@ def test_a_full_disk_stops_no_training_and_the_last_good_checkpoint_is_what_the_
     first = ddp.start(EXACT, run_dir, 500, "--every", 30, "--sleep", 0.1, ranks=2, folder=tmp_path / "out")
     first.wait_for(0, "begin 4")
     resource.prlimit(writer_of(first.processes[0].pid), resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    first.wait_for(0, "step 30 is not saved: checkpoint needs ")
+    first.wait_for(0, "step 30 was not saved: checkpoint needs ")
     assert "keeping step 4" in first.output(0)
     first.signal(1)
     first.expect(75)
-    assert "the run goes on from step 4" in first.output(0)
+    assert "the run continues from step 4" in first.output(0)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-000000000004.attempt-0.safetensors"]
     assert "begin 4" in ddp.run(EXACT, run_dir, 6, ranks=2, folder=tmp_path / "out").output(1)
 
@@ -184,7 +184,7 @@ def writer_of(pid: int) -> int:
 
     def writers() -> list[int]:
         children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        return [child for child in children if b"training.writer" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return [child for child in children if b"checkpoint.writer" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
     wait_until(writers, "the writer process")
     return writers()[0]

@@ -111,7 +111,7 @@ def test_a_step_that_outlasts_the_grace_costs_the_steps_since_the_last_checkpoin
     training.wait_at_moment(0)
     training.preempt()
     assert training.finish() == "completed", story(training.run)
-    assert "leaving with checkpoint 20" in (training.run.attempt_logs(0) / "rank-0.err").read_text()
+    assert "exiting with checkpoint 20" in (training.run.attempt_logs(0) / "rank-0.err").read_text()
     assert [event["redone"] for event in events_of(training.run, "resumed")] == [19]
     assert training.run.metrics()[-1]["loss"] == uninterrupted_training.metrics()[-1]["loss"]
 

@@ -36,7 +36,7 @@ from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
 from clusterddp.supervisor.verdict import judge
-from clusterddp.training.interval import between_interruptions_s
+from clusterddp.training.saving import between_interruptions_s
 from tests.waiting import wait_until
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clusterddp.training.interval import between_interruptions_s, interval_s
+from clusterddp.training.saving import between_interruptions_s, interval_s
 
 
 @pytest.mark.parametrize(

@@ -210,11 +210,11 @@ def test_a_resume_keeps_the_global_batch_or_says_why_not():
     data = loader(batch_size=6, ranks=1)
     data.restore({"global_batch": 8, "dataset_length": 10})
     assert data.global_batch == 8
-    with pytest.raises(CheckpointError, match="the run began with 11 samples, the dataset now has 10"):
+    with pytest.raises(CheckpointError, match="the run started with 11 samples, the dataset now has 10"):
         data.restore({"global_batch": 8, "dataset_length": 11})
     with pytest.raises(CheckpointError, match="8 samples cannot be split evenly over 3 ranks"):
         loader(ranks=3).restore({"global_batch": 8, "dataset_length": 10})
-    with pytest.raises(CheckpointError, match="began with a global batch of 8 samples, global_batch is now 12"):
+    with pytest.raises(CheckpointError, match="started with a global batch of 8 samples, global_batch is now 12"):
         loader(ranks=2, global_batch=12).restore({"global_batch": 8, "dataset_length": 10})
 
 

@@ -1,0 +1,80 @@
+"""DataLoader workers: they never see the stop signals, and none outlives or delays its rank."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
+
+from clusterddp.process import at_exit
+from clusterddp.worker import signals
+
+#: Seconds that workers get to finish their current sample before they are killed.
+_GRACE_S = 1.0
+#: Iterators that may have workers: those of clusterddp's loaders, and those of the script's own.
+_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+_others: weakref.WeakSet[Any] = weakref.WeakSet()
+_iter_of_torch = DataLoader.__iter__
+
+
+class ShieldedDataLoader(DataLoader[Any]):
+    """A DataLoader whose workers never see the stop signals and are ended by ``close_workers``."""
+
+    def __iter__(self) -> Any:
+        return _start(self, _iterators)
+
+
+def shield_workers() -> None:
+    """From now on no DataLoader's workers see the stop signals, including those of the script's own loaders.
+
+    A TERM would kill torch's workers and, with them, their rank before it can save. Python would wait for the shielded
+    ones when the process exits, so that they are closed before.
+    """
+    if DataLoader.__iter__ is _iter_of_torch:
+        DataLoader.__iter__ = _iter_shielded  # type: ignore[method-assign]
+        at_exit(lambda: _close_all(_others))
+
+
+def close_workers() -> None:
+    """Ends the workers of all loaders that clusterddp made."""
+    _close_all(_iterators)
+
+
+def close(iterator: Any) -> None:
+    """Ends an iterator's workers, if it has any: they finish their current sample or are killed.
+
+    torch would wait 5 s for each worker that does not exit, send it a TERM, which is blocked there, and wait again.
+    """
+    workers: Sequence[Any] = getattr(iterator, "_workers", ())
+    if not workers or iterator._shutdown or workers[0]._parent_pid != os.getpid():  # a fork: the parent owns them
+        return
+    if iterator._worker_pids_set:  # Otherwise torch raises in the main thread when a worker is killed.
+        signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
+        iterator._worker_pids_set = False
+    killer = threading.Timer(_GRACE_S, lambda: [worker.kill() for worker in workers])
+    killer.start()
+    try:
+        iterator._shutdown_workers()
+    finally:
+        killer.cancel()
+
+
+def _iter_shielded(loader: DataLoader[Any]) -> Any:
+    return _start(loader, _others)
+
+
+def _start(loader: DataLoader[Any], known: weakref.WeakSet[Any]) -> Any:
+    with signals.blocked(loader):
+        iterator = _iter_of_torch(loader)
+    known.add(iterator)
+    return iterator
+
+
+def _close_all(iterators: weakref.WeakSet[Any]) -> None:
+    for iterator in list(iterators):
+        close(iterator)

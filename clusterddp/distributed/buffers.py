@@ -1,0 +1,80 @@
+"""The buffers of the run's models, above all BatchNorm's running statistics, so that a resume is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from clusterddp.distributed.modules import ddp_modules, trained_parameters
+
+#: Larger buffers are not copied in each step: tables and masks, which seldom change.
+LARGEST_COPY_BYTES = 1 << 20
+
+
+class Buffers:
+    """Keeps the buffers equal on all ranks, and free of steps that are not done. ``parts``: those of the run.
+
+    After a forward, each rank has the statistics of its own batch; DDP broadcasts rank 0's before the next forward. An
+    average or an evaluation in between would see other values after a resume, which restores rank 0's on all ranks.
+    Therefore ``share`` broadcasts earlier: after the optimizer has stepped, and at the end of each step of the loop.
+
+    A stop may come between a step's forward and its optimizer's step, in an evaluation there. The step is repeated
+    after the resume, so that its forward must not count: ``rewind`` restores the buffers from before the step.
+    """
+
+    def __init__(self, parts: Iterable[object]) -> None:
+        parts = list(parts)
+        self._modules = [module for part in parts for module in ddp_modules(part)]
+        self._trained_by = {
+            part: [module for module in self._modules if trained_parameters(part) & set(module.parameters())]
+            for part in parts
+            if isinstance(part, torch.optim.Optimizer)
+        }
+        modules = dict.fromkeys(m for part in parts if isinstance(part, torch.nn.Module) for m in part.modules())
+        #: The buffers in a checkpoint, by owner and name: a forward may also assign other tensors to them.
+        self._names = [(m, name) for m in modules for name in m._buffers.keys() - m._non_persistent_buffers_set]
+        self._before: list[torch.Tensor | None] = []
+        self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._large: list[torch.Tensor] = []
+        self._versions: list[int] = []
+
+    def share(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Broadcasts rank 0's buffers, of the models that an optimizer trains, or of all. Collective."""
+        for module in self._modules if optimizer is None else self._trained_by.get(optimizer, ()):
+            if module._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+                module._sync_buffers()  # type: ignore[no-untyped-call]
+                module.require_forward_param_sync = False
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Copies the buffers for ``rewind``; takes 0.1 ms for the 159 buffers of a ResNet-50 on a CPU."""
+        now = [module._buffers.get(name) for module, name in self._names]
+        if len(now) != len(self._before) or any(one is not other for one, other in zip(now, self._before, strict=True)):
+            self._before = now
+            self._copies, self._large = _split([buffer for buffer in now if buffer is not None])
+        for buffers, copies in self._copies:
+            torch._foreach_copy_(copies, buffers)
+        self._versions = [buffer._version for buffer in self._large]
+
+    @torch.no_grad()
+    def rewind(self) -> bool:
+        """Restores the buffers from before the step; False if one that is too large for a copy has changed."""
+        for (module, name), buffer in zip(self._names, self._before, strict=True):
+            module._buffers[name] = buffer
+        for buffers, copies in self._copies:
+            torch._foreach_copy_(buffers, copies)
+        return self._versions == [buffer._version for buffer in self._large]
+
+
+def _split(
+    buffers: list[torch.Tensor],
+) -> tuple[list[tuple[list[torch.Tensor], list[torch.Tensor]]], list[torch.Tensor]]:
+    """The small buffers with memory for their copies, by device and dtype as ``torch._foreach_copy_`` is fastest; the
+    large ones."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for buffer in buffers:
+        if buffer.nbytes <= LARGEST_COPY_BYTES:
+            groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+    copies = [(group, [torch.empty_like(buffer) for buffer in group]) for group in groups.values()]
+    return copies, [buffer for buffer in buffers if buffer.nbytes > LARGEST_COPY_BYTES]

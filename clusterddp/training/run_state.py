@@ -1,0 +1,134 @@
+"""What a checkpoint contains of a run, and how it is restored: the parts' states and the progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+import torch
+
+from clusterddp.checkpoint.gradients import Gradients
+from clusterddp.checkpoint.state import Stateful, check_parts, load_state, pack, state_of
+from clusterddp.data.stream import TrainingLoader
+from clusterddp.distributed import wrapping
+from clusterddp.distributed.buffers import LARGEST_COPY_BYTES, Buffers
+from clusterddp.distributed.modules import ddp_modules
+from clusterddp.distributed.process_group import ProcessGroup
+from clusterddp.errors import CheckpointError
+from clusterddp.reporter import say
+from clusterddp.training.divergence import Divergence
+
+_REMEDY = "Pass ctx.run() the parts that the run started with, or start a new run"
+_RESERVED = {"format", "attempt", "parent", "progress"}
+Randomness = Literal["step", "user"]
+
+
+class RunState:
+    """The state of a run. ``parts`` are saved and restored by name."""
+
+    def __init__(
+        self, parts: dict[str, Stateful], loader: TrainingLoader, rng: Randomness, seed: int, group: ProcessGroup
+    ) -> None:
+        if clash := _RESERVED & parts.keys():
+            raise TypeError(f"run(): {_listed(map(repr, clash))} is reserved; choose another name")
+        check_parts("run", parts)
+        if rng not in get_args(Randomness):
+            raise ValueError(f"run(rng={rng!r}): expected one of {', '.join(map(repr, get_args(Randomness)))}")
+        self._parts, self._loader, self._rng, self._seed, self._group = parts, loader, rng, seed, group
+        #: The number of completed steps.
+        self.step = 0
+        #: The attempt and step that this attempt resumed from.
+        self.parent: tuple[int, int] | None = None
+        #: The goals of loops that ``Run.finish`` ended.
+        self.finished: list[int] = []
+        #: Why the resume is not exact, where it is not.
+        self.inexact: list[str] = []
+        #: What a checkpoint says of a stop inside a step: "cut" or "buffers_changed".
+        self.stopped_in_step: dict[str, bool] = {}
+        self.gradients = Gradients(parts, group.world_size)
+        self.divergence = Divergence(parts, group)
+        self.buffers = Buffers(parts.values())
+        self._partly_saved = self._check_saved() if group.rank == 0 else []
+
+    def content(self, before_step: bool) -> dict[str, Any]:
+        """The content of a checkpoint. ``before_step``: a step is being made, and the state is the one before it."""
+        progress = {
+            "step": self.step,
+            **self._loader.progress(self.step),
+            "world_size": self._group.world_size,
+            "seed": self._seed,
+            "finished": self.finished,
+            "diverged": sorted(self.divergence.parts),
+            **self.stopped_in_step,
+            **self.gradients.progress(before_step),
+        }
+        parent = None if self.parent is None else {"attempt": self.parent[0], "step": self.parent[1]}
+        return {"parent": parent, "progress": progress, **{name: state_of(part) for name, part in self._parts.items()}}
+
+    def restore(self, found: tuple[dict[str, Any], int, int] | None) -> None:
+        """Loads a checkpoint's content, of an attempt and step; nothing if None. Raises CheckpointError."""
+        if found is None:
+            return
+        content, attempt, step = found
+        self._check_parts(content.keys() - _RESERVED)
+        progress = content["progress"]
+        if progress["seed"] != self._seed:
+            raise CheckpointError(f"the run started with seed {progress['seed']}, the seed is now {self._seed}")
+        self._loader.restore(progress)
+        self.inexact = self._reasons_for_doubt()
+        if progress["world_size"] != self._group.world_size:
+            self.inexact.append(f"{self._group.world_size} ranks instead of {progress['world_size']}")
+        for name, part in self._parts.items():
+            try:
+                load_state(part, content[name])
+            except (ValueError, RuntimeError, KeyError) as error:
+                raise CheckpointError(f"the checkpoint does not fit {name}: {error}. {_REMEDY}") from error
+        self.inexact += self.gradients.restore(progress)
+        self.divergence.parts = set(progress.get("diverged", []))
+        self.inexact += [f"{name} differed between ranks, all have rank 0's" for name in progress.get("diverged", [])]
+        if progress.get("cut"):
+            self.inexact.append(f"step {step - 1} was stopped in an evaluation: the rest of its code did not run")
+        if progress.get("buffers_changed"):
+            size = f"{LARGEST_COPY_BYTES >> 20} MiB"
+            self.inexact.append(f"step {step} was stopped after a forward that changed a buffer of over {size}")
+        self.step, self.parent, self.finished = step, (attempt, step), list(progress.get("finished", []))
+
+    def _check_parts(self, saved: set[str]) -> None:
+        if missing := self._parts.keys() - saved:
+            raise CheckpointError(f"the checkpoint has no {_listed(missing)}; it has {_listed(saved)}. {_REMEDY}")
+        if extra := saved - self._parts.keys():
+            raise CheckpointError(f"the checkpoint also has {_listed(extra)}, which ctx.run() did not get. {_REMEDY}")
+
+    def _check_saved(self) -> list[str]:
+        """Raises CheckpointError for a state that cannot be saved. Returns the names of the optimizers that train a
+        parameter, perhaps of a loss module, that is in no part's state."""
+        _, saved = pack({name: state_of(part) for name, part in self._parts.items()})
+        storages = {tensor.untyped_storage().data_ptr() for tensor in saved.values()}
+        found = []
+        for name, part in self._parts.items():
+            groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else []
+            parameters = [parameter for group in groups for parameter in group["params"]]
+            unsaved = sum(parameter.untyped_storage().data_ptr() not in storages for parameter in parameters)
+            if unsaved:
+                found.append(name)
+                say(
+                    f"{unsaved} of {name}'s {len(parameters)} parameters are in no part of ctx.run() and are not "
+                    "saved: pass it the module that has them too, as in ctx.run(criterion=criterion, ...)"
+                )
+        return found
+
+    def _reasons_for_doubt(self) -> list[str]:
+        """Why a resumed run may differ from an uninterrupted one, in its last bits or more."""
+        reasons = [*(["rng='user'"] if self._rng == "user" else []), *self._loader.inexact]
+        reasons += [f"{name} has parameters that no part saves" for name in self._partly_saved]
+        for name, part in self._parts.items():
+            for module in ddp_modules(part):
+                if not module.broadcast_buffers and next(module.buffers(), None) is not None:
+                    reasons.append(f"{name} has buffers of its own on each rank (broadcast_buffers=False)")
+                if self._group.world_size > 2 and (doubt := wrapping.doubt(module)):
+                    reasons.append(f"{name} {doubt}")
+        return reasons
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
