@@ -127,6 +127,7 @@ class Loader:
         batch_size: samples per rank and step; if the world size changed, or the job sets ``global_batch``, the largest
             number that a rank takes at once (see ``Run.micro``).
         global_batch: samples per step over all ranks. Fixed by the run's first attempt.
+        inexact: reasons why a resume may not be exact; always empty.
     """
 
     per_rank_state = False
@@ -226,11 +227,14 @@ class Loader:
 
 
 class EvalLoader:
-    """Every sample once over all ranks: rank r has samples r, r + world_size, ... in order; made by
-    ``Context.eval_loader``.
+    """The evaluation samples of this rank, each once over all ranks: made by ``Context.eval_loader``.
 
-    ``at_batch`` is called before each batch, equally often on every rank, even where a rank's share is a batch shorter:
-    all ranks can stop together there. ``len()`` is this rank's number of batches.
+    Rank r has samples r, r + world_size, ... in order. ``at_batch`` is called before each batch, equally often on every
+    rank, even where a rank's share is a batch shorter: all ranks can stop together there. ``len()`` is this rank's
+    number of batches.
+
+    Attributes:
+        dataset: the dataset.
     """
 
     def __init__(
