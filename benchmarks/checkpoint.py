@@ -384,9 +384,9 @@ def describe(sizes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 {report.table(["state", "ours / limit", "ours", "limit", "ratio", "allowed", "bar"], rows)}
 
-All saves but a process's first ones count. The state_dict() calls come before every copy, as tensors may be others than
-last time: where they take long beside the copy itself, no saver comes as close to the copy as the bar asks. Until
-durable: nothing that Lightning and accelerate write is synced; in this column alone, that is done for them afterwards.
+The first saves of each process are left out. The state_dict() calls precede every copy, because the tensors may have
+changed; where they take long compared with the copy, no saver can meet the first bar. Until durable: Lightning and
+accelerate do not sync what they write; for this column it is synced for them afterwards.
 """
     text += "\n".join(_tables(figures) for figures in sizes.values())
     return text, {
@@ -425,7 +425,7 @@ def _tables(figures: Mapping[str, Any]) -> str:
 
 Memory: the trainer's peak grows by {memory["trainer_growth"] / state:.2f} states. The writer's peak is
 {memory["writer"]["VmHWM"] / 1e6:.0f} MB; but for {memory["writer"]["RssAnon"] / 1e6:.0f} MB of its own, that is the
-snapshot, the same memory as the trainer's, and the interpreter's files.
+snapshot, which it shares with the trainer, and the interpreter's files.
 """
 
 

@@ -168,10 +168,10 @@ def costs(
     made: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Of each fault that was made: its kind, the seconds until the history tells of it, those to the next step that was
-    not done before, and the steps redone.
+    not done before, and the steps repeated.
 
-    A step that is redone belongs to the newest fault before the attempt that redoes it, and to each of them where an
-    attempt made no step.
+    A repeated step belongs to the newest fault before the attempt that repeats it, and to each of several if an attempt
+    between them made no step.
     """
     figures = []
     for number, fault in enumerate(made):
@@ -250,9 +250,9 @@ def table(results: Sequence[Any]) -> str:
         "fault",
         "made",
         "runs lost",
-        "steps redone",
+        "steps repeated",
         "most at once",
-        "seconds until it is said: median / worst",
+        "seconds until reported: median / worst",
         "to the next new step: median / worst",
     ]
     return report.table(head, rows)

@@ -217,7 +217,7 @@ def describe(ours: list[Cycle], control: list[Cycle], holds: dict[str, list[floa
 
 (a) allows one step ({1000 * step:.0f} ms), one save ({1000 * save:.0f} ms) and {HANDOVER_BAR_S} s.
 The control of (c) is the empty DDP script, from its own start to its step.
-Clocks: slurmd's log (TERM), `date` in batch scripts, the metrics' time stamps, all of one machine."""
+Clocks: slurmd's log (TERM), `date` in batch scripts, the metrics' timestamps, all on one machine."""
     return text, {
         "ours": [asdict(cycle) for cycle in ours],
         "control": [asdict(cycle) for cycle in control],

@@ -2,7 +2,7 @@
 
 As in ``benchmarks.agreement``: two gloo ranks on this machine in steps of about 10 ms, blocks of 100 steps in pairs,
 and pairs without anything (A/A). With it, a rank has its heartbeat thread, which talks to a supervisor's link in a
-third process, and times its own part of the steps. Its heart beats four times as often as by default.
+third process, and measures its own time in each step. Its heart beats four times as often as by default.
 
 The bar: the interval's upper end is below 1.02.
 """
@@ -116,7 +116,7 @@ def describe(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 {report.place()} {RANKS} gloo ranks, steps of {figures["step_ms"]:.1f} ms,
 blocks of {figures["steps"]} steps, `python -m benchmarks.heartbeat`. With it, every rank beats each
-{WATCHDOG.beat_s:g} s (by default: each {Watchdog().beat_s:g} s) and times its own part of the steps.
+{WATCHDOG.beat_s:g} s (by default: each {Watchdog().beat_s:g} s) and measures its own time in each step.
 
 {table}
 

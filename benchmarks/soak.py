@@ -417,7 +417,7 @@ def describe(soak: Soak) -> tuple[str, dict[str, Any]]:
             "runs",
             "lost",
             "doubled",
-            "steps redone",
+            "steps repeated",
         ),
         *("samples wrong", "weights differ", "any fault", "handover: median / worst", "taking: median / worst"),
         "resume: median / worst",
@@ -433,9 +433,9 @@ def describe(soak: Soak) -> tuple[str, dict[str, Any]]:
 {report.table(head, rows)}
 
 {"" if mixed else "A preemption is counted when a new attempt followed."}
-Seconds: handover, from the TERM to the ranks until the job that takes the nodes runs; taking, the same from that job's
-submission, with the scheduler's own time, also where there were no ranks to signal; resume, from the first line of the
-restarted batch script to the first new step.
+Times in seconds. Handover: from the TERM to the ranks until the preempting job runs. Taking: the same from that job's
+submission, including scheduling, also where there were no ranks to signal. Resume: from the first line of the restarted
+batch script to the first new step.
 {"Problems" if mixed else "Faults"}: {"none." if not problems else ""}
 {chr(10).join(problems)}""".rstrip()
     figures = {"empty_ddp_s": soak.empty} if mixed else {}
@@ -448,12 +448,12 @@ def _faults_text(soak: Soak) -> str:
 {faults.table(soak.results)}
 
 Runs lost: runs that did not complete in which such a fault was made. A checkpoint is taken every {EVERY} steps; a
-preemption is announced, the others are not. A step that is redone is counted to the newest fault before the attempt
-that redoes it, again where that attempt made no step; after preemptions alone none is, or it is named as a problem. The
-next new step is one that was not done before the fault: the steps that are redone, the hold after a requeue (7 s here)
-and the time that the fault itself lasts are in its seconds, faults that the next one followed before are not. An empty
-DDP script takes {report.median(soak.empty):.1f} s from its batch script's first line to its first step (median of
-{len(soak.empty)}, in the same minutes).
+preemption is announced, the other faults are not. A repeated step is attributed to the newest fault before the attempt
+that repeats it (to each of several, if an attempt between them made no step); one repeated after preemptions alone is a
+problem. The next new step is one that was not done before the fault: its time includes the repeated steps, the hold
+after a requeue (7 s here) and the duration of the fault; faults followed by another one before that step are left out.
+An empty DDP script takes {report.median(soak.empty):.1f} s from its batch script's first line to its first step (median
+of {len(soak.empty)}, in the same minutes).
 """
 
 

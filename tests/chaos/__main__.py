@@ -162,7 +162,7 @@ def describe(results: dict[tuple[str, str], dict[str, Any]]) -> str:
 {report.table(["behaviour", "what it does", "must end as", *WAYS.values()], rows)}
 
 A run is preempted once and loses a rank by SIGKILL once, at moments that follow from the seed. Seconds are those of the
-whole run, on a machine that did other things besides. What is checked is in `tests/chaos/__main__.py`.
+whole run, on a machine with other load. What is checked is in `tests/chaos/__main__.py`.
 
 {"What failed:" if failing else "Nothing failed."}
 
