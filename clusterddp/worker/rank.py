@@ -8,6 +8,7 @@ so that a script which knows nothing of clusterddp behaves as it does under torc
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import os
 import random
@@ -46,6 +47,8 @@ def main() -> None:
     So does a child that the script has forked, with its own exit code: it is no rank, and reports nothing.
     """
     started, process = time.time(), os.getpid()
+    os.register_at_fork(after_in_child=_forget_in_child)
+    faulthandler.enable()  # for its own crashes, whose stacks failures/stacks.py reads
     if os.environ[protocol.LAUNCHER] == "local":
         die_with_parent()
     run = RunDirectory(os.environ[protocol.RUN_DIR])
