@@ -1,4 +1,4 @@
-"""A line or two of example for every public name and command; ``tests/unit/test_reference.py`` checks each call."""
+"""Examples of the commands, and of the public names whose docstrings have none; a test checks every call."""
 
 EXAMPLES = {
     # --- training
@@ -50,8 +50,6 @@ EXAMPLES = {
     "jobdef.job.Checkpointing": 'ctx = clusterddp.init(run_dir="runs/a", checkpoint=Checkpointing(every_steps=500))',
     "jobdef.job.Keep": 'folder = clusterddp.CheckpointFolder("checkpoints", keep=Keep(last=2, every=10_000))',
     # --- launching
-    "launch": 'handle = clusterddp.launch("train.py", "--lr", 0.1, nodes=2, gpus_per_node=8, partition="gpu")',
-    "Handle": 'handle = clusterddp.Handle("runs/train-0")',
     "Handle.status": "print(handle.status())",
     "Handle.wait": 'if handle.wait() == "completed":\n    ...',
     "Handle.logs": "print(handle.logs(rank=3))",

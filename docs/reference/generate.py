@@ -60,7 +60,6 @@ SECTIONS_OF_DOCSTRINGS = {
     "Attributes": "Attributes",
     "Returns": "Returns",
     "Raises": "Raises",
-    "Example": "Example",
 }
 
 

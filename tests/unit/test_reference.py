@@ -101,7 +101,6 @@ def test_every_error_is_listed_with_its_exit_code() -> None:
         assert getattr(error, "exit_code", 75 if issubclass(error, errors.Stopped) else 1) == int(code)
 
 
-@pytest.mark.xfail(reason="docstrings and help texts are being completed", strict=False)
 def test_every_argument_of_a_command_has_a_help_text() -> None:
     missing = [
         f"{name} {action.dest}"
