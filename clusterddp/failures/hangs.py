@@ -1,8 +1,8 @@
-"""Does the run hang, and on which rank? Is a rank slow? From what the ranks say of themselves every few seconds.
+"""Finds hangs and stragglers from the ranks' heartbeats, which arrive every few seconds.
 
-A rank says how many boundaries it has come to, for how long it has been without the next one, for how long it may be,
-and, meanwhile, what it is at. Time is the supervisor's own and stands still while the supervisor does (a suspended
-job); no clock is compared with another host's.
+A heartbeat has the number of boundaries that the rank has reached, for how long it has not reached the next one, how
+long that may take, and, meanwhile, where its main thread is. Time is measured by the supervisor's clock, which stops
+while the supervisor itself is stopped (a suspended job); clocks of different hosts are never compared.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 
 from clusterddp.process import RunningClock
 
-#: Beats after a rank's time is over until the run counts as hung: in these the stacks get into the ranks' logs.
+#: Heartbeats between a rank's timeout and the verdict that the run hangs: meanwhile the ranks' stacks are written.
 PATIENCE_BEATS = 3
-#: Beats without which a rank is silent.
+#: A rank is silent after so many missing heartbeats.
 SILENCE_BEATS = 4
-#: How many ranks a sentence names.
+#: The most ranks that a message lists.
 NAMED = 4
-#: A rank is slow when its own part of a step is so many times the others', and the difference such a part of a step.
+#: A rank is slow if its compute time is so many times the others', and the difference such a fraction of a step.
 SLOW_RATIO, SLOW_SHARE = 1.5, 0.1
 _TOLD = ("count", "step", "allowed_s", "place", "waits", "own_s", "step_s", "still_s")
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank last said of itself; ``moved`` and ``heard`` are seconds on the supervisor's clock.
+    """A rank's last heartbeat. ``moved`` (to its last boundary) and ``heard`` are seconds on the supervisor's clock.
 
-    ``count``: the boundaries it has come to. ``step``: how many steps it has done. ``allowed_s``: how long it may be
-    without moving; None: it has not begun to train; infinity: as long as it likes. ``place``: what it is at, '' while
-    it moves. ``waits``: whether that is waiting for other ranks. ``own_s``, ``step_s``: how long its own part of a step
-    takes, and a whole step. ``still_s``: for how long the script has stood at one place.
+    ``count``: the boundaries it has reached. ``step``: the steps it has completed. ``allowed_s``: the timeout to the
+    next boundary; None before training, infinity while the watchdog is suspended. ``place``: where its main thread is,
+    '' while it makes progress. ``waits``: whether it waits there for other ranks. ``own_s``, ``step_s``: its compute
+    time in a step, and the whole step. ``still_s``: for how long its main thread has been at one place.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that all others wait for in every step: its own seconds, and how many times the others' that is."""
+    """A straggler: its compute time in a step, in seconds, and the ratio to the others' median."""
 
     rank: int
     host: str
@@ -64,7 +64,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class Hang:
-    """The ranks that the others wait for, in order; the first one's host and step; the sentence that says it all."""
+    """The ranks at fault, in order; the host and step of the first; ``what``: the message."""
 
     late: tuple[int, ...]
     host: str
@@ -74,18 +74,20 @@ class Hang:
 
 
 def find_hang(signs: Iterable[Sign], now: float, beat_s: float) -> Hang | None:
-    """The hang, once some rank's time is over, unless it waits for one that may take as long as it likes, or works.
+    """The hang, once a rank has timed out, unless it waits for one that works or whose watchdog is suspended.
 
-    One that works for ever is left to torch's own time-out, where others wait for it.
+    A rank that works without end is left to torch's own timeout, as others wait for it in a collective.
     """
     signs = sorted(signs, key=lambda sign: sign.rank)
     over = [sign for sign in signs if _over(sign, now, beat_s)]
     if not over:
         return None
     silent = [sign for sign in signs if _silent(sign, now, beat_s)]
+    if not silent and (mismatch := _mismatch(signs, over, now)) is not None:
+        return mismatch
     late = _late(signs, silent)
     if not any(sign.allowed_s is None or sign in over for sign in late):
-        return None  # they have come back from what took long, and the others still wait
+        return None  # they are back from something long, and the others still wait
     if any(sign.allowed_s == math.inf for sign in late):
         return None
     if late != silent and any(_works(sign, now) for sign in late):
@@ -93,7 +95,7 @@ def find_hang(signs: Iterable[Sign], now: float, beat_s: float) -> Hang | None:
     seconds = now - min(sign.moved for sign in late)
     what = f"{_names(late)} last at step {late[0].step}, {seconds:.0f} s ago"
     if late == silent:
-        what += ", and not heard of since (stopped, or holding Python's lock)"
+        what += ", no heartbeat since (stopped, or holding the GIL)"
     elif place := _most_common(late):
         what += f", in {place}"
     others = [sign for sign in signs if sign not in late]
@@ -102,24 +104,45 @@ def find_hang(signs: Iterable[Sign], now: float, beat_s: float) -> Hang | None:
     return Hang(tuple(sign.rank for sign in late), late[0].host, late[0].step, round(seconds, 1), what)
 
 
+def _mismatch(signs: list[Sign], over: list[Sign], now: float) -> Hang | None:
+    """A hang because the ranks call different collectives: some wait in one whose step others have already passed.
+
+    All ranks take part in a collective, so that those ahead skipped it, or those behind call one too many: the smaller
+    group is at fault, or nobody knows which.
+    """
+    least = min(sign.count for sign in signs)
+    behind, ahead = [s for s in signs if s.count == least], [s for s in signs if s.count > least]
+    if not ahead or not all(sign.waits and sign in over for sign in behind):
+        return None
+    first, second = (behind, ahead) if len(behind) < len(ahead) else (ahead, behind)
+    late = first if len(first) < len(second) else signs
+    seconds = now - min(sign.moved for sign in behind)
+    groups = ", ".join(
+        f"{_names(group)} at step {group[0].step}" + (f" in {place}" if (place := _most_common(group)) else "")
+        for group in (first, second)
+    )
+    what = f"{groups}, for {seconds:.0f} s: the ranks called different collectives"
+    return Hang(tuple(sign.rank for sign in late), late[0].host, late[0].step, round(seconds, 1), what)
+
+
 def _silent(sign: Sign, now: float, beat_s: float) -> bool:
-    """Whether the whole process stands still: it has not been heard of for the better part of the time."""
+    """Whether the whole process is stopped: no heartbeat for more than half of the time without a boundary."""
     return now - sign.heard > max(SILENCE_BEATS * beat_s, 0.5 * (now - sign.moved))
 
 
 def _over(sign: Sign, now: float, beat_s: float) -> bool:
-    """Whether a rank has had its time, and that in which its stacks are written."""
+    """Whether a rank has timed out, and its stacks are written."""
     return sign.allowed_s is not None and now - sign.moved > sign.allowed_s + PATIENCE_BEATS * beat_s
 
 
 def _works(sign: Sign, now: float) -> bool:
-    """Whether its code was seen to move on lately, without coming to a step's end: a long evaluation, perhaps."""
+    """Whether its code made progress lately without reaching a boundary: perhaps a long evaluation."""
     return sign.still_s < 0.5 * (now - sign.moved)
 
 
 def _late(signs: list[Sign], silent: list[Sign]) -> list[Sign]:
-    """Those that the others wait for, by the first mark that tells the ranks apart: they are not heard of, have come to
-    fewer boundaries, do not wait for others, are fewer at their place than the others are elsewhere."""
+    """The ranks that the others wait for, by the first criterion that tells them apart: they are silent, have reached
+    fewer boundaries, do not wait for others, or are in a place where fewer than half of the ranks are."""
     least = min(sign.count for sign in signs)
     at = Counter(sign.place for sign in signs)
     if silent:
@@ -144,10 +167,10 @@ def _most_common(signs: list[Sign]) -> str:
 
 
 class Search:
-    """Looks for a hang again and again; one is found when it is still there once its late ranks were heard of anew.
+    """Looks for a hang repeatedly; it counts if it is still there after the next heartbeat of each rank at fault.
 
-    Ranks speak at different moments. When a long evaluation ends, the one that waited for it seems to be behind until
-    it speaks, too.
+    Heartbeats come at different moments: when a long evaluation ends, a rank that waited for it seems to be behind
+    until its own next heartbeat.
     """
 
     def __init__(self, beat_s: float) -> None:
@@ -155,7 +178,7 @@ class Search:
         self._suspected: float | None = None
 
     def look(self, signs: Iterable[Sign], now: float) -> Hang | None:
-        """The hang, if it is one at a second look."""
+        """The hang, once it is confirmed."""
         signs = list(signs)
         hang = find_hang(signs, now, self._beat_s)
         if hang is None:
@@ -169,7 +192,7 @@ class Search:
 
 
 def find_slow(signs: Iterable[Sign]) -> list[Slow]:
-    """The ranks whose own part of a step is much longer than the others' median, and much of the step."""
+    """The ranks whose compute time is much longer than the others' median, by a good part of the step."""
     known = [sign for sign in signs if sign.own_s is not None]
     found = []
     for sign in known:
@@ -186,9 +209,9 @@ def find_slow(signs: Iterable[Sign]) -> list[Slow]:
 class Watch:
     """A thread that looks for a hang until it is closed or has found one: ``on_hang`` is called once, in the thread.
 
-    Nothing is looked for any more when the line to a rank breaks: a lost node is no hang. ``on_slow`` is called for a
-    slow rank, and again when it becomes slower by as much again. Time in which nobody listens to the ranks (``deaf``: a
-    history on a disk that does not answer) does not count.
+    To be closed when a rank's connection breaks: a lost node is not a hang. ``on_slow`` is called for a slow rank, and
+    again whenever it has become twice as slow. Time in which the supervisor does not receive heartbeats (``deaf``: it
+    waits for a disk that does not respond) does not count.
     """
 
     def __init__(
@@ -207,7 +230,7 @@ class Watch:
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
     def hear(self, rank: int, host: str, beat: Mapping[str, Any]) -> None:
-        """A rank's word of itself has come."""
+        """Takes a rank's heartbeat."""
         with self._lock:
             now, told = self._clock.now, {name: beat[name] for name in _TOLD if name in beat}
             self._signs[rank] = Sign(rank, host, moved=now - beat["age_s"], heard=now, **told)

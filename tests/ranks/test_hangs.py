@@ -76,7 +76,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_all_start_anew_in_place(
     said = finished(start(run, how), run)
     (hung,) = events_of(run, "hung")
     assert hung["late"] == [1]
-    silent = r", and not heard of since \(stopped, or holding Python's lock\)"
+    silent = r", no heartbeat since \(stopped, or holding the GIL\)"
     where = r", in hanging.py:\d+ \(misbehave\)" if how == "lock" else silent
     sentence = rf"rank 1 \(\S+\) last at step \d+, \d+ s ago{where}; the others wait in the all_reduce of backward"
     assert re.search(f"attempt 0: {sentence}; ending all ranks", said), said
@@ -92,6 +92,17 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_all_start_anew_in_place(
     assert [event["event"] for event in run.events() if event["event"] in ("restarted", "rank_failed")] == ["restarted"]
     assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in slow[0].metrics()]
     assert differing(final_state(run), final_state(slow[0])) == []
+
+
+def test_a_rank_that_skips_a_collective_is_named_rather_than_those_that_wait_in_it(run: RunDirectory) -> None:
+    """It is a step ahead, in the next collective, and its stack is shown."""
+    said = finished(start(run, "skip", "--gpus", "3", "--set", "watchdog.on_hang=end"), run, code=1)
+    (hung,) = events_of(run, "hung")
+    assert (hung["late"], hung["step"]) == ([2], 101)
+    ahead = r"rank 2 \(\S+\) at step 101 in the all_reduce of backward"
+    behind = r"ranks 0 \(\S+\), 1 \(\S+\) at step 100 in barrier"
+    assert re.search(rf"{ahead}, {behind}, for \d+ s: the ranks called different collectives", said), said
+    assert re.search(r"log: \S+rank-2.err", said), said
 
 
 # ---- the decisions alone
@@ -114,7 +125,7 @@ def what(*signs: Sign) -> str | None:
 def test_who_holds_the_others_up_is_told_by_what_all_of_them_say() -> None:
     """The first mark that tells them apart: silence, fewer steps, no waiting for others, the smaller number."""
     waiting = [sign(rank, 610, **IN_BACKWARD) for rank in range(3)]
-    silent = "and not heard of since (stopped, or holding Python's lock)"
+    silent = "no heartbeat since (stopped, or holding the GIL)"
     wait = "the others wait in the all_reduce of backward"
     assert what(*waiting, sign(5, 611, silent=611)) == f"rank 5 (n5) last at step 89, 611 s ago, {silent}; {wait}"
     behind = sign(5, 611, count=89, place="x.py:1 (f)")
@@ -128,6 +139,18 @@ def test_who_holds_the_others_up_is_told_by_what_all_of_them_say() -> None:
     at_gpu = [sign(rank, 610, place="x.py:9 (g)") for rank in range(3)]
     assert what(*at_gpu, elsewhere) == "rank 5 (n5) last at step 89, 611 s ago, in x.py:1 (f)"
     assert what(*waiting) == "ranks 0 (n0), 1 (n1), 2 (n2) last at step 89, 610 s ago, in the all_reduce of backward"
+    barrier = {"place": "barrier", "waits": True}
+    past, before = (
+        [sign(rank, 610, count=count, **at) for rank in range(3)] for count, at in ((90, IN_BACKWARD), (89, barrier))
+    )
+    different = "for 610 s: the ranks called different collectives"
+    two = "ranks 1 (n1), 2 (n2) at step"
+    skipped = f"rank 0 (n0) at step 89 in the all_reduce of backward, {two} 88 in barrier, {different}"
+    assert what(past[0], *before[1:]) == skipped
+    surplus = f"rank 0 (n0) at step 88 in barrier, {two} 89 in the all_reduce of backward, {different}"
+    assert what(before[0], *past[1:]) == surplus
+    hang = find_hang([past[0], before[1]], NOW, beat_s=2.0)
+    assert hang and hang.late == (0, 1)  # one of the two: nobody knows which
     many = what(*[sign(rank, 620, silent=620) for rank in range(100)])
     assert many == f"ranks 0 (n0), 1 (n1), 2 (n2), 3 (n3) and 96 more last at step 89, 620 s ago, {silent}"
 

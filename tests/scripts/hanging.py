@@ -2,7 +2,7 @@
 
 HOW: lock (Python code waits for ever), extension (C code does, and holds Python's lock), slow (longer steps than the
 others', and, inside ``ctx.unwatched()``, a pause that is longer than the watchdog's time; then work for
-as long), or nothing.
+as long), skip (a collective that the others make), or nothing.
 """
 
 import ctypes
@@ -57,4 +57,6 @@ for (x,) in run.steps(160):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    if HOW == "skip" and not (odd and run.step == 100):
+        torch.distributed.barrier()
     run.log(loss=loss)
