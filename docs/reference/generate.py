@@ -315,8 +315,9 @@ def api() -> str:
         "",
     ]
     sections = list(names())
-    for title, _, _ in sections:
-        lines += [f"- [{title}](#{_anchor(title)})"] if title else []
+    for title, _, found in sections:
+        listed = ", ".join(f"[{name.key.rpartition('.')[2]}](#{_anchor(name.title)})" for name in found)
+        lines += [f"- {title}: {listed}"] if title else [f"{lines.pop()}, {listed}"]
     for title, introduction, found in sections:
         lines += ["", f"## {title}", ""] if title else [""]
         lines += [introduction, ""] if introduction else []
