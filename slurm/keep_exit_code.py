@@ -1,6 +1,6 @@
-"""Runs a rank of torchrun's, which turns every exit code into 1, and keeps the first that is not 0 in $EXIT_CODE_FILE.
+"""Runs a rank under torchrun, and writes the first exit code that is not 0 to $EXIT_CODE_FILE: torchrun exits with 1.
 
-Death by a signal is 128 and its number, as in a shell. See torchrun.sbatch.
+A rank killed by a signal has exit code 128 + signal, as in a shell. See torchrun.sbatch.
 """
 
 import ctypes
@@ -10,21 +10,21 @@ import subprocess
 import sys
 
 PR_SET_PDEATHSIG = 1
-libc = ctypes.CDLL(None)  # not in preexec_fn, where no lock must be taken
-told, ranks = [], []
+libc = ctypes.CDLL(None)  # loaded here: preexec_fn must not take locks
+received, ranks = [], []
 
 
-def hand_on(number, _frame):
-    told.append(number)
+def forward(number, _frame):
+    received.append(number)
     for rank in ranks:
         rank.send_signal(number)
 
 
 for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, hand_on)
-# torchrun kills this process in the end, and the rank must not stay.
+    signal.signal(number, forward)
+# The rank must die with this process, which torchrun may kill.
 ranks.append(subprocess.Popen(sys.argv[1:], preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)))
-for number in told:  # before the rank was there; hearing it twice does no harm
+for number in received:  # before the rank started; a second signal does no harm
     ranks[0].send_signal(number)
 code = ranks[0].wait()
 code = 128 - code if code < 0 else code

@@ -1,4 +1,4 @@
-"""Checkpoints without a run, for a training loop of the user's own: under any launcher, or under none."""
+"""Checkpoints without a run directory: for a custom training loop under any launcher, or none."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ import torch.distributed as dist
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
 from clusterddp.checkpoint.restore import restore
 from clusterddp.checkpoint.state import Stateful, check_parts, load_state, state_of
-from clusterddp.checkpoint.store import Checkpoint, Checkpoints
+from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.errors import CheckpointError
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import at_exit, cancel_at_exit
-from clusterddp.reporter import say
 from clusterddp.rundir.run_directory import RunDirectory
 
 
 class CheckpointFolder:
-    """Saves and restores named parts (modules, optimizers, whatever has a state_dict) in a folder.
+    """Saves and restores named parts in a folder, without a run: for a custom training loop under any launcher.
 
-    One per process, on every rank of the process group if there is one: rank 0 alone reads and writes. A process that
-    makes one later, on the same folder, supersedes it, as an attempt of a run does.
+    A part is anything with ``state_dict()`` and ``load_state_dict()``. Create one CheckpointFolder on every rank, after
+    the process group if there is one; only rank 0 reads and writes. A process that creates one on the same folder later
+    supersedes it: the older one can no longer save. Use as a context manager, or call ``close()``.
 
     Args:
-        path: the folder; made if it is not there.
-        keep: how many of the newest checkpoints stay, or a ``Keep``.
+        path: the folder; created if it does not exist.
+        keep: the number of newest checkpoints to keep, or a ``Keep``.
+
+    Raises:
+        RunDirectoryError: the folder's ``private`` belongs to another user.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int | Keep = 3) -> None:
@@ -47,51 +50,79 @@ class CheckpointFolder:
         at_exit(self.close)
 
     def restore(self, **parts: Stateful) -> int:
-        """Loads the newest whole checkpoint into the parts, and returns its step; 0 when there is none. Collective.
+        """Loads the newest undamaged checkpoint into the parts. Collective: call it on all ranks, before ``save``.
 
-        Raises CheckpointError, on all ranks, when no checkpoint is whole, or when it lacks a part.
+        Args:
+            parts: what to load, by the names given to ``save``.
+
+        Returns:
+            The checkpoint's step, which is the number of completed steps; 0 if there is no checkpoint.
+
+        Raises:
+            TypeError: a part has no ``load_state_dict()``.
+            CheckpointError: on all ranks, if all checkpoints are damaged or the newest one lacks a part.
         """
         check_parts("restore", parts)
-        restored = restore(self._checkpoints, self._device, _say_damaged)
-        if self._checkpoints is not None and not self._restored:  # else the state is perhaps this process's own
+        restored = restore(self._checkpoints, self._device)
+        if self._checkpoints is not None and not self._restored:  # later, the checkpoint may be of this process
             self._restored = True
             self._checkpoints.record_resume(None if restored is None else restored[1])
         if restored is None:
             return 0
         content, (_, step) = restored
         if missing := parts.keys() - content.keys():
-            raise CheckpointError(f"checkpoint {step} has no {', '.join(sorted(missing))}; it has {', '.join(content)}")
+            raise CheckpointError(f"checkpoint {step} lacks {', '.join(sorted(missing))}; it has {', '.join(content)}")
         for name, part in parts.items():
             load_state(part, content[name])
         return step
 
     def save(self, step: int, **parts: Stateful) -> None:
-        """Rank 0 copies the parts' state and goes on; the copy becomes durable in the background.
+        """Saves the parts: rank 0 copies their state and returns; the copy is written in the background.
 
-        Waits for the save before, if that is still under way. Raises CheckpointError when that one failed.
+        Waits for the previous save first. Other ranks return at once.
+
+        Args:
+            step: the number of completed steps, 0 or more.
+            parts: what to save, by name.
+
+        Raises:
+            TypeError: a part has no ``state_dict()``.
+            ValueError: ``step`` is not an integer of at least 0.
+            RuntimeError: ``restore()`` was not called.
+            CheckpointError: the previous save failed, or the state cannot be saved.
+            Superseded: a newer process uses the folder.
         """
         check_parts("save", parts)
         if not isinstance(step, Integral) or step < 0:
-            raise ValueError(f"save({step!r}): expected the number of the step, an integer from 0 on")
+            raise ValueError(f"save({step!r}): expected the number of completed steps, an integer of at least 0")
         if self._checkpoints is not None:
             if not self._restored:
-                raise RuntimeError("call restore() before save(): what is there already must not be passed by")
+                raise RuntimeError("call restore() before save(), so that existing checkpoints are not ignored")
             self.wait()
             states = {name: state_of(part) for name, part in parts.items()}
             self._checkpoint_client.save(int(step), states, {}, urgent=False)
 
     def wait(self) -> Saved | None:
-        """Returns once the last save is durable and verified. Raises CheckpointError when it failed."""
+        """Waits until the last save is verified and durable.
+
+        Returns:
+            The save: its ``step``, the file's size in ``bytes``, and when it was committed (``at``, monotonic clock,
+            in seconds). None if no save was in progress.
+
+        Raises:
+            CheckpointError: the save failed; earlier checkpoints are not affected.
+            Superseded: a newer process uses the folder.
+        """
         if self._checkpoints is None or not self._checkpoint_client.busy:
             return None
         self._checkpoint_client.hurry()
         try:
             return self._checkpoint_client.result(wait=True)
         except NotSaved as error:
-            raise CheckpointError(f"step {error.step} is not saved: {error}") from error
+            raise CheckpointError(f"step {error.step} was not saved: {error}") from error
 
     def close(self) -> None:
-        """Waits for the last save, and ends the writer."""
+        """Waits for the last save and ends the writer process. Raises the errors of ``wait()``."""
         cancel_at_exit(self.close)
         if self._checkpoints is not None:
             try:
@@ -107,7 +138,3 @@ class CheckpointFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _say_damaged(_: Checkpoint, reason: str) -> None:
-    say(f"{reason}; trying the one before")

@@ -1,4 +1,4 @@
-"""Rank 0's side of a save: copies the state and has the writer process make the copy durable."""
+"""Rank 0's side of a save: copies the state into the snapshot, which the writer process then saves."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from clusterddp.process import module_command
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import signals
 
-#: Seconds that a clean end waits for the writer to leave.
-LEAVE_S = 5.0
+#: Seconds that ``close`` waits for the writer to exit.
+EXIT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is committed: of which step, how large the file is, and since when (CLOCK_MONOTONIC)."""
+    """A committed checkpoint: its step, the file's size in bytes, and when it was committed (CLOCK_MONOTONIC, s)."""
 
     step: int
     bytes: int
@@ -38,9 +38,9 @@ class Saved:
 
 
 class NotSaved(Exception):
-    """A save failed for want of space, by an I/O error or with its writer; what was there before is untouched.
+    """A save failed: no space, an I/O error, or the writer died. Earlier checkpoints are not affected.
 
-    ``metrics``: whether it is the metrics that could not be made durable.
+    ``metrics``: whether the metrics could not be synced.
     """
 
     def __init__(self, step: int, reason: str, metrics: bool = False) -> None:
@@ -49,7 +49,7 @@ class NotSaved(Exception):
 
 
 class CheckpointClient:
-    """The snapshot and its writer. One save at a time: not before ``result`` has told of one is the next begun."""
+    """The snapshot and the writer process. One save at a time: take the result before the next save."""
 
     def __init__(self, directory: RunDirectory, attempt: int, keep: Keep, device: torch.device) -> None:
         self._first = {"run": str(directory), "attempt": attempt, "keep": dataclasses.asdict(keep)}
@@ -63,38 +63,38 @@ class CheckpointClient:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way whose result was not taken yet."""
+        """Whether a save is in progress, or its result was not taken yet."""
         return self._step is not None
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Gets memory for a state like this one, and the writer, so that the first save is as quick as any.
+        """Allocates memory for a state like this one and starts the writer, so that the first save is fast, too.
 
-        Raises CheckpointError when there is not enough memory, or when the state is none that can be saved.
+        Raises CheckpointError if there is not enough memory, or if the state cannot be saved.
         """
         self._snapshot.prepare(tensor_facts(pack(state)[1]))
         self._start()
 
     def save(self, step: int, state: Mapping[str, Any], facts: Mapping[str, str], urgent: bool) -> None:
-        """Copies the state; when this returns, training may go on. ``urgent``: someone will wait for the result."""
+        """Copies the state; then training may continue. ``urgent``: the caller will wait for the result."""
         plain, tensors = pack(state)
         self._snapshot.take(tensors)
         self._start()
         self._step = step
         facts = {"step": str(step), "attempt": str(self._first["attempt"]), **facts}
-        self._sent.wait()  # for what a writer that is gone was to be told
+        self._sent.wait()  # for a request to a writer that has exited
         self._sent.clear()
-        # With all that is to be freed: each tensor that goes away here may let the sender take the interpreter.
+        # The thread also frees the state: each tensor freed here could hand the GIL to it.
         self._requests.put((step, plain, facts, urgent, state, tensors))
 
     def hurry(self) -> None:
-        """From now on someone waits for the save that is under way."""
+        """Raises the priority of the save in progress: the caller waits for it."""
         self._sent.wait()
         self._say({"hurry": True})
 
     def result(self, wait: bool) -> Saved | None:
-        """What came of the save; None while it is under way, or when there is none.
+        """The result of the save; None while it is in progress, or if there is none.
 
-        Raises NotSaved when it failed, Superseded when a newer attempt exists.
+        Raises NotSaved if it failed, Superseded if a newer attempt exists.
         """
         if self._step is None:
             return None
@@ -108,7 +108,7 @@ class CheckpointClient:
             line = b""
         step, self._step = self._step, None
         if not line.endswith(b"\n"):
-            raise NotSaved(step, f"the process that writes it has ended (exit code {self._end_writer()})")
+            raise NotSaved(step, f"the writer process exited with code {self._end_writer()}")
         answer = json.loads(line)
         if "superseded" in answer:
             raise Superseded(answer["superseded"])
@@ -117,15 +117,15 @@ class CheckpointClient:
         return Saved(answer["step"], answer["bytes"], answer["at"])
 
     def close(self) -> None:
-        """Lets the writer finish what it is at, and go."""
+        """Lets the writer finish and exit."""
         if self._writer is not None:
             self._sent.wait()
             self._requests.put(None)
             self._socket.shutdown(socket.SHUT_WR)
             try:
-                self._writer.wait(LEAVE_S)
+                self._writer.wait(EXIT_S)
             except subprocess.TimeoutExpired:
-                pass  # A slow disk: it ends by itself when it is done.
+                pass  # a slow disk: the writer exits when it has finished
 
     def _start(self) -> None:
         if self._writer is not None:
@@ -139,7 +139,7 @@ class CheckpointClient:
         self._say(self._first)
 
     def _end_writer(self) -> int:
-        """Gives up a writer that is gone; the next save starts another. Its exit code."""
+        """Reaps a writer that has exited, and returns its exit code; the next save starts another one."""
         assert self._writer is not None
         self._sent.wait()
         self._socket.close()
@@ -147,7 +147,7 @@ class CheckpointClient:
         return code
 
     def _send(self) -> None:
-        """Describes each save to the writer once the snapshot is there; in a thread, as JSON takes its time."""
+        """Sends each save to the writer once the snapshot is complete; a thread, because JSON takes time."""
         while (request := self._requests.get()) is not None:
             step, plain, facts, urgent, *taken = request
             try:
@@ -155,7 +155,7 @@ class CheckpointClient:
                 self._snapshot.wait()
                 size = self._snapshot.nbytes
                 self._say({"step": step, "beginning": len(beginning), "size": size, "urgent": urgent}, beginning)
-            except Exception:  # such as a CUDA error in the copy: who waits must not wait for ever
+            except Exception:  # such as a CUDA error in the copy: nobody may wait forever
                 traceback.print_exc()
                 self._socket.shutdown(socket.SHUT_RDWR)
             finally:
@@ -166,10 +166,10 @@ class CheckpointClient:
         try:
             self._socket.sendall((json.dumps(message) + "\n").encode() + rest)
         except OSError:
-            pass  # The writer is gone, which `result` tells.
+            pass  # the writer has exited; `result` reports it
 
     def _peek(self) -> bytes:
-        """The answer, if it is there: without a look at the clock, a lock or a thread, as this is asked every step."""
+        """The answer if it has arrived. Called every step: no clock, no lock, no thread."""
         if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
             return b""
         return self._replies.readline()

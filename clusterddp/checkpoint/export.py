@@ -1,4 +1,4 @@
-"""``clusterddp export``: a part of a checkpoint in a file of its own, for scripts that know nothing of clusterddp."""
+"""``clusterddp export``: writes a part of a checkpoint to a file for use without clusterddp."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from clusterddp.rundir.files import fsync_directory
 from clusterddp.rundir.run_directory import RunDirectory
 
 
-def export(run: RunDirectory, step: int | None, target: Path, part: str, everything: bool) -> str:
-    """Writes a part of the newest checkpoint, or of that of ``step``; returns what was written, in words.
+def export(run: RunDirectory, target: Path, part: str | None, step: int | None = None) -> str:
+    """Writes a part of a checkpoint, or all of it if None, to the file ``target``; returns what was written, in words.
 
-    ``.pt`` and ``.pth`` are for ``torch.load(weights_only=True)``, ``.safetensors`` for a part that is tensors by name.
-    Raises UsageError when the file is there already or cannot be written, CheckpointError when the run has no such
-    checkpoint or part.
+    ``step``: the checkpoint's; None: the newest. A ``.pt`` or ``.pth`` file is for ``torch.load(weights_only=True)``, a
+    ``.safetensors`` file for a part whose values are all tensors. Raises UsageError if the file exists or cannot be
+    written, CheckpointError if the run has no such checkpoint or part.
     """
     if target.suffix not in (".pt", ".pth", ".safetensors"):
-        raise UsageError(f"{target}: expected a name that ends in .pt, .pth or .safetensors")
+        raise UsageError(f"{target}: expected a file name that ends in .pt, .pth or .safetensors")
     if target.exists():
-        raise UsageError(f"{target} exists already: remove it, or name another file")
+        raise UsageError(f"{target} already exists: remove it, or choose another file")
     checkpoint = choose(run, step)
     content = unpacked(checkpoint.read())
-    if not everything and part not in content:
+    if part is not None and part not in content:
         parts = ", ".join(name for name, value in content.items() if isinstance(value, dict) and name != "progress")
         raise CheckpointError(f"{checkpoint.path.name} has no part {part!r}; it has {parts}")
-    value = copied(content if everything else content[part])  # else torch would write the whole file's memory
+    value = copied(content if part is None else content[part])  # torch.save writes all memory that a tensor shares
     folder = None
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.absolute().parent))  # where nobody else is
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.absolute().parent))  # mode 0700
         temporary = folder / target.name
         if target.suffix == ".safetensors":
             _write_safetensors(temporary, value, target)
@@ -47,20 +47,20 @@ def export(run: RunDirectory, step: int | None, target: Path, part: str, everyth
             os.fsync(file.fileno())
         temporary.rename(target)
         fsync_directory(target.absolute().parent)
-    except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of the system's errors
-        raise UsageError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, RuntimeError) as error:  # torch turns system errors into RuntimeError
+        raise UsageError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-    return f"{target}: {'everything' if everything else part} of step {checkpoint.step}"
+    return f"{target}: {part or 'everything'} of step {checkpoint.step}"
 
 
 def _write_safetensors(path: Path, value: Any, target: Path) -> None:
     if not isinstance(value, dict) or not all(isinstance(item, torch.Tensor) for item in value.values()):
-        raise UsageError(f"{target}: only a part that is tensors by name fits safetensors; name a .pt file")
+        raise UsageError(f"{target}: safetensors holds parts whose values are all tensors; choose a .pt file")
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise UsageError(f"{target}: `pip install safetensors` is needed to write it; or name a .pt file") from error
-    # Tied tensors apart: that format has no sharing.
+        raise UsageError(f"{target}: safetensors is not installed: `pip install safetensors`, or use .pt") from error
+    # Cloned, because the format does not support tied tensors.
     save_file({name: tensor.clone() for name, tensor in value.items()}, path, metadata={"format": "pt"})

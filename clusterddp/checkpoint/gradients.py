@@ -1,5 +1,6 @@
-"""Gradients that wait for their optimizer's step: a script that accumulates them over several steps of the loop may be
-saved, or stopped, between two of the optimizer's steps, and no part's ``state_dict`` has them.
+"""Accumulated gradients: saves them when a checkpoint is taken between two steps of the optimizer.
+
+A script may accumulate gradients over several steps of the loop, and no ``state_dict`` contains them.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from clusterddp.distributed.modules import ddp_modules, trained_parameters
 
 
 class _Exchange:
-    """Parameters whose gradients are exchanged together: those of a DDP module, or those of a part outside DDP."""
+    """Parameters whose gradients are reduced together: those of a DDP module, or those of a part outside DDP."""
 
     def __init__(self, module: DistributedDataParallel | None, alone: bool) -> None:
         self._module, self._alone = module, alone
-        #: The parameter that got a gradient last. The hook is the deque's own method: 0.1 us for each parameter.
+        #: The last parameter that got a gradient. The hook is a method of deque: 0.1 us per parameter.
         self._last: deque[torch.Tensor] = deque(maxlen=1)
-        #: Whether each rank has gradients of its own: DDP exchanges them in the next backward without ``no_sync``.
+        #: Whether the ranks' gradients differ: DDP reduces them in the next backward without ``no_sync``.
         self.apart = False
 
     def watch(self, parameter: torch.nn.Parameter) -> None:
-        """Also one that is frozen for now."""
+        """Registers the hook, also on a parameter that is frozen for now."""
         trained = parameter.requires_grad
         parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._last.append)  # type: ignore[no-untyped-call]
         parameter.requires_grad_(trained)
@@ -36,22 +37,22 @@ class _Exchange:
         if not self._last:
             return False
         self._last.clear()
-        # DDP sets this in the forward: whether the backward will exchange.
+        # DDP sets this in the forward: whether the backward will reduce.
         exchanged = self._module is not None and self._module.require_forward_param_sync
         self.apart = not (self._alone or exchanged)
         return True
 
 
 class Gradients:
-    """Of the run's models."""
+    """The accumulated gradients of a run's models."""
 
     def __init__(self, parts: Mapping[str, Any], world_size: int) -> None:
         self._modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
         self._optimizers = {part for part in parts.values() if isinstance(part, torch.optim.Optimizer)}
-        #: The optimizers that have not stepped since a backward, and those that had not when the step being made began.
+        #: The optimizers that have not stepped since a backward, now and at the beginning of the current step.
         self._waiting: set[torch.optim.Optimizer] = set()
         self._waited = self._waiting
-        #: Whether the step being made has made a backward.
+        #: Whether the current step has run a backward.
         self._made = False
         self._exchanges: list[_Exchange] = []
         self._exchange_of: dict[torch.Tensor, _Exchange] = {}
@@ -68,22 +69,22 @@ class Gradients:
                 exchange.watch(parameter)
 
     def note(self) -> None:
-        """Takes note of a backward, if there was one: before a step, an optimizer's step and an evaluation."""
+        """Records a backward, if there was one. Call it before a step, an optimizer's step and an evaluation."""
         if [exchange for exchange in self._exchanges if exchange.take()]:
             self._waiting, self._made = set(self._optimizers), True
 
     def begin_step(self) -> None:
-        """A step of the loop begins."""
+        """Call it at the beginning of a step of the loop."""
         self.note()
         self._waited, self._made = set(self._waiting), False
 
     def stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """An optimizer has made its step, all of them when None: what it waited for is done with."""
+        """An optimizer, or all of them if None, has stepped: its gradients are used."""
         self.note()
         self._waiting -= self._optimizers if optimizer is None else {optimizer}
 
     def progress(self, before_step: bool) -> dict[str, Any]:
-        """What a checkpoint holds of them. ``before_step``: it is of the state that the step being made began with."""
+        """The gradients for a checkpoint. ``before_step``: of the state at the beginning of the current step."""
         self.note()
         waiting = self._waited if before_step else self._waiting
         learned: set[torch.Tensor] = set().union(*map(trained_parameters, waiting))
@@ -100,7 +101,7 @@ class Gradients:
         return {"gradients": gradients}
 
     def restore(self, progress: Mapping[str, Any]) -> list[str]:
-        """The inverse of ``progress``; why the resume is not exact."""
+        """The inverse of ``progress``; returns the reasons why the resume is not exact."""
         for name, gradients in progress.get("gradients", {}).items():
             parameters = parameters_of(self._modules[name])
             for key, gradient in gradients.items():
@@ -108,5 +109,5 @@ class Gradients:
         if "gradients" in progress:
             self._waiting = set(self._optimizers)
         if "gradients_lost" in progress:
-            return ["it was saved between a backward and its optimizer's step, without the gradients"]
+            return ["the checkpoint was taken between a backward and its optimizer's step, without the gradients"]
         return []

@@ -1,4 +1,4 @@
-"""A checkpoint's content on all ranks: rank 0 alone reads the file, once, and hands it on."""
+"""Restores a checkpoint on all ranks: rank 0 reads the file once and broadcasts its content."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from clusterddp.checkpoint.state import TORCH_DTYPES, unpack
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, check_present
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.errors import CheckpointError
+from clusterddp.reporter import say
 
-#: Bytes that one broadcast carries: 2000 tensors of 20 KB one by one take 3.6 times as long.
+#: Bytes per broadcast: 2000 tensors of 20 KB one by one take 3.6 times as long.
 _PORTION = 1 << 25
 
 
-#: Which checkpoint: the attempt that wrote it, and its step.
+#: A checkpoint: the attempt that wrote it, and its step.
 Place = tuple[int, int]
 
 
 def restore(
-    checkpoints: Checkpoints | None, device: torch.device, on_damaged: Callable[[Checkpoint, str], None]
+    checkpoints: Checkpoints | None,
+    device: torch.device,
+    on_damaged: Callable[[Checkpoint, str], None] = lambda *_: None,
 ) -> tuple[Any, Place] | None:
-    """The newest whole checkpoint's state, with tensors on the CPU, and its place; None when there is none.
+    """The state of the newest undamaged checkpoint, with tensors on the CPU, and its place; None if there is none.
 
-    Collective where there is a process group: rank 0 alone has ``checkpoints``, reads the file and hands it on through
-    ``device``. Raises CheckpointError, on all ranks, when there are checkpoints and none is whole.
+    Collective if there is a process group: only rank 0 has ``checkpoints``; it reads the file and broadcasts the
+    content through ``device``. Raises CheckpointError on all ranks if there are checkpoints but all are damaged.
     """
     found, failure = None, None
     try:
@@ -47,31 +50,32 @@ def restore(
 def _newest_whole(
     checkpoints: Checkpoints, on_damaged: Callable[[Checkpoint, str], None]
 ) -> tuple[Content, Place] | None:
-    """The first of the candidates that is whole; those before it are reported."""
+    """The newest candidate that is not damaged; newer ones are reported."""
     reasons = []
     for checkpoint in checkpoints.candidates():
         try:
             return checkpoint.read(), (checkpoint.attempt, checkpoint.step)
         except CheckpointError as error:
+            say(f"{error}; trying the previous checkpoint")
             on_damaged(checkpoint, str(error))
             reasons.append(str(error))
     if not reasons:
         check_present(checkpoints)
         return None
     raise CheckpointError(
-        "no checkpoint of the run can be read, and it does not start from step 0 by itself:\n  "
+        "no checkpoint of this run can be read, and it never restarts from step 0 on its own:\n  "
         + "\n  ".join(reasons)
-        + f"\nput a good copy into {checkpoints.folder}, or begin a new run in another run directory"
+        + f"\ncopy an intact one into {checkpoints.folder}, or start a new run in another run directory"
     )
 
 
 def _broadcast(
     found: tuple[Content, Place] | None, error: CheckpointError | None, device: torch.device
 ) -> tuple[Any, Place] | None:
-    """What rank 0 has found, on all ranks, a portion at a time; its error is raised on all ranks."""
+    """Broadcasts what rank 0 found, in portions; its error is raised on all ranks."""
     rank = dist.get_rank()
-    told = [str(error), None, None] if error else [None, found and found[1], found and _without_data(found[0])]
-    reason, place, described = broadcast_json(told, device)
+    message = [str(error), None, None] if error else [None, found and found[1], found and _without_data(found[0])]
+    reason, place, described = broadcast_json(message, device)
     if reason is not None:
         raise error or CheckpointError(reason)
     if place is None or described is None:
@@ -85,21 +89,21 @@ def _broadcast(
 
 
 def unpacked(content: Content) -> Any:
-    """The nested state in a checkpoint's content. Its tensors lie in the content's memory; ``load_state`` copies.
+    """The nested state in a checkpoint's content. Its tensors share the content's memory; ``load_state`` copies.
 
-    Raises CheckpointError where state and tensors do not fit: the file is whole, and not of our own making.
+    Raises CheckpointError if state and tensors do not match: the file is intact, but clusterddp did not write it.
     """
     try:
         return unpack(content.state, tensors(content))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
         raise CheckpointError(
-            f"the state in the checkpoint of step {content.facts.get('step')} does not fit its tensors "
-            f"({error!r:.200}): something else than clusterddp wrote it"
+            f"the state in the checkpoint of step {content.facts.get('step')} does not match its tensors "
+            f"({error!r:.200}): another program wrote the file"
         ) from error
 
 
 def tensors(content: Content) -> dict[str, torch.Tensor]:
-    """The tensors in a checkpoint's content, by name, within its data."""
+    """The tensors in a checkpoint's content by name; they share its memory."""
     return {name: _tensor(entry, content.data) for name, entry in content.entries.items()}
 
 

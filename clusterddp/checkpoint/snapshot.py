@@ -1,4 +1,4 @@
-"""A copy of the run's state in memory that the writer process sees too: training goes on while it is written."""
+"""The snapshot: a copy of the state in memory shared with the writer, so that training continues during a save."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class Snapshot:
-    """Memory of an anonymous file (memfd), as large as the state: /dev/shm and its limit have no part in it.
+    """An anonymous file in memory (memfd) of the state's size, which does not count towards the limit of /dev/shm.
 
-    Where memfd_create is refused (seccomp, an old kernel), it is an unlinked file in /dev/shm, or in ``folder`` if that
-    is too small.
+    If memfd_create is not permitted (seccomp, an old kernel), an unlinked file in /dev/shm is used, or in ``folder`` if
+    /dev/shm is too small.
 
-    On GPUs it is pinned, and the copies run behind the step's kernels without blocking the CPU; the kernels of the next
-    step wait for them, as nobody can know which of these will write where.
+    With a GPU, the memory is pinned, and the copies are queued after the step's kernels without blocking the CPU. The
+    kernels of the next step wait for them, because any of these could overwrite what is being copied.
     """
 
     def __init__(self, device: torch.device, folder: Path) -> None:
@@ -39,7 +39,7 @@ class Snapshot:
         self._file: int | None = None
         self._map: mmap.mmap | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        #: What a checkpoint's header says of the tensors that there is memory for; the size of their data.
+        #: The header entries of the tensors that the memory is laid out for, and their total size in bytes.
         self.described, self.nbytes = file_format.described([]), 0
         self._views: list[torch.Tensor] = []
         self._kinds: list[tuple[str, torch.dtype, torch.Size]] = []
@@ -48,14 +48,14 @@ class Snapshot:
 
     @property
     def file(self) -> int:
-        """The descriptor, for the writer; after ``prepare`` or ``take``."""
+        """The file descriptor, valid after ``prepare`` or ``take``."""
         assert self._file is not None
         return self._file
 
     def prepare(self, layout: list[Tensor]) -> None:
-        """Gets the memory for a state of this layout, in the background: the first save is then as quick as any.
+        """Allocates memory for this layout in the background, so that the first save is fast, too.
 
-        Raises CheckpointError, at once, when the machine does not have that much.
+        Raises CheckpointError if the machine does not have enough memory.
         """
         check_memory(offsets(layout)[1] - len(self._memory))
         self._open(offsets(layout)[1])
@@ -63,7 +63,7 @@ class Snapshot:
         self._preparing.start()
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies the tensors; on GPUs they are there after ``wait``."""
+        """Copies the tensors; copies from GPUs are complete after ``wait``."""
         self._finish_preparing()
         if not self._fits(tensors):
             layout = tensor_facts(tensors)
@@ -75,12 +75,12 @@ class Snapshot:
             return
         on_gpus = self._device.type == "cuda"
         torch._foreach_copy_(self._views, sources, non_blocking=on_gpus)
-        # Each copy runs on the current stream of the GPU that it copies from.
+        # Each copy runs on the current stream of its source GPU.
         devices = {source.device for source in sources if source.device.type == "cuda"} if on_gpus else ()
         self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def wait(self) -> None:
-        """Returns when what was taken is there."""
+        """Waits until all copies are complete."""
         for copied in self._copied:
             copied.synchronize()
 
@@ -94,7 +94,7 @@ class Snapshot:
             self._preparing = None
 
     def _try_resize(self, layout: list[Tensor]) -> None:
-        with suppress(CheckpointError):  # `take` tries again, and says it
+        with suppress(CheckpointError):  # `take` tries again and raises it
             self._resize(layout)
 
     def _resize(self, layout: list[Tensor]) -> None:
@@ -121,13 +121,13 @@ class Snapshot:
             raise CheckpointError(f"{need}: {error.strerror} ({self._kind}, to which `ulimit -f` applies)") from error
         self._map = mmap.mmap(self.file, size)
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._memory.zero_()  # touches every page now, outside the interpreter's lock
+        self._memory.zero_()  # touches every page now, without the GIL
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # of this thread
             code = int(_cuda_runtime().cudaHostRegister(self._memory.data_ptr(), size, 0))
             if code != 0:
                 self._memory, self._map = torch.empty(0, dtype=torch.uint8), None
-                raise CheckpointError(f"{size / 2**30:.1f} GiB for the snapshot cannot be pinned: CUDA error {code}")
+                raise CheckpointError(f"cannot pin {size / 2**30:.1f} GiB for the snapshot: CUDA error {code}")
 
     def _release(self) -> None:
         if self._map is not None and self._device.type == "cuda":
@@ -136,7 +136,7 @@ class Snapshot:
 
 
 def _anonymous_file(size: int, folder: Path) -> tuple[int, str]:
-    """A file without a name, and what it is, in words; one on a disk has ``size`` bytes already."""
+    """A file without a name, and a description of it; a file on a disk has ``size`` bytes already."""
     try:
         return _memfd("clusterddp-snapshot"), "a memfd"
     except OSError as error:
@@ -152,11 +152,11 @@ def _anonymous_file(size: int, folder: Path) -> tuple[int, str]:
             used = f"an unlinked file in {place}"
             say(f"the snapshot is {used} ({'; '.join(reasons)})")
             return found, used
-    raise CheckpointError(f"no memory for the snapshot that another process can see: {'; '.join(reasons)}")
+    raise CheckpointError(f"cannot allocate shared memory for the snapshot: {'; '.join(reasons)}")
 
 
 def _memfd(name: str) -> int:
-    """Pythons that were built on an old system lack the call that the running one has."""
+    """``os.memfd_create``, also for a Python that was built on a system without it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     call = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
@@ -172,17 +172,17 @@ def _cuda_runtime() -> Any:
 
 
 def check_memory(size: int) -> None:
-    """Raises CheckpointError when ``size`` bytes more would not fit into this machine's, or this job's, memory."""
+    """Raises CheckpointError if the memory of the machine, or of the job, has no room for ``size`` more bytes."""
     free = free_memory()
     if size > free:
         raise CheckpointError(
-            f"the snapshot of the state needs {size / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free on "
-            "this node: ask for more (--mem), or have fewer ranks or loader workers on it"
+            f"the snapshot of the state needs {size / 2**30:.1f} GiB of memory, but {free / 2**30:.1f} GiB are free on "
+            "this node: request more (--mem), or use fewer ranks or loader workers per node"
         )
 
 
 def free_memory() -> int:
-    """Bytes that this process could still get: the machine's available memory, or what its cgroups leave of it."""
+    """Bytes that this process can still allocate: the machine's available memory, limited by its cgroups."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -196,7 +196,7 @@ def free_memory() -> int:
 
 
 def _left_in_cgroups(root: Path, name: str, limit: str, used: str) -> int:
-    """What a control group and those around it leave, the page cache counted as free."""
+    """The bytes that a cgroup and its parents still allow; the page cache counts as free."""
     left = 1 << 62
     folder = root / name.lstrip("/")
     while folder != root.parent:
@@ -204,7 +204,7 @@ def _left_in_cgroups(root: Path, name: str, limit: str, used: str) -> int:
             most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except OSError:
-            pass  # the root has no limits; a container may show other names than the host's
+            pass  # the root has no limits, and a container may hide the host's names
         else:
             if most != "max":
                 cache = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))

@@ -1,4 +1,4 @@
-"""The state of a run's parts: under the bare model's names, and as plain values and tensors by name."""
+"""The state of a run's parts: from ``state_dict()`` to JSON and named tensors, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clusterddp.checkpoint.file_format import Tensor
 from clusterddp.distributed.modules import bare
 from clusterddp.errors import CheckpointError
 
-#: The dtypes that a checkpoint holds, and their names in safetensors.
+#: The dtypes that a checkpoint supports, and their names in safetensors.
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -37,26 +37,26 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Stateful(Protocol):
-    """Anything whose state is saved and restored: a module, an optimizer, a scheduler, a scaler."""
+    """Anything whose state can be saved and restored: a module, an optimizer, a scheduler, a scaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 def check_parts(where: str, parts: Mapping[str, Any]) -> None:
-    """Raises TypeError for a part without a state, by its name."""
+    """Raises TypeError for a part without ``state_dict()`` and ``load_state_dict()``."""
     for name, part in parts.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise TypeError(
-                f"{where}({name}=...) was given a {type(part).__name__}: expected something with state_dict() and "
-                "load_state_dict(); for values of your own, an object of yours that has them"
+                f"{where}({name}=...): expected an object with state_dict() and load_state_dict(), got "
+                f"{type(part).__name__}; wrap values of your own in a class that has them"
             )
 
 
 def state_of(part: Stateful) -> dict[str, Any]:
-    """A part's state; a module's under the names it has without DDP and torch.compile around it.
+    """A part's state; a module's has the names of the module without DDP and torch.compile around it.
 
-    A module's state is an OrderedDict that has its modules' versions in ``_metadata``, as torch's own.
+    A module's state is an OrderedDict with the versions of its submodules in ``_metadata``, as in torch.
     """
     if not isinstance(part, torch.nn.Module):
         return part.state_dict()
@@ -67,7 +67,7 @@ def state_of(part: Stateful) -> dict[str, Any]:
 
 
 def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
-    """The inverse of ``state_of``. The part keeps no tensor of ``state``, all of which may be one piece of memory."""
+    """The inverse of ``state_of``. The part gets copies: the tensors of ``state`` may share one memory."""
     if not isinstance(part, torch.nn.Module):
         part.load_state_dict(copied(state))
         return
@@ -81,28 +81,28 @@ def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
 
 
 def _metadata(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The versions of a module's submodules, by name; empty for a state that has none."""
+    """The versions of a module's submodules by name; empty if the state has none."""
     return getattr(state, "_metadata", None) or {}
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """A module's parameters under the names they have in ``state_of``."""
+    """A module's parameters by their names in ``state_of``."""
     return {_bare_name(name): parameter for name, parameter in bare(module).named_parameters()}
 
 
 def copied(state: Mapping[str, Any]) -> Any:
-    """The same state, with memory of its own for each tensor; tied ones stay tied."""
+    """A copy of a state in which each tensor has its own memory; tied tensors stay tied."""
     plain, tensors = pack(state)
     return unpack(plain, {name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def _bare_name(name: str) -> str:
-    """Of a tensor, or of a submodule."""
+    """The name of a tensor or submodule without the prefix of torch.compile."""
     return name.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
 
 
 def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> list[Tensor]:
-    """What a checkpoint's header says of tensors."""
+    """The tensors' entries for a checkpoint's header."""
     return [
         Tensor(name, DTYPES[tensor.dtype], tuple(tensor.shape), tensor.element_size())
         for name, tensor in tensors.items()
@@ -110,19 +110,18 @@ def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> list[Tensor]:
 
 
 def pack(content: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A nested state as JSON has it, and its tensors by name: their place in the state, such as ``model.fc.weight``.
+    """Converts a nested state to JSON and its tensors by name: their path in the state, such as ``model.fc.weight``.
 
-    In a tensor's place stands ``{"$tensor": NAME}``, or ``{"$tensor": [NAME, ORDER]}`` where its dimensions have
-    another order in memory (as with ``channels_last``). A tensor that occurs twice, as tied weights do, is there once.
-    What JSON lacks is written as ``{"$KIND": ...}``; ``unpack`` is the inverse. The result shares no list and no dict
-    with the state. Raises CheckpointError for what would come back as something else: nothing in a checkpoint is ever
-    executed, so that no class of the user's can be restored.
+    A tensor is replaced by ``{"$tensor": NAME}``, or by ``{"$tensor": [NAME, ORDER]}`` if its dimensions have another
+    order in memory (as with ``channels_last``). Tied weights are stored once. Values that JSON lacks become ``{"$KIND":
+    ...}``. ``unpack`` is the inverse. The result shares no list or dict with the state. Raises CheckpointError for a
+    value that could not be restored, such as an object of a user's class: nothing in a checkpoint is executed.
     """
     packing = _Packing()
     try:
         return packing.walk(content, ""), packing.tensors
     except RecursionError:
-        raise CheckpointError("the state is nested too deeply for a checkpoint, or contains itself") from None
+        raise CheckpointError("the state is nested too deeply, or contains itself") from None
 
 
 def unpack(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -142,7 +141,7 @@ def _unpack(state: Any, tensors: dict[Any, torch.Tensor]) -> Any:
 
 
 def _tensor(value: Any, tensors: dict[Any, torch.Tensor]) -> torch.Tensor:
-    """The tensor of this name, or, for a name and an order of dimensions, with that order in memory."""
+    """The tensor of this name; for a name and an order of dimensions, with that order in memory."""
     if isinstance(value, str):
         return tensors[value]
     name, order = value[0], tuple(value[1])
@@ -153,7 +152,7 @@ def _tensor(value: Any, tensors: dict[Any, torch.Tensor]) -> torch.Tensor:
 
 
 class _Kind:
-    """Values that JSON lacks: their type, and the way to plain values and back."""
+    """A type that JSON lacks, and its conversion to plain values and back."""
 
     def __init__(
         self, of: type, to_plain: Callable[[Any], Any] = list, from_plain: Callable[[Any], Any] | None = None
@@ -164,7 +163,7 @@ class _Kind:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch.{name} is no dtype")
+        raise ValueError(f"torch.{name} is not a dtype")
     return found
 
 
@@ -173,7 +172,7 @@ def _pairs(mapping: Mapping[Any, Any]) -> list[list[Any]]:
 
 
 def _versions(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A module state's ``_metadata``, in which nearly all submodules have a version and nothing else."""
+    """A module state's ``_metadata`` in short: nearly all submodules have a version and nothing else."""
     return {name: facts["version"] if [*facts] == ["version"] else facts for name, facts in metadata.items()}
 
 
@@ -190,16 +189,16 @@ def _numpy_scalar(pair: list[Any]) -> Any:
 
     name, value = pair
     if name not in _NUMPY_SCALARS:
-        raise ValueError(f"numpy.{name} is none of {', '.join(_NUMPY_SCALARS)}")
+        raise ValueError(f"expected one of {', '.join(_NUMPY_SCALARS)}, got numpy.{name}")
     return numpy.dtype(name).type(value)
 
 
-#: The scalars of numpy that Python's numbers hold exactly.
+#: The numpy scalars that Python numbers represent exactly.
 _NUMPY_SCALARS = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64"),
 )
-#: Python's JSON refuses to write longer integers in decimal.
+#: Python refuses to write longer integers in decimal.
 _LONGEST_INT_BITS = 4096
 
 _KINDS = {
@@ -223,15 +222,15 @@ _KINDS |= {
 
 
 class _Packing:
-    """One walk through a state."""
+    """One pass over a state."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        #: By storage: most tensors are alone in theirs.
+        #: The tensors by storage.
         self._found: dict[int, list[tuple[torch.Tensor, str]]] = {}
 
     def walk(self, item: Any, path: str) -> Any:
-        """The JSON form of what stands at ``path``. Training waits for it, at each save."""
+        """The JSON form of the value at ``path``. Training waits for this at each save."""
         kind = type(item)
         if isinstance(item, torch.Tensor):
             name = self._name(item, path)
@@ -254,16 +253,16 @@ class _Packing:
         if kind.__module__ == "numpy" and (found := self._numpy(item, path)) is not None:
             return found
         raise CheckpointError(
-            f"the state of {path!r} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not hold: "
-            "expected tensors, numpy's arrays and scalars, numbers, text, bytes, None, and lists, tuples, sets and "
-            "dicts of them; convert it in state_dict(), and back in load_state_dict()"
+            f"cannot save the state of {path!r}, a {kind.__module__}.{kind.__qualname__}: expected tensors, numpy "
+            "arrays and scalars, numbers, text, bytes, None, and lists, tuples, sets and dicts of them; convert it in "
+            "state_dict(), and back in load_state_dict()"
         )
 
     def _members(self, pairs: list[list[Any]], path: str) -> Any:
         return [[self.walk(key, path), self.walk(value, _below(path, key))] for key, value in pairs]
 
     def _numpy(self, item: Any, path: str) -> Any:
-        """Of an array or a scalar of numpy; None for what would come back as something else."""
+        """The JSON form of a numpy array or scalar; None if it could not be restored exactly."""
         import numpy
 
         if isinstance(item, numpy.generic):
@@ -271,21 +270,21 @@ class _Packing:
         if type(item) is not numpy.ndarray or not _is_plain(item.dtype):
             return None
         if not (item.flags.c_contiguous and item.flags.writeable):
-            item = numpy.array(item, order="C")  # torch takes no others
+            item = numpy.array(item, order="C")  # as torch.from_numpy requires
         return {"$ndarray": {"$tensor": self._name(torch.from_numpy(item), path)}}
 
     def _name(self, tensor: torch.Tensor, path: str) -> str:
         if type(tensor) not in _PLAIN_TENSORS:
             kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
             raise CheckpointError(
-                f"the state of {path!r} is a {kind}, a subclass of torch.Tensor that would come back as a plain one: "
-                "convert it in state_dict(), and back in load_state_dict()"
+                f"cannot save the state of {path!r}, a {kind}: a subclass of torch.Tensor would be restored as a plain "
+                "tensor; convert it in state_dict(), and back in load_state_dict()"
             )
         if tensor.is_nested or tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
             nested = "nested, " if tensor.is_nested else ""
             raise CheckpointError(
-                f"the state of {path!r} is a tensor that a checkpoint does not hold ({nested}{tensor.dtype}, "
-                f"{tensor.layout}, on {tensor.device}): expected a dense one of "
+                f"cannot save the state of {path!r}, a tensor ({nested}{tensor.dtype}, {tensor.layout}, on "
+                f"{tensor.device}): expected a dense tensor of dtype "
                 + ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in DTYPES))
             )
         in_its_storage = self._found.setdefault(tensor.untyped_storage()._cdata, [])
@@ -300,27 +299,27 @@ class _Packing:
         return name
 
 
-#: ``torch.nn.Buffer`` makes tensors of the first type.
+#: A ``torch.nn.Buffer`` is of the first type.
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_plain(dtype: Any) -> bool:
-    """Whether values of this dtype of numpy come back from Python's numbers, or from a tensor, as they were."""
+    """Whether values of this numpy dtype can be restored exactly from Python numbers or a tensor."""
     return dtype.name in _NUMPY_SCALARS and dtype.isnative
 
 
 def _order(tensor: torch.Tensor) -> list[int]:
-    """The dimensions as they are in memory, the outermost first."""
+    """The dimensions by their order in memory, the outermost first."""
     return sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
 
 
 def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors of one storage that have the same values in the same places."""
+    """Equal for two tensors of one storage that have the same values at the same positions."""
     place = tensor.storage_offset(), tensor.shape, tensor.stride()
     return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-#: Names that a file's header uses itself.
+#: Names that the format of the file reserves.
 _TAKEN = {"checksums", "__metadata__"}
 
 

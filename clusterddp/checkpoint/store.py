@@ -1,9 +1,9 @@
-"""The checkpoint files of a run: which count, which is committed, which are deleted. No torch, and no look inside.
+"""The checkpoint files of a run: which ones count, how one is committed, which are deleted. Without torch.
 
-A checkpoint is ``checkpoints/step-<12 digits>.attempt-<n>.safetensors`` (``archive`` has its layout). It is written to
-a temporary sibling, read back, synced and renamed; the folder is synced; only then are older ones deleted.
-Attempts that were superseded may still write: their number is in the name, and the *lineage* of a later attempt (what
-it resumed from, what that one resumed from ...) leaves out what they wrote after they were left behind.
+A checkpoint is ``checkpoints/step-<12 digits>.attempt-<n>.safetensors`` (format: ``file_format.py``). It is written to
+a temporary file beside it, read back, synced and renamed; the folder is synced; only then are older ones deleted.
+A superseded attempt may still write. Its number is in the file name, and the *lineage* of a later attempt (the
+checkpoint that it resumed from, the one that this attempt resumed from, ...) excludes what it wrote too late.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from clusterddp.rundir.records import METRICS, retrying, schema_error
 from clusterddp.rundir.run_directory import RunDirectory
 
 _T = TypeVar("_T")
-#: The resume record of an attempt whose records cannot be seen.
+#: Stands for the resume record of an attempt whose records this user cannot read.
 _UNKNOWN: Mapping[str, Any] = {}
 _NAME = re.compile(r"step-(\d{12})\.attempt-(\d{1,18})\.(safetensors|pt)", re.ASCII)
 _TEMPORARY = re.compile(r"\.step-\d{12}\.attempt-(\d+)\.safetensors\.[0-9a-f]+\.tmp")
@@ -43,28 +43,28 @@ class Checkpoint:
     attempt: int
 
     def read(self) -> file_format.Content:
-        """Its content, every byte verified. Raises CheckpointError when it is not whole."""
+        """Reads and verifies the file. Raises CheckpointError if it is damaged, renamed or unreadable."""
         content = self._checked(file_format.read)
         if content.facts.get("step", str(self.step)) != str(self.step):
-            raise CheckpointError(f"{self.path.name} has the state after step {content.facts['step']}: it was renamed")
+            raise CheckpointError(f"{self.path.name} was renamed: it has the state after step {content.facts['step']}")
         return content
 
     def verify(self) -> None:
-        """Raises CheckpointError when it is not whole."""
+        """Reads the file. Raises CheckpointError if it is damaged or unreadable."""
         self._checked(file_format.verify)
 
     def _checked(self, read: Callable[[Path], _T]) -> _T:
         if self.path.suffix == ".pt":
-            raise CheckpointError(f"{self.path.name} is of format 1, which this version does not read")
+            raise CheckpointError(f"{self.path.name} has format 1, which this version cannot read")
         try:
             return retrying(self.path, lambda: read(self.path))
         except file_format.Damaged as error:
             raise CheckpointError(f"{self.path.name} is damaged: {error}") from error
         except OSError as error:
-            raise CheckpointError(f"{self.path.name} cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(f"cannot read {self.path.name}: {error.strerror or error}") from error
 
     def metric(self, name: str) -> float | None:
-        """The value of a metric that was logged in the step before; None when there is none, or no telling."""
+        """The value of a metric at the last step before the checkpoint; None if it is missing or unreadable."""
         try:
             value = json.loads(file_format.read_facts(self.path)["metrics"])[name]
             return float(value)
@@ -73,14 +73,14 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints that attempt ``attempt`` of a run may restore, commit and delete. One process uses it."""
+    """The checkpoints that an attempt of a run may restore, commit and delete. For use by one process."""
 
     def __init__(self, directory: RunDirectory, attempt: int, keep: Keep) -> None:
         self._directory, self._attempt, self._keep = directory, attempt, keep
         self.folder = directory.checkpoints
 
     def candidates(self) -> list[Checkpoint]:
-        """The checkpoints of the lineage, newest first, whole or not."""
+        """The checkpoints of the lineage, newest first, damaged ones included."""
         found = sorted(visible(self._directory), key=lambda checkpoint: -checkpoint.step)
         return [
             checkpoint
@@ -90,9 +90,9 @@ class Checkpoints:
         ]
 
     def expected(self) -> int | None:
-        """The newest step that was committed in the lineage, by the records and the history; None: there was none."""
+        """The newest step committed in the lineage, according to records and history; None if there is none."""
         highest = dict(lineage(self._directory, self._attempt))
-        committed = [int(step) for step in list(highest.values())[1:]]  # those that an attempt resumed from
+        committed = [int(step) for step in list(highest.values())[1:]]  # an attempt resumed from them
         for event in self._directory.events():
             step = event.get("step")
             if event["event"] not in ("checkpoint", "forked") or step is None:
@@ -102,9 +102,9 @@ class Checkpoints:
         return max(committed, default=None)
 
     def record_resume(self, parent: tuple[int, int] | None) -> None:
-        """Records, before the first step, which checkpoint (attempt, step) this attempt goes on from.
+        """Records, before the first step, the checkpoint (attempt, step) that this attempt resumes from.
 
-        That puts it into the lineage of later attempts.
+        This adds the attempt to the lineage of later attempts.
         """
         self.check_newest()
         link = None if parent is None else {"attempt": parent[0], "step": parent[1]}
@@ -112,14 +112,14 @@ class Checkpoints:
         write_json(self._directory.resume_record(self._attempt), record, mode=0o600)
 
     def temporary(self, step: int) -> Path:
-        """Where to write a checkpoint before it is committed; what killed attempts left half written is removed."""
+        """The file to write a checkpoint to before it is committed. Deletes incomplete files of killed attempts."""
         self._remove_leftovers()
         return self._path(step).with_name(f".{self._path(step).name}.{secrets.token_hex(4)}.tmp")
 
     def commit(self, temporary: Path, step: int) -> Checkpoint:
-        """Gives a file that is whole and durable its name, durably. ``delete_old`` is to follow.
+        """Gives a complete, synced file its final name, durably. Call ``delete_old`` afterwards.
 
-        Raises Superseded when a newer attempt of the run exists. The file is gone then.
+        Raises Superseded if a newer attempt exists; the file is deleted then.
         """
         checkpoint = Checkpoint(self._path(step), step, self._attempt)
         try:
@@ -131,14 +131,14 @@ class Checkpoints:
         try:
             fsync_directory(checkpoint.path.parent)
         except OSError:
-            # A crash might still take its name away, and no attempt must have gone on from it then.
+            # A crash could still undo the rename, so no attempt may resume from this file.
             with suppress(OSError):
                 checkpoint.path.unlink(missing_ok=True)
             raise
         return checkpoint
 
     def delete_old(self) -> None:
-        """Deletes what ``keep`` does not ask for. Raises Superseded when a newer attempt of the run exists."""
+        """Deletes the checkpoints that ``keep`` does not match. Raises Superseded if a newer attempt exists."""
         candidates = self.candidates()
         stay = kept(candidates, self._keep)
         for checkpoint in candidates:
@@ -146,22 +146,22 @@ class Checkpoints:
                 self.check_newest()
                 try:
                     checkpoint.path.unlink(missing_ok=True)
-                except OSError as error:  # The new one is safe all the same, and the next commit tries again.
+                except OSError as error:  # the new one is committed; retried after the next
                     say(f"cannot delete {checkpoint.path.name}: {error.strerror}")
 
     def check_newest(self) -> None:
-        """Raises Superseded when a newer attempt exists: it may be training by now, from an older checkpoint."""
-        newest = self._directory.newest_attempt()
-        if newest is not None and newest > self._attempt:
+        """Raises Superseded if a newer attempt exists: it may already train from an older checkpoint."""
+        if self._directory.superseded(self._attempt):
+            newest = self._directory.newest_attempt()
             raise Superseded(f"attempt {self._attempt} superseded by attempt {newest}; not writing")
 
     def why_not(self, error: OSError, needed: int) -> str:
-        """Why a checkpoint of ``needed`` bytes was not written, with sizes, and what the run has instead."""
+        """Why a checkpoint of ``needed`` bytes was not saved, and which one the run keeps."""
         try:
             free = shutil.disk_usage(self._directory.checkpoints).free
             kept = next((f"keeping step {checkpoint.step}" for checkpoint in self.candidates()), "no older one to keep")
         except OSError as other:
-            return f"checkpoint needs {_size(needed)} ({error.strerror}); the others cannot be seen ({other.strerror})"
+            return f"checkpoint needs {_size(needed)} ({error.strerror}); cannot list the others ({other.strerror})"
         full = f", {_size(free)} free" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
         return f"checkpoint needs {_size(needed)}{full} ({error.strerror}); {kept}"
 
@@ -169,10 +169,10 @@ class Checkpoints:
         return self._directory.checkpoints / f"step-{step:012d}.attempt-{self._attempt}.safetensors"
 
     def _remove_leftovers(self) -> None:
-        """Removes what killed attempts left half written: it would fill the disk in the end.
+        """Deletes incomplete files of killed attempts, which would fill the disk.
 
-        Also of those outside the lineage, such as one that was killed in its first save. One that is alive is
-        superseded, and its commit refused.
+        Attempts outside the lineage are included, such as one that was killed in its first save. If such an attempt is
+        still alive, it is superseded and could not commit.
         """
         for path in self._directory.checkpoints.iterdir():
             match = _TEMPORARY.fullmatch(path.name)
@@ -182,7 +182,7 @@ class Checkpoints:
 
 
 def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
-    """All checkpoints in the folder, of whatever lineage, in no order."""
+    """All checkpoints in the folder, of any lineage, in no order."""
     folder = directory.checkpoints
     for path in retrying(folder, lambda: list(folder.iterdir()) if folder.exists() else []):
         if match := _NAME.fullmatch(path.name):
@@ -190,14 +190,14 @@ def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
 
 
 def of_run(directory: RunDirectory) -> Checkpoints:
-    """The checkpoints that the run has now, as its newest attempt sees them."""
+    """The checkpoints of a run's newest attempt."""
     return Checkpoints(directory, directory.newest_attempt() or 0, Keep())
 
 
 def choose(directory: RunDirectory, step: int | None) -> Checkpoint:
-    """The checkpoint that the run would go on from, or that of ``step`` in its lineage; every byte of it verified.
+    """The checkpoint that the run would resume from, or the one of ``step`` in its lineage, verified.
 
-    Raises CheckpointError with the steps that there are.
+    Raises CheckpointError if there is none, with the available steps, or if it is damaged.
     """
     found = of_run(directory).candidates()
     wanted = [checkpoint for checkpoint in found if step in (None, checkpoint.step)]
@@ -208,24 +208,25 @@ def choose(directory: RunDirectory, step: int | None) -> Checkpoint:
         except CheckpointError:
             if step is not None or checkpoint is wanted[-1]:
                 raise
-    what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    if not found:
+        raise CheckpointError(f"{directory} has no checkpoint")
     steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found))
-    raise CheckpointError(f"{directory} has {what}; it has {f'those of the steps {steps}' if steps else 'none at all'}")
+    raise CheckpointError(f"{directory} has no checkpoint of step {step}; available steps: {steps}")
 
 
 def lineage(directory: RunDirectory, attempt: int) -> Iterator[tuple[int, float]]:
-    """The attempts whose checkpoints count for ``attempt``, newest first, each with its highest step that counts.
+    """The attempts whose checkpoints count for ``attempt``, newest first, each with the highest step that counts.
 
-    It follows the resume records. Attempts without one never took a step: the walk to the first record passes them by.
-    Where records are closed to this user, or were not copied with the run, the history says what they said; without
-    either, the names of the files say which attempt was the last.
+    Follows the resume records. Attempts without one never took a step: they are skipped until the first record. Where
+    records cannot be read, or were not copied with the run, the history replaces them; without either, the newest
+    attempt in the file names counts.
     """
     highest, history = float("inf"), None
     newest = attempt
     while attempt >= 0:
         record = _record(directory, attempt)
         if record == _UNKNOWN:
-            history = _told(directory) if history is None else history
+            history = _from_history(directory) if history is None else history
             record = history.get(attempt)
         if record is None and highest == float("inf"):
             attempt -= 1
@@ -240,7 +241,7 @@ def lineage(directory: RunDirectory, attempt: int) -> Iterator[tuple[int, float]
 
 
 def _record(directory: RunDirectory, attempt: int) -> Mapping[str, Any] | None:
-    """An attempt's resume record; None when it made none, ``_UNKNOWN`` when its records cannot be seen."""
+    """An attempt's resume record; None if it has none, ``_UNKNOWN`` if its records cannot be read."""
     try:
         record = directory.resumed(attempt)
         return record if record or directory.attempt_private(attempt).exists() else _UNKNOWN
@@ -248,31 +249,30 @@ def _record(directory: RunDirectory, attempt: int) -> Mapping[str, Any] | None:
         return _UNKNOWN
 
 
-def _told(directory: RunDirectory) -> dict[int, Mapping[str, Any]]:
-    """The attempts' resume records as the history has them."""
-    told: dict[int, Mapping[str, Any]] = {}
+def _from_history(directory: RunDirectory) -> dict[int, Mapping[str, Any]]:
+    """The attempts' resume records, reconstructed from the history."""
+    records: dict[int, Mapping[str, Any]] = {}
     for event in directory.events():
         number: int = event["attempt"]
         parent: Any = event.get("parent")
         if event["event"] == "resumed" and schema_error(parent, METRICS) is None and parent["attempt"] < number:
-            told[number] = {"parent": parent}
+            records[number] = {"parent": parent}
         elif event["event"] in ("training", "forked", "checkpoint"):
-            told.setdefault(number, {"parent": None})
-    return told
+            records.setdefault(number, {"parent": None})
+    return records
 
 
 def check_present(checkpoints: Checkpoints) -> None:
-    """Raises CheckpointError when the run has committed checkpoints and none is left: it would start from step 0."""
+    """Raises CheckpointError if all committed checkpoints of the run are missing: it would start from step 0."""
     if not checkpoints.candidates() and (step := checkpoints.expected()) is not None:
         raise CheckpointError(
-            f"checkpoint {step} of the run was committed, and {checkpoints.folder} has none of its checkpoints any "
-            "more. A run never starts again from step 0 by itself: put the files back, or begin a new run in another "
-            "run directory"
+            f"checkpoint {step} of this run was committed, but all checkpoints are missing from {checkpoints.folder}. "
+            "A run never restarts from step 0 on its own: restore the files, or start a new run in another folder"
         )
 
 
 def kept(candidates: list[Checkpoint], keep: Keep) -> set[Checkpoint]:
-    """Which of the lineage's checkpoints (newest first) stay."""
+    """The checkpoints to keep, of those of a lineage, newest first."""
     stay = set(candidates[: keep.last])
     if keep.every is not None:
         stay |= {checkpoint for checkpoint in candidates if checkpoint.step % keep.every == 0}
@@ -282,7 +282,7 @@ def kept(candidates: list[Checkpoint], keep: Keep) -> set[Checkpoint]:
 
 
 def best_of(candidates: Iterable[Checkpoint], keep: Keep) -> tuple[Checkpoint, float] | None:
-    """The checkpoint with the best value of the metric that ``keep`` names, and the value; the newest of equal ones."""
+    """The checkpoint with the best value of the metric in ``keep.best``, and the value; the newest of equal ones."""
     if keep.best is None:
         return None
     valued = [(checkpoint, value) for checkpoint in candidates if (value := checkpoint.metric(keep.best)) is not None]

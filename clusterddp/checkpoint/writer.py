@@ -1,9 +1,9 @@
-"""The writer: a process without torch that makes the snapshots in a rank's memory durable, and outlives that rank.
+"""The writer: a process without torch that saves the snapshots of rank 0, and outlives the rank.
 
-``python -m clusterddp.checkpoint.writer SOCKET MEMORY``, both descriptors. The first line on the socket names the run
-and the attempt; each line after it is a request, followed by the bytes that come before the data in the file. Each save
-is answered by a line. While training goes on, a save runs at low priority; once someone waits for it, at full priority.
-When the rank is gone, the save under way is finished, and the process ends.
+``python -m clusterddp.checkpoint.writer SOCKET MEMORY``, both file descriptors. The first line on the socket names the
+run and the attempt; each further line is a request, followed by the bytes that precede the data in the file. Each save
+is answered with one line. A save runs at low priority while training continues, and at full priority once somebody
+waits for it. When the rank has exited, the writer finishes the save in progress and exits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOOK_S = 1.0
 def main() -> None:
     """Serves one rank."""
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # Ctrl-C in a terminal is for the rank
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C in a terminal is meant for the rank
     connection, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     writer = Writer(connection, memory)
     messages = Messages(connection)
@@ -52,11 +52,11 @@ def main() -> None:
 
 
 class Messages:
-    """The rank's side of the socket, line by line; None once the rank is gone, even if a child of it has the socket."""
+    """Receives the rank's messages; None once the rank has exited, even if a child of it holds the socket open."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._parent, self._data = connection, os.getppid(), bytearray()
-        self._poll = select.poll()  # select() takes no descriptor above 1023, of which a rank may have more
+        self._poll = select.poll()  # select() does not support descriptors above 1023
         self._poll.register(connection, select.POLLIN)
 
     def next(self) -> dict[str, Any] | None:
@@ -82,39 +82,39 @@ class Messages:
                 return False
         try:
             data = self._connection.recv(1 << 20)
-        except ConnectionResetError:  # it left an answer unread
+        except ConnectionResetError:  # the rank left an answer unread
             return False
         self._data += data
         return bool(data)
 
 
 class Writer:
-    """One save at a time: begun by a thread of low priority, finished by this one when it is urgent."""
+    """One save at a time: started by a thread of low priority, finished by the main thread if it is urgent."""
 
     def __init__(self, connection: socket.socket, memory: int) -> None:
         self._connection, self._memory = connection, memory
         self._map: mmap.mmap | None = None
         self._urgent = threading.Event()
         self._helper = ThreadPoolExecutor(1)
-        self._helper.submit(os.getpid)  # its thread begins now, at full priority
+        self._helper.submit(os.getpid)  # starts its thread now, at full priority
         self._thread: threading.Thread | None = None
         self._work: Iterator[None] = iter(())
 
     def begin(self, first: dict[str, Any]) -> None:
-        """Takes over the run's part of the first message."""
+        """Opens the run that the first message names."""
         directory = RunDirectory(first["run"])
         self._checkpoints = Checkpoints(directory, first["attempt"], Keep(**first["keep"]))
         self._metrics = directory.metrics_file
 
     def handle(self, request: dict[str, Any], messages: Messages) -> None:
-        """Begins a save, or hurries the one under way."""
+        """Starts a save, or finishes the one in progress at full priority."""
         if "step" not in request:
             self.hurry()
             return
         beginning = messages.take(request["beginning"])
         if beginning is None:
             return
-        self.hurry()  # the save before is answered, but it may still be deleting
+        self.hurry()  # the previous save is answered, but may still be deleting
         self._urgent.clear()
         self._work = self._save(request, beginning)
         if request["urgent"]:
@@ -124,7 +124,7 @@ class Writer:
         self._thread.start()
 
     def hurry(self) -> None:
-        """Finishes the save under way here and now."""
+        """Finishes the save in progress in this thread."""
         self._urgent.set()
         if self._thread is not None:
             self._thread.join()
@@ -132,13 +132,13 @@ class Writer:
             pass
 
     def _work_slowly(self, work: Iterator[None]) -> None:
-        """Until someone waits for it. Once the save is answered, the next one may have taken its place in ``self``."""
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # in Linux a thread's own
+        """Works until somebody waits for the save. Once it is answered, ``self`` may refer to the next save."""
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # on Linux, of this thread alone
         try:
             while not self._urgent.is_set():
                 if next(work, work) is work:
                     return
-        except BaseException:  # A rank that waits for an answer must see this process end.
+        except BaseException:  # the rank, which may wait for an answer, must see this process exit
             traceback.print_exc()
             os._exit(1)
 
@@ -161,23 +161,23 @@ class Writer:
         try:
             self._connection.sendall((json.dumps(answer) + "\n").encode())
         except OSError:
-            pass  # The rank is gone; the file is there.
-        if committed and awaited:  # who waits need not wait for the disk to free what is not needed any more
+            pass  # the rank has exited; the checkpoint is committed
+        if committed and awaited:  # deleting takes time that nobody should wait for
             self._delete_old()
 
     def _commit(self, step: int, beginning: bytes, data: memoryview) -> Generator[None, None, int]:
-        """Writes, reads back and commits the snapshot, chunk by chunk; returns the file's size."""
+        """Writes, verifies and commits the snapshot, chunk by chunk; returns the file's size in bytes."""
         temporary = self._checkpoints.temporary(step)
         try:
             with open(temporary, "x+b", buffering=0, opener=create_file) as file:
                 try:
                     check = yield from file_format.write(file.fileno(), beginning, data, self._begin)
                     yield
-                    # An fsync that fails is never repeated on the same file: its pages count as clean.
+                    # A failed fsync is never repeated on the same file: Linux marks its pages clean.
                     os.fsync(file.fileno())
                     check()
                 finally:
-                    self._helper.submit(int).result()  # then it has done with this file
+                    self._helper.submit(int).result()  # the helper no longer uses this file
             sync(self._metrics)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -185,7 +185,7 @@ class Writer:
         return self._checkpoints.commit(temporary, step).path.stat().st_size
 
     def _data(self, size: int) -> memoryview:
-        """The snapshot. It stays mapped from one save to the next: a page's first use costs time."""
+        """The snapshot. It stays mapped between saves, because the first access to a page is slow."""
         if size == 0:
             return memoryview(b"")
         if self._map is None or len(self._map) < size:
@@ -193,30 +193,30 @@ class Writer:
         return memoryview(self._map)[:size]
 
     def _begin(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Works at once while training goes on, and in another thread when someone waits; see `archive.Begin`."""
+        """Works in this thread while training continues, in another if somebody waits; see ``file_format.Begin``."""
         return self._helper.submit(work).result if self._urgent.is_set() else file_format.begin_now(work)
 
     def _delete_old(self) -> None:
-        """What cannot be deleted now is tried again after the next save."""
+        """Deletes old checkpoints; what fails is retried after the next save."""
         try:
             self._checkpoints.delete_old()
         except Superseded:
-            pass  # The next save says so.
+            pass  # the next save reports it
         except OSError as error:
-            say(f"an old checkpoint cannot be deleted: {error}")
+            say(f"cannot delete an old checkpoint: {error}")
 
 
 class _MetricsNotSynced(Exception):
-    """The metrics before a checkpoint cannot be made durable. They are rank 0's to write again."""
+    """The metrics before a checkpoint cannot be synced; rank 0 must write them again."""
 
 
 def sync(metrics: Path) -> None:
-    """Makes the lines that rank 0 has written durable; without effect when there are none."""
+    """Syncs the metrics that rank 0 has written, if there are any."""
     try:
         with suppress(FileNotFoundError), open(metrics, "rb") as file:
             os.fsync(file.fileno())
     except OSError as error:
-        raise _MetricsNotSynced(f"the metrics before it cannot be made durable ({error.strerror})") from error
+        raise _MetricsNotSynced(f"cannot sync the metrics before it ({error.strerror})") from error
 
 
 if __name__ == "__main__":

@@ -24,5 +24,5 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     Path.cwd()  # raises if it was deleted, where torch's libraries would abort the process
     from clusterddp.checkpoint.export import export
 
-    print(export(run, arguments.step, arguments.file, arguments.part, arguments.all))
+    print(export(run, arguments.file, None if arguments.all else arguments.part, arguments.step))
     return 0

@@ -1,4 +1,4 @@
-"""Which code an attempt runs: the commit, a hash of what is not committed, and the packages' versions."""
+"""Which code an attempt runs: the commit, a hash of uncommitted changes, and the versions of packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("clusterddp", "torch", "numpy")
 
 
 def code_state(job: Job) -> dict[str, Any]:
-    """The state of the script's folder (``commit`` and ``changes`` are None outside a git checkout) and versions."""
+    """The state of the script's folder and the versions; ``commit`` and ``changes`` are None outside a git checkout."""
     folder = Path(job.script).parent if job.script else Path.cwd()
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain=v1", "-z") if commit else None

@@ -1,4 +1,4 @@
-"""What differs between two job definitions, in words; secret values are masked."""
+"""The differences between two job definitions, in words; secret values are masked."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from clusterddp.jobdef.secrets import without_secrets
 
 
 def list_differences(recorded_job: Job, given_job: Job) -> list[str]:
-    """A line for each value that differs, with this one as recorded: ``nodes: 2 recorded, 4 given``.
-
-    Secret values are masked.
-    """
+    """One line per value that differs: ``nodes: 2 recorded, 4 given``."""
     recorded, given = _flat(written(recorded_job)), _flat(written(given_job))
     before, after = (_flat(written(without_secrets(job)[0])) for job in (recorded_job, given_job))
     lines = []
@@ -39,8 +36,10 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _where_they_differ(
     recorded: tuple[str, ...], given: tuple[str, ...], before: tuple[str, ...], after: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The arguments that only one of two command lines has, an option with its value; as ``before`` and ``after`` show
-    them, which may mask words."""
+    """The arguments that only one of two command lines has, an option with its value.
+
+    They are returned as in ``before`` and ``after``, where secrets are masked.
+    """
     mine, theirs = _options(recorded), _options(given)
     matcher = difflib.SequenceMatcher(
         None, [recorded[part] for part in mine], [given[part] for part in theirs], autojunk=False
@@ -55,7 +54,7 @@ def _where_they_differ(
 
 
 def _options(words: tuple[str, ...]) -> list[slice]:
-    """Each option with the word after it, if that is none itself, and each other word."""
+    """The parts of a command line: each option with its value, and each other word."""
     parts: list[slice] = []
     start = 0
     while start < len(words):

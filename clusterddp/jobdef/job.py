@@ -1,4 +1,4 @@
-"""The job definition: what to run, on what, and by which policies, as one frozen dataclass; and as YAML again."""
+"""The job definition: what to run, on which resources and by which policies, as a frozen dataclass and as YAML."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import yaml
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay: those that any of the fields asks for."""
+    """Which checkpoints are kept: those that match any of the fields."""
 
     last: int = 3
-    """The newest ones, so many."""
+    """The number of newest checkpoints."""
     every: int | None = None
-    """Those whose step is a multiple of this."""
+    """Checkpoints whose step is a multiple of this; None: no such rule."""
     best: str | None = None
-    """The one with the best value of this metric. A step that logs a better value than all before is saved at once."""
+    """The metric whose best checkpoint is kept; None: no such rule. A step with a new best value is saved at once."""
     best_is: Literal["max", "min"] = "max"
-    """Which value is best. In YAML the two are one text: ``best: f1 max``."""
+    """Whether the largest or the smallest value is best. In YAML, ``best: f1 max`` gives both."""
 
     def order(self, value: float) -> float:
-        """A number that is the smaller, the better the value of the metric is; infinity for nan."""
+        """A sort key for values of the metric: the best value has the smallest key, NaN has infinity."""
         if value != value:
             return float("inf")
         return -value if self.best_is == "max" else value
@@ -31,156 +31,164 @@ class Keep:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """When checkpoints are taken, apart from the one at every stop, and which stay."""
+    """When checkpoints are saved, in addition to the one at every stop, and which are kept."""
 
     every_steps: int | None = None
-    """Steps from one checkpoint to the next; None: the number of steps triggers none."""
+    """Steps between checkpoints; None: no such rule."""
     every_s: float | None = 300.0
-    """Seconds from one checkpoint to the next; None: time triggers none."""
+    """Seconds between checkpoints; None: no such rule."""
     auto: bool = False
-    """Whether the time from one to the next follows from what a save costs and how often the run is interrupted."""
+    """Whether the interval is computed from the cost of a save and the time between interruptions."""
     keep: Keep = field(default_factory=Keep)
+    """Which checkpoints are kept."""
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long things may take, in seconds."""
+    """Timeouts of the process group, and the notice before the time limit; in seconds."""
 
     start_s: float = 1800.0
-    """The process group's time-out until the first step is done: imports, data sets, compilation."""
+    """The process group's timeout until the first step is complete: imports, data sets, compilation."""
     step_s: float = 1800.0
-    """The process group's time-out while training."""
+    """The process group's timeout after the first step."""
     notice_s: float = 120.0
-    """How long before its time limit the run is told to save and stop."""
+    """How long before the time limit the run saves and stops."""
 
 
 @dataclass(frozen=True)
 class Watchdog:
-    """When a run whose steps have ceased is taken to hang, and what happens then. YAML: the fields, or ``off``."""
+    """When a run that makes no progress is treated as hung, and what happens then. In YAML, ``off`` disables it."""
 
     step_s: float = 600.0
-    """Seconds that a rank whose code stands still may be without coming to a step's end (or another stop point); four
-    times the longest that it took so far, where that is more."""
+    """Seconds that an idle rank may take to reach the end of a step or another stop point; at least four times the
+    longest time that it has taken so far."""
     start_s: float = 1800.0
-    """The same until its first step is done: compilation, the first batch."""
+    """The same until the first step is complete: compilation, the first batch."""
     on_hang: Literal["restart", "end"] = "restart"
-    """Start all ranks anew on the same nodes, from the newest checkpoint, or end the run as failed."""
+    """Restart all ranks in place from the newest checkpoint, or end the run as failed."""
 
     @property
     def beat_s(self) -> float:
-        """How often a rank tells the supervisor where it is."""
+        """The interval of the ranks' heartbeats, in seconds."""
         return min(2.0, self.step_s / 4)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a run may use before it is ended as failed; None: no bound."""
+    """How much a run may use before it ends as failed; None: no limit."""
 
     attempts: int | None = None
-    """Starts of all ranks, the first included."""
+    """The number of attempts, including the first."""
     gpu_hours: float | None = None
-    """Hours times ranks (with device cpu: rank hours), from each attempt's start to its end."""
+    """Hours of all attempts times ranks; with device cpu, rank hours."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job definition, complete and checked."""
+    """A complete and checked job definition. ``load()`` and ``from_values()`` in ``clusterddp.jobdef.load`` make one.
+
+    The keys in YAML are the names of the fields, unless noted. Fields that end in ``_s`` are in seconds.
+    Example: ``from_values({"script": "train.py", "nodes": 2, "gpus_per_node": 8, "time": "8:00:00"})``.
+    """
 
     name: str
-    """YAML key ``job_name``: Slurm's job name, and the run directory's; by default the script's or module's own."""
+    """YAML key ``job_name``: the name of the Slurm job and the run directory; default: that of the script or module."""
     script: str | None = None
-    """The training script's absolute path; in YAML relative to the YAML's folder."""
+    """The training script's absolute path; in YAML, a relative path is relative to the YAML file."""
     module: str | None = None
-    """The training module, as for ``python -m``; exactly one of script and module is given."""
+    """The training module, as for ``python -m``. Exactly one of ``script`` and ``module`` is given."""
     args: tuple[str, ...] = ()
-    """The script's arguments, as written."""
+    """The script's arguments, as text."""
     args_on_resume: tuple[str, ...] = ()
-    """Arguments added from the second attempt on, for scripts that resume by themselves."""
+    """Arguments added from the second attempt on, for scripts that load their own checkpoints."""
     nodes: int = 1
-    """How many nodes; the most, where ``min_nodes`` is given. YAML: ``nodes: 2``, or Slurm's ``nodes: 2-4``."""
+    """The number of nodes; the maximum if ``min_nodes`` is given. YAML: ``nodes: 2``, or a range ``nodes: 2-4``."""
     min_nodes: int | None = None
-    """The fewest nodes that an attempt may have, in YAML a part of ``nodes: 2-4``; None: always ``nodes``."""
+    """The minimum number of nodes, in YAML the first number of ``nodes: 2-4``; None: exactly ``nodes``."""
     gpus_per_node: int = 1
-    """GPUs, and so ranks, on each node; with device cpu the ranks on each node. ``TYPE:G`` in YAML asks for a type."""
+    """GPUs, and therefore ranks, per node; with device cpu, ranks per node. YAML: ``8``, or ``a100:8`` with a type."""
     gpus_per_rank: int = 1
-    """GPUs that each rank has, for a model laid over several: each node has ``gpus_per_node // gpus_per_rank`` ranks,
-    with device cpu too. Every rank sees all of its node's GPUs, as ever; ``ctx.devices`` are its own."""
+    """GPUs per rank, for models that span several: ``gpus_per_node // gpus_per_rank`` ranks per node, also with device
+    cpu. Every rank sees all GPUs of its node; ``ctx.devices`` are its own."""
     gpu_type: str | None = None
-    """Slurm's name of the GPU type; in YAML a part of ``gpus_per_node: a100:4``."""
+    """Slurm's name of the GPU type; in YAML part of ``gpus_per_node: a100:4``."""
     device: Literal["cuda", "cpu"] = "cuda"
+    """``cpu`` requests no GPUs and uses gloo."""
     time_s: int | None = None
-    """YAML key ``time``, in Slurm's forms (minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S): the limit of one job, in seconds;
-    None leaves it to the partition."""
+    """The time limit of one job, in seconds; None: the partition's default. YAML key ``time``, in sbatch's formats
+    (minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S)."""
     partition: str | None = None
+    """This and the next six: as in sbatch; None: the site's default."""
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
     reservation: str | None = None
     exclude: str | None = None
-    """Host list of the nodes to avoid."""
+    """Nodes to avoid, as a host list such as ``n[1-4]``."""
     nodelist: str | None = None
-    """Host list of the nodes to use."""
+    """Nodes to use, as a host list."""
     mem: str | None = None
-    """Memory per node with its unit, such as 64G; 0 is all of it."""
+    """Memory per node with its unit, such as ``64G``; ``0``: all; None: in proportion to the GPUs."""
     cpus_per_task: int | None = None
-    """CPUs of each rank."""
+    """CPUs per rank; None: in proportion to the GPUs."""
     setup: tuple[str, ...] = ()
-    """Shell lines run on the first node before the ranks start."""
+    """Shell lines that run on the first node before the ranks start."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables for the ranks."""
     python: str | None = None
-    """The interpreter on the nodes; None is the one that submits."""
+    """The Python interpreter on the nodes; None: the one that submits."""
     sbatch: dict[str, str | bool] = field(default_factory=dict)
-    """Any other long option of sbatch, without dashes; True gives the bare option, False leaves it out."""
+    """Other long options of sbatch, without dashes. True: an option without a value; False: not given."""
     srun: dict[str, str | bool] = field(default_factory=dict)
-    """Any other long option of the srun that starts the ranks, as in ``sbatch``: pyxis's ``container-image``, ..."""
+    """The same for the srun that starts the ranks, such as ``container-image`` of pyxis."""
     steps: int | None = None
-    """The number of steps, for the script to read from its context."""
+    """The number of steps that ``run.steps()`` takes without an argument."""
     seed: int = 0
+    """The seed of the sample order and of all random generators."""
     global_batch: int | None = None
-    """Samples per step over all ranks, whatever their number; the loader's batch_size is then the most that one rank
-    takes at a time. None: batch_size times the ranks of the first attempt."""
+    """Samples per step over all ranks, for any number of ranks; the loader's batch_size is then the maximum that a rank
+    takes at once. None: batch_size times the ranks of the first attempt."""
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
-    """YAML: ``{every: 500 steps | 5 minutes | 30 seconds | auto | never, keep: 3}``, or ``every: [500 steps, 5
-    minutes]``, and ``keep: {last: 3, every: 5000, best: f1 max}``."""
+    """YAML: ``{every: 500 steps, keep: 3}``; ``every`` also ``5 minutes``, ``[500 steps, 5 minutes]``, ``auto`` or
+    ``never``; ``keep`` also ``{last: 3, every: 5000, best: f1 max}``."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     watchdog: Watchdog | None = field(default_factory=Watchdog)
-    """None, in YAML ``off``: a run that hangs does so until its time limit, or the process group's time-out."""
+    """None, in YAML ``off``: a run that hangs does so until its time limit or the process group's timeout."""
     limits: Limits = field(default_factory=Limits)
     policy: Literal["requeue", "resubmit"] | None = None
-    """How a preempted run goes on: requeue keeps the job id and its age, but Slurm holds it for a while; resubmit is a
-    new job without that. None: requeue where the cluster allows it, else resubmit."""
+    """How a preempted run continues: ``requeue`` keeps the job id and its age, but Slurm holds the job for a while;
+    ``resubmit`` submits a new job. None: requeue if the cluster allows it, else resubmit."""
     lift_hold: bool = True
-    """Whether ``submit --wait`` and ``watch`` may lift the hold after a requeue, as the job's owner may; false in the
-    users' defaults where a site does not want that."""
+    """Whether ``submit --wait`` and ``watch`` release a requeued job from Slurm's hold. Its owner is allowed to; a site
+    may ask its users not to."""
     backend: Literal["nccl", "gloo"] | None = None
-    """The process group's backend; None is NCCL for cuda and gloo for cpu."""
+    """The process group's backend; None: NCCL for cuda, gloo for cpu."""
     share: Literal["private", "group"] = "private"
-    """Who may read the run directory."""
+    """Who may read the run directory: its owner, or also its group."""
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of ranks on each node."""
+        """Ranks per node."""
         return self.gpus_per_node // self.gpus_per_rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks; the most, where the number of nodes is a range."""
+        """The number of ranks; the maximum if the number of nodes is a range."""
         return self.nodes * self.ranks_per_node
 
     @property
     def node_counts(self) -> range:
-        """The numbers of nodes that an attempt may have."""
+        """The possible numbers of nodes of an attempt."""
         return range(self.min_nodes or self.nodes, self.nodes + 1)
 
     @property
     def nodes_text(self) -> str:
-        """The number of nodes as sbatch takes it: ``2``, or ``2-4``."""
+        """The number of nodes as sbatch takes it: ``2`` or ``2-4``."""
         return str(self.nodes) if self.min_nodes is None else f"{self.min_nodes}-{self.nodes}"
 
     @property
     def time_text(self) -> str | None:
-        """The time limit as D-HH:MM:SS; None where there is none."""
+        """The time limit as D-HH:MM:SS, or None."""
         if self.time_s is None:
             return None
         minutes, seconds = divmod(self.time_s, 60)
@@ -188,7 +196,7 @@ class Job:
 
     @property
     def shape(self) -> str:
-        """The plan in words: ``2 nodes x 8 GPUs per node = 16 ranks``, or ``2 to 4 nodes x ... = 16 to 32 ranks``."""
+        """The shape in words: ``2 nodes x 8 GPUs per node = 16 ranks``, or ``2 to 4 nodes x ... = 16 to 32 ranks``."""
         if self.device == "cpu":
             per_node, note = _counted(self.ranks_per_node, "process", "processes"), f"{self.backend or 'gloo'} on CPU"
             note += f", each in place of {self.gpus_per_rank} GPUs" if self.gpus_per_rank > 1 else ""
@@ -203,7 +211,7 @@ class Job:
         return f"{nodes} x {per_node} per node = {ranks}{f' ({note})' if note else ''}"
 
     def to_yaml(self) -> str:
-        """The definition as YAML that ``load_resolved`` reads back as an equal object; built-in defaults included."""
+        """The definition as YAML, including built-in defaults; ``load_resolved`` reads it back as an equal object."""
         values = {key: value for key, value in written(self).items() if value not in (None, (), {})}
         return yaml.dump(_plain(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
 
@@ -212,7 +220,7 @@ class Job:
 
 
 def written(job: Job) -> dict[str, Any]:
-    """A job's values by YAML key, in the order of the fields."""
+    """The values of a job by YAML key, in the order of the fields."""
     values = {item.name: getattr(job, item.name) for item in dataclasses.fields(job)}
     renamed = {"name": "job_name", "time_s": "time"}
     values["time_s"] = job.time_text
@@ -226,7 +234,7 @@ def written(job: Job) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Escapes what is not printable: PyYAML would fold U+0085 into a blank."""
+    """Escapes characters that are not printable: PyYAML would fold U+0085 into a space."""
 
 
 _Dumper.add_representer(
@@ -254,7 +262,7 @@ def _every_text(checkpoint: Checkpointing) -> str | tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """With lists for tuples, which YAML does not have."""
+    """The same with lists in place of tuples, which YAML does not have."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return list(value) if isinstance(value, tuple) else value

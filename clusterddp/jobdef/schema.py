@@ -1,4 +1,4 @@
-"""What each key of a job definition takes: from the nodes of its YAML to the values of ``Job``."""
+"""The keys of a job definition: for each one, a reader from its YAML node to values of ``Job``."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from clusterddp.jobdef.values import ASSIGNMENT, Wrong, did_you_mean, quoted
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node
 from clusterddp.protocol import FOR_RANKS
 
-#: Fields as they were written, by their YAML key.
+#: Nodes by YAML key, as written.
 Fields = dict[Key, Node]
-#: Reads a field's node into values of the dataclass; raises Wrong, or notes mistakes with a place further inside.
+#: Reads a key's node into values of the dataclass; raises Wrong, or appends mistakes whose place is further inside.
 Reader = Callable[[Node, list[Mistake]], dict[str, Any]]
 
 
 def read_fields(
     fields: Fields, readers: Mapping[str, Reader], mistakes: list[Mistake], prefix: str = ""
 ) -> dict[str, Any]:
-    """The dataclass values of all fields that are given, known and right; a null leaves the built-in default."""
+    """Reads all keys into dataclass values, and appends a mistake for each that is unknown or has a wrong value.
+
+    A null leaves the built-in default. ``prefix``: the section's key and a dot, for messages.
+    """
+    check_keys(fields, readers, mistakes, prefix)
     values: dict[str, Any] = {}
     for key, node in fields.items():
         if key not in readers or node.value is None:
@@ -37,7 +41,7 @@ def read_fields(
 
 
 def check_keys(fields: Fields, known: Iterable[str], mistakes: list[Mistake], prefix: str = "") -> None:
-    """Notes a mistake for each key that is not a known one."""
+    """Appends a mistake for each unknown key."""
     names = list(known)
     for key in fields:
         if key not in names:
@@ -45,14 +49,14 @@ def check_keys(fields: Fields, known: Iterable[str], mistakes: list[Mistake], pr
 
 
 def _hint(word: str, known: list[str]) -> str:
-    """What to write for an unknown key: what an option of sbatch is called here, or the nearest name."""
+    """What to write instead of an unknown key: the key for an sbatch option, or the most similar one."""
     instead = _INSTEAD_OF_KEY.get(word.replace("-", "_")) if "nodes" in known else None
     if instead:
         return f"; {instead}"
-    return did_you_mean(word, known) or f"; the keys are {', '.join(known)}"
+    return did_you_mean(word, known) or f"; valid keys: {', '.join(known)}"
 
 
-# --- readers of fields: from a node to dataclass values; those of single values are in values.py
+# --- readers; those of single values are in values.py
 
 
 def _field(name: str, read: Callable[[Node], Any]) -> Reader:
@@ -60,23 +64,23 @@ def _field(name: str, read: Callable[[Node], Any]) -> Reader:
 
 
 def _section(name: str, make: Callable[..., Any], readers: Mapping[str, Reader]) -> Reader:
-    """A mapping with keys of its own, read into its own dataclass."""
+    """A mapping with fixed keys, read into a dataclass."""
 
     def read(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
         if not isinstance(node.value, dict):
-            raise Wrong(f"expected a mapping with {', '.join(readers)}, got {quoted(node)}")
-        check_keys(node.value, readers, mistakes, f"{name}.")
+            raise Wrong(f"expected a mapping with the keys {', '.join(readers)}, got {quoted(node)}")
         return {name: make(**read_fields(node.value, readers, mistakes, f"{name}."))}
 
     return read
 
 
 def _table(name: str, check_key: Callable[[str, Node], None], read_value: Callable[[Node], Any]) -> Reader:
-    """A mapping with keys of the user's choice, read into a dict."""
+    """A mapping with keys that the user chooses, read into a dict."""
 
     def read(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
         if not isinstance(node.value, dict):
-            raise Wrong(f"expected a mapping of names to values, got {quoted(node)}")
+            given = "a list" if isinstance(node.value, list) else "text"  # which may hold a secret
+            raise Wrong(f"expected a mapping such as {{NAME: value}}, got {given}")
         table = {}
         for key, item in node.value.items():
             try:
@@ -90,13 +94,13 @@ def _table(name: str, check_key: Callable[[str, Node], None], read_value: Callab
 
 
 def _nodes(node: Node, _: list[Mistake]) -> dict[str, Any]:
-    """A number, or Slurm's notation for a range."""
+    """A number, or a range as sbatch takes it."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})-([1-9][0-9]{0,5})", node.text, re.ASCII)
     if match and int(match[1]) <= int(match[2]) <= _MOST_NODES:
         least, most = int(match[1]), int(match[2])
         return {"nodes": most, "min_nodes": least if least < most else None}
     if isinstance(node.value, bool) or not isinstance(node.value, int) or not 1 <= node.value <= _MOST_NODES:
-        raise Wrong(f"expected a whole number, 1 to {_MOST_NODES}, or a range such as 2-4, got {quoted(node)}")
+        raise Wrong(f"expected a whole number from 1 to {_MOST_NODES}, or a range such as 2-4, got {quoted(node)}")
     return {"nodes": node.value, "min_nodes": None}
 
 
@@ -106,13 +110,15 @@ _MOST_NODES = 65536
 def _gpus_per_node(node: Node, _: list[Mistake]) -> dict[str, Any]:
     match = re.fullmatch(r"(?:([A-Za-z0-9][\w.-]*):)?([1-9][0-9]{0,5})", node.text, re.ASCII)
     if not match:
-        instead = "; for ranks without GPUs write device: cpu and their number here" if node.text == "0" else ""
-        raise Wrong(f"expected a number of at least 1, or TYPE:NUMBER such as a100:4, got {quoted(node)}{instead}")
+        instead = "; without GPUs, write device: cpu and the number of ranks here" if node.text == "0" else ""
+        raise Wrong(
+            f"expected a whole number of at least 1, or TYPE:NUMBER such as a100:4, got {quoted(node)}" + instead
+        )
     return {"gpu_type": match[1], "gpus_per_node": int(match[2])}
 
 
 def _every(node: Node, _: list[Mistake]) -> dict[str, Any]:
-    """``500 steps``, ``5 minutes``, a list of one of each, ``auto``, ``never``; what is not named triggers nothing."""
+    """``500 steps``, ``5 minutes``, ``[500 steps, 5 minutes]``, ``auto`` or ``never``."""
     values: dict[str, Any] = {"every_steps": None, "every_s": None}
     if node.text == "auto":
         return {**values, "auto": True}
@@ -124,19 +130,18 @@ def _every(node: Node, _: list[Mistake]) -> dict[str, Any]:
         name = "every_steps" if match and match[2].startswith("step") else "every_s"
         wanted = int if name == "every_steps" else (int, float)
         if not match or not isinstance(number, wanted) or not 0 < number < float("inf") or values[name] is not None:
-            raise Wrong(f"expected 500 steps, 5 minutes, a list of one of each, auto or never, got {quoted(item)}")
+            raise Wrong(f"expected 500 steps, 5 minutes, [500 steps, 5 minutes], auto or never, got {quoted(item)}")
         values[name] = number if name == "every_steps" else float(number) * _UNIT_SECONDS[match[2].rstrip("s")]
     return values
 
 
 def _keep(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
-    """The number of the newest ones, or a mapping."""
+    """The number of newest checkpoints to keep, or a mapping."""
     if isinstance(node.value, dict):
-        check_keys(node.value, _KEEP, mistakes, "checkpoint.keep.")
         return {"keep": Keep(**read_fields(node.value, _KEEP, mistakes, "checkpoint.keep."))}
     if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < 1:
         raise Wrong(
-            f"expected a whole number, at least 1, or {{last: 3, every: 5000, best: f1 max}}, got {quoted(node)}"
+            f"expected a whole number of at least 1, or {{last: 3, every: 5000, best: f1 max}}, got {quoted(node)}"
         )
     return {"keep": Keep(node.value)}
 
@@ -144,16 +149,16 @@ def _keep(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
 def _best(node: Node, _: list[Mistake]) -> dict[str, Any]:
     match = re.fullmatch(r"(\S+) (max|min)", node.text)
     if not match:
-        raise Wrong(f"expected a metric's name and max or min, such as f1 max, got {quoted(node)}")
+        raise Wrong(f"expected the name of a metric and max or min, such as f1 max, got {quoted(node)}")
     return {"best": match[1], "best_is": match[2]}
 
 
 def _watchdog(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
-    """A mapping, or off."""
+    """``off``, or a mapping."""
     if isinstance(node.value, dict):
         return _section("watchdog", Watchdog, _WATCHDOG)(node, mistakes)
     if node.text != "off":
-        raise Wrong(f"expected off or a mapping with {', '.join(_WATCHDOG)}, got {quoted(node)}")
+        raise Wrong(f"expected off, or a mapping with the keys {', '.join(_WATCHDOG)}, got {quoted(node)}")
     return {"watchdog": None}
 
 
@@ -173,9 +178,9 @@ _UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 
 def _check_variable(name: str, _: Node) -> None:
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise Wrong("this is no name of an environment variable: letters, digits and _ only")
+        raise Wrong("not a variable name: expected letters, digits and _, and no digit first")
     if name in _SET_FOR_RANKS:
-        raise Wrong("this variable is set for each rank and cannot be chosen")
+        raise Wrong("clusterddp sets this variable for each rank; remove it here")
 
 
 _SET_FOR_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", *FOR_RANKS}
@@ -183,17 +188,17 @@ _SET_FOR_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP
 
 def _check_option(name: str, node: Node) -> None:
     if name.startswith("-"):
-        raise Wrong("write the option without leading dashes")
+        raise Wrong(f"expected the option without dashes: {name.lstrip('-')}")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-        raise Wrong("expected a long option of Slurm: small letters, digits and dashes")
+        raise Wrong("expected a long option of Slurm: lower-case letters, digits and dashes")
     if name in _INSTEAD_OF_OPTION:
-        raise Wrong(f"this option has no place here: {_INSTEAD_OF_OPTION[name]}")
+        raise Wrong(f"not allowed here: {_INSTEAD_OF_OPTION[name]}")
     if name == "export" and (
         secret := next((word for word in ASSIGNMENT.findall(node.text.replace(",", " ")) if is_secret(word)), None)
     ):
-        raise Wrong(f"{secret} would be in the batch script, which Slurm keeps; write it under env:")
+        raise Wrong(f"{secret} would be stored in the batch script, which Slurm keeps; set it under env:")
     if name in ("gres", "tres-per-task", "tres-per-node") and "gpu" in node.text:
-        raise Wrong(f"clusterddp asks for GPUs itself: {_GPUS}")
+        raise Wrong(f"clusterddp requests the GPUs itself: {_GPUS}")
 
 
 def _check_srun_option(name: str, node: Node) -> None:
@@ -202,24 +207,24 @@ def _check_srun_option(name: str, node: Node) -> None:
     _check_option(name, node)
 
 
-_GPUS = "use the field gpus_per_node"
-_STOPS = "stopping and requeueing are clusterddp's work; timeouts.notice_s says how early a run is told"
-_LOGS = "outputs are in the run directory's logs"
-_SUBMITS = "submit reads sbatch's answer"
+_GPUS = "use the key gpus_per_node"
+_STOPS = "clusterddp stops and requeues the run itself; timeouts.notice_s is the notice before the time limit"
+_LOGS = "the outputs are in the run directory, below logs/"
+_SUBMITS = "clusterddp submit runs sbatch and parses its output"
 
 #: Options of sbatch that clusterddp sets or relies on, and what to use instead.
 _INSTEAD_OF_OPTION = {
     **{
-        name: f"use the field {name.replace('-', '_')}"
+        name: f"use the key {name.replace('-', '_')}"
         for name in (
             *("nodes", "job-name", "time", "partition", "account", "qos", "constraint", "reservation", "exclude"),
             *("nodelist", "mem", "cpus-per-task", "gpus-per-node"),
         )
     },
-    "nodefile": "use the field nodelist",
-    "array": "a run is one job; submit each run by itself",
+    "nodefile": "use the key nodelist",
+    "array": "a run is one job; submit one run per array task",
     **dict.fromkeys(
-        ("ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu"), "use gpus_per_node, gpus_per_rank"
+        ("ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu"), "use gpus_per_node and gpus_per_rank"
     ),
     **dict.fromkeys(("gpus", "gpus-per-socket"), _GPUS),
     **dict.fromkeys(("gpus-per-task", "gpu-bind"), "it breaks NCCL's peer access; use gpus_per_node, gpus_per_rank"),
@@ -227,21 +232,22 @@ _INSTEAD_OF_OPTION = {
     **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),
     **dict.fromkeys(("parsable", "quiet", "test-only", "wait", "wrap", "help", "usage", "version"), _SUBMITS),
 }
-#: The same for top-level keys: people try sbatch's names there.
+#: The same for unknown top-level keys: users try the names of sbatch options there.
 _INSTEAD_OF_KEY = {
     **{
         name.replace("-", "_"): reason
         for name, reason in _INSTEAD_OF_OPTION.items()
-        if not reason.startswith("use the field")
+        if not reason.startswith("use the key") or name == "nodefile"
     },
     "gpu_type": "write gpus_per_node: TYPE:NUMBER",
     "gpus": _GPUS,
+    **dict.fromkeys(("time_limit", "walltime"), "use the key time"),
 }
 
 READERS: dict[str, Reader] = {
     "job_name": _field("name", value.name),
     "script": _field("script", value.text),
-    "module": _field("module", value.matching(r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a module's dotted name")),
+    "module": _field("module", value.matching(r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a module such as package.train")),
     "args": _field("args", value.arguments),
     "args_on_resume": _field("args_on_resume", value.arguments),
     "nodes": _nodes,
@@ -253,11 +259,14 @@ READERS: dict[str, Reader] = {
         name: _field(name, value.word)
         for name in ("partition", "account", "qos", "constraint", "reservation", "exclude", "nodelist")
     },
-    "mem": _field("mem", value.matching(r"[0-9]+([KMGTkmgt][Bb]?)?", "memory with a unit, such as 64G")),
+    "mem": _field(
+        "mem",
+        value.matching(r"[0-9]+([KMGTkmgt][Bb]?)?", "memory such as 64G, with a unit and no space"),
+    ),
     "cpus_per_task": _field("cpus_per_task", value.whole(1)),
     "setup": _field("setup", value.shell_lines),
     "env": _table("env", _check_variable, value.variable),
-    "python": _field("python", value.matching(r"[^-].*", "an interpreter's path or name")),
+    "python": _field("python", value.matching(r"[^-].*", "the path or name of a Python interpreter")),
     "sbatch": _table("sbatch", _check_option, value.option),
     "srun": _table("srun", _check_srun_option, value.option),
     "steps": _field("steps", value.whole(1)),

@@ -1,7 +1,7 @@
-"""Values that nobody else may see: which they are, where a run keeps them, and text without them.
+"""Secrets in a job definition: which values are secret, where a run stores them, and how text is masked.
 
-A value is secret by its name: ``HF_TOKEN`` in ``env:``, ``--api-key`` among the arguments. It is not in ``job.yaml``,
-the batch script or any command line, but in the run's ``private/secrets.json``; ``MASK`` stands in its place.
+A value is secret by its name: ``HF_TOKEN`` in ``env:``, ``--api-key`` among the arguments. It is stored in the run's
+``private/secrets.json``; ``job.yaml``, the batch script and command lines contain ``MASK`` instead.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ MASK = "***"
 
 _ANYWHERE = {"secret", "password", "passwd", "passphrase"}
 _LAST = {"token", "key", "apikey", "credential", "credentials", "pwd"}
-#: What stands for where a secret is, and not for the secret.
+#: A name that ends in one of these says where a secret is; its value is none.
 _PLACES = {"file", "path", "dir", "id", "name"}
-#: Shorter values are not looked for in text: they would be found everywhere.
+#: Shorter values are not masked in text: they would match everywhere.
 _SHORTEST = 6
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable or an option of this name holds a secret: WANDB_API_KEY, --hf-token, db.password."""
+    """Whether a variable or option of this name has a secret value: WANDB_API_KEY, --hf-token, db.password."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name).lower())
-    if words == ["pwd"]:  # the shell's name for the folder that it is in
+    if words == ["pwd"]:  # the shell's current folder
         return False
     return bool(words) and words[-1] not in _PLACES and (words[-1] in _LAST or bool(_ANYWHERE & set(words)))
 
 
 def without_secrets(job: Job) -> tuple[Job, dict[str, str]]:
-    """The job as anyone may see it, and its secrets by place: ``env.HF_TOKEN``, ``args.3``."""
+    """The job with its secrets masked, and the secrets by place: ``env.HF_TOKEN``, ``args.3``."""
     secrets = {f"env.{name}": value for name, value in job.env.items() if is_secret(name) and value}
     shown: dict[str, tuple[str, ...]] = {}
     for field in ("args", "args_on_resume"):
@@ -52,8 +52,7 @@ def without_secrets(job: Job) -> tuple[Job, dict[str, str]]:
 
 
 def with_secrets(job: Job, secrets: Mapping[str, str]) -> Job:
-    """The inverse; a secret that is not known stays masked."""
-
+    """The inverse of ``without_secrets``; a value that is not among ``secrets`` stays masked."""
     known = {place: secrets[place] for place in masks(job) if is_text(secrets.get(place))}
 
     def words(field: str) -> tuple[str, ...]:
@@ -64,7 +63,7 @@ def with_secrets(job: Job, secrets: Mapping[str, str]) -> Job:
 
 
 def masks(job: Job) -> list[str]:
-    """The places where a mask stands instead of a value."""
+    """The places of masked values."""
     names = [f"env.{name}" for name, value in job.env.items() if value == MASK and is_secret(name)]
     for field in ("args", "args_on_resume"):
         words = getattr(job, field)
@@ -73,37 +72,37 @@ def masks(job: Job) -> list[str]:
 
 
 def secrets_file(job_file: Path) -> Path:
-    """Where the secrets of a recorded job are."""
+    """Where the secrets of a recorded job are stored."""
     return job_file.parent / "private" / "secrets.json"
 
 
 def revealed(job: Job, job_file: Path) -> Job:
-    """The job with the secrets that are kept next to its file, where this user may read them."""
+    """The job with its stored secrets, if this user may read them."""
     if not masks(job):
         return job
     try:
         return with_secrets(job, read_json(secrets_file(job_file)) or {})
-    except PermissionError:  # another member of the group, who looks on
+    except PermissionError:  # another member of the group
         return job
 
 
 def check_revealed(job: Job, job_file: Path) -> None:
-    """Raises RunDirectoryError when a secret is missing."""
+    """Raises RunDirectoryError if a secret is missing."""
     if missing := masks(job):
         raise RunDirectoryError(
-            f"{job_file} has {MASK} for {', '.join(missing)}, and {secrets_file(job_file)} does not have the values: "
-            "give them again, with --change"
+            f"the values of {', '.join(missing)} are masked in {job_file} and missing in {secrets_file(job_file)}: "
+            "submit again with the values and --change"
         )
 
 
 def secret_values(job: Job, environ: Mapping[str, str]) -> list[str]:
-    """The secrets that a run's processes know, the longest first."""
+    """The secrets that the processes of a run know, the longest first."""
     found = {*known_secrets(environ), *known_secrets(job.env, job.args, job.args_on_resume)}
     return sorted(found, key=len, reverse=True)
 
 
 def known_secrets(environ: Mapping[str, str], *arguments: Sequence[str]) -> list[str]:
-    """The secrets in an environment and among lists of arguments, the longest first."""
+    """The secrets in an environment and in lists of arguments, the longest first."""
     found = {value for name, value in environ.items() if is_secret(name)}
     for words in arguments:
         found |= {words[index][len(text) - len(MASK) :] for index, text in _masked_arguments(words).items()}
@@ -111,9 +110,9 @@ def known_secrets(environ: Mapping[str, str], *arguments: Sequence[str]) -> list
 
 
 def masked(text: str, secrets: Iterable[str]) -> str:
-    """The text without these values in any form: as they are, as repr or JSON write them, URL-encoded, in base64.
+    """Masks these values in a text: verbatim, as repr or JSON write them, URL-encoded and in base64.
 
-    Also where a line is broken within one, and the single lines of a value of several.
+    Values that are wrapped over two lines are found, and so are the single lines of a value of several lines.
     """
     plain, places = _unbroken(text)
     spans = []
@@ -124,7 +123,7 @@ def masked(text: str, secrets: Iterable[str]) -> str:
             start = plain.find(form, start + 1)
     shown, at, end = [], 0, 0
     for start, stop in sorted(spans):
-        if start >= end:  # else it continues what is masked already
+        if start >= end:  # else it overlaps the span before
             shown += [text[at : places[start]], MASK]
         end = max(end, stop)
         at = places[end - 1] + 1
@@ -135,7 +134,7 @@ _BREAK = re.compile(r"\s*\n[\s|]*|\s+")
 
 
 def _unbroken(text: str) -> tuple[str, Sequence[int]]:
-    """The text without blanks, line breaks and a box's border; and where each character was."""
+    """The text without white space, line breaks and a box's border, and the original position of each character."""
     parts, places, at = [], list[int](), 0
     for found in _BREAK.finditer(text):
         parts.append(text[at : found.start()])
@@ -148,7 +147,7 @@ def _unbroken(text: str) -> tuple[str, Sequence[int]]:
 
 @functools.lru_cache(maxsize=8)
 def _forms(secrets: tuple[str, ...]) -> list[str]:
-    """All that ``masked`` looks for."""
+    """All forms of the secrets that ``masked`` searches for, the longest first."""
     found: set[str] = set()
     for value in {piece for secret in secrets for piece in (secret, *map(str.strip, secret.splitlines()))}:
         once = _quoted(value)
@@ -159,7 +158,7 @@ def _forms(secrets: tuple[str, ...]) -> list[str]:
 
 
 def _quoted(value: str) -> set[str]:
-    """As repr, ascii, repr of its bytes and JSON write it within whatever else is quoted with it."""
+    """The value as repr, ascii, repr of its bytes and JSON write it inside a longer quoted text."""
     forms = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
     pieces = value.split("'")
     for quote in (repr, ascii, lambda piece: repr(_bytes(piece))[1:]):
@@ -175,7 +174,7 @@ def _url_encoded(value: str) -> set[str]:
 
 
 def _base64(value: str) -> set[str]:
-    """The characters that depend on the value alone, for each place that it can have in groups of three bytes."""
+    """The base64 characters that depend on the value alone, for each alignment to groups of three bytes."""
     data, forms = _bytes(value), set()
     for before in range(3):
         encoded = base64.b64encode(bytes(before) + data).decode()
@@ -189,7 +188,7 @@ def _bytes(value: str) -> bytes:
 
 
 def _masked_arguments(words: Sequence[str]) -> dict[int, str]:
-    """The arguments that hold a secret, by index, as they may be seen: ``--api-key=X``, ``--api-key X``, ``key=X``."""
+    """The arguments with a secret, masked, by index: of ``--api-key=X``, ``--api-key X``, ``key=X``."""
     found: dict[int, str] = {}
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")

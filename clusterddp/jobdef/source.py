@@ -1,4 +1,4 @@
-"""What can be told of a training program by its source alone: nothing is run, nothing is imported."""
+"""What the source of a training program says; nothing is executed or imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from clusterddp.errors import UsageError
 
 
 def calls_method(file: Path, folder: Path, name: str) -> bool:
-    """Whether the program in ``file`` calls a method ``name``: there, or in what it imports from below ``folder``."""
+    """Whether a program calls a method ``name``, in ``file`` or in a module below ``folder`` that it imports."""
     waiting, seen = [file], set[Path]()
     while waiting:
         source = waiting.pop()
@@ -26,7 +26,7 @@ def calls_method(file: Path, folder: Path, name: str) -> bool:
 
 
 def module_file(name: str, folder: Path) -> Path | None:
-    """The file that ``python -m name`` runs, where it is below ``folder``; else None."""
+    """The file that ``python -m name`` runs, if it is below ``folder``; else None."""
     base = folder.joinpath(*name.split("."))
     return next((file for file in (base.with_suffix(".py"), base / "__main__.py") if file.is_file()), None)
 
@@ -39,7 +39,7 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _imported(nodes: list[ast.AST], source: Path, folder: Path) -> Iterator[Path]:
-    """The files below ``folder`` that may be imported by the nodes of ``source``."""
+    """The files below ``folder`` that the nodes of ``source`` may import."""
     for node in nodes:
         if isinstance(node, ast.Import):
             bases = [folder.joinpath(*alias.name.split(".")) for alias in node.names]

@@ -1,4 +1,4 @@
-"""Readers of single values of a job definition: from a node of its YAML to a value, or ``Wrong`` with what it takes."""
+"""Readers of single values in a job definition: each returns the value of a YAML node, or raises ``Wrong``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from clusterddp.jobdef.yaml12 import Node
 
 
 class Wrong(Exception):
-    """A value is not what its field takes; the message goes behind the field's place and name."""
+    """A value that its key does not accept; the message follows the key's place and name."""
 
 
 def quoted(node: Node) -> str:
-    """A value as a message quotes it."""
+    """A value as messages quote it."""
     if isinstance(node.value, (dict, list)):
         return "a mapping" if isinstance(node.value, dict) else "a list"
     return repr(node.text) if node.text or node.value is not None else "nothing"
 
 
 def text(node: Node) -> str:
-    """Any text but none, on one line, whatever YAML takes it for."""
+    """Any text on one line, also what YAML reads as a number or a boolean; not empty."""
     if isinstance(node.value, (dict, list)):
         raise Wrong(f"expected text, got {quoted(node)}; quote it if it is meant as text")
     if not node.text:
@@ -32,15 +32,15 @@ def text(node: Node) -> str:
 
 
 def _printable(given: str) -> str:
-    """Refuses what would end a line of the batch script: the rest would be read as options or commands."""
+    """Rejects line breaks: in the batch script, the rest would be read as options or commands."""
     for character in given:
         if not character.isprintable():
-            raise Wrong(f"line breaks and control characters are not allowed here, got U+{ord(character):04X}")
+            raise Wrong(f"expected text without line breaks and control characters, got U+{ord(character):04X}")
     return given
 
 
 def word(node: Node) -> str:
-    """Text that is one word on an #SBATCH line, where blanks and quotes would make it several."""
+    """Text without blanks and quotes, which would split it on an #SBATCH line."""
     given = text(node)
     if re.search(r"[\s\"'\\]", given):
         raise Wrong(f"expected one word without blanks, quotes and backslashes, got {given!r}")
@@ -48,7 +48,7 @@ def word(node: Node) -> str:
 
 
 def matching(pattern: str, expected: str) -> Callable[[Node], str]:
-    """A reader of text that a regular expression describes, and ``expected`` in words."""
+    """A reader of text that matches a regular expression, which ``expected`` describes in words."""
 
     def read(node: Node) -> str:
         given = text(node)
@@ -60,10 +60,10 @@ def matching(pattern: str, expected: str) -> Callable[[Node], str]:
 
 
 def name(node: Node) -> str:
-    """A job's name, which its run directory has, too."""
+    """A job's name, also that of its run directory."""
     given = matching(r"[\w+=@][\w.+=@-]*", "a name of letters, digits and any of _.+=@-")(node)
     if len(given.encode()) > 200:
-        raise Wrong(f"expected at most 200 bytes, got {len(given.encode())}: a folder is named after it")
+        raise Wrong(f"expected at most 200 bytes (the run directory has this name), got {len(given.encode())}")
     return given
 
 
@@ -72,7 +72,8 @@ def choice(*choices: str) -> Callable[[Node], str]:
 
     def read(node: Node) -> str:
         if node.text not in choices:
-            raise Wrong(f"expected {' or '.join(choices)}, got {quoted(node)}{did_you_mean(node.text, choices)}")
+            hint = "; did you mean 'cuda'?" if node.text == "gpu" else did_you_mean(node.text, choices)
+            raise Wrong(f"expected {' or '.join(choices)}, got {quoted(node)}{hint}")
         return node.text
 
     return read
@@ -82,17 +83,17 @@ def backend(node: Node) -> str:
     """The process group's backend."""
     if node.text == "mpi":
         raise Wrong(
-            "expected nccl or gloo, got 'mpi': MPI ranks are mpirun's: give that a script that says backend='mpi'"
+            "expected nccl or gloo, got 'mpi': for MPI, start the script with mpirun and call init(backend='mpi')"
         )
     return choice("nccl", "gloo")(node)
 
 
 def whole(least: int) -> Callable[[Node], int]:
-    """A reader of a whole number, not below ``least``."""
+    """A reader of a whole number of at least ``least``."""
 
     def read(node: Node) -> int:
         if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < least:
-            raise Wrong(f"expected a whole number, at least {least}, got {quoted(node)}")
+            raise Wrong(f"expected a whole number of at least {least}, got {quoted(node)}")
         return node.value
 
     return read
@@ -111,7 +112,7 @@ def positive(unit: str) -> Callable[[Node], float]:
 
 
 def truth(node: Node) -> bool:
-    """True or false."""
+    """A boolean."""
     if not isinstance(node.value, bool):
         raise Wrong(f"expected true or false, got {quoted(node)}")
     return node.value
@@ -119,36 +120,36 @@ def truth(node: Node) -> bool:
 
 def _argument(node: Node) -> str:
     if isinstance(node.value, (dict, list)) or (node.value is None and not node.text):
-        raise Wrong(f"expected a list of single values, got {quoted(node)} in it; quote what is meant as text")
+        raise Wrong(f"expected a list of text and numbers, got {quoted(node)} in it; quote what is meant as text")
     if "\0" in node.text:
-        raise Wrong("an argument cannot contain U+0000")
+        raise Wrong("expected arguments without U+0000")
     return node.text
 
 
 def arguments(node: Node) -> tuple[str, ...]:
-    """A list of the script's arguments, each as it was written."""
+    """A list of arguments, each as written: ``1e-3`` stays ``1e-3``."""
     if not isinstance(node.value, list):
         raise Wrong(f"expected a list such as [--lr, 1e-3], got {quoted(node)}")
     return tuple(_argument(item) for item in node.value)
 
 
 def shell_lines(node: Node) -> tuple[str, ...]:
-    """A list of lines, or one block of text; a line break inside an item makes two lines."""
+    """A list of lines, or one block of text; an item with a line break is two lines."""
     items = [_argument(item) for item in node.value] if isinstance(node.value, list) else [_block(node)]
     lines = [line for item in items for line in item.removesuffix("\n").split("\n")]
     for line in lines:
         if any(unicodedata.category(character) == "Cc" and character != "\t" for character in line):
-            raise Wrong(f"control characters are not allowed in shell lines, got {line!r}")
+            raise Wrong(f"expected shell lines without control characters, got {line!r}")
         for variable_name in ASSIGNMENT.findall(line):
             if is_secret(variable_name):
                 raise Wrong(
-                    f"{variable_name} would be in the batch script, which Slurm keeps; write it under env:, or read "
-                    f"it from a file of yours: export {variable_name}=$(cat FILE)"
+                    f"{variable_name} would be stored in the batch script, which Slurm keeps; set it under env:, or "
+                    f"read it from a file: export {variable_name}=$(cat FILE)"
                 )
     return tuple(lines)
 
 
-#: A variable that is given a value which stands there.
+#: A variable that is assigned a literal value.
 ASSIGNMENT = re.compile(r"""(?:^|[\s;&|(])(\w+)=["']?[^\s"'$`;]""")
 
 
@@ -159,11 +160,12 @@ def _block(node: Node) -> str:
 
 
 def time(node: Node) -> int:
-    """Slurm's time formats, in seconds."""
+    """A time in one of Slurm's formats, in seconds."""
     match = _TIME.fullmatch(node.text)
     if not match:
         raise Wrong(
-            f"expected minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 30, 1:30:00 or 2-12, got {quoted(node)}"
+            "expected a time as sbatch takes it: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 30, 1:30:00 or "
+            f"2-12, got {quoted(node)}"
         )
     days, first, second, third = (None if part is None else int(part) for part in match.groups())
     if days is not None or third is not None:
@@ -172,7 +174,7 @@ def time(node: Node) -> int:
         hours, minutes, seconds = 0, first, second
     total = (((days or 0) * 24 + (hours or 0)) * 60 + (minutes or 0)) * 60 + (seconds or 0)
     if total <= 0:
-        raise Wrong("expected a time limit above 0; leave it out for the partition's own")
+        raise Wrong("expected a time limit above 0; without the key, the partition's limit applies")
     return total
 
 
@@ -182,17 +184,17 @@ _TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re
 def variable(node: Node) -> str:
     """An environment variable's value."""
     if isinstance(node.value, (dict, list)) or "\0" in node.text:
-        raise Wrong(f"expected text without U+0000, got {quoted(node)}")
+        raise Wrong(f"expected text, got {'U+0000 in it' if node.text else quoted(node)}")
     return node.text
 
 
 def option(node: Node) -> str | bool:
-    """What follows an option of Slurm; true or false for one that takes no value."""
+    """The value of a Slurm option; true or false for one that takes no value."""
     return node.value if isinstance(node.value, bool) else text(node)
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """The end of a message: the known name that was probably meant, if there is one."""
+    """The end of a message: the known name that was probably meant, or nothing."""
     names, spelt = list(known), given.lower().replace("-", "_")
     near = [known_name for known_name in names if known_name == spelt] or difflib.get_close_matches(spelt, names, 1)
     near = near or [known_name for known_name in names if len(spelt) > 2 and known_name.startswith(spelt)]

@@ -1,8 +1,8 @@
-"""YAML as version 1.2's core schema reads it, with the place and the source text of every value.
+"""YAML 1.2 (core schema), with the place and the source text of every value.
 
-PyYAML follows YAML 1.1, where ``time: 1:30:00`` is 5400, ``partition: no`` is False, ``account: 0123`` is 83 and
-``lr: 1e-4`` a string, and it keeps the last of two equal keys. Here those are a string, a string, 123 (with ``0123``
-kept as the text, for whoever wants a string), a float, and a mistake.
+PyYAML follows YAML 1.1: ``time: 1:30:00`` is 5400, ``partition: no`` is False, ``account: 0123`` is 83, ``lr: 1e-4`` is
+a string, and of two equal keys the last one wins. Here these are a string, a string, 123 (with the source text
+``0123``), a float, and a mistake.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Scalar: TypeAlias = "bool | int | float | str | None"
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a value was written: a file with line and column, counted from 1, or a source without lines (0)."""
+    """Where a value was written: a file with line and column, from 1, or a source without lines (0)."""
 
     source: str
     line: int = 0
@@ -32,7 +32,7 @@ class Place:
 
 
 class Key(str):
-    """A mapping's key: a string that knows its place."""
+    """A mapping's key, with its place."""
 
     place: Place
 
@@ -44,7 +44,7 @@ class Key(str):
 
 @dataclass(frozen=True)
 class Node:
-    """A value and what it was written as."""
+    """A value, its source text and its place."""
 
     value: Scalar | list[Node] | dict[Key, Node]
     text: str
@@ -54,7 +54,7 @@ class Node:
 
 @dataclass(frozen=True, order=True)
 class Mistake:
-    """Something wrong in a document; sorts by place."""
+    """An error in a document; sorts by place."""
 
     place: Place
     message: str
@@ -64,10 +64,10 @@ class Mistake:
 
 
 def load(text: str, source: str, mistakes: list[Mistake] | None = None) -> Node:
-    """The single document in ``text``; ``source`` names it in messages.
+    """Parses the single document in ``text``; ``source`` names it in messages.
 
-    Broken syntax raises JobDefinitionError at once. Equal keys and unknown tags are added to ``mistakes``, or raise
-    without one; what was read is then returned without them.
+    Raises JobDefinitionError for a syntax error. Duplicate keys and unknown tags are appended to ``mistakes`` and left
+    out of the result; without ``mistakes`` they raise, too.
     """
     found: list[Mistake] = []
     try:
@@ -87,13 +87,13 @@ def load(text: str, source: str, mistakes: list[Mistake] | None = None) -> Node:
 
 
 def raise_mistakes(mistakes: list[Mistake]) -> None:
-    """Raises one JobDefinitionError that lists all mistakes by place, one a line; returns when there are none."""
+    """Raises one JobDefinitionError that lists all mistakes by place, one per line; returns if there are none."""
     if mistakes:
         raise JobDefinitionError("\n".join(str(mistake) for mistake in sorted(set(mistakes))))
 
 
 def scalar(text: str) -> Scalar:
-    """What a plain scalar means in the core schema."""
+    """The value of a plain scalar."""
     for _, pattern, meaning in _CORE:
         if pattern.fullmatch(text):
             return meaning(text)
@@ -101,7 +101,7 @@ def scalar(text: str) -> Scalar:
 
 
 def node_of(value: Any, source: str) -> Node:
-    """The node of a Python value, as if it had been written as plain YAML; an empty string stays one."""
+    """The node of a Python value, as if it had been written in YAML without quotes; an empty string stays one."""
     place = Place(source)
     if isinstance(value, Mapping):
         return Node({Key(str(key), place): node_of(item, source) for key, item in value.items()}, "", place)
@@ -115,11 +115,11 @@ def node_of(value: Any, source: str) -> Node:
 
 # --- the core schema
 
-#: Tag, the plain scalars that have it, and their value (YAML 1.2.2, section 10.3.2).
+#: A tag, the plain scalars that it applies to, and their values (YAML 1.2.2, section 10.3.2).
 _CORE: list[tuple[str, re.Pattern[str], Callable[[str], Scalar]]] = [
     ("null", re.compile(r"null|Null|NULL|~|"), lambda _: None),
     ("bool", re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text[0] in "tT"),
-    # Python refuses to read integers of more than 4300 digits.
+    # Python refuses to parse integers of more than 4300 digits.
     ("int", re.compile(r"[-+]?[0-9]{1,4000}"), int),
     ("int", re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+"), lambda text: int(text, 0)),
     ("float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
@@ -130,17 +130,17 @@ _PLAIN = "plain"
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """Composes nodes only. Every plain scalar without a tag gets one tag, so that its text decides later."""
+    """Gives every plain scalar without a tag the same tag: ``scalar`` decides by its text."""
 
     yaml_implicit_resolvers = {None: [(_PLAIN, re.compile(".*", re.DOTALL))]}
 
 
 class _Reading:
-    """Turns one document's composed nodes into ours, and collects what is wrong with them."""
+    """Converts the nodes that PyYAML composed, and collects the mistakes in them."""
 
     def __init__(self, source: str, mistakes: list[Mistake]) -> None:
         self._source, self._mistakes = source, mistakes
-        # An anchored node is read once, however many aliases it has; None marks one that is being read.
+        #: An anchored node is converted once, however many aliases refer to it; None: conversion in progress.
         self._read: dict[int, Node | None] = {}
 
     def node(self, raw: yaml.Node) -> Node:
@@ -148,7 +148,7 @@ class _Reading:
             self._read[id(raw)] = None
             self._read[id(raw)] = self._convert(raw)
         found = self._read[id(raw)]
-        return self._mistaken(raw, "this alias contains itself") if found is None else found
+        return self._mistaken(raw, "this alias refers to itself") if found is None else found
 
     def _convert(self, raw: yaml.Node) -> Node:
         if isinstance(raw, yaml.ScalarNode):
@@ -172,25 +172,25 @@ class _Reading:
         return self._mistaken(raw, f"tag {_short(raw.tag)} is not allowed here")
 
     def _mapping(self, raw: yaml.MappingNode) -> dict[Key, Node]:
-        """The mapping's own keys, and those merged with ``<<`` that it does not have itself."""
+        """The mapping's own keys, and those merged with ``<<``, which the own ones override."""
         own: dict[Key, Node] = {}
         merged: dict[Key, Node] = {}
         for raw_key, raw_value in raw.value:
             if not isinstance(raw_key, yaml.ScalarNode):
-                self._mistaken(raw_key, "a key is a plain word, not a list or a mapping")
+                self._mistaken(raw_key, "expected a word as key, got a list or a mapping")
                 continue
             key = Key(raw_key.value, self._place(raw_key))
             if key == "<<" and raw_key.tag == _PLAIN:
                 merged = {**self._merged(raw_value), **merged}
             elif key in own:
                 first = next(other for other in own if other == key).place
-                self._mistaken(raw_key, f"key {str(key)!r} is given twice; first in line {first.line}")
+                self._mistaken(raw_key, f"duplicate key {str(key)!r}, first given on line {first.line}")
             else:
                 own[key] = self.node(raw_value)
         return {**{key: value for key, value in merged.items() if key not in own}, **own}
 
     def _merged(self, raw: yaml.Node) -> dict[Key, Node]:
-        """What ``<<`` brings in: one mapping, or a list of them of which the first wins."""
+        """The keys that ``<<`` merges: from one mapping, or from a list of which the first wins."""
         sources = raw.value if isinstance(raw, yaml.SequenceNode) else [raw]
         merged: dict[Key, Node] = {}
         for source in sources:
@@ -198,11 +198,11 @@ class _Reading:
             if isinstance(value, dict):
                 merged = {**value, **merged}
             else:
-                self._mistaken(source, "'<<' merges mappings only")
+                self._mistaken(source, "expected a mapping, or a list of mappings, after '<<'")
         return merged
 
     def _mistaken(self, raw: yaml.Node, message: str) -> Node:
-        """Notes a mistake; a null stands in for the value."""
+        """Records a mistake; the value is replaced by a null."""
         self._mistakes.append(Mistake(self._place(raw), message))
         return Node(None, "", self._place(raw))
 
@@ -217,7 +217,16 @@ def _short(tag: str) -> str:
 def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> JobDefinitionError:
     mark = error.problem_mark or error.context_mark
     place = Place(source, mark.line + 1, mark.column + 1) if mark else Place(source)
-    return JobDefinitionError(f"{place}: {', '.join(part for part in (error.context, error.problem) if part)}")
+    problem = ", ".join(part for part in (error.context, error.problem) if part)
+    hint = next((hint for words, hint in _SYNTAX_HINTS.items() if words in problem), "")
+    return JobDefinitionError(f"{place}: {problem}{hint}")
+
+
+#: What usually causes an error of PyYAML's.
+_SYNTAX_HINTS = {
+    "mapping values are not allowed": "; check the indentation, and quote text that contains ': '",
+    "'\\t' that cannot start any token": "; YAML is indented with spaces, not tabs",
+}
 
 
 def _unreadable(error: yaml.reader.ReaderError, text: str, source: str) -> JobDefinitionError:

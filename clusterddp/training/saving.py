@@ -73,7 +73,7 @@ class Saver:
         """
         if not self.saves:
             return None
-        restored = restore(self._checkpoints, self._group.collective_device, self._say_damaged)
+        restored = restore(self._checkpoints, self._group.collective_device, self._report_damaged)
         if restored is None:
             return None
         state, (attempt, self._committed) = restored
@@ -260,8 +260,7 @@ class Saver:
         if best is not None and self._logged and self._best == float("inf"):
             say(f"checkpoint.keep.best: no step has logged {best!r} yet, only {', '.join(sorted(self._logged))}")
 
-    def _say_damaged(self, checkpoint: Checkpoint, reason: str) -> None:
-        say(f"{reason}; trying the previous one")
+    def _report_damaged(self, checkpoint: Checkpoint, reason: str) -> None:
         self._report("checkpoint_damaged", step=checkpoint.step, reason=reason)
 
     def _say_failed(self, step: int, reason: str) -> str:

@@ -42,9 +42,15 @@ EXAMPLES = {
         "run = ctx.run(model=model, optimizer=optimizer, loader=StatefulDataLoader(dataset))"
     ),
     # --- checkpoints
-    "CheckpointFolder": 'with clusterddp.CheckpointFolder("checkpoints", keep=5) as folder:\n    ...',
+    "CheckpointFolder": (
+        'with clusterddp.CheckpointFolder("checkpoints", keep=5) as folder:\n'
+        "    for step in range(folder.restore(model=model), 10_000):\n"
+        "        train(step)\n"
+        "        if (step + 1) % 500 == 0:\n"
+        "            folder.save(step + 1, model=model)"
+    ),
     "CheckpointFolder.restore": "first_step = folder.restore(model=model, optimizer=optimizer)",
-    "CheckpointFolder.save": "folder.save(step, model=model, optimizer=optimizer)",
+    "CheckpointFolder.save": "folder.save(step + 1, model=model, optimizer=optimizer)",
     "CheckpointFolder.wait": "folder.wait()",
     "CheckpointFolder.close": "folder.close()",
     "jobdef.job.Checkpointing": 'ctx = clusterddp.init(run_dir="runs/a", checkpoint=Checkpointing(every_steps=500))',

@@ -301,7 +301,7 @@ def test_a_damaged_checkpoint_is_said_and_passed_over(tmp_path: Path, damage: st
         assert found is not None and found[1:] == (first, newest) and len(told) == (newest == 4)
         path = files.pop()
         path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    with pytest.raises(CheckpointError, match="does not start from step 0 by itself"):
+    with pytest.raises(CheckpointError, match="never restarts from step 0 on its own"):
         saver.restore()
     saver.close()
     assert told == ["checkpoint_damaged 8", "checkpoint_damaged 8", "checkpoint_damaged 4"]

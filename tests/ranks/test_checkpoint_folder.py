@@ -62,7 +62,7 @@ def test_a_part_that_was_not_saved_and_a_newer_process_are_said(tmp_path):
         first.save(3, model=model)
         assert first.wait().step == 3
         second = clusterddp.CheckpointFolder(tmp_path / "folder")
-        with pytest.raises(CheckpointError, match="checkpoint 3 has no optimizer; it has model"):
+        with pytest.raises(CheckpointError, match="checkpoint 3 lacks optimizer; it has model"):
             second.restore(model=model, optimizer=torch.optim.SGD(model.parameters()))
         first.save(4, model=model)
         with pytest.raises(Superseded, match="attempt 0 superseded by attempt 1"):
@@ -110,7 +110,7 @@ def test_checkpoints_that_someone_deleted_are_missed(tmp_path):
         path.unlink()
     with (
         clusterddp.CheckpointFolder(tmp_path) as folder,
-        pytest.raises(CheckpointError, match="A run never starts again from step 0 by itself"),
+        pytest.raises(CheckpointError, match="A run never restarts from step 0 on its own"),
     ):
         folder.restore(model=model)
 
@@ -129,6 +129,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_only_damaged_ones_are_an_error(
     older.write_bytes(b"")
     with (
         clusterddp.CheckpointFolder(tmp_path) as folder,
-        pytest.raises(CheckpointError, match="does not start from step 0 by itself"),
+        pytest.raises(CheckpointError, match="never restarts from step 0 on its own"),
     ):
         folder.restore(model=model)

@@ -29,7 +29,7 @@ for _ in run.steps(1):
 @pytest.mark.parametrize(
     ("best", "words"),
     [
-        ("1.5", "run(best=...) was given a float: expected something with state_dict() and load_state_dict()"),
+        ("1.5", "run(best=...): expected an object with state_dict() and load_state_dict(), got float"),
         ("None", "run.log(confusion=...): expected a number or a tensor of one element, got a Tensor of 4 elements"),
     ],
 )
@@ -166,9 +166,9 @@ def test_an_argument_that_cannot_work_is_refused_by_the_call_that_is_given_it(tm
 
 def test_a_folder_for_checkpoints_refuses_a_part_without_a_state_and_a_step_that_is_none(tmp_path):
     with clusterddp.CheckpointFolder(tmp_path) as folder:
-        with pytest.raises(TypeError, match=r"restore\(best=...\) was given a float"):
+        with pytest.raises(TypeError, match=r"restore\(best=...\): expected an object with state_dict\(\)"):
             folder.restore(best=1.5)
         folder.restore(model=torch.nn.Linear(1, 1))
         for step in (-1, 1.5, "3"):
-            with pytest.raises(ValueError, match="expected the number of the step, an integer from 0 on"):
+            with pytest.raises(ValueError, match="expected the number of completed steps, an integer of at least 0"):
                 folder.save(step, model=torch.nn.Linear(1, 1))

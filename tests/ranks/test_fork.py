@@ -70,7 +70,7 @@ def test_without_a_step_a_fork_begins_with_the_newest_whole_checkpoint(tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--fork", "{source}@7"), "has no checkpoint of step 7; it has those of the steps 20, 30, 40"),
+        (("--fork", "{source}@7"), "has no checkpoint of step 7; available steps: 20, 30, 40"),
         (("--fork", "{source}/nowhere"), "expected RUN or RUN@STEP"),
         (("--fork", "{source}", "--run-dir", "{source}"), "holds a run already: --fork needs another --run-dir"),
         (("--fork", "{source}", "--change"), "expected without --here, --change"),
@@ -108,11 +108,11 @@ def test_safetensors_reads_the_export_and_the_checkpoint_itself(tmp_path, source
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("model.bin",), "expected a name that ends in .pt, .pth or .safetensors"),
-        (("there.pt",), "exists already"),
+        (("model.bin",), "expected a file name that ends in .pt, .pth or .safetensors"),
+        (("there.pt",), "already exists"),
         (("model.pt", "--part", "ema"), "has no part 'ema'; it has model, optimizer"),
-        (("no_such_folder/model.pt",), "cannot be written: No such file or directory"),
-        (("model.safetensors", "--part", "optimizer"), "only a part that is tensors by name"),
+        (("no_such_folder/model.pt",), "no_such_folder/model.pt: No such file or directory"),
+        (("model.safetensors", "--part", "optimizer"), "safetensors holds parts whose values are all tensors"),
     ],
 )
 def test_an_export_that_cannot_be_says_what_can(tmp_path, source, arguments, words):

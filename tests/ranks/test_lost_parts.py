@@ -65,9 +65,9 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(trained: RunDirecto
         run = without(trained, tmp_path / "-".join(missing), *missing)
         before = run.events()
         done = submit(run, 6, "--change")
-        words = f"checkpoint 4 of the run was committed, and {run.checkpoints} has none of its checkpoints any more"
+        words = f"checkpoint 4 of this run was committed, but all checkpoints are missing from {run.checkpoints}"
         assert (done.returncode, words in done.stderr) == (1, True), done.stderr
-        assert "put the files back, or begin a new run in another run directory" in done.stderr
+        assert "restore the files, or start a new run in another folder" in done.stderr
         assert (run.events(), run.outcome()) == (before, trained.outcome())
 
 
@@ -114,5 +114,5 @@ def test_a_fork_without_its_checkpoint_is_missed(tmp_path: Path) -> None:
     Checkpoints(run, run.create_attempt(), Keep()).record_resume(None)
     check_present(of_run(run))
     append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "forked", "step": 20})
-    with pytest.raises(CheckpointError, match="checkpoint 20 of the run was committed"):
+    with pytest.raises(CheckpointError, match="checkpoint 20 of this run was committed"):
         check_present(of_run(run))

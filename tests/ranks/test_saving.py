@@ -111,7 +111,7 @@ def test_a_rank_that_is_killed_right_after_the_snapshot_loses_nothing(tmp_path, 
 def test_a_writer_that_is_killed_is_said_and_the_next_save_has_another(directory, checkpoint_client):
     save(checkpoint_client, 1, state())
     os.kill(checkpoint_client._writer.pid, signal.SIGKILL)
-    with pytest.raises(NotSaved, match=r"the process that writes it has ended \(exit code -9\)"):
+    with pytest.raises(NotSaved, match=r"the writer process exited with code -9"):
         save(checkpoint_client, 2, state())
     save(checkpoint_client, 3, state())
     assert [name[5:17] for name in names(directory)] == ["000000000001", "000000000003"]
@@ -123,7 +123,7 @@ def test_a_writer_that_fails_in_a_way_nobody_thought_of_ends_and_is_not_waited_f
         {"step": 2, "beginning": 0, "size": 1 << 40, "urgent": False}
     )  # more than there is of memory
     checkpoint_client._step = 2
-    with pytest.raises(NotSaved, match=r"the process that writes it has ended \(exit code 1\)"):
+    with pytest.raises(NotSaved, match=r"the writer process exited with code 1"):
         checkpoint_client.result(wait=True)
     save(checkpoint_client, 3, state())
     assert [name[5:17] for name in names(directory) if name[0] != "."] == ["000000000001", "000000000003"]
@@ -178,7 +178,7 @@ def test_a_superseded_attempt_writes_nothing(directory, checkpoint_client):
 
 def test_too_little_memory_is_an_error_with_sizes_before_any_is_taken(checkpoint_client, monkeypatch):
     monkeypatch.setattr(snapshot, "free_memory", lambda: 1 << 20)
-    with pytest.raises(CheckpointError, match=r"needs 0\.4 GiB of memory, and 0\.0 GiB are free on this node"):
+    with pytest.raises(CheckpointError, match=r"needs 0\.4 GiB of memory, but 0\.0 GiB are free on this node"):
         checkpoint_client.prepare(state(size=100_000_000))
 
 

@@ -138,22 +138,25 @@ def test_any_text_is_yaml_or_refused(text: str) -> None:
 BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60))])
 
 
-def test_a_text_of_aliases_of_aliases_costs_nothing() -> None:
+@pytest.mark.parametrize("end", ["", "\nargs: *a59"])
+def test_a_text_of_aliases_of_aliases_costs_nothing(tmp_path: Path, end: str) -> None:
     """2**60 items, if they were copied."""
+    (tmp_path / "job.yaml").write_text(BOMB + end)
     with pytest.raises(JobDefinitionError):
-        load._job([load._fields(yaml12.load(BOMB, "f"), [])], {}, Path(), yaml12.Place("f"), [])
-    with pytest.raises(JobDefinitionError):
-        load._job([load._fields(yaml12.load(f"{BOMB}\nargs: *a59", "f"), [])], {}, Path(), yaml12.Place("f"), [])
+        load.load(tmp_path / "job.yaml")
 
 
 @fuzz(200)
 @given(st.dictionaries(st.sampled_from(list(READERS)), VALUES | st.sampled_from(["2", "a100:4", "1:30"]), max_size=4))
-def test_any_values_make_a_job_that_is_read_back_equal_or_a_list_of_mistakes(values: dict[str, Any]) -> None:
-    """Through YAML, too."""
+def test_any_values_make_a_job_that_is_read_back_equal_or_a_list_of_mistakes(
+    tmp_path_factory: Any, values: dict[str, Any]
+) -> None:
+    """As a recorded job.yaml, too."""
+    path = tmp_path_factory.getbasetemp() / "job.yaml"
     with own_errors_only():
         job = load.from_values({"module": "train", **values})
-        fields = load._fields(yaml12.load(job.to_yaml(), "f"), [])
-        assert load._job([fields], {}, Path(), yaml12.Place("f"), []) == job
+        path.write_text(job.to_yaml())
+        assert load.load_resolved(path) == job
 
 
 @fuzz(60)

@@ -171,6 +171,6 @@ def test_an_export_writes_through_no_link_that_was_put_there_before(tmp_path: Pa
     save(run, 0, 1, {"model": {"weight": torch.ones(2)}})
     victim.write_text("mine")
     (tmp_path / ".model.pt.tmp").symlink_to(victim)
-    export(run, None, target, "model", everything=False)
+    export(run, target, "model")
     assert (victim.read_text(), torch.load(target, weights_only=True)["weight"].tolist()) == ("mine", [1, 1])
     assert sorted(path.name for path in tmp_path.iterdir()) == [".model.pt.tmp", "model.pt", "run", "victim"]

@@ -113,7 +113,7 @@ def test_one_that_cannot_be_deleted_is_said_and_the_new_one_counts(directory, mo
 def test_a_folder_that_cannot_be_seen_hides_no_failure(directory, monkeypatch):
     checkpoints = Checkpoints(directory, attempt(directory), Keep())
     directory.checkpoints.rename(directory.path / "away")
-    words = r"checkpoint needs 1\.0 MiB \(No space left on device\); the others cannot be seen \(No such file"
+    words = r"checkpoint needs 1\.0 MiB \(No space left on device\); cannot list the others \(No such file"
     assert re.match(words, checkpoints.why_not(OSError(28, "No space left on device"), 1 << 20))
 
 
@@ -158,7 +158,7 @@ def test_a_file_under_another_steps_name_is_not_that_step(directory):
     checkpoint = save(directory, attempt(directory), 1, CONTENT)
     checkpoint.path.rename(checkpoint.path.with_name("step-000000000009.attempt-0.safetensors"))
     (found,) = Checkpoints(directory, 0, Keep()).candidates()
-    with pytest.raises(CheckpointError, match="has the state after step 1: it was renamed"):
+    with pytest.raises(CheckpointError, match="was renamed: it has the state after step 1"):
         found.read()
 
 
@@ -170,6 +170,6 @@ def test_a_file_of_another_format_is_an_error_that_says_so(directory, name):
     (found,) = Checkpoints(directory, 0, Keep()).candidates()
     with pytest.raises(
         CheckpointError,
-        match="is of format 1, which this version does not read|is damaged: cut off, or not a checkpoint",
+        match="has format 1, which this version cannot read|is damaged: truncated, or not a checkpoint",
     ):
         found.read()

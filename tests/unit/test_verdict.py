@@ -142,7 +142,7 @@ def test_the_users_own_exception_comes_before_a_lost_connection_at_the_same_mome
                 ("ConnectionResetError: [Errno 104] Connection reset by peer", Action.RESTART),
                 ("ValueError: the connection closed by peer is mentioned", Action.FAIL),
                 ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", Action.FAIL),
-                ("CheckpointError: no checkpoint of the run can be read", Action.FAIL),
+                ("CheckpointError: no checkpoint of this run can be read", Action.FAIL),
             ]
         ],
         (RankEnd(1, "n1", "exit", 1.0, exit_code=3), Action.FAIL),
