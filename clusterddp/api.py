@@ -75,8 +75,8 @@ def launch(
         SlurmError: Slurm is unavailable or refused the job. After any of these errors nothing has been started.
 
     Example:
-        >>> handle = clusterddp.launch(train, 0.1, nodes=2, gpus_per_node=8, time="8:00:00")
-        >>> accuracy = handle.result()
+        handle = clusterddp.launch(train, 0.1, nodes=2, gpus_per_node=8, time="8:00:00")
+        accuracy = handle.result()
     """
     options = {"nodes": nodes, "gpus_per_node": gpus_per_node, "device": device}
     values = {key: value for key, value in {**options, **job_definition}.items() if value is not None}
@@ -133,8 +133,7 @@ class Handle:
         RunDirectoryError: There is no run in ``run_dir``.
 
     Example:
-        >>> clusterddp.Handle("runs/train-0").status().step
-        12000
+        print(clusterddp.Handle("runs/train-0").status())
     """
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:

@@ -147,14 +147,14 @@ def record_local(job: Job, run_dir: str | None, plant: Plant | None) -> RunDirec
 
 def submit_to_slurm(job: Job, run_dir: str | None, plant: Plant | None) -> tuple[RunDirectory, str]:
     """Checks the job against the cluster, records it and submits it; returns the run and the job id."""
-    from clusterddp.slurm.batch import RunExecutor
+    from clusterddp.slurm import batch
     from clusterddp.supervisor.lease import submitted
 
     fitted = fit_to_cluster(job, required=True)
     run, created = claim(run_dir, job)
     check_not_held(run)
     with _interrupts_deferred(), recorded(run, job, created, plant):
-        job_id = RunExecutor(fitted, run, Path.cwd()).submit_run()
+        job_id = batch.submit(fitted, run, Path.cwd())
         submitted(run, job_id)
         run.loop_file.unlink(missing_ok=True)
     show(f"submitted as job {job_id}; run directory: {run}")

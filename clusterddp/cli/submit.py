@@ -71,13 +71,13 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
     """
     from clusterddp.cli.local import AllocatedRun
     from clusterddp.slurm import resources
-    from clusterddp.slurm.batch import RunExecutor
+    from clusterddp.slurm.batch import batch_script
     from clusterddp.supervisor.main import supervise_slurm
 
     run, created = claim(run_dir, job)
     if changed or not run.exists():
         with recorded(run, job, created):
-            script = RunExecutor(resources.as_allocated(job, os.environ), run, Path.cwd()).script()
+            script = batch_script(resources.as_allocated(job, os.environ), run, Path.cwd())
             write_atomically(run.batch_script, script)
     if in_batch_step(os.environ):
         return supervise_slurm(str(run))
@@ -90,10 +90,10 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
 def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
     """Submits the job, and waits for the run when asked to; with ``--dry-run`` prints the batch script instead."""
     if arguments.dry_run:
-        from clusterddp.slurm.batch import RunExecutor
+        from clusterddp.slurm.batch import batch_script
 
         run = choose_run_directory(arguments.run_dir, job)
-        print(RunExecutor(fit_to_cluster(job, required=False), run, Path.cwd()).script())
+        print(batch_script(fit_to_cluster(job, required=False), run, Path.cwd()))
         return 0
     run, job_id = submit_to_slurm(job, arguments.run_dir, fork_of(arguments))
     if not sys.stdout.isatty():

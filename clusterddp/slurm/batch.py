@@ -1,4 +1,4 @@
-"""The batch script: a pure function of the job definition and the run directory, in submitit's terms."""
+"""The batch script: its text, a pure function of the job and the run directory, and its submission."""
 
 from __future__ import annotations
 
@@ -8,86 +8,64 @@ from pathlib import Path
 from typing import Any
 
 from submitit import SlurmExecutor
-from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
+from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import PACKAGE_FOLDER, module_command
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import commands as slurm
 
 
-class RunExecutor(SlurmExecutor):
-    """submitit's Slurm executor for one run: it makes the script's text, calls sbatch and reads the job id.
-
-    The script runs the supervisor by its name instead of unpickling it with submitit's entry point. So ``sbatch
-    job.sbatch`` by hand continues the run, and submitit's signal handlers, which requeue by themselves and take TERM's
-    being ignored away from srun, are never installed.
-    """
-
-    def __init__(self, job: Job, run: RunDirectory, folder: Path) -> None:
-        check_lines(job, run, folder)
-        super().__init__(run.private / "submitit")
-        self._run = run
-        self._ranks = job.world_size
-        self._chdir = folder
-        self._command = f"exec {shlex.join([*module_command('clusterddp.supervisor', job.python), str(run)])}"
-        self.update_parameters(**batch_parameters(job, run, folder))
-
+class _Executor(SlurmExecutor):
     @classmethod
     def affinity(cls) -> int:
-        """A dry run needs no Slurm; a real submission has asked for sbatch before."""
+        """That of a submission host: a dry run needs no Slurm."""
         return 2
 
-    @property
-    def _submitit_command_str(self) -> str:
-        return self._command
 
-    def script(self) -> str:
-        """The exact text that is submitted."""
-        return self._make_submission_file_text(self._command, "")
+def batch_script(job: Job, run: RunDirectory, folder: Path) -> str:
+    """The batch script, as submitit writes it, except that its last line becomes the supervisor.
 
-    def submit_run(self) -> str:
-        """Writes the run's ``job.sbatch`` and submits it; returns the job id. SlurmError when sbatch refuses."""
-        write_atomically(self._run.batch_script, self.script())
-        try:
-            return str(self.submit(_named_by_the_script, str(self._run)).job_id)
-        except FailedJobError as error:  # sbatch's own exit code
-            raise SlurmError(f"sbatch refused the job: {str(error).strip()}") from error
-        except FailedSubmissionError as error:
-            raise RunDirectoryError(f"sbatch took the job, but its answer cannot be read: {error}") from error
-
-    def _num_tasks(self) -> int:
-        return self._ranks  # submitit would multiply, and a number of nodes such as 2-4 is text
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        del submission_file_path  # submitit's copy of the same text
-        return ["sbatch", str(self._run.batch_script)]
+    submitit's own command would unpickle a function that ``sbatch job.sbatch`` by hand could not find, and install
+    signal handlers that requeue the job and stop ignoring TERM. Only a private method takes another command, which is
+    why pyproject.toml caps submitit's version.
+    """
+    check_lines(job, run, folder)
+    executor = _Executor(run.private / "submitit")
+    executor.update_parameters(**batch_parameters(job, run, folder))
+    command = f"exec {shlex.join([*module_command('clusterddp.supervisor', job.python), str(run)])}"
+    return executor._make_submission_file_text(command, "")
 
 
-def _named_by_the_script(run_directory: str) -> None:
-    """What submitit pickles beside the job. Nothing loads it: the script names the supervisor."""
+def submit(job: Job, run: RunDirectory, folder: Path) -> str:
+    """Writes the run's ``job.sbatch`` and submits it; returns the job id."""
+    write_atomically(run.batch_script, batch_script(job, run, folder))
+    return slurm.submit(run.batch_script, timeout_s=None)  # cut short, it would leave a job that nobody knows
 
 
 def check_lines(job: Job, run: RunDirectory, folder: Path) -> None:
-    """Raises UsageError for what would not stay on its line of the script, where the rest of it would be a command.
+    """Raises UsageError for text that would not stay on its line of the script: the rest of it would be a command.
 
-    Values of the job definition are checked as they are read; these are not.
+    Values of the job definition were checked when they were read.
     """
     names = {"the run directory": str(run), "the folder to run in": str(folder), "the interpreter": sys.executable}
     package = {} if job.python else {"the folder of the package": str(PACKAGE_FOLDER)}
     for what, text in {**names, **package, "python:": job.python or "python"}.items():
         if not text.isprintable():
-            raise UsageError(f"{what} {text!r} has line breaks or control characters, which a batch script cannot hold")
+            raise UsageError(f"{what} {text!r}: line breaks and control characters are not allowed in a batch script")
     for character in "%\\":  # such a job never starts, or logs elsewhere: %% is no escape (seen on 22.05.8)
         if character in str(run):
-            raise UsageError(f"the run directory {run} has a {character}, which Slurm replaces in the names of logs")
+            raise UsageError(
+                f"the run directory {run} contains {character}, which Slurm replaces in the names of log files: choose "
+                "another --run-dir"
+            )
 
 
 def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any]:
-    """submitit's parameters for a job. ``folder``: where the job runs, and relative paths of the script's start.
+    """submitit's parameters for a job. ``folder``: the job's working directory.
 
-    What is None is left to Slurm's own defaults (submitit would otherwise ask for 5 minutes).
+    None leaves a parameter to Slurm's defaults (submitit's default time limit is 5 minutes).
     """
     log = str(run.logs / "job-%j.log")
     additional: dict[str, Any] = {
@@ -114,9 +92,9 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
 
 
 def fallback_signal_s(job: Job) -> int:
-    """How many seconds before the time limit Slurm warns the ranks, which it does up to 60 s early.
+    """Seconds before the time limit at which Slurm signals the ranks, up to 60 s early.
 
-    Only the net below the supervisor's own timer, which is to come first.
+    Only a fallback for the supervisor's own timer, which comes first.
     """
     return min(30, int(job.timeouts.notice_s), (job.time_s or 86400) // 8)
 

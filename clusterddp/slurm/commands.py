@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.protocol import FOR_RANKS
 from clusterddp.reporter import say
 
@@ -166,8 +166,8 @@ def require(*commands: str) -> None:
             )
 
 
-def run(*command: str) -> str:
-    """A command's standard output; SlurmError with Slurm's own words when it fails or does not answer."""
+def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
+    """A command's standard output; SlurmError with Slurm's message when it fails or does not answer."""
     require(command[0])
     try:
         done = subprocess.run(
@@ -176,17 +176,17 @@ def run(*command: str) -> str:
             capture_output=True,
             encoding="utf-8",
             errors="replace",  # names and comments are the users' and administrators'
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise SlurmUnavailable(f"`{' '.join(command)}` did not answer in {TIMEOUT_S:.0f} s") from error
+        raise SlurmUnavailable(f"`{' '.join(command)}` did not answer in {timeout_s:.0f} s") from error
     except OSError as error:  # no memory or file descriptor left for it at the moment
         raise SlurmUnavailable(f"`{' '.join(command)}` cannot be started: {error}") from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         kind = SlurmUnavailable if any(sign in line for sign in _NO_ANSWER for line in lines) else SlurmError
-        raise kind(f"`{' '.join(command)}` failed: {lines[-1]}")
+        raise kind(f"`{' '.join(command)}` failed: {'; '.join(lines[-8:])}")  # a site's plugin explains in several
     return done.stdout
 
 
@@ -224,9 +224,13 @@ def requeue(job_id: str) -> None:
     run("scontrol", "requeue", job_id)
 
 
-def submit(script: Path, *options: str) -> str:
-    """Submits a batch script; returns the job id."""
-    return run("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
+def submit(script: Path, *options: str, timeout_s: float | None = TIMEOUT_S) -> str:
+    """Submits a batch script; returns the job id. RunDirectoryError if sbatch succeeds without printing one."""
+    answer = run("sbatch", "--parsable", *options, str(script), timeout_s=timeout_s)
+    job_id = re.search(r"^(\d+)(;.*)?$", answer, re.MULTILINE)  # a site's wrapper may print more
+    if job_id is None:
+        raise RunDirectoryError(f"sbatch accepted {script}, but printed no job id: {answer[:200]!r}")
+    return job_id[1]
 
 
 def lift_hold(job_id: str) -> None:

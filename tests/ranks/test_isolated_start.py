@@ -13,7 +13,7 @@ from clusterddp.cli.recording import recorded
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.batch import RunExecutor
+from clusterddp.slurm.batch import batch_script
 from tests.waiting import story
 
 #: What one of our processes or another imports, from the standard library, from packages, and our own package.
@@ -102,7 +102,7 @@ def test_the_batch_script_starts_a_supervisor_that_imports_nothing_from_there(sh
     """It comes as far as asking for Slurm's variables."""
     run, job = RunDirectory(own / "run"), Job(name="net", module="net", device="cpu")
     with recorded(run, job, created=True):
-        run.batch_script.write_text(RunExecutor(job, run, shared).script())
+        run.batch_script.write_text(batch_script(job, run, shared))
     done = start(shared, "bash", run.batch_script)
     assert (done.returncode, "SLURM_JOB_ID is not set" in done.stderr) == (1, True), done.stderr
 

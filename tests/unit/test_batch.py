@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
+from submitit import SlurmExecutor
 
 from clusterddp.jobdef.job import Job, Timeouts
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.batch import RunExecutor
+from clusterddp.slurm.batch import batch_script
 
 GOLDEN = """\
 #!/bin/bash
@@ -44,7 +46,7 @@ runpy.run_module("clusterddp.supervisor", None, "__main__", True)' /runs/net-0
 
 
 def script(job: Job, run: str = "/runs/net-0") -> str:
-    return RunExecutor(job, RunDirectory(run), Path("/work")).script()
+    return batch_script(job, RunDirectory(run), Path("/work"))
 
 
 def test_the_whole_script_is_as_a_cluster_engineer_would_write_it() -> None:
@@ -55,6 +57,15 @@ def test_the_whole_script_is_as_a_cluster_engineer_would_write_it() -> None:
         sbatch={"comment": "two words", "exclusive": True, "hold": False},
     )  # fmt: skip
     assert script(job).rstrip("\n") + "\n" == GOLDEN
+
+
+def test_the_script_needs_no_slurm_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is what submitit's private method is used for, with the arguments that all allowed versions take."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    text = script(Job(name="net", script="/net.py"), run=str(tmp_path / "net-0"))
+    assert list(tmp_path.iterdir()) == []
+    assert text.index("trap '' TERM") < text.index("exec ") and "srun" not in text
+    assert list(inspect.signature(SlurmExecutor._make_submission_file_text).parameters) == ["self", "command", "uid"]
 
 
 def test_cpu_jobs_ask_for_no_gpu_and_no_limit_is_left_to_the_partition() -> None:

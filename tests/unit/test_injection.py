@@ -20,7 +20,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import from_values
 from clusterddp.process import module_command
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm.batch import RunExecutor
+from clusterddp.slurm.batch import batch_script
 from tests.cluster import Cluster
 from tests.waiting import story, wait_for_outcome
 
@@ -57,7 +57,7 @@ def test_every_value_arrives_as_it_is_or_is_refused(
         job = from_values({"module": "net", "device": "cpu", **values, "sbatch": options})
         job = dataclasses.replace(job, python=str(base / f"bin{python_name}" / "python"))
         run = RunDirectory(base / f"run{run_name}")
-        text = RunExecutor(job, run, base / f"work{work_name}").script()
+        text = batch_script(job, run, base / f"work{work_name}")
     except JobDefinitionError:
         return
     lines = text.splitlines()
@@ -95,8 +95,8 @@ def check_with_bash(base: Path, text: str, python: Path, run: RunDirectory) -> N
 def test_a_run_directory_that_no_batch_script_can_hold_is_refused(name: str, tmp_path: Path) -> None:
     """Whether it was named, or follows from the folder around it."""
     job = Job(name="net", module="net", device="cpu")
-    with pytest.raises(UsageError, match="batch script cannot hold|Slurm replaces"):
-        RunExecutor(job, RunDirectory(tmp_path / name), Path("/work"))
+    with pytest.raises(UsageError, match="not allowed in a batch script|Slurm replaces"):
+        batch_script(job, RunDirectory(tmp_path / name), Path("/work"))
     done = subprocess.run(
         [sys.executable, "-m", "clusterddp.submit", "-m", "net", "--dry-run", "--run-dir", name],
         cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterddp.errors import SlurmError, SlurmUnavailable
+from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
 from clusterddp.slurm import commands as slurm
 
 # scontrol show job -o, 22.05.8, shortened at the end; the job's name imitates Slurm's own fields.
@@ -157,3 +158,29 @@ def test_nodes_in_a_form_that_is_not_known_are_no_end_of_a_run(monkeypatch: pyte
     monkeypatch.setattr(slurm, "run", lambda *_: "low n1 idle\n")
     with pytest.raises(SlurmError, match="sinfo answered in a form that is not known here"):
         slurm.usable_nodes(None)
+
+
+@pytest.mark.parametrize("answer", ["41", "41;alpha", "Welcome to alpha\n41;alpha\nhave a nice day"])
+def test_the_job_id_is_found_in_what_sbatch_and_a_sites_wrapper_print(answer: str, sbatch: Path) -> None:
+    """With --parsable it is a line of its own, followed by the cluster's name in a federation."""
+    sbatch.write_text(f"#!/bin/sh\nprintf '{answer}\\n'\n")
+    assert slurm.submit(sbatch) == "41"
+
+
+def test_a_job_without_a_known_id_is_not_taken_for_a_refusal(sbatch: Path) -> None:
+    """It may run: nothing of it may be undone, as after a refusal, whose explanation is shown whole."""
+    sbatch.write_text("#!/bin/sh\necho Submitted\n")
+    with pytest.raises(RunDirectoryError, match="printed no job id: 'Submitted"):
+        slurm.submit(sbatch)
+    sbatch.write_text("#!/bin/sh\nprintf 'give a project with -A\\nrefused\\n' >&2\nexit 1\n")
+    with pytest.raises(SlurmError, match="failed: give a project with -A; refused"):
+        slurm.submit(sbatch)
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that is run instead of Slurm's."""
+    path = tmp_path / "sbatch"
+    path.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return path
