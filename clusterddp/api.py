@@ -156,7 +156,7 @@ class Handle:
     def wait(self, timeout: float | None = None) -> str:
         """Wait until the run is over or stopped, through requeues and restarts, and return its state.
 
-        Prints the events of the run to stderr meanwhile. Like ``clusterddp watch`` it releases Slurm's hold after a
+        Prints the events of the run to stderr meanwhile. Like ``clusterddp watch`` it lifts Slurm's hold after a
         requeue and resubmits a run that lost its job.
 
         Args:

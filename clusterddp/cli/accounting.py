@@ -1,4 +1,4 @@
-"""What interruptions have cost a run: a pure function of its history."""
+"""What interruptions cost a run, in repeated steps and time: a pure function of its history."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from clusterddp.protocol import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.rundir.records import is_count
 from clusterddp.supervisor.limits import attempts_made
 
-#: Events with which an attempt begins to make steps.
+#: Events with which an attempt begins to train.
 _BEGINNINGS = ("training", "resumed")
-#: Events after which an attempt makes no step.
+#: Events after which an attempt trains no further step.
 _STOPS = {*ATTEMPT_ENDS, "stopping", "rank_failed"}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """``redone``: steps that were made twice. ``total_s``: seconds from the first start to now, or to the end of the
-    run; ``training_s``: those of them between the beginning of the steps and the call to stop, in every attempt."""
+    """``repeated``: steps that were trained again. ``total_s``: seconds from the first start to now, or to the end of
+    the run. ``training_s``: the part of it in which attempts trained, from the first step to the request to stop."""
 
-    redone: int
+    repeated: int
     training_s: float
     total_s: float
 
     def sentence(self) -> str:
-        """``0 steps redone, 97% of 2 h 05 min spent training``."""
+        """``0 steps repeated, 97% of 2 h 05 min spent training``."""
         part = 100 * self.training_s / self.total_s if self.total_s else 0.0
-        steps = "1 step" if self.redone == 1 else f"{self.redone} steps"
-        return f"{steps} redone, {part:.0f}% of {_duration(self.total_s)} spent training"
+        steps = "1 step" if self.repeated == 1 else f"{self.repeated} steps"
+        return f"{steps} repeated, {part:.0f}% of {_duration(self.total_s)} spent training"
 
 
 def cost(events: Iterable[Mapping[str, Any]], now: float) -> Cost | None:
-    """The cost so far; None for a run that never started."""
+    """The cost so far; None for a run that has not started."""
     events = list(events)
     if not attempts_made(events):
         return None
@@ -52,8 +52,8 @@ def cost(events: Iterable[Mapping[str, Any]], now: float) -> Cost | None:
             )
             training += end - begun
     known: list[Any] = [event.get("redone") for event in events if event["event"] == "resumed"]
-    redone = sum(steps for steps in known if is_count(steps))
-    return Cost(redone, training, last - first)
+    repeated = sum(steps for steps in known if is_count(steps))
+    return Cost(repeated, training, last - first)
 
 
 def _duration(seconds: float) -> str:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from clusterddp import __version__
 from clusterddp.errors import UsageError
+from clusterddp.reporter import show
 
 COMMANDS = {
     "submit": "start a run, or continue one",
     "status": "show a run's state and history",
     "logs": "show a rank's output",
-    "watch": "wait for runs: release holds after a requeue, resubmit runs that lost their job",
+    "watch": "wait for runs, and help them past holds and lost jobs",
     "cancel": "end a run for good",
     "export": "write a checkpoint's model to a file",
     "drill": "test with a tiny job what a preemption would do",
@@ -24,27 +27,60 @@ USAGE = {
     "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
     "bench": "clusterddp bench collectives [OPTIONS OF submit] [-- ARGS]",
 }
+DESCRIPTIONS = {
+    "submit": "Start a run, or continue the one in --run-dir. The script's arguments follow --. If stdout is not a "
+    "terminal, only the job id is printed there; messages go to stderr.",
+    "status": "Show a run's state, its history, and how to continue it.",
+    "logs": "Print a rank's output: its stdout to stdout, its stderr to stderr.",
+    "watch": "Wait until runs are over and show their events. Meanwhile lift the hold that Slurm puts on a requeued "
+    "job, and resubmit a run whose job ended without continuing it. Ctrl-C stops watching; the runs continue.",
+    "cancel": "End a run for good: cancel its job or processes, and wait until they have ended. It never runs again.",
+    "export": "Write the model of a checkpoint to a file that torch.load or safetensors reads.",
+    "drill": "Test what a preemption would do to a run in a partition: with a tiny job, whether the nodes have Slurm's "
+    "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",
+    "bench": "Submit a packaged benchmark and show its output. The options are those of submit.",
+}
 
 
 def command(argv: Sequence[str]) -> int:
     """Runs one command; returns its exit code. Raises UsageError, and what the command raises."""
     own, script_arguments = split_at_dashes(argv)
+    if not own:
+        show(parser(()).format_help())
+        return UsageError.exit_code
+    check_name(own[0])
     arguments, unknown = parser(own).parse_known_args(own)
     name = arguments.command
     if unknown:
         hint = "; put the script's arguments after --" if name in ("submit", "bench") else ""
-        raise UsageError(f"{name}: unknown arguments {' '.join(unknown)}: see `clusterddp {name} --help`{hint}")
+        raise UsageError(f"{name}: unknown arguments {' '.join(unknown)}; see `clusterddp {name} --help`{hint}")
     code: int = _module(name).run(arguments, script_arguments)
     return code
 
 
+def check_name(word: str) -> None:
+    """Raises UsageError for a word that is no command; options are the parser's."""
+    if word in COMMANDS or word.startswith("-"):
+        return
+    similar = get_close_matches(word, COMMANDS, 1)
+    if Path(word).suffix in (".py", ".yaml", ".yml"):
+        hint = f"to run {word}, use `clusterddp submit {word}`"
+    else:
+        hint = f"did you mean {similar[0]}?" if similar else "see `clusterddp --help`"
+    raise UsageError(f"no command {word!r}; available: {', '.join(COMMANDS)}; {hint}")
+
+
 def parser(complete: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     """The parser, with the options of the commands in ``complete``, whose modules are imported."""
-    top = argparse.ArgumentParser(prog="clusterddp", description="Trains PyTorch DDP models on Slurm.")
+    top = argparse.ArgumentParser(
+        prog="clusterddp",
+        description="Train PyTorch DDP models on Slurm, through preemptions, time limits and failures.",
+        epilog="Example: clusterddp submit train.py --nodes 2 --gpus 8. See also: clusterddp COMMAND --help",
+    )
     top.add_argument("--version", action="version", version=f"clusterddp {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        own = commands.add_parser(name, help=text, usage=USAGE.get(name))
+        own = commands.add_parser(name, help=text, usage=USAGE.get(name), description=DESCRIPTIONS.get(name))
         if name in complete:
             _module(name).add_arguments(own)
     return top

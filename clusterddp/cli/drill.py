@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
 
 
 def drill(partition: str | None, qos: str | None, nodes: int, run: RunDirectory | None) -> int:
-    """Submits the job, waits for it, prints what it found; 0 when a run would survive a preemption here."""
+    """Submits the job, waits for it and prints its results; 0 if a run would survive a preemption here."""
     slurm.require("sbatch", "scontrol", "sinfo")
     preemption = preemption_policy.preemption(partition, qos)
     folder = Path(tempfile.mkdtemp(prefix="clusterddp-drill-", dir=Path.cwd()))
@@ -83,14 +83,14 @@ def drill_script(partition: str | None, qos: str | None, nodes: int, folder: Pat
     }  # fmt: skip
     for text in (*options.values(), python):
         if text is not None and not text.isprintable():
-            raise UsageError(f"{text!r} has line breaks or control characters, which a batch script cannot hold")
+            raise UsageError(f"{text!r}: line breaks and control characters are not allowed in a batch script")
     lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
     command = f"exec {shlex.join([*module_command('clusterddp.cli.drill', python), str(folder)])}"
     return "\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue", "trap '' TERM", command, ""])
 
 
 def _await_end(job_id: str, folder: Path) -> float | None:
-    """Until the second start has reported, or the job is over; when the hold after the requeue was lifted."""
+    """Waits until the second start has reported or the job is over; returns when the hold was lifted, if it was."""
     lifted_at, hold = None, Hold()
     deadline = time.monotonic() + QUEUE_S
     while time.monotonic() < deadline and not (folder / "second.json").exists():
@@ -104,7 +104,7 @@ def _await_end(job_id: str, folder: Path) -> float | None:
 
 
 def last_save_s(run: RunDirectory | None) -> float | None:
-    """How long the last save of a run took until it was durable, in seconds."""
+    """Seconds that the last save of a run took until it was durable."""
     saves = [event["durable_s"] for event in run.events() if event.get("durable_s")] if run else []
     return float(saves[-1]) if saves else None
 
@@ -112,17 +112,17 @@ def last_save_s(run: RunDirectory | None) -> float | None:
 def verdict(
     preemption: Preemption, first: Mapping[str, Any], second: Mapping[str, Any], save_s: float | None
 ) -> str | None:
-    """Why a run would not survive a preemption here; None when it would."""
+    """Why a run would not survive a preemption here; None if it would."""
     if not first:
         return "the job did not start"
     if first["signalled"] < first["ranks"]:
-        return "the signal does not reach every rank: is python the task itself, without a wrapper?"
+        return "the signal does not reach every rank: start python directly, not in a wrapper script"
     if "scontrol" in first["missing"]:
         return "scontrol is missing on the nodes: keep `clusterddp watch` running on a login node"
     if not second and not preemption.must_resubmit:
-        return f"the requeue does not bring the job back: {first.get('requeue_error') or 'it was never started again'}"
+        return f"the requeue does not restart the job: {first.get('requeue_error') or 'it did not start again'}"
     if save_s is not None and preemption.notice_s < 2 * save_s + 2:
-        return f"a save takes {save_s:.1f} s and the notice is {preemption.notice_s} s: save more often"
+        return f"a save takes {save_s:.1f} s, the notice is {preemption.notice_s} s: save more often"
     return None
 
 
@@ -133,7 +133,7 @@ def report(
     lifted_at: float | None,
     save_s: float | None,
 ) -> list[str]:
-    """What was found, line by line."""
+    """The results, line by line."""
     lines = [f"notice    {preemption.sentence(Job(name='drill', device='cpu'))}"]
     if first:
         missing = f"missing: {', '.join(first['missing'])}" if first["missing"] else "all found on the nodes"
@@ -156,7 +156,7 @@ def report(
 
 
 def rank(folder: Path) -> None:
-    """Waits for TERM and notes when it came."""
+    """Waits for TERM and records when it arrived."""
     name = os.environ["SLURM_PROCID"]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     (folder / f"ready-{name}").touch()
@@ -165,7 +165,7 @@ def rank(folder: Path) -> None:
 
 
 def first_start(folder: Path, job_id: str) -> None:
-    """Signals a step of ranks as a preemption does, notes what arrived, and requeues the job."""
+    """Signals ranks as a preemption does, records which received the signal, and requeues the job."""
     ranks = int(os.environ["SLURM_JOB_NUM_NODES"])
     command = ["srun", "--ntasks-per-node=1", *module_command("clusterddp.cli.drill"), "--rank", str(folder)]
     step = subprocess.Popen(command)
@@ -195,7 +195,7 @@ def _await(condition: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    """The batch step, on its first and second start, or a rank."""
+    """Runs the batch step, at its first and second start, or a rank."""
     folder = Path(sys.argv[-1])
     if "--rank" in sys.argv:
         rank(folder)

@@ -1,4 +1,4 @@
-"""A new run that begins with a checkpoint of another one."""
+"""``submit --fork``: a new run that starts from a checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from clusterddp.supervisor.messages import sentence
 
 @dataclass(frozen=True)
 class Fork:
-    """Where a new run comes from: another run, and one of its steps (None: its newest checkpoint)."""
+    """The origin of a new run: another run, and one of its steps (None: the newest checkpoint)."""
 
     run: RunDirectory
     step: int | None
 
     @classmethod
     def parse(cls, text: str) -> Fork:
-        """From ``RUN`` or ``RUN@STEP``. Raises RunDirectoryError when there is no such run."""
+        """Parses ``RUN`` or ``RUN@STEP``. Raises RunDirectoryError if there is no such run."""
         path, at, step = text.rpartition("@")
         if not at or not step.isdecimal() or RunDirectory(text).exists():
             path, step = text, ""
@@ -34,7 +34,7 @@ class Fork:
         return cls(run, int(step) if step else None)
 
     def plant(self, into: RunDirectory) -> str:
-        """Copies the checkpoint into a new run, as that of an attempt 0 which never trained; says so in a sentence."""
+        """Copies the checkpoint into a new run, as that of an attempt 0 that never trained; returns a message."""
         source = choose(self.run, self.step)
         number = into.create_attempt()
         checkpoints = Checkpoints(into, number, Keep())

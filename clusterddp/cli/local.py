@@ -1,7 +1,8 @@
-"""``submit --local``: the run as processes of this machine, with real signals and real further attempts.
+"""``submit --local`` and ``submit --here``: the loop that starts the supervisor, on this machine or in an allocation.
 
-This loop is to a local run what slurmctld is to a job: it starts the supervisor once per attempt, in a session of its
-own so that Ctrl-C reaches the loop alone; to preempt it says why in a file and sends TERM to all of that session.
+For a local run this loop has slurmctld's role: it starts the supervisor once per attempt. The supervisor gets its own
+session, so that Ctrl-C reaches only the loop; to preempt, the loop writes the cause to a file and sends TERM to all
+processes of that session.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Moment:
-    """When to preempt: once ``step`` steps are done, or ``seconds`` after the attempt's start."""
+    """When to preempt: after ``step`` steps, or ``seconds`` after the attempt's start."""
 
     step: int | None = None
     seconds: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Moment:
-        """``120`` is a step, ``2.5s`` a time."""
+        """Parses ``120`` (a step) or ``2.5s`` (seconds)."""
         try:
             moment = cls(seconds=float(text[:-1])) if text.endswith("s") else cls(step=int(text))
-            if not (moment.step or moment.seconds or 0) >= 0:  # nor is nan a moment
+            if not (moment.step or moment.seconds or 0) >= 0:  # also refuses nan
                 raise ValueError
         except ValueError:
-            raise UsageError(f"--preempt-after {text}: expected a step, as in 120, or seconds, as in 2.5s") from None
+            raise UsageError(f"--preempt-after {text}: expected a step such as 120, or seconds such as 2.5s") from None
         return moment
 
     def reached(self, steps_done: int, elapsed_s: float) -> bool:
-        """Whether it is time."""
+        """Whether the moment has come."""
         if self.step is not None:
             return steps_done >= self.step
         return elapsed_s >= (self.seconds or 0.0)
@@ -56,31 +57,31 @@ class Moment:
         return f"--preempt-after {f'{self.seconds:g}s' if self.step is None else self.step}"
 
     def missed(self, steps_done: int) -> str:
-        """What is said when the attempt ended before."""
+        """The message for an attempt that ended earlier."""
         if self.step is None:
-            return f"{self} did not fire: the attempt ended before"
+            return f"{self} did not fire: the attempt ended earlier"
         if steps_done:
             return f"{self} did not fire: the attempt ended after {steps_done} steps"
-        return f"{self} did not fire: no steps were recorded; seconds work for any script, as in --preempt-after 2.5s"
+        return f"{self} did not fire: no steps were recorded; seconds work with any script: --preempt-after 2.5s"
 
 
 def step_warning(job: Job, moments: Sequence[Moment]) -> str | None:
-    """What is said of a script that probably records no steps, where a moment is given as a step."""
+    """A warning if a moment is given as a step and the script seems to record none."""
     moment = next((moment for moment in moments if moment.step), None)
     if moment is None or job.script is None:
         return None
     try:
         text = Path(job.script).read_bytes()
-    except OSError:  # its absence is a mistake of its own
+    except OSError:  # a missing script is reported elsewhere
         return None
     if b"clusterddp" in text:
         return None
-    return f"{job.script} does not name clusterddp: if it records no steps, {moment} never fires; seconds do (2.5s)"
+    return f"{job.script} does not mention clusterddp: if it records no steps, {moment} never fires; use seconds (2.5s)"
 
 
 @dataclass
 class LocalRun:
-    """The loop of one local run. ``preemptions`` are used up in order, at most one per attempt."""
+    """The loop of one local run. ``preemptions`` are carried out in order, at most one per attempt."""
 
     run: RunDirectory
     job: Job
@@ -94,14 +95,14 @@ class LocalRun:
         """Runs attempts until the run is over or interrupted; returns the exit code."""
         with _interrupts_counted(self._interrupted):
             while True:
-                notice_file(self.run).unlink(missing_ok=True)  # of an attempt before
+                notice_file(self.run).unlink(missing_ok=True)  # of an earlier attempt
                 if self.interrupts:
                     return INTERRUPTED
                 with self._supervisor() as process:
                     code = self._watch(process, progress)
-                if self.run.outcome() is not None:  # also of a script that left with one of these codes itself
+                if self.run.outcome() is not None:  # even if the script itself exited with one of these codes
                     for moment in self.preemptions:
-                        show(f"{moment} did not fire: the run was over before")
+                        show(f"{moment} did not fire: the run was already over")
                     return code
                 if self.interrupts:
                     return INTERRUPTED
@@ -110,11 +111,11 @@ class LocalRun:
 
     @contextmanager
     def _supervisor(self) -> Iterator[subprocess.Popen[bytes]]:
-        # As the batch script does: TERM is ignored before Python starts.
+        # Like the batch script: TERM is ignored before Python starts.
         shell = ["/bin/sh", "-c", "trap '' TERM; exec \"$@\"", "sh"]
         command = [*shell, *module_command("clusterddp.supervisor"), str(self.run), *self._options()]
         debugging = self.debug_rank is not None
-        # A debugged rank keeps the terminal, which a session of its own would take from it.
+        # A debugged rank keeps the terminal, which it would lose in another session.
         stdout: IO[Any] | None = None if debugging else open(self.run.logs / "supervisor.log", "ab", opener=create_file)
         process = subprocess.Popen(command, start_new_session=not debugging, stdout=stdout)
         self._process = process
@@ -135,7 +136,7 @@ class LocalRun:
         moment = self.preemptions.pop(0) if self.preemptions else None
         while (code := process.poll()) is None:
             progress.update()
-            # Not before the ranks are there: the signal would be lost, or end the shell before it ignores it.
+            # Not before the ranks run: the signal would be lost, or end the shell before it ignores TERM.
             begun = progress.starts > starts_before
             if moment and begun and moment.reached(progress.steps_done, time.monotonic() - started):
                 self._signal(Cause.PREEMPTED)
@@ -155,12 +156,12 @@ class LocalRun:
             self._kill()
 
     def _kill(self) -> None:
-        """The supervisor, whose ranks then die with it."""
+        """Kills the supervisor; its ranks die with it."""
         if self._process is not None:
             self._process.kill()
 
     def _signal(self, cause: Cause) -> None:
-        """To the ranks. Those that are not there yet are told by their supervisor, which finds the notice."""
+        """Signals the ranks. The supervisor, which finds the notice, tells those that have not started yet."""
         give_notice(self.run, cause)
         if self._process is not None:
             signal_ranks(self._process.pid, self.stop_signal)
@@ -183,7 +184,7 @@ class AllocatedRun(LocalRun):
 
 @contextmanager
 def _interrupts_counted(act: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and a hang-up call ``act``."""
+    """Calls ``act`` on Ctrl-C, hang-up and TERM."""
     signals = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
     before = [signal.signal(signum, lambda *_: act()) for signum in signals]
     try:

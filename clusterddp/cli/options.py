@@ -22,77 +22,99 @@ from clusterddp.slurm import commands as slurm
 PACKAGED_JOB = Path(__file__).parents[1] / "digits" / "digits.yaml"
 PACKAGED_JOB_TIME = "10"
 
-#: Options that are job definition keys under sbatch's or torchrun's names: flags, key, help.
+#: Options of submit that are keys of a job definition: flags, key, placeholder, help.
 JOB_OPTIONS = (
-    (("--nodes", "-N"), "nodes", "nodes, or a range such as 2-4 (1)"),
-    (("--gpus", "--gpus-per-node"), "gpus_per_node", "GPUs, and so ranks, per node; TYPE:G too (1)"),
-    (("--device",), "device", "cuda (NCCL, one GPU per rank) or cpu (gloo) (cuda)"),
-    (("--account", "-A"), "account", "as in sbatch"),
-    (("--partition", "-p"), "partition", "as in sbatch"),
-    (("--qos", "-q"), "qos", "as in sbatch"),
-    (("--time", "-t"), "time", "as in sbatch"),
-    (("--job-name", "-J"), "job_name", "as in sbatch; names the run directory too"),
-    (("--mem",), "mem", "as in sbatch: memory per node, such as 64G"),
-    (("--cpus-per-task", "-c"), "cpus_per_task", "as in sbatch: CPUs per rank"),
-    (("--constraint", "-C"), "constraint", "as in sbatch"),
-    (("--nodelist", "-w"), "nodelist", "as in sbatch"),
-    (("--exclude", "-x"), "exclude", "as in sbatch"),
-)
+    (("-N", "--nodes"), "nodes", "N", "number of nodes, or a range such as 2-4; default: 1"),
+    (
+        ("--gpus", "--gpus-per-node"), "gpus_per_node", "G",
+        "GPUs per node, with one rank each; also TYPE:G; with --device cpu, ranks per node; default: 1",
+    ),
+    (("--device",), "device", "cuda|cpu", "cuda (NCCL) or cpu (gloo); default: cuda"),
+    (("-c", "--cpus-per-task"), "cpus_per_task", "N", "CPUs per rank; default: in proportion to the node's GPUs"),
+    (("--mem",), "mem", "SIZE", "memory per node, such as 64G; default: in proportion to the node's GPUs"),
+    (("-t", "--time"), "time", "TIME", "time limit of each job, such as 8:00:00; the run continues in another job"),
+    (("-p", "--partition"), "partition", "NAME", "partition, as in sbatch"),
+    (("-A", "--account"), "account", "NAME", "account to charge, as in sbatch"),
+    (("-q", "--qos"), "qos", "NAME", "quality of service, as in sbatch"),
+    (("-J", "--job-name"), "job_name", "NAME", "name of the job, and of a new run directory"),
+    (("-C", "--constraint"), "constraint", "FEATURES", "features that nodes must have, as in sbatch"),
+    (("-w", "--nodelist"), "nodelist", "NODES", "nodes that the job must have, as in sbatch"),
+    (("-x", "--exclude"), "exclude", "NODES", "nodes that the job must not have, as in sbatch"),
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``submit``. What follows ``--`` goes to the script."""
-    parser.add_argument("target", nargs="?", metavar="SCRIPT.py | JOB.yaml", help="what to run")
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
-    for flags, key, text in JOB_OPTIONS:
-        parser.add_argument(*flags, dest=key, help=text)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="any job definition key")
-    parser.add_argument("--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option")
-    parser.add_argument("--run-dir", metavar="DIR", help="the run's folder; the same one again continues the run")
-    parser.add_argument("--fork", metavar="RUN[@STEP]", help="begin a new run with another's checkpoint")
     parser.add_argument(
-        "--take-over", action="store_true", help="continue a run that was trained where it cannot be reached from here"
+        "target", nargs="?", metavar="SCRIPT.py | JOB.yaml",
+        help="what to run; default: ./clusterddp.yaml, else the bundled digits example",
+    )  # fmt: skip
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, like python -m")
+    job = parser.add_argument_group("job")
+    for flags, key, placeholder, text in JOB_OPTIONS:
+        job.add_argument(*flags, dest=key, metavar=placeholder, help=text)
+    job.add_argument(
+        "--set", action="append", default=[], metavar="KEY.PATH=VALUE",
+        help="any key of the job definition, such as seed=1; repeatable",
+    )  # fmt: skip
+    job.add_argument(
+        "--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option; repeatable"
     )
-    parser.add_argument("--change", action="store_true", help="continue a run with other arguments than recorded")
-    parser.add_argument("--dry-run", action="store_true", help="print the batch script, submit and write nothing")
-    parser.add_argument("--wait", action="store_true", help="wait until the run is over, whatever its jobs do")
-    parser.add_argument("-f", "--follow", action="store_true", help="wait, and show rank 0's output")
-    parser.add_argument(
-        "--here", action="store_true", help="run in the allocation that this shell is in (salloc, sbatch scripts)"
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--run-dir", metavar="DIR",
+        help="the run directory; an existing one continues its run; default: a new one, $CLUSTERDDP_RUNS/NAME-N or "
+        "./runs/NAME-N",
+    )  # fmt: skip
+    run.add_argument(
+        "--change", action="store_true", help="continue a run with arguments that differ from the recorded"
+    )
+    run.add_argument("--fork", metavar="RUN[@STEP]", help="start a new run from a checkpoint of another run")
+    run.add_argument(
+        "--take-over", action="store_true",
+        help="continue a run whose last job or process ended on a machine or cluster that is unreachable from here",
+    )  # fmt: skip
+    submission = parser.add_argument_group("submission")
+    submission.add_argument("--dry-run", action="store_true", help="print the batch script; submit and write nothing")
+    submission.add_argument("--wait", action="store_true", help="wait until the run is over, across requeues")
+    submission.add_argument("-f", "--follow", action="store_true", help="like --wait, and print rank 0's output")
+    submission.add_argument(
+        "--here", action="store_true", help="run in this shell's allocation (salloc, or an sbatch script)"
     )
     local = parser.add_argument_group("without Slurm")
-    local.add_argument("--local", action="store_true", help="the same ranks as processes of this machine")
+    local.add_argument("--local", action="store_true", help="start the ranks as processes on this machine, and wait")
     local.add_argument(
-        "--preempt-after", action="append", default=[], metavar="S",
-        help="preempt the run once S steps are done (or Ss, seconds after the attempt's start); repeatable",
+        "--preempt-after", action="append", default=[], metavar="STEP|SECONDSs",
+        help="simulate a preemption after a step (120) or after seconds (2.5s); repeatable, once per attempt",
     )  # fmt: skip
     local.add_argument(
-        "--debug", nargs="?", type=int, const=0, metavar="RANK", help="give a rank (0) the terminal, for breakpoint()"
-    )
+        "--debug", nargs="?", type=int, const=0, metavar="RANK",
+        help="connect a rank to the terminal, for breakpoint(); default: 0",
+    )  # fmt: skip
 
 
 def check_combinations(arguments: argparse.Namespace) -> None:
-    """Options that contradict each other."""
+    """Refuses options that contradict each other."""
     if arguments.target and arguments.module:
-        raise UsageError(f"both a target ({arguments.target}) and -m {arguments.module} were given: expected one")
+        raise UsageError(f"both {arguments.target} and -m {arguments.module} were given: expected only one of them")
     if not arguments.local and (arguments.preempt_after or arguments.debug is not None):
-        raise UsageError("--preempt-after and --debug need --local: on a cluster, Slurm preempts")
+        raise UsageError("--preempt-after and --debug require --local")
     if arguments.here and (arguments.local or arguments.dry_run or arguments.wait or arguments.follow):
-        raise UsageError("--here runs in this allocation and waits: expected without --local, --dry-run, --wait and -f")
-    if arguments.fork and (arguments.here or arguments.change):
         raise UsageError(
-            "--fork begins a new run, with whatever arguments are given: expected without --here, --change"
+            "--here cannot be combined with --local, --dry-run, --wait or -f: it runs in this allocation, and waits"
         )
+    if arguments.fork and (arguments.here or arguments.change):
+        raise UsageError("--fork cannot be combined with --here or --change: it starts a new run, with any arguments")
     if arguments.take_over and not arguments.run_dir:
-        raise UsageError("--take-over needs the --run-dir of the run to continue")
+        raise UsageError("--take-over requires --run-dir, with the run to continue")
     if arguments.fork and arguments.run_dir and RunDirectory(arguments.run_dir).exists():
-        raise UsageError(f"{arguments.run_dir} holds a run already: --fork needs another --run-dir, or none")
+        raise UsageError(f"{arguments.run_dir} already holds a run: with --fork, choose another --run-dir, or omit it")
     if arguments.local and (arguments.sbatch or arguments.dry_run):
-        raise UsageError("--sbatch and --dry-run are about a batch job: expected without --local")
+        raise UsageError("--sbatch and --dry-run cannot be combined with --local: no batch job is submitted")
 
 
 def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> Job:
-    """The job definition that the command line describes; where it names no program, that of the run it names."""
+    """The job that the command line describes; without a script or module, that of the run in --run-dir or --fork."""
     values = option_values(arguments, script_arguments)
     target = arguments.target
     if target is None and arguments.module is None:
@@ -104,7 +126,7 @@ def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] |
 
 
 def named_run(arguments: argparse.Namespace) -> RunDirectory | None:
-    """The run that ``--fork`` or ``--run-dir`` names, if there is one yet."""
+    """The existing run that ``--fork`` or ``--run-dir`` names, or None."""
     if arguments.fork:
         return Fork.parse(arguments.fork).run
     if arguments.run_dir and (run := RunDirectory(arguments.run_dir)).exists():
@@ -114,7 +136,7 @@ def named_run(arguments: argparse.Namespace) -> RunDirectory | None:
 
 
 def describe(target: str | None, values: dict[str, Any], overrides: Mapping[str, str]) -> Job:
-    """The job definition of a script, a YAML file, or of ``values`` alone, above the user's defaults."""
+    """The job of a YAML file, or of a script with ``values``, on top of the user's defaults."""
     defaults = jobs.user_defaults(slurm.submission_cluster(os.environ))
     if target and Path(target).suffix in (".yaml", ".yml"):
         return jobs.load(target, overrides, values=values, defaults=defaults)
@@ -123,8 +145,8 @@ def describe(target: str | None, values: dict[str, Any], overrides: Mapping[str,
 
 
 def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> dict[str, Any]:
-    """What the options say, by job definition key."""
-    named = {key: getattr(arguments, key) for _, key, _ in JOB_OPTIONS}
+    """The values of the options, by key of the job definition."""
+    named = {key: getattr(arguments, key) for _, key, *_ in JOB_OPTIONS}
     values: dict[str, Any] = allocation_shape(os.environ) if arguments.here else {}
     values |= {key: value for key, value in named.items() if value is not None}
     if script_arguments is not None:
@@ -133,31 +155,31 @@ def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str]
 
 
 def allocation_shape(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The nodes and tasks per node of the allocation around, for ``--here``."""
+    """Nodes and tasks per node of the surrounding allocation, for ``--here``."""
     if "SLURM_JOB_ID" not in environ:
         raise UsageError(
-            "--here: this shell is in no allocation (SLURM_JOB_ID is not set): expected one of "
+            "--here: this shell is not in an allocation (SLURM_JOB_ID is not set): expected the shell of, for example, "
             "`salloc --nodes=2 --ntasks-per-node=8 --gpus-per-node=8`, or an sbatch script such as slurm/train.sbatch; "
-            "without --here, submit asks Slurm for the nodes by itself"
+            "without --here, submit requests the nodes from Slurm"
         )
     if in_step(environ):
         raise UsageError(
-            f"--here: this shell is itself a task of job {environ['SLURM_JOB_ID']} (srun --pty?) and holds what the "
-            "ranks would need: expected the shell of salloc, or an sbatch script"
+            f"--here: this shell is a task of job {environ['SLURM_JOB_ID']} (srun --pty?) and occupies resources that "
+            "the ranks need: expected the shell of salloc, or an sbatch script"
         )
     nodes, counts = environ.get("SLURM_JOB_NUM_NODES", ""), set(tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")))
     tasks = environ.get("SLURM_NTASKS_PER_NODE") or (str(*counts) if len(counts) == 1 else "")
     if not (nodes and tasks):
         given = {name: environ.get(name) for name in ("SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE")}
         raise UsageError(
-            f"--here: {given} give no number of ranks that is the same on every node: expected an allocation with "
-            "--nodes and --ntasks-per-node, as slurm/train.sbatch has"
+            f"--here: expected the same number of tasks on every node, and this allocation has {given}: use "
+            "--nodes and --ntasks-per-node, as in slurm/train.sbatch"
         )
     return {"nodes": int(nodes), "gpus_per_node": int(tasks)}
 
 
 def set_values(arguments: argparse.Namespace) -> dict[str, str]:
-    """What ``--set`` and ``--sbatch`` say, by dotted key."""
+    """The values of ``--set`` and ``--sbatch``, by dotted key."""
     values = dict(_split(pair, "--set") for pair in arguments.set)
     values |= {f"sbatch.{key}": value for key, value in (_split(pair, "--sbatch") for pair in arguments.sbatch)}
     return values
@@ -171,11 +193,11 @@ def _split(pair: str, option: str) -> tuple[str, str]:
 
 
 def default_target(values: dict[str, Any]) -> str:
-    """What runs when nothing is named: ./clusterddp.yaml, else the packaged digits job, for ten minutes at most."""
+    """What runs without a script or module: ./clusterddp.yaml, else the bundled digits example, for ten minutes."""
     if Path("clusterddp.yaml").exists():
-        show("nothing named: taking ./clusterddp.yaml")
+        show("no script given: running ./clusterddp.yaml")
         return "clusterddp.yaml"
     values.setdefault("time", PACKAGED_JOB_TIME)
     values.setdefault("device", "cuda")
-    show("nothing named and no ./clusterddp.yaml here: taking the packaged digits job, limited to ten minutes")
+    show("no script given and no ./clusterddp.yaml: running the bundled digits example (10 minutes at most)")
     return str(PACKAGED_JOB)

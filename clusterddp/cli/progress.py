@@ -1,4 +1,4 @@
-"""What a waiting command shows of a run: its events as sentences, rank 0's output, and a bar on a terminal."""
+"""What a waiting command shows: a run's events as sentences, rank 0's output, and on a terminal a progress bar."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Tail:
-    """The whole lines appended to a file since it was last asked."""
+    """The complete lines appended to a file since the last call."""
 
     def __init__(self, path: Path, from_end: bool = False) -> None:
         self._path = path
         self._offset = path.stat().st_size if from_end and path.exists() else 0
 
     def lines(self) -> list[str]:
-        """New whole lines, without their line ends."""
+        """New complete lines, without line ends."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
@@ -40,7 +40,7 @@ class Tail:
 
 
 def _objects(lines: list[str], form: Schema) -> Iterator[dict[str, Any]]:
-    """The objects in lines of JSON. One that is none is passed over: who only looks on must not end for it."""
+    """The objects in lines of JSON. Invalid lines are skipped: they must not end a command that only watches."""
     for line in lines:
         try:
             value = json.loads(line)
@@ -51,7 +51,7 @@ def _objects(lines: list[str], form: Schema) -> Iterator[dict[str, Any]]:
 
 
 class Progress:
-    """Follows a run directory. To be updated a few times a second; used as a context manager."""
+    """Follows a run directory, as a context manager; call ``update()`` a few times per second."""
 
     def __init__(self, run: RunDirectory, total_steps: int | None, bar: bool = True, output: bool = True) -> None:
         self._run, self._wants_bar, self._wants_output = run, bar, output
@@ -60,7 +60,7 @@ class Progress:
         self._output = Tail(Path("/dev/null"))
         self._total = total_steps
         self._bar: Bar | None = None
-        #: Attempts whose ranks were started since this object was made, and steps done.
+        #: Attempts started since this object was created, and steps done.
         self.starts = self.steps_done = 0
 
     def __enter__(self) -> Progress:
@@ -79,7 +79,7 @@ class Progress:
             self._bar.stop()
 
     def update(self) -> None:
-        """Shows what is new."""
+        """Shows new events, output and steps."""
         for event in _objects(self._events.lines(), EVENT):
             self._event(event)
         for line in self._output.lines():

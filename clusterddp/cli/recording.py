@@ -1,4 +1,4 @@
-"""Recording a run: its directory is chosen, claimed for it, and given the job that it runs."""
+"""Recording a run: chooses and claims its directory, and writes its job there."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.lease import held_by_other
 
-#: Adds something to a run directory that is about to be recorded.
+#: Adds content to a run directory that is about to be recorded.
 Plant = Callable[[RunDirectory], None]
 
 
 def choose_run_directory(run_dir: str | None, job: Job) -> RunDirectory:
-    """``run_dir``, if given, else NAME-N under $CLUSTERDDP_RUNS or ./runs, with the first N that is free."""
+    """``run_dir``, if given, else NAME-N under $CLUSTERDDP_RUNS or ./runs, with the first free N."""
     if run_dir:
         return RunDirectory(run_dir)
     parent = Path(os.environ.get(protocol.RUNS, "runs"))
@@ -31,44 +31,44 @@ def choose_run_directory(run_dir: str | None, job: Job) -> RunDirectory:
 
 
 def claim(run_dir: str | None, job: Job) -> tuple[RunDirectory, bool]:
-    """The run directory, and whether this process made its folder just now; nobody else can have."""
+    """The run directory, and whether this process has just created it."""
     while True:
         run = choose_run_directory(run_dir, job)
         try:
-            make_folder(run.path, exist_ok=False, mode=0o700)  # nobody may put anything there before us
+            make_folder(run.path, exist_ok=False, mode=0o700)  # nobody else may put anything there first
             return run, True
         except FileExistsError:
             if run_dir:
                 return run, False
         except OSError as error:
-            raise UsageError(f"cannot make {run} ({error.strerror}): name another folder with --run-dir") from error
+            raise UsageError(f"cannot create {run} ({error.strerror}): choose another --run-dir") from error
 
 
 def check_not_held(run: RunDirectory) -> None:
-    """A run has one job at a time."""
+    """Refuses a run that another job or process trains: a run has one job at a time."""
     held = held_by_other(run)
     if held:
         if "cannot be reached from here" in held:
-            remedy = "if that has ended, continue the run with --take-over; if it still trains, it ends then"
+            remedy = "if it has ended, continue the run with --take-over; if it is still training, it will then exit"
         else:
-            remedy = f"wait for it, or end the run for good: `clusterddp cancel {run}`"
+            remedy = f"wait for it, or end the run for good with `clusterddp cancel {run}`"
         raise RunDirectoryError(f"{run} is {held}: {remedy}")
 
 
 @contextmanager
 def recorded(run: RunDirectory, job: Job, created: bool, plant: Plant | None = None) -> Iterator[None]:
-    """Records the job in the run directory; undone when Slurm refuses it in the body, so that nothing is half-written.
+    """Records the job in the run directory, and restores the directory if Slurm refuses the job in the body.
 
-    ``created``: whether this process made the folder, which is then its to remove. ``plant`` adds what belongs to the
-    run besides. An outcome that the run goes on after (a failure, or an extended completion) is history from here on.
-    Whatever else goes wrong in the body, the job may be there, and nothing is undone.
+    ``created``: whether this process created the directory, and may remove it. ``plant`` adds other content. The
+    outcome of a run that continues (failed, or completed and extended) is removed. After any other error in the body
+    nothing is undone: the job may exist.
     """
     files = (secrets_file(run.job_file), run.job_file, run.batch_script, run.outcome_file)
     before = {path: path.read_bytes() for path in files if path.exists()}
     shown, secrets = without_secrets(job)
     try:
         run.create(share=job.share)
-        check_run(run)  # of what was there before, in a folder that others could write
+        check_run(run)  # of existing content, in a folder that others could write
         if plant:
             plant(run)
         write_json(secrets_file(run.job_file), secrets)
@@ -86,7 +86,7 @@ def recorded(run: RunDirectory, job: Job, created: bool, plant: Plant | None = N
 
 
 def _undo(run: RunDirectory, created: bool, before: Mapping[Path, bytes], files: Iterable[Path]) -> None:
-    """Puts back what a run directory held; one that was made for this is removed: no run has begun in it."""
+    """Restores the files of a run directory, or removes a directory that was created: no run has started in it."""
     if created:
         shutil.rmtree(run.path)
         return

@@ -1,9 +1,8 @@
-"""``clusterddp watch`` and ``submit --wait``: from a login node, a run is helped over what its own job cannot do.
+"""``clusterddp watch`` and ``submit --wait``: do from a login node what a run's own job cannot.
 
-After a requeue Slurm holds the job for two minutes by default; its owner may lift that. A run whose job ended without
-continuing it (its first node died and the job could not be requeued, scontrol is missing on the nodes, or Slurm refused
-its next job) is resubmitted. A local run needs no help: it is waited for.
-Looking with ``status`` does none of this.
+After a requeue Slurm holds the job, by default for two minutes; its owner may lift the hold. A run is resubmitted if
+its job ended without continuing it: its first node died and the job could not be requeued, scontrol is missing on the
+nodes, or Slurm refused its next job. For a local run it only waits. ``status`` does none of this.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from clusterddp.supervisor.lease import holders, reachable, submitted
 from clusterddp.supervisor.messages import over_already
 
 LOOK_S = 0.2
-#: How often the controller is asked: often while a job is between two starts, seldom while it runs.
+#: Seconds between queries of the controller while a job waits to start, and while it runs.
 ASK_WAITING_S, ASK_RUNNING_S = 1.0, 5.0
-#: States in which a job ended through no fault or wish of its user.
-_UNASKED_ENDS = frozenset(("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "TIMEOUT"))
+#: States of jobs that ended by no fault or request of the user.
+_INVOLUNTARY_ENDS = frozenset(("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "TIMEOUT"))
 
 
-#: How long a requeued job waits before its hold is lifted. Slurmd keeps the second in which it revoked the job's old
-#: credential, and refuses a new one that is not younger: lifted within that second, the job was FAILED for good, "Job
-#: credential revoked" (seen on 22.05.8). The rest is for clocks that differ between nodes.
+#: Seconds in its hold after which a requeued job may start. slurmd refuses a credential that is not newer than the
+#: second in which it revoked the previous one: a job released within that second was FAILED for good, "Job credential
+#: revoked" (seen on 22.05.8). The rest allows for clocks that differ between nodes.
 SETTLE_S = 3.0
 
 
@@ -51,17 +50,17 @@ def run(arguments: argparse.Namespace, _: object) -> int:
 
 
 class Hold:
-    """The hold that Slurm puts on one job after each requeue."""
+    """The hold that Slurm puts on a job after each requeue."""
 
     def __init__(self) -> None:
         self._restarts = 0
         self._since = 0.0
 
     def lift_when_safe(self, job: JobInfo) -> bool:
-        """Lifts the hold if the job has been seen in it for long enough; whether it did."""
+        """Lifts the hold if the job has been in it for long enough; returns whether it did."""
         if job.state != "PENDING" or job.reason != "BeginTime" or not job.restarts:
             return False
-        if job.restarts != self._restarts:  # every requeue has a hold of its own
+        if job.restarts != self._restarts:  # each requeue starts another hold
             self._restarts, self._since = job.restarts, time.monotonic()
         if time.monotonic() - self._since < SETTLE_S:
             return False
@@ -77,11 +76,11 @@ class Watcher:
         self._hold = Hold()
         self._ask_at = 0.0
         self._words = ""
-        #: None while the run is not over; else the exit code: 0 when it completed.
+        #: None until the run is over, then the exit code: 0 if it completed.
         self.result: int | None = None
 
     def look(self) -> None:
-        """One look: at the outcome, and from time to time at the job."""
+        """Checks the outcome and, less often, the job."""
         outcome = self._run.outcome()
         if outcome is not None:
             self.result = 0 if outcome["state"] == "completed" else 1
@@ -89,35 +88,35 @@ class Watcher:
             try:
                 waiting = self._help()
             except SlurmError as error:
-                waiting = self._say(f"trying again: {error}")
+                waiting = self._say(f"retrying: {error}")
             self._ask_at = time.monotonic() + (ASK_WAITING_S if waiting else ASK_RUNNING_S)
 
     def leave(self) -> None:
-        """Says, where the run is not over, that it does not need this process."""
+        """Says, if the run is not over, that it continues without this process."""
         if self.result is None:
-            self._say(f"no longer watching, the run continues; watch it again with: clusterddp watch {self._run}")
+            self._say(f"no longer watching; the run continues; watch it again with: clusterddp watch {self._run}")
 
     def _help(self) -> bool:
-        """Whether the run waits for something."""
+        """Does what the run needs; returns whether it is waiting for something."""
         claims = [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
         if not claims:
             return self._look_at_local()
         jobs = []
-        for entry in claims:  # any of them: a job that nobody knew of may have started before a resubmission
+        for entry in claims:  # each of them: an unknown job may have started before a resubmission
             jobs.append(job := slurm.show_job(entry["job"]))
             if job is not None and job.live:
                 return self._help_live(job)
         newest, job = claims[0]["job"], jobs[0]
-        if self._run.outcome() is not None:  # it ended between the two questions
+        if self._run.outcome() is not None:  # it ended between the two queries
             return False
-        ended = f"job {newest} ended ({job.state if job else 'gone'}) and left no outcome"
-        if self._should_go_on(job):
+        ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without an outcome"
+        if self._should_continue(job):
             return self._resubmit(ended)
         self.result = 1
         return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run}")
 
     def _look_at_local(self) -> bool:
-        """A run that no Slurm job holds: it trains as local processes, or was stopped."""
+        """Handles a run without a Slurm job: it trains as local processes, or is stopped."""
         state, words = state_of(self._run)
         if state in ("held", "unknown"):
             return self._say(f"{words}: waiting for the run to end")
@@ -134,19 +133,19 @@ class Watcher:
             return self._say(f"job {job.job_id}: lifted Slurm's hold after the requeue")
         return self._say(f"job {job.job_id}: PENDING ({job.reason})")
 
-    def _should_go_on(self, job: JobInfo | None) -> bool:
-        """Never after a scancel. A request counts if it is this job's, and the newest attempt's, and preemption or the
-        time limit ended the job, or its supervisor wanted another one and Slurm refused it."""
+    def _should_continue(self, job: JobInfo | None) -> bool:
+        """Whether to resubmit the run: never after a scancel; otherwise if preemption, the time limit or a lost node
+        ended its job, or if its supervisor could not continue it, which the newest attempt's request says."""
         if self._run.cancelled or job is None or job.state == "CANCELLED":
             return False
         request = read_json(self._run.request_file) or {}
         known = {"job": job.job_id, "attempt": self._run.newest_attempt()}
         asked = known.items() <= request.items()
         wanted = asked and (job.preempt_time is not None or "refused" in request)
-        return job.state in _UNASKED_ENDS or wanted or self._never_started(job)
+        return job.state in _INVOLUNTARY_ENDS or wanted or self._never_started(job)
 
     def _never_started(self, job: JobInfo) -> bool:
-        """Whether the job failed before its batch script ran: no attempt knows this restart."""
+        """Whether the job failed before its batch script ran: no attempt has recorded this restart."""
         started = [event for event in self._run.events() if event["event"] == "started"]
         known = any(event.get("job") == job.job_id and event.get("restarts") == job.restarts for event in started)
         return job.state == "FAILED" and bool(started) and not known
@@ -172,7 +171,7 @@ class Watcher:
 
 
 def watch(runs: list[RunDirectory], follow: bool = False) -> int:
-    """Watches until all runs are over; 0 when all completed. ``follow`` shows rank 0's output, too."""
+    """Watches until all runs are over; 0 if all completed. ``follow`` also shows rank 0's output."""
     jobs = [load_resolved(run.job_file) for run in runs]
     watchers = [Watcher(run, job) for run, job in zip(runs, jobs, strict=True)]
     for run in runs:

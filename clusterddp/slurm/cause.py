@@ -1,14 +1,14 @@
-"""Why did the ranks stop? One question to the controller, and what follows from the answer.
+"""Why the ranks were told to stop, from the controller's record of the job.
 
 Preemption, time limit and scancel all reach the ranks as the same TERM. Only the controller knows which it was, and
-only while the job is in that state; what its words mean was seen on Slurm 22.05.8 and 24.11.5:
+only while the job is in that state (seen on Slurm 22.05.8 and 24.11.5):
 
-    JobState     PreemptTime   what it is
-    RUNNING      a time        a preemption's grace time runs; the job will not run again unless it is requeued
-    COMPLETING   a time        a preemption without grace, or the end of one: Slurm is requeueing the job, or cancelling
-                               it, already; before the grace is over, it is scancel
-    COMPLETING   None          scancel, or the time limit when it has passed
-    RUNNING      None          no one ends the job: a time-limit warning (near EndTime), or a signal from somewhere
+    JobState     PreemptTime   meaning
+    RUNNING      a time        a preemption's grace time; the job will not run again unless it is requeued
+    COMPLETING   a time        a preemption without grace, or after its grace: Slurm is already requeueing or cancelling
+                               the job; within the grace, scancel
+    COMPLETING   None          scancel, or the time limit if it has passed
+    RUNNING      None          the job continues: a time-limit warning (near EndTime), or a signal from elsewhere
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Callable
 
 from clusterddp.slurm.commands import JobInfo
 
-#: A job has its nodes. CONFIGURING is shown for seconds after the start, while ranks run already (seen on 22.05.8).
+#: States of a job that has its nodes. CONFIGURING lasts for seconds after the ranks have started (seen on 22.05.8).
 ACTIVE = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
-#: Slurm's --signal comes up to 60 s early, and its times are whole seconds.
+#: Slurm's --signal comes up to 60 s early, and Slurm's times are whole seconds.
 EARLY_S = 62
 
 
 class Cause(enum.Enum):
-    """Why ranks were told to stop. The value is the word for it in the history."""
+    """Why ranks were told to stop. The value is the reason in the history."""
 
     PREEMPTED = "preempted"
     PREEMPTED_WITHOUT_GRACE = "preempted without grace"
@@ -44,10 +44,10 @@ class Cause(enum.Enum):
 def read_cause(
     job: JobInfo | None, restarts: int, notice_s: float, grace_s: Callable[[], int], now: float | None = None
 ) -> Cause:
-    """The cause that the controller's record of the own job shows.
+    """The cause, from the controller's record of this job.
 
-    ``restarts``: of the attempt that asks; a record with more is about a later start of the job. ``notice_s``: how many
-    seconds before EndTime the ranks are told. ``grace_s`` is asked only when it matters.
+    ``restarts``: of the calling attempt; a record with more describes a later start of the job. ``notice_s``: seconds
+    before EndTime at which the ranks are told to stop. ``grace_s`` is only called if it matters.
     """
     now = time.time() if now is None else now
     if job is None:

@@ -1,6 +1,6 @@
 """Slurm's commands: the only module that runs them. Parsers are pure functions of the commands' text.
 
-Text with explicit fields is used throughout: the JSON of squeue and sacct changes between versions.
+All use text with explicit fields: the JSON of squeue and sacct changes between versions.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ LIVE_STATES = frozenset(
 )
 
 
-#: Slurm's words, in any of its commands, for a controller that is not configured here or does not answer.
-#: `scontrol requeue` has words of its own (seen on 22.05.8).
+#: In the output of Slurm's commands, if the controller is not configured here or does not answer.
+#: The last one is from `scontrol requeue` (seen on 22.05.8).
 _NO_ANSWER = (
     *("configuration source", "Unable to contact slurm controller", "Connection refused", "timed out"),
     "Unexpected message received",
 )
 
 
-#: How the states of nodes begin that no job is given to.
+#: Prefixes of the states of nodes that get no job.
 _UNUSABLE = ("down", "drain", "fail", "error", "unknown", "maint", "reboot", "inval", "powered_down", "powering_down")
 
 #: SLURM_* variables that a job does not set: a user exports them on purpose.
@@ -89,7 +89,7 @@ def for_parsing(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What the controller says of a job. Times are unix seconds, None when unknown."""
+    """The controller's record of a job. Times are unix seconds, None if unknown."""
 
     job_id: str
     state: str
@@ -110,13 +110,13 @@ class JobInfo:
 
     @property
     def ran_out(self) -> bool:
-        """Whether it ran for as long as its time limit allows."""
+        """Whether it reached its time limit."""
         return self.run_time_s >= self.time_limit_s > 0
 
 
 @dataclass(frozen=True)
 class NodeShape:
-    """A node of a partition: CPUs, memory in MiB, and GPUs by type ('' when Slurm names none)."""
+    """A node of a partition: CPUs, memory in MiB, and GPUs by type ('' if Slurm has no type for them)."""
 
     name: str
     cpus: int
@@ -124,12 +124,12 @@ class NodeShape:
     gpus: Mapping[str, int]
 
     def gpus_of(self, gpu_type: str | None) -> int:
-        """The GPUs of a type, or all of them."""
+        """The number of GPUs of a type, or of all types."""
         return self.gpus.get(gpu_type, 0) if gpu_type else sum(self.gpus.values())
 
 
 def submission_cluster(environ: Mapping[str, str]) -> str | None:
-    """The cluster that a submission goes to: SLURM_CLUSTERS, else ClusterName in slurm.conf where it can be read."""
+    """The cluster that a submission goes to: SLURM_CLUSTERS, else ClusterName in slurm.conf if it is readable."""
     if "SLURM_CLUSTERS" in environ:
         return environ["SLURM_CLUSTERS"]
     try:
@@ -141,15 +141,15 @@ def submission_cluster(environ: Mapping[str, str]) -> str | None:
 
 
 def cluster_name(environ: Mapping[str, str]) -> str | None:
-    """The cluster that job numbers belong to, as Slurm writes it, in a job or outside; None where nothing says."""
+    """The cluster that job ids belong to, inside or outside a job; None if unknown."""
     name = environ.get("SLURM_CLUSTER_NAME") or submission_cluster(environ) or ""
     return name.lower() if re.fullmatch(r"[^\s,]+", name) and name.lower() != "all" else None
 
 
 def own_job_id(environ: Mapping[str, str]) -> str | None:
-    """The id of the job that this process runs in; ``<array>_<task>`` for an array's member.
+    """The id of the job that this process runs in; ``<array>_<task>`` for a task of an array.
 
-    The bare id would requeue, or cancel, every member.
+    The array's id alone would requeue or cancel all of its tasks.
     """
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
@@ -157,7 +157,7 @@ def own_job_id(environ: Mapping[str, str]) -> str | None:
 
 
 def require(*commands: str) -> None:
-    """Raises unless all commands are on PATH. Nothing falls back to running locally."""
+    """Raises SlurmMissing unless all commands are on PATH: there is no silent fallback to a local run."""
     for command in commands:
         if shutil.which(command) is None:
             raise SlurmMissing(
@@ -186,12 +186,13 @@ def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         kind = SlurmUnavailable if any(sign in line for sign in _NO_ANSWER for line in lines) else SlurmError
-        raise kind(f"`{' '.join(command)}` failed: {'; '.join(lines[-8:])}")  # a site's plugin explains in several
+        shown = lines[-1:] if kind is SlurmUnavailable else lines[-8:]  # a site's plugin explains a refusal in several
+        raise kind(f"`{' '.join(command)}` failed: {'; '.join(shown)}")
     return done.stdout
 
 
 def show_job(job_id: str) -> JobInfo | None:
-    """The controller's record of a job, None when it has forgotten it (MinJobAge after the end, or never known)."""
+    """The controller's record of a job; None if it has none, or not any more (MinJobAge after its end)."""
     try:
         return parse_job(run("scontrol", "show", "job", "-o", job_id))
     except SlurmError as error:
@@ -201,9 +202,9 @@ def show_job(job_id: str) -> JobInfo | None:
 
 
 def patiently(ask: Callable[[], T], patience_s: float = 20.0) -> T:
-    """The answer to a question; asked again, and saying so, while the controller does not answer.
+    """The result of ``ask``, which is retried, with a message, while the controller does not answer.
 
-    Slurm's commands try for 9 to 18 s themselves (22.05.8).
+    Slurm's commands retry for 9 to 18 s themselves (22.05.8).
     """
     deadline, pause_s = time.monotonic() + patience_s, 1.0
     while True:
@@ -214,7 +215,7 @@ def patiently(ask: Callable[[], T], patience_s: float = 20.0) -> T:
         except SlurmUnavailable as error:
             if time.monotonic() + pause_s > deadline:
                 raise
-            say(f"asking again in {pause_s:g} s: {error}")
+            say(f"retrying in {pause_s:g} s: {error}")
             time.sleep(pause_s)
             pause_s *= 2
 
@@ -234,35 +235,35 @@ def submit(script: Path, *options: str, timeout_s: float | None = TIMEOUT_S) -> 
 
 
 def lift_hold(job_id: str) -> None:
-    """Lets a pending job start now: for the hold after a requeue. The job's owner may."""
+    """Lets a requeued job start now, in spite of its hold. The job's owner may."""
     run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
 
 def forbid_requeue(job_id: str) -> None:
-    """Slurm does not requeue the job by itself any more (24.11 requeues one that leaves within a grace)."""
+    """Stops Slurm from requeueing the job by itself (24.11 requeues one that ends within a grace time)."""
     run("scontrol", "update", f"JobId={job_id}", "Requeue=0")
 
 
 def allow_requeue(job_id: str) -> None:
-    """Slurm may requeue the job again, as its batch script asked for."""
+    """Lets Slurm requeue the job again, as in its batch script."""
     run("scontrol", "update", f"JobId={job_id}", "Requeue=1")
 
 
 def cancel(job_id: str) -> None:
-    """Cancels a job; one that is over already is no error."""
+    """Cancels a job. One that is already over is no error."""
     run("scancel", job_id)
 
 
 def default_partition() -> str:
-    """The partition of jobs that name none."""
+    """The partition of jobs that request none."""
     for line in run("sinfo", "-h", "-o", "%P").splitlines():
         if line.endswith("*"):
             return line.rstrip("*")
-    raise SlurmError("this cluster has no default partition: name one with -p")
+    raise SlurmError("this cluster has no default partition: choose one with -p")
 
 
 def partition_nodes(partition: str | None) -> list[NodeShape]:
-    """The nodes of a partition, of the default one when None. SlurmError, with the names, when there is none such."""
+    """The nodes of a partition (None: the default one). SlurmError, with the partitions, if it does not exist."""
     text = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%c|%m|%G")
     with understood("sinfo", text):
         lines = [line.split("|") for line in text.splitlines()]
@@ -273,30 +274,30 @@ def partition_nodes(partition: str | None) -> list[NodeShape]:
         ]
     if not nodes:
         names = ", ".join(sorted({line[0] for line in lines})) or "none"
-        missing = f"partition {partition!r}" if partition else "a default partition (name one with -p)"
-        raise SlurmError(f"this cluster has not {missing}; it has: {names}")
+        missing = f"partition {partition!r}" if partition else "default partition"
+        raise SlurmError(f"no {missing} on this cluster; available: {names}; choose one with -p")
     return nodes
 
 
 @contextmanager
 def understood(command: str, text: str) -> Iterator[None]:
-    """Raises SlurmError, with the answer's beginning, where the body cannot read it."""
+    """Raises SlurmError, with the beginning of the output, if the body cannot parse it."""
     try:
         yield
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         said = f"{text[:200]!r}{' ...' if len(text) > 200 else ''}"
-        raise SlurmError(f"{command} answered in a form that is not known here ({error!r:.80}): {said}") from error
+        raise SlurmError(f"cannot parse the output of {command} ({error!r:.80}): {said}") from error
 
 
 def usable_nodes(partition: str | None) -> list[str]:
-    """The nodes of a partition, of the default one when None, that jobs run on or could."""
+    """The nodes of a partition (None: the default one) that can run jobs."""
     text = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%T")
     with understood("sinfo", text):
         return parse_usable(text.splitlines(), partition)
 
 
 def parse_usable(lines: list[str], partition: str | None) -> list[str]:
-    """Of lines ``PARTITION|PARTITION*|NODE|STATE``; a state that ends in ``*`` does not answer."""
+    """Usable nodes in lines ``PARTITION|PARTITION*|NODE|STATE``; a state with ``*``: the node does not respond."""
     rows = [line.split("|") for line in lines]
     wanted = [row for row in rows if (row[0] == partition if partition else row[1].endswith("*"))]
     return [node for _, _, node, state in wanted if not state.endswith("*") and not state.startswith(_UNUSABLE)]
@@ -314,12 +315,12 @@ def parse_gres(text: str) -> dict[str, int]:
 
 
 def parse_job(text: str) -> JobInfo | None:
-    """Reads one line of ``scontrol show job -o``; None for an empty answer."""
+    """Reads one line of ``scontrol show job -o``; None if it has no job."""
     if "JobId=" not in text:
         return None
     job_id = re.match(r"\s*JobId=(\d+)", text)
     array = re.search(r"ArrayJobId=(\d+) ArrayTaskId=(\d+) ", text)
-    # The job's name comes first and its command last, both in the user's words: what stands between is Slurm's own.
+    # The job's name comes first and its command last, and both may imitate fields: only those between are Slurm's.
     own = text.rpartition(" UserId=")[2].partition(" Command=")[0]
     fields = dict(re.findall(r"(\w+)=(\S*)", own))
     with understood("scontrol", text):
@@ -338,7 +339,7 @@ def parse_job(text: str) -> JobInfo | None:
 
 
 def _seconds(text: str | None) -> float:
-    """Of Slurm's D-HH:MM:SS; 0 for UNLIMITED and the like."""
+    """Seconds in Slurm's D-HH:MM:SS; 0 for UNLIMITED and the like."""
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9}):(\d{1,9}):(\d{1,9})", text or "")
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
     return 86400 * days + 3600 * hours + 60 * minutes + seconds

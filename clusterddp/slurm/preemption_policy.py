@@ -1,6 +1,6 @@
-"""What a cluster does to a job that it preempts: who gets how much notice, what a requeue costs, and in words.
+"""What a cluster does to a job that it preempts: the notice, the requeue and its hold, and a sentence about them.
 
-Asked of the controller once, at submit time; ``scontrol`` answers anyone.
+Read once, at submission, from the controller's configuration, which ``scontrol`` shows to everyone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from clusterddp.slurm import commands as slurm
 
 @dataclass(frozen=True)
 class Preemption:
-    """What preemption means for a job of one partition (and QOS).
+    """The preemption policy for a job of one partition (and QOS).
 
     ``mode``: REQUEUE, CANCEL, SUSPEND or OFF. ``grace_s``: seconds between TERM and KILL while the job counts as
-    running; 0: it is ended at once, with ``kill_wait_s`` between the two. ``hold_s``: how long a requeued job is held
+    running; 0: Slurm ends it at once, with ``kill_wait_s`` between the two. ``hold_s``: how long a requeued job is held
     (AuthInfo's cred_expire + 1 s; 121 s by default).
     """
 
@@ -29,39 +29,39 @@ class Preemption:
 
     @property
     def notice_s(self) -> int:
-        """Seconds that a run has to save in."""
+        """Seconds between the signal and KILL: the time to save."""
         return self.grace_s or self.kill_wait_s
 
     @property
     def must_resubmit(self) -> bool:
-        """Whether the job that is preempted never runs again, so that only a new one can go on."""
+        """Whether Slurm cancels a preempted job, so that the run can only continue in a new one."""
         return self.mode == "CANCEL"
 
     def sentence(self, job: Job) -> str:
-        """What the user should know before the first preemption."""
+        """The policy in a sentence for the user."""
         if self.mode == "OFF":
             return f"{self.partition} does not preempt"
         if self.mode.startswith("SUSPEND") or self.mode == "GANG":
-            return f"{self.partition} suspends preempted jobs in place: they keep their memory and go on by themselves"
+            return f"{self.partition} suspends preempted jobs: they keep their memory and resume by themselves"
         if self.grace_s:
-            notice = f"{self.partition} gives {self.grace_s} s of notice"
+            notice = f"{self.partition} preempts with {self.grace_s} s of notice"
         else:
-            notice = f"{self.partition} gives no grace: a preempted run has KillWait, {self.kill_wait_s} s, to save"
-        return f"{notice}; {self._goes_on(job)}"
+            notice = f"{self.partition} preempts without grace: a run has KillWait, {self.kill_wait_s} s, to save"
+        return f"{notice}; {self._continuation(job)}"
 
-    def _goes_on(self, job: Job) -> str:
+    def _continuation(self, job: Job) -> str:
         if self.must_resubmit:
-            return "it cancels what it preempts, so the run goes on in a new job (policy: resubmit)"
+            return "it cancels preempted jobs, so the run continues in a new job (policy: resubmit)"
         if job.policy == "resubmit" and self.grace_s:
-            return "the run goes on in a new job (policy: resubmit)"
+            return "the run continues in a new job (policy: resubmit)"
         if job.policy is None and job.min_nodes is not None and self.grace_s:
-            return "the run goes on in a new job, as a requeued one would wait for as many nodes as it had"
-        lifted = "`submit --wait` or `clusterddp watch` lifts it" if job.lift_hold else "lift_hold: false leaves it"
-        return f"the run is requeued, and Slurm holds it for {self.hold_s} s then: {lifted}"
+            return "the run continues in a new job: a requeued one would wait for as many nodes as it had"
+        lifted = "`submit --wait` or `clusterddp watch` lifts it" if job.lift_hold else "lift_hold: false keeps it"
+        return f"the run is requeued and then held for {self.hold_s} s: {lifted}"
 
 
 def preemption(partition: str | None, qos: str | None) -> Preemption:
-    """Asks the controller about a partition (None: the default one). With preempt/qos the QOS decides."""
+    """The policy of a partition (None: the default one); with preempt/qos, of the QOS."""
     text = slurm.run("scontrol", "show", "config")
     config = fields(text)
     partition = partition or slurm.default_partition()
@@ -84,7 +84,7 @@ def preemption(partition: str | None, qos: str | None) -> Preemption:
 
 
 def _of_qos(name: str, default_mode: str) -> tuple[str, int]:
-    """Mode and grace of a QOS, ``cluster`` standing for the configuration's mode."""
+    """Mode and grace time of a QOS; ``cluster`` stands for the configuration's mode."""
     line = slurm.run("sacctmgr", "-nP", "show", "qos", f"name={name}", "format=PreemptMode,GraceTime").strip()
     mode, _, grace = line.partition("|")
     units = zip(reversed(grace.split(":")), (1, 60, 3600), strict=False)

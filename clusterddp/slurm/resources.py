@@ -1,4 +1,4 @@
-"""Fitting a job to the cluster: what the partition has is asked, checked and shared out before a submission."""
+"""Fitting a job to the cluster: checks the request against the partition, and fills in CPUs and memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from clusterddp.errors import SlurmUnavailable, UsageError
+from clusterddp.errors import SlurmMissing, SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import MASK, is_secret
 from clusterddp.jobdef.source import calls_method, module_file
@@ -15,23 +15,25 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import NodeShape
 from clusterddp.slurm.preemption_policy import preemption
 
-#: Variables that people export on purpose and that sbatch takes options from: shown, so that nothing acts unseen.
-_TELLING = ("SBATCH_", "SLURM_ACCOUNT", "SLURM_CLUSTERS", "SLURM_CONF")
+#: Variables that sbatch takes options from: shown at submission, because they act unseen.
+_SHOWN = ("SBATCH_", "SLURM_ACCOUNT", "SLURM_CLUSTERS", "SLURM_CONF")
 
 
 def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
-    """The job with CPUs and memory in proportion to its GPUs, and what to tell the user about the plan.
+    """The job with CPUs and memory in proportion to its GPUs, and remarks for the user.
 
-    Slurm's own default is one CPU per task and little memory. ``required``: whether a Slurm that is missing or does not
-    answer is an error; a dry run can do without.
+    Slurm's default is one CPU per task and little memory. ``required``: whether a missing or unreachable Slurm is an
+    error; a dry run needs none.
     """
     try:
         slurm.require("sbatch", "srun", "scontrol", "sinfo")
         nodes = slurm.partition_nodes(job.partition)
     except SlurmUnavailable as error:
-        if required:
+        if not required:
+            return job, [f"partition, GPUs, CPUs and memory are not checked: {error}"]
+        if isinstance(error, SlurmMissing):
             raise
-        return job, [f"partition, GPUs, CPUs and memory are not checked: {error}"]
+        raise SlurmUnavailable(f"{error}; to run on this machine without Slurm, add --local") from error
     remarks = _exported()
     check_nodes(job, nodes)
     if job.device == "cuda":
@@ -42,28 +44,31 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
 
 
 def check_micro(job: Job) -> list[str]:
-    """Where Slurm may give fewer nodes, the program must be able to take a step's samples in several pieces.
+    """Checks that a job with a range of nodes calls ``run.micro()``, to split a step's samples on fewer nodes.
 
-    Returns what to tell the user when that cannot be seen from here.
+    Returns remarks for the user if that cannot be checked here.
     """
     if job.min_nodes is None:
         return []
     file = Path(job.script) if job.script else module_file(job.module or "", Path.cwd())
     if file is None:
-        return [f"module {job.module} is not in {Path.cwd()}: whether it calls run.micro() is not checked"]
+        return [f"module {job.module} is not in {Path.cwd()}: cannot check that it calls run.micro()"]
     if calls_method(file, Path(job.script).parent if job.script else Path.cwd(), "micro"):
         return []
     raise UsageError(
-        f"--nodes {job.nodes_text}: {file} never calls run.micro(), and on fewer nodes a rank's share of a step may be "
-        "more than it can take at a time. Write `for micro in run.micro(batch):` around forward and backward, or give "
-        "one number of nodes"
+        f"--nodes {job.nodes_text}: {file} never calls run.micro(), and on fewer nodes a rank's share of a step may "
+        "not fit into its memory. Put `for micro in run.micro(batch):` around forward and backward, or request a fixed "
+        "number of nodes"
     )
 
 
 def check_nodes(job: Job, nodes: list[NodeShape]) -> None:
-    """Enough nodes: sbatch would take the job, and it would wait for ever."""
+    """Checks that the partition has enough nodes: sbatch would accept the job, which would never start."""
     if len(nodes) < job.node_counts[0]:
-        raise UsageError(f"{_partition(job)} has {len(nodes)} nodes in all, and --nodes {job.nodes_text} asks for more")
+        raise UsageError(
+            f"{_partition(job)} has {len(nodes)} nodes, fewer than --nodes {job.nodes_text}: reduce --nodes, or "
+            "choose another partition with -p"
+        )
 
 
 def _partition(job: Job) -> str:
@@ -71,21 +76,21 @@ def _partition(job: Job) -> str:
 
 
 def check_gpus(job: Job, nodes: list[NodeShape]) -> None:
-    """Enough nodes with enough GPUs, or an error that says what there is."""
+    """Checks that enough nodes have enough GPUs; the error says what is available."""
     fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
     if len(fitting) >= job.node_counts[0]:
         return
     kind = f"{job.gpu_type} GPUs" if job.gpu_type else "GPUs"
     most = max(node.gpus_of(job.gpu_type) for node in nodes)
     raise UsageError(
-        f"{_partition(job)} has {len(fitting)} nodes with {job.gpus_per_node} {kind} (the most on one node is {most}, "
-        f"{len(nodes)} nodes in all), and {job.nodes_text} are asked for: --gpus counts per node. "
-        "Ask for less, or add --device cpu for gloo processes without GPUs"
+        f"{_partition(job)} has {len(fitting)} nodes with {job.gpus_per_node} {kind} ({len(nodes)} nodes in total, at "
+        f"most {most} {kind} per node), and {job.nodes_text} are requested: --gpus counts per node. "
+        "Request fewer, or add --device cpu for gloo ranks without GPUs"
     )
 
 
 def share_of_node(job: Job, nodes: list[NodeShape]) -> tuple[Job, list[str]]:
-    """CPUs per task and memory per node by the share of a node's GPUs, on the smallest node that fits."""
+    """The job with CPUs per task and memory per node in proportion to its GPUs, on the smallest node that fits."""
     fitting = [node for node in nodes if node.gpus_of(job.gpu_type) >= job.gpus_per_node]
     values: dict[str, object] = {}
     if job.cpus_per_task is None:
@@ -97,17 +102,17 @@ def share_of_node(job: Job, nodes: list[NodeShape]) -> tuple[Job, list[str]]:
         return job, []
     fitted: Job = dataclasses.replace(job, **values)  # type: ignore[arg-type]
     share = f"{fitted.cpus_per_task} CPUs per rank and {fitted.mem} of memory per node"
-    return fitted, [f"asking for {share}: the share of a node that goes with its GPUs"]
+    return fitted, [f"requesting {share}, in proportion to the GPUs"]
 
 
 def _exported() -> list[str]:
     found = {name: MASK if is_secret(name) else value for name, value in os.environ.items()}
-    names = [f"{name}={value}" for name, value in found.items() if name.startswith(_TELLING)]
+    names = [f"{name}={value}" for name, value in found.items() if name.startswith(_SHOWN)]
     return [f"from the environment: {' '.join(sorted(names))}"] if names else []
 
 
 def as_allocated(job: Job, environ: Mapping[str, str]) -> Job:
-    """The job as the surrounding allocation has it, so that a resubmission asks for the same."""
+    """The job with the resources of the surrounding allocation, which a resubmission requests again."""
     info = slurm.show_job(slurm.own_job_id(environ) or "")
     cpus = environ.get("SLURM_CPUS_PER_TASK")
     return dataclasses.replace(

@@ -72,8 +72,8 @@ def test_without_a_step_a_fork_begins_with_the_newest_whole_checkpoint(tmp_path,
     [
         (("--fork", "{source}@7"), "has no checkpoint of step 7; available steps: 20, 30, 40"),
         (("--fork", "{source}/nowhere"), "expected RUN or RUN@STEP"),
-        (("--fork", "{source}", "--run-dir", "{source}"), "holds a run already: --fork needs another --run-dir"),
-        (("--fork", "{source}", "--change"), "expected without --here, --change"),
+        (("--fork", "{source}", "--run-dir", "{source}"), "already holds a run: with --fork, choose another --run-dir"),
+        (("--fork", "{source}", "--change"), "cannot be combined with --here or --change"),
     ],
 )
 def test_a_fork_that_cannot_be_is_refused_and_nothing_is_left(tmp_path, source, arguments, words):

@@ -91,6 +91,6 @@ def test_a_preemption_after_steps_that_no_script_records_is_said(run: RunDirecto
     script.write_text("print('trained')\n")
     done = submit(run, str(script), "--device", "cpu", "--preempt-after", "5", "--preempt-after", "9s")
     assert done.returncode == 0
-    assert f"{script} does not name clusterddp: if it records no steps, --preempt-after 5 never fires" in done.stderr
-    assert "\n--preempt-after 5 did not fire: no steps were recorded; seconds work for any script" in done.stderr
-    assert "\n--preempt-after 9s did not fire: the run was over before\n" in done.stderr
+    assert f"{script} does not mention clusterddp: if it records no steps, --preempt-after 5 never fires" in done.stderr
+    assert "\n--preempt-after 5 did not fire: no steps were recorded; seconds work with any script" in done.stderr
+    assert "\n--preempt-after 9s did not fire: the run was already over\n" in done.stderr

@@ -20,7 +20,7 @@ SECOND = {"time": 105.0}
 def test_a_drill_on_the_cluster_finds_signals_and_requeue_working(cluster: Cluster, runs: Path) -> None:
     """It leaves nothing behind: no job, no folder."""
     done = cluster.run([cluster.python, "-m", "clusterddp", "drill", "-p", "low", "-N", "2"], cwd=runs, timeout=90)
-    assert "low gives 20 s of notice" in done.stdout
+    assert "low preempts with 20 s of notice" in done.stdout
     assert "TERM reached 2 of 2 ranks" in done.stdout
     assert "requeue   works; it ran" in done.stdout
     assert done.stdout.endswith("verdict   safe\n")
@@ -41,7 +41,7 @@ def test_the_notice_is_compared_with_the_last_save() -> None:
         ({**FIRST, "signalled": 1}, SECOND, None, "does not reach every rank"),
         ({**FIRST, "missing": ["scontrol"]}, SECOND, None, "clusterddp watch"),
         ({**FIRST, "requeue_error": "Requeue disabled"}, {}, None, "Requeue disabled"),
-        (FIRST, SECOND, 30.0, "a save takes 30.0 s and the notice is 20 s"),
+        (FIRST, SECOND, 30.0, "a save takes 30.0 s, the notice is 20 s"),
     ],
 )
 def test_what_would_lose_a_run_is_named_with_its_remedy(

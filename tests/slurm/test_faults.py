@@ -102,7 +102,7 @@ def test_a_controller_that_is_away_at_a_requeue_and_in_training_and_a_restarted_
     before = training.run.metrics()[-1]["step"]
     wait_for_step(training.run, before + 1)
     assert status.stderr is not None
-    assert "asking again in 1 s: `scontrol show job" in status.stderr.readline()
+    assert "retrying in 1 s: `scontrol show job" in status.stderr.readline()
     cluster.start_controller()
     assert f"state     job {training.job_id} (RUNNING on n[1-2])" in status.communicate(timeout=60)[0]
     cluster.restart_slurmd("n2")

@@ -81,9 +81,9 @@ def test_a_failed_training_gives_its_exit_code_and_can_be_tried_again_there(clus
 @pytest.mark.parametrize(
     ("around", "words"),
     [
-        ("", "this shell is in no allocation (SLURM_JOB_ID is not set)"),
-        ("srun --partition=low --ntasks=1", "this shell is itself a task of job"),
-        ("salloc --partition=low --nodes=2 --ntasks=3", "give no number of ranks that is the same on every node"),
+        ("", "this shell is not in an allocation (SLURM_JOB_ID is not set)"),
+        ("srun --partition=low --ntasks=1", "this shell is a task of job"),
+        ("salloc --partition=low --nodes=2 --ntasks=3", "expected the same number of tasks on every node"),
     ],
 )
 def test_a_shell_in_no_allocation_of_its_own_is_refused(cluster: Cluster, runs: Path, around: str, words: str) -> None:

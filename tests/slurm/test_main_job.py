@@ -186,9 +186,9 @@ def test_a_run_that_another_job_holds_is_refused_with_its_name(cluster: Cluster,
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["jobs/digits.yaml", "-p", "lwo"], "partition 'lwo'; it has: cancel, high, low, off"),
-        (["jobs/digits.yaml", "--device", "cuda", "--gpus", "8"], "the most on one node is 2"),
-        (["jobs/digits.yaml", "--nodes", "9"], "has 3 nodes in all, and --nodes 9 asks for more"),
+        (["jobs/digits.yaml", "-p", "lwo"], "no partition 'lwo' on this cluster; available: cancel, high, low, off"),
+        (["jobs/digits.yaml", "--device", "cuda", "--gpus", "8"], "at most 2 GPUs per node"),
+        (["jobs/digits.yaml", "--nodes", "9"], "has 3 nodes, fewer than --nodes 9"),
         (["jobs/digit.yaml"], "jobs/digit.yaml"),
         (["train.py"], "script 'train.py' not found"),
         (["jobs/digits.yaml", "--set", "partitoin=low"], "did you mean 'partition'"),

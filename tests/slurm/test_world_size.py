@@ -120,7 +120,7 @@ def test_a_run_takes_the_nodes_that_slurm_has(cluster: Cluster, runs: Path) -> N
     [
         (["jobs/digits.yaml", "--nodes", "2-3", "--set", "global_batch=96"], "never calls run.micro()"),
         (["--nodes", "2-4", SCRIPT, "--set", "global_batch=100"], "choose 96 or 108"),
-        (["--nodes", "5-9", SCRIPT, "--set", "global_batch=2520"], "has 3 nodes in all, and --nodes 5-9 asks for more"),
+        (["--nodes", "5-9", SCRIPT, "--set", "global_batch=2520"], "has 3 nodes, fewer than --nodes 5-9"),
     ],
 )
 def test_a_range_that_cannot_be_had_is_refused_at_submit(

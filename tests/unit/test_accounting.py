@@ -26,9 +26,9 @@ PREEMPTED = [
 @pytest.mark.parametrize(
     ("more", "now", "words"),
     [
-        ([], 300.0, "0 steps redone, 90% of 200 s spent training".replace("200 s", "3 min")),
-        ([event(1, 300.0, "completed")], 9999.0, "0 steps redone, 90% of 3 min spent training"),
-        ([event(1, 250.0, "rank_failed"), event(1, 260.0, "restarted")], 300.0, "0 steps redone, 65% of 3 min"),
+        ([], 300.0, "0 steps repeated, 90% of 200 s spent training".replace("200 s", "3 min")),
+        ([event(1, 300.0, "completed")], 9999.0, "0 steps repeated, 90% of 3 min spent training"),
+        ([event(1, 250.0, "rank_failed"), event(1, 260.0, "restarted")], 300.0, "0 steps repeated, 65% of 3 min"),
         (
             [
                 event(1, 250.0, "rank_failed"),
@@ -37,7 +37,7 @@ PREEMPTED = [
                 event(2, 270.0, "resumed", redone=1),
             ],
             300.0,
-            "1 step redone, 80% of 3 min spent training",
+            "1 step repeated, 80% of 3 min spent training",
         ),
     ],
 )
@@ -55,4 +55,4 @@ def test_an_attempt_without_an_end_counts_to_its_last_event():
     """Its node died; the next attempt is training."""
     died = [event(0, 0.0, "started"), event(0, 10.0, "training"), event(0, 60.0, "checkpoint")]
     found = cost([*died, event(1, 90.0, "started"), event(1, 100.0, "resumed", redone=7)], 200.0)
-    assert found is not None and (found.redone, found.training_s, found.total_s) == (7, 150.0, 200.0)
+    assert found is not None and (found.repeated, found.training_s, found.total_s) == (7, 150.0, 200.0)

@@ -99,7 +99,7 @@ def test_a_controller_that_does_not_answer_is_asked_again_and_that_is_said(
 
     assert slurm.patiently(ask) == "yes"
     assert pauses == [1, 2, 4]
-    assert "asking again in 1 s: Unable to contact" in capsys.readouterr().err
+    assert "retrying in 1 s: Unable to contact" in capsys.readouterr().err
     answers = [SlurmError("Invalid job id specified")]
     with pytest.raises(SlurmError, match="Invalid"):
         slurm.patiently(ask)
@@ -121,14 +121,14 @@ def test_a_missing_command_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_an_answer_in_an_unknown_form_is_slurms_error_with_its_words(old: str, new: str) -> None:
     """Of a version to come: the supervisor goes on asking, and does not end on the way."""
-    with pytest.raises(SlurmError, match="scontrol answered in a form that is not known here.*JobId=12"):
+    with pytest.raises(SlurmError, match="cannot parse the output of scontrol.*JobId=12"):
         slurm.parse_job(RUNNING.replace(f" {old} ", f" {new} "))
 
 
 def test_a_partition_in_an_unknown_form_is_slurms_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a ValueError at submit time."""
     monkeypatch.setattr(slurm, "run", lambda *_: "low|low*|n1|many|3900|gpu:2\n")
-    with pytest.raises(SlurmError, match="sinfo answered"):
+    with pytest.raises(SlurmError, match="cannot parse the output of sinfo"):
         slurm.partition_nodes("low")
 
 
@@ -156,7 +156,7 @@ def test_words_of_others_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.
 def test_nodes_in_a_form_that_is_not_known_are_no_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor that asks goes on without an answer."""
     monkeypatch.setattr(slurm, "run", lambda *_: "low n1 idle\n")
-    with pytest.raises(SlurmError, match="sinfo answered in a form that is not known here"):
+    with pytest.raises(SlurmError, match="cannot parse the output of sinfo"):
         slurm.usable_nodes(None)
 
 

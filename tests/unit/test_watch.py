@@ -146,8 +146,8 @@ def test_what_slurm_refuses_a_watcher_it_asks_for_again(
     for _ in range(3):
         watcher.look()
     said = capsys.readouterr().err
-    assert said.count("run: trying again: AssocMaxSubmitJobLimit\n") == 1
-    assert "job 41 ended (COMPLETED) and left no outcome: resubmitted as job 42" in said
+    assert said.count("run: retrying: AssocMaxSubmitJobLimit\n") == 1
+    assert "job 41 ended (COMPLETED) without an outcome: resubmitted as job 42" in said
     assert not run.request_file.exists()
 
 
