@@ -17,7 +17,8 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
     """Carries out ``bench``; returns the exit code."""
     names = sorted(path.stem for path in BENCHMARKS.glob("*.yaml"))
     if arguments.target not in names:
-        raise UsageError(f"bench {arguments.target or '(no name)'}: expected {' or '.join(names)}")
+        given = f"no benchmark {arguments.target!r}" if arguments.target else "no benchmark given"
+        raise UsageError(f"bench: {given}; available: {', '.join(names)}")
     arguments.target = str(BENCHMARKS / f"{arguments.target}.yaml")
     arguments.follow = not (arguments.local or arguments.here or arguments.dry_run)
     return submit.run(arguments, script_arguments)
