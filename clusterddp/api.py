@@ -229,7 +229,7 @@ class Handle:
         return self._process.poll() is None if self._process else local_loop_alive(self._run)
 
     def _local_over(self) -> bool:
-        alive = self._loop_alive()  # asked first: the outcome is written before the loop ends
+        alive = self._loop_alive()  # checked first: the outcome is written before the loop ends
         return self._run.outcome() is not None or not alive
 
     def _watched_over(self, job: Job) -> Callable[[], bool]:
@@ -242,21 +242,21 @@ class Handle:
         return over
 
     def _why_not_done(self) -> str:
-        words = f"{self._run}: {self.status()}"
+        text = f"{self._run}: {self.status()}"
         failures = [event for event in self._run.events() if event["event"] == "rank_failed"]
         if self._run.outcome() is None and not self._run.attempts():
             log = _loop_log(self._run)
-            return f"{words}\n{log.read_text(errors='replace')}" if log.exists() else words
+            return f"{text}\n{log.read_text(errors='replace')}" if log.exists() else text
         if not failures or (self._run.outcome() or {}).get("state") == "cancelled":
-            return words
+            return text
         event = failures[-1]
         attempt, rank, when = event["attempt"], event["rank"], event["time"]
         path = self._run.rank_record(attempt, rank)
         end = RankEnd.read(rank, event["host"], when, path)
-        if end.end == "died":  # the supervisor knew more of how it was killed
+        if end.end == "died":  # the supervisor knows more about how it was killed
             end = replace(end, error=event["error"])
         secrets = secret_values(revealed(load_resolved(self._run.job_file), self._run.job_file), os.environ)
-        return f"{words}\n{failure_box(self._run, attempt, end.without(secrets), (), event.get('step'), when, secrets)}"
+        return f"{text}\n{failure_box(self._run, attempt, end.without(secrets), (), event.get('step'), when, secrets)}"
 
 
 # --- starting
@@ -264,7 +264,7 @@ class Handle:
 
 @contextmanager
 def _without_job_variables() -> Iterator[None]:
-    """Hides what a surrounding job set: it does not belong to the new one."""
+    """Hides the variables of a surrounding job, which the new one must not inherit."""
     removed = scrub_own()
     try:
         yield
@@ -273,7 +273,7 @@ def _without_job_variables() -> Iterator[None]:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """A job's name for a function, a partial or a callable object."""
+    """The job name for a function, a partial or a callable object."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__)
@@ -281,8 +281,8 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _planting(function: Callable[..., Any], args: tuple[Any, ...]) -> Plant:
-    """Writes the function into a run directory. It is pickled now, before anything is made."""
-    from submitit.core.utils import DelayedSubmission
+    """Writes the function into the run directory. It is pickled first, before anything is created."""
+    from submitit.helpers import DelayedSubmission
 
     from clusterddp.worker.function import function_file, pickled, save_function
 
@@ -298,9 +298,8 @@ def _start_local(job: Job, run_dir: str | None, plant: Plant | None) -> Handle:
     run = record_local(job, run_dir, plant)
     command = [*module_command("clusterddp.submit"), "--local", "--run-dir", str(run)]
     with open(_loop_log(run), "ab", opener=create_file) as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )  # Ctrl-C here is not meant for it
+        # In a session of its own, out of reach of Ctrl-C.
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     handle = Handle(run.path)
     handle._process = process
     return handle
@@ -311,7 +310,7 @@ def _loop_log(run: RunDirectory) -> Path:
 
 
 def _last_attempt(run: RunDirectory) -> tuple[int, int]:
-    """The number of the attempt that completed the run, and of its ranks; as the newest and the job's, if not said."""
+    """The attempt that completed the run, and its number of ranks; else the newest attempt, and the job's ranks."""
     events = run.events()
     completed = [event["attempt"] for event in events if event["event"] == "completed"]
     attempt = completed[-1] if completed else run.newest_attempt() or 0

@@ -1,8 +1,8 @@
 """``clusterddp drill``: a tiny job tests, before the first real preemption, what a partition does to a run.
 
 Users cannot preempt their own jobs. What the job tests is whether the nodes have Slurm's commands, whether the signal
-of a preemption reaches every rank, and whether a requeue from inside the job restarts it. The controller's
-configuration tells the notice. This module is also the job's batch step and, with ``--rank``, each of its ranks.
+of a preemption reaches every rank, and whether a requeue from inside the job restarts it. The notice
+is in the controller's configuration. This module is also the job's batch step and, with ``--rank``, each of its ranks.
 """
 
 from __future__ import annotations

@@ -152,16 +152,16 @@ class Watcher:
 
     def _resubmit(self, ended: str) -> bool:
         check_run(self._run)
-        new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, self._left_out()))
+        nodes = exclusion.still_excluded(
+            self._run.events(),
+            time.time(),
+            lambda: slurm.usable_nodes(self._job.partition),
+            self._job.min_nodes or self._job.nodes,
+        )
+        new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
         submitted(self._run, new)
         self._run.request_file.unlink(missing_ok=True)
         return self._say(f"{ended}: resubmitted as job {new}")
-
-    def _left_out(self) -> list[str]:
-        """The nodes that have failed the run, where enough others are usable."""
-        nodes = exclusion.excluded(self._run.events(), time.time())
-        others = set(slurm.usable_nodes(self._job.partition)) - set(nodes) if nodes else set()
-        return nodes if len(others) >= (self._job.min_nodes or self._job.nodes) else []
 
     def _say(self, words: str) -> bool:
         if words != self._words:

@@ -8,7 +8,7 @@ others remain.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,15 @@ def excluded(events: Iterable[Event], now: float) -> list[str]:
     """The nodes that are left out at present."""
     recent = [event for event in events if event["event"] == "excluded" and event["time"] > now - FOR_S]
     return list(dict.fromkeys(node for event in recent for node in event["nodes"]))
+
+
+def still_excluded(
+    events: Iterable[Event], now: float, usable: Callable[[], Sequence[str] | None], needed: int
+) -> list[str]:
+    """The excluded nodes, unless fewer than ``needed`` others are usable, or that is unknown (None)."""
+    nodes = excluded(events, now)
+    found = usable() if nodes else None
+    return nodes if found is not None and len(set(found) - set(nodes)) >= needed else []
 
 
 def option(given: str | None, nodes: Sequence[str]) -> list[str]:

@@ -199,10 +199,8 @@ class Recovery:
         return choice
 
     def _excluded(self) -> list[str]:
-        """The nodes that a new job is to go without, as the ones before did: only as long as enough others work."""
-        nodes = exclusion.excluded(self._history.events, time.time())
-        usable = self._usable_nodes() if nodes else None
-        return nodes if usable is not None and len(set(usable) - set(nodes)) >= self._needed_nodes else []
+        """The nodes that a new job excludes, as the previous ones did."""
+        return exclusion.still_excluded(self._history.events, time.time(), self._usable_nodes, self._needed_nodes)
 
     def _usable_nodes(self) -> list[str] | None:
         """Those that the job could be given; None when that cannot be told."""

@@ -1,0 +1,66 @@
+"""The first commands that a newcomer types, right or wrong, and what each command says of itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from clusterddp import __version__
+from clusterddp.cli.command_line import COMMANDS, DESCRIPTIONS, command, parser
+from clusterddp.errors import SlurmUnavailable, UsageError
+from clusterddp.jobdef.job import Job
+from clusterddp.slurm.resources import fit_to_cluster
+
+
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard error, with the exit code of wrong usage."""
+    assert command([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert re.findall(r"^    (\w+) ", shown.err, re.MULTILINE) == list(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("train.py", r"to run train.py, use `clusterddp submit train.py`"),
+        ("jobs/net.yaml", r"use `clusterddp submit jobs/net.yaml`"),
+        ("statsu", r"available: submit, status, .*; did you mean status\?"),
+        ("run", r"no command 'run'; available: submit, "),
+    ],
+)
+def test_a_word_that_is_no_command_is_answered_with_the_one_that_was_meant(word: str, answer: str) -> None:
+    with pytest.raises(UsageError, match=answer):
+        command([word, "--nodes", "2"])
+
+
+def test_a_scripts_own_option_is_sent_behind_the_dashes() -> None:
+    with pytest.raises(UsageError, match=r"submit: unknown arguments --lr; .*put the script's arguments after --$"):
+        command(["submit", "train.py", "--lr"])
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        command(["--version"])
+    assert (exited.value.code, capsys.readouterr().out) == (0, f"clusterddp {__version__}\n")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_describes_itself_and_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert DESCRIPTIONS.keys() == COMMANDS.keys()
+    with pytest.raises(SystemExit) as exited:
+        parser().parse_args([name, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert exited.value.code == 0 and DESCRIPTIONS[name] in shown and shown.startswith(f"usage: clusterddp {name} ")
+
+
+def test_a_machine_without_a_cluster_is_told_of_local_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's commands are installed there, and find no controller."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name in ("sbatch", "srun", "scontrol", "sinfo"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'sinfo: fatal: no configuration source' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(SlurmUnavailable, match="no configuration source; to run on this machine.* add --local$"):
+        fit_to_cluster(Job(name="net", script="net.py"), required=True)
