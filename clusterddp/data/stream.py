@@ -297,7 +297,8 @@ def _length(dataset: Dataset[Any]) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"{type(dataset).__name__} has no length and no index, so that a run cannot resume in it: use a dataset "
-            "with __len__ and __getitem__, or loop over a DataLoader of your own with ctx.stop_requested()"
+            "with __len__ and __getitem__, or give ctx.run() a loader with state_dict() and load_state_dict(), or loop "
+            "over a DataLoader of your own with ctx.stop_requested()"
         )
     if not len(dataset):
         raise ValueError(f"the dataset ({type(dataset).__name__}) has no samples")

@@ -21,7 +21,7 @@ STOP = 20
 
 #: Steps of a test, and what rank 0 prints at the end.
 STEPS = {
-    "early_stopping": (2000, r"ended after (\d+) of 2000 steps, best held-out loss 6\.\d+"),
+    "early_stopping": (2000, r"ended after (\d+) of 2000 steps, best held-out loss \d+\.\d+"),
     "gan": (60, r"the generated points are at \d\.\d+ from the center on average"),
     "pool": (40, "done after 40 steps"),
     "reinforcement_learning": (40, r"\d\.\d+% of the pushes let a pole fall"),
