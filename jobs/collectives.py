@@ -1,14 +1,14 @@
-"""Every collective of torch.distributed: its result against plain arithmetic, its time over sizes, its bandwidth.
+"""Every collective of torch.distributed: checks its result, and measures its time and bandwidth over sizes.
 
 Bandwidths are those of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): the algorithm bandwidth is
-S / t, and the bus bandwidth that times a factor for the n ranks, to be held against the links' speed whatever n is:
+S / t, and the bus bandwidth that times a factor for n ranks, so that it compares with the links' speed for any n:
 
     all_reduce                                             2 (n - 1) / n
     all_gather, reduce_scatter, all_to_all, gather, scatter  (n - 1) / n
     broadcast, reduce, send and receive                            1
 
-S is the bytes of a rank's buffer; of the larger one where it sends and receives different amounts. t is the time from a
-barrier until the slowest rank is through, divided by the repetitions.
+S is the size of a rank's buffer in bytes; of the larger one where it sends and receives different amounts. t is the
+time from a barrier until the slowest rank is done, divided by the repetitions.
 """
 
 import argparse
@@ -24,18 +24,18 @@ import clusterddp
 
 
 class Prepared(NamedTuple):
-    """One rank's part in a collective. ``output`` is to be ``expected`` after the first call; None: it gets nothing."""
+    """One rank's part in a collective. ``output`` equals ``expected`` after the first call; None: no output."""
 
     call: Callable[[], object]
     output: torch.Tensor | None = None
     expected: torch.Tensor | None = None
 
 
-# Each prepares a collective for this rank of n. ``of(r)`` makes rank r's buffer, whose length is a multiple of n.
+# Each function prepares a collective for this rank of n. ``of(r)`` makes rank r's buffer, of a multiple of n elements.
 
 
 def send_recv(rank, n, of):
-    """Ranks 0, 2, ... send to their next ones."""
+    """Each even rank sends to the next rank."""
     if rank % 2:
         output = torch.zeros_like(of(rank))
         return Prepared(lambda: dist.recv(output, rank - 1), output, of(rank - 1))
@@ -44,7 +44,7 @@ def send_recv(rank, n, of):
 
 
 def isend_irecv(rank, n, of):
-    """All ranks at once, each to the next one, around. In one batch: NCCL could wait for ever for two single calls."""
+    """A ring: every rank sends to the next one. In one batch, as NCCL could deadlock with two separate calls."""
     mine, output = of(rank), torch.zeros_like(of(rank))
     before, after = (rank - 1) % n, (rank + 1) % n
 
@@ -104,7 +104,7 @@ def barrier(*_):
 
 
 def subgroup(rank, n, of):
-    """all_reduce within the even ranks and within the odd ones, at the same time; every rank makes both groups."""
+    """all_reduce among the even and among the odd ranks, at the same time; every rank creates both groups."""
     groups = [dist.new_group(range(parity, n, 2)) for parity in (0, 1)]
     buffer, group = of(rank), groups[rank % 2]
     expected = torch.stack([of(other) for other in range(rank % 2, n, 2)]).sum(0)
@@ -112,7 +112,7 @@ def subgroup(rank, n, of):
 
 
 def own_pieces(n, of):
-    """Piece r of rank r's buffer, for all r, joined."""
+    """Piece r of rank r's buffer, for all r, concatenated."""
     return torch.cat([of(rank).chunk(n)[rank] for rank in range(n)])
 
 
@@ -127,7 +127,7 @@ COLLECTIVES = (
 
 
 def bus_factor(collective, n):
-    """From the algorithm bandwidth to the bus bandwidth; of the two subgroups, the larger one counts."""
+    """The ratio of bus bandwidth to algorithm bandwidth; the larger one of the two subgroups counts."""
     if collective in (all_gather, reduce_scatter, all_to_all, gather, scatter):
         return (n - 1) / n
     if collective is subgroup:
@@ -136,15 +136,15 @@ def bus_factor(collective, n):
 
 
 def buffers(length, device):
-    """Makes each rank's buffer: no two ranks' and no two pieces are alike, so that none can be taken for another.
+    """Makes each rank's buffer: no two ranks and no two pieces have the same values.
 
-    Whole numbers so small that float32 has their exact sums, for up to 2,000 ranks.
+    Integers small enough for exact sums in float32, for up to 2,000 ranks.
     """
     return lambda rank: (torch.arange(length, device=device) % 1009 + 3 * rank).float()
 
 
 def check(ctx, name, prepared):
-    """Calls once, and ends all ranks if any rank's output is wrong; False if the backend lacks the collective."""
+    """Calls it once; exits on all ranks if any rank's output is wrong. False if the backend lacks the collective."""
     try:
         prepared.call()
     except RuntimeError as error:
@@ -160,7 +160,7 @@ def check(ctx, name, prepared):
 
 
 def seconds(ctx, call, repetitions):
-    """The slowest rank's time of a call. Sums made in place grow meanwhile, to infinity, which costs no time."""
+    """The slowest rank's seconds per call. Sums in place may overflow to infinity meanwhile, at no cost in time."""
     call()
     dist.barrier()
     synchronize(ctx)
@@ -182,7 +182,7 @@ def show(ctx, name, size, taken, factor):
 
 
 def measure(ctx, collective, size, repetitions):
-    """Checks and times one collective; ``size``: the bytes of each rank's buffer, made a multiple of 4 x ranks."""
+    """Checks and times one collective; ``size``: of each rank's buffer in bytes, rounded up to 4 x ranks."""
     length = -(-size // (4 * ctx.world_size)) * ctx.world_size
     prepared = collective(ctx.rank, ctx.world_size, buffers(length, ctx.device))
     if check(ctx, collective.__name__, prepared):
@@ -191,7 +191,7 @@ def measure(ctx, collective, size, repetitions):
 
 
 def measure_pairs(ctx, size, repetitions):
-    """all_reduce among the ranks of each two nodes, one pair after the other: a slow link or node stands out."""
+    """all_reduce among the ranks of each pair of nodes in turn: a slow link or node stands out."""
     nodes = ctx.gather(torch.tensor([ctx.node_rank])).tolist()
     for pair in itertools.combinations(sorted(set(nodes)), 2):
         ranks = [rank for rank, node in enumerate(nodes) if node in pair]
@@ -218,10 +218,10 @@ def main():
     for collective in COLLECTIVES:
         for size in args.sizes if collective is not barrier else [0]:
             if ctx.stop_requested():
-                ctx.requeue()  # to begin anew: times on two machines have no place in one table
+                ctx.requeue()  # restart from the beginning: one table should not mix two machines
             measure(ctx, collective, size, args.repetitions)
     measure_pairs(ctx, max(args.sizes), args.repetitions)
-    ctx.print("all results were right")
+    ctx.print("all results are correct")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Handwritten digits: a small CNN under DDP, with test accuracy and macro-F1 over all ranks.
+"""Handwritten digits: a small CNN in DDP, with test accuracy and macro-F1 over all ranks.
 
 Data: the test part of the UCI "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, 1998, CC BY 4.0):
-1,797 images of 8 x 8 pixels with values 0 to 16, and their digit in the last column.
+1,797 images of 8 x 8 pixels with values 0 to 16, and the digit in the last column.
 """
 
 import argparse
@@ -17,9 +17,9 @@ import clusterddp
 
 
 def load_digits(fold=4, folds=5):
-    """Training and test pairs of images (1, 8, 8) scaled to 0..1, and labels: by default 1,438 and 359.
+    """Training and test sets of images (1, 8, 8), scaled to 0..1, with labels: 1,438 and 359 samples by default.
 
-    The test pairs are number ``fold`` of the ``folds`` parts of the data, the others the training pairs.
+    The test set is part ``fold`` of the data in ``folds`` parts.
     """
     table = torch.from_numpy(np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",", dtype=np.float32))
     images, labels = table[:, :-1].reshape(-1, 1, 8, 8) / 16, table[:, -1].long()
@@ -60,13 +60,13 @@ def main():
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch-size", type=int, default=16, help="per rank")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--folds", type=int, default=5, help="the test pairs are one of so many parts of the data")
-    parser.add_argument("--fold", type=int, default=4, help="which one, from 0")
-    parser.add_argument("--eval-every", type=int, help="steps from one test to the next (only one, at the end)")
-    parser.add_argument("--local-rank", "--local_rank", type=int, help="of torch.distributed.launch; not needed")
+    parser.add_argument("--folds", type=int, default=5, help="number of parts of the data; one is the test set")
+    parser.add_argument("--fold", type=int, default=4, help="the part that is the test set, from 0")
+    parser.add_argument("--eval-every", type=int, help="steps between evaluations (default: only one, at the end)")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="set by torch.distributed.launch; ignored")
     args = parser.parse_args()
     if not 0 <= args.fold < args.folds:
-        parser.error(f"--fold {args.fold}: expected one from 0 to {args.folds - 1}, as there are --folds {args.folds}")
+        parser.error(f"--fold {args.fold}: expected 0 to {args.folds - 1}, as there are --folds {args.folds}")
 
     ctx = clusterddp.init()
     train, test = load_digits(args.fold, args.folds)

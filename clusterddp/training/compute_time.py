@@ -1,9 +1,9 @@
-"""How long a rank's own part of a step takes, without the waiting for others, so that a slow rank can be told.
+"""A rank's compute time in a step, without waiting for other ranks, by which stragglers are found.
 
-All ranks' steps take equally long, as each waits in DDP's all_reduce for the slowest. DDP's own timers say how long:
-from the end of the backward pass until the gradients are reduced, in one of so many steps. What is left of a step is
-the rank's own: data, forward, backward, optimizer. Waiting in other collectives counts as the rank's own: a slow rank
-may go unnoticed then, and no other one is taken for slow.
+The steps of all ranks take equally long, because each waits for the slowest in DDP's all_reduce. DDP's own timers
+measure that wait, from the end of the backward until the gradients are reduced, in a sample of the steps. The rest of a
+step is the rank's compute time: data, forward, backward, optimizer. It includes waits in other collectives: a straggler
+may go unnoticed because of them, but no other rank is taken for one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-#: DDP times one step of so many, apart from the first ten; on a GPU that step waits for the one before.
+#: DDP times one of so many steps, and the first ten; on a GPU a timed step waits for the previous one.
 SAMPLE_STEPS = 20
-#: Samples that a figure is the median of.
+#: The compute time is the median of so many samples.
 SAMPLES = 5
 
 
 class OwnTime:
-    """``parts``: of the run; those that are DDP modules are timed. The main thread's."""
+    """``parts``: those of the run, of which DDP modules are timed. For the main thread."""
 
     def __init__(self, parts: Iterable[Any]) -> None:
         self._modules = [part for part in parts if isinstance(part, DistributedDataParallel)]
@@ -35,7 +35,7 @@ class OwnTime:
         self._timed: list[int] = []
 
     def step_done(self) -> tuple[float, float] | None:
-        """To be called after each step: now and then the seconds of a step that are the rank's own, and all of them."""
+        """Called after each step: now and then, the seconds of compute time in a step, and of the whole step."""
         self._steps += 1
         if self._steps % SAMPLE_STEPS or not self._modules:
             return None
@@ -45,7 +45,7 @@ class OwnTime:
             return None
         timers = [module._get_ddp_logging_data() for module in self._modules]  # type: ignore[no-untyped-call]
         timed = [data.get("backward_comm_time_start", 0) for data in timers]
-        if timed == self._timed:  # no gradients were reduced in the step that was to be timed
+        if timed == self._timed:  # no gradients were reduced in the timed step
             return None
         self._timed = timed
         waited_ns = sum(data["backward_comm_time"] - data["backward_compute_comm_overlap_time"] for data in timers)

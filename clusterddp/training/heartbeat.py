@@ -1,9 +1,8 @@
-"""What a rank tells the supervisor of itself every few seconds: how far it is, and, while it does not move, what it is
-at. A thread reads what the main thread leaves behind anyway: a step does nothing for it.
+"""A rank's heartbeat to the supervisor every few seconds: its progress and, while there is none, where it is.
 
-The supervisor finds out that the run hangs, and on which rank (``failures/hangs.py``). The stacks of all threads come
-from here: a timer of faulthandler's, which needs no lock of Python's, writes them to standard error when the rank's
-time is over.
+A thread reads counters that the main thread keeps anyway, so that a step does no work for it. The supervisor finds out
+that the run hangs, and on which rank (``failures/hangs.py``). When the rank's timeout is over, a timer of faulthandler,
+which does not need the GIL, writes the stacks of all threads to stderr.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from clusterddp.process import RunningClock
 from clusterddp.reporter import say
 from clusterddp.training.stack_location import place_of, sleeping, stand_of
 
-#: A rank may be without a step for so many times as long as it was before.
+#: A step may take so many times as long as the longest one so far.
 GAP_FACTOR = 4.0
-#: How many of the last collectives are written down: torch keeps 2000, a megabyte for each of perhaps a thousand ranks.
+#: The number of last collectives in the flight record: torch keeps 2000, a megabyte for each of perhaps 1000 ranks.
 RECORDED = 100
-#: How often in a row, and how far apart, a thread is looked at to see whether it moves.
+#: How many samples of a thread's stack, and how far apart, tell whether it makes progress.
 LOOKS, LOOK_S = 4, 0.01
 
 
 class Pace:
-    """How long a rank may be without moving, from how long it was before. Pure: seconds are the caller's."""
+    """The timeout to a rank's next boundary, from the times that it took before. Pure: the caller has the clock."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
         self._seen: tuple[int, int | None, bool] | None = None
         self._longest_s = 0.0
         self._moved = 0.0
-        #: None: it has not begun to train. Infinity: as long as it likes.
+        #: The timeout in seconds; None before training, infinity while the watchdog is suspended.
         self.allowed_s: float | None = None
 
     def look(self, now: float, count: int, begun_at: int | None, paused: bool) -> float:
-        """For how long the rank has not moved; see ``Heartbeat`` for what it is told."""
+        """Seconds since the rank last made progress; the arguments are those of ``Heartbeat``."""
         seen = (count, begun_at, paused)
         if seen == self._seen:
             return now - self._moved
@@ -66,19 +65,19 @@ class Pace:
 
 
 def _past_first(count: int, begun_at: int | None) -> bool:
-    """The loop comes to a boundary before its first step, and to one after."""
+    """The loop has a boundary before its first step, and one after it."""
     return begun_at is not None and count >= begun_at + 2
 
 
 class Heartbeat:
-    """One per process. It is watched from ``begin`` to ``rest``; a script that does neither never is.
+    """One per process. The rank is watched from ``begin`` to ``rest``, and never if the script calls neither.
 
     Args:
-        watchdog: None turns it off.
-        boundaries: how many stop points the main thread has come to.
-        step: how many steps are done.
-        send: tells the supervisor.
-        flight_record: where torch's record of the last collectives goes when the rank's time is over.
+        watchdog: the settings; None turns it off.
+        boundaries: the number of boundaries that the main thread has reached.
+        step: the number of completed steps.
+        send: sends an event to the supervisor.
+        flight_record: the file for torch's record of the last collectives after a timeout.
     """
 
     def __init__(
@@ -90,27 +89,27 @@ class Heartbeat:
         flight_record: Path,
     ) -> None:
         self._boundaries, self._step, self._send, self._flight_record = boundaries, step, send, flight_record
-        #: Seconds of a step that are this rank's own, and all of them; None: not known yet.
+        #: Seconds of this rank's compute time in a step, and of the whole step; None: not known yet.
         self.pace: tuple[float, float] | None = None
         self._begun_at: int | None = None
         self._paused = 0
-        #: When the timer writes the stacks, on the monotonic clock.
+        #: When the timer will write the stacks, on the monotonic clock.
         self._stacks_at = math.inf
         self._end = threading.Event()
         if watchdog is not None:
             threading.Thread(target=self._beat, args=(watchdog,), name="heartbeat", daemon=True).start()
 
     def begin(self) -> None:
-        """From now on one boundary follows the other."""
+        """Training begins: from now on the rank is watched."""
         self._begun_at = self._boundaries()
 
     def rest(self) -> None:
-        """What comes now takes as long as it likes."""
+        """Training has ended, or saves: from now on there is no timeout."""
         self._begun_at = None
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What is done inside takes as long as it likes."""
+        """There is no timeout inside the ``with`` block."""
         self._paused += 1
         try:
             yield
@@ -125,7 +124,7 @@ class Heartbeat:
     def _beat(self, watchdog: Watchdog) -> None:
         try:
             self._beat_on(watchdog)
-        finally:  # whoever says nothing more of itself is not to be taken for one that hangs
+        finally:  # a rank whose heartbeat ends must not look as if it hung
             self._send("alive", count=self._boundaries(), step=self._step(), age_s=0.0, allowed_s=math.inf)
 
     def _beat_on(self, watchdog: Watchdog) -> None:
@@ -134,12 +133,12 @@ class Heartbeat:
         stood: set[object] = set()
         while not self._end.wait(watchdog.beat_s):
             if stood_s := clock.look():
-                self._say(f"this process stood still for {stood_s:.0f} s: it was stopped, or its job suspended")
+                self._say(f"this process was stopped for {stood_s:.0f} s, by a signal or because its job was suspended")
             if time.monotonic() > self._stacks_at:
                 self._stacks_at = math.inf
                 self._say(
-                    "the stacks above are what this rank was at when the watchdog's time was over without a step, "
-                    "in case it hangs; one that works is left alone"
+                    "the stacks above were written when the watchdog's timeout was over without a step, in case this "
+                    "rank hangs; if it still works, it is left alone"
                 )
             count = self._boundaries()
             age_s = pace.look(clock.now, count, self._begun_at, self._paused > 0)
@@ -168,27 +167,27 @@ class Heartbeat:
             self._stacks_at = time.monotonic() + allowed_s
 
     def _record_flight(self) -> None:
-        """Write down the last collectives and which of them are not done; torch itself prints them nowhere."""
+        """Writes the last collectives, and which of them are not complete; torch itself does not print them."""
         try:
             record = flight_record(torch._C._distributed_c10d)
             if record is None:
-                self._say(f"torch {torch.__version__} kept no record of the last collectives: no flight record written")
+                self._say(f"torch {torch.__version__} kept no flight record of the last collectives")
             else:
                 self._flight_record.write_text(json.dumps(record) + "\n")
         except (OSError, RuntimeError, ValueError) as error:
-            self._say(f"torch's flight record is not written: {error}")
+            self._say(f"torch's flight record was not written: {error}")
 
     @staticmethod
     def _say(words: str) -> None:
-        with suppress(OSError):  # a full disk: a heart that stopped for it would look like a hang
+        with suppress(OSError):  # a full disk: a heartbeat that ended for it would look like a hang
             say(words)
 
 
 def flight_record(bound: Any) -> dict[str, Any] | None:
-    """torch's record of the last collectives, at most RECORDED of them; None where it has none.
+    """torch's flight record of the last collectives, at most RECORDED; None if there is none.
 
-    ``bound`` is torch._C._distributed_c10d. A CUDA build has one record for NCCL and one for all other backends,
-    of which one is empty. torch 2.4 has neither as JSON; torch 2.9 records nothing for gloo.
+    ``bound`` is torch._C._distributed_c10d. A CUDA build has one record for NCCL and one for all other backends, of
+    which one is empty. torch 2.4 has neither as JSON; torch 2.9 records nothing for gloo.
     """
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         record = json.loads(getattr(bound, name)()) if hasattr(bound, name) else {}
@@ -198,16 +197,15 @@ def flight_record(bound: Any) -> dict[str, Any] | None:
 
 
 def main_thread_place() -> tuple[str, bool]:
-    """What the main thread is at, and whether it waits there for other ranks."""
-    return place_of(
-        sys._current_frames()[_main_thread()], sleeping(os.getpid())
-    )  # Linux: the main thread has the process's id
+    """Where the main thread is, and whether it waits there for other ranks."""
+    frame = sys._current_frames()[_main_thread()]
+    return place_of(frame, sleeping(os.getpid()))  # Linux: the main thread has the process's id
 
 
 def stands_of(thread: int) -> set[object]:
-    """Where a thread stands at a few moments: one place while it waits.
+    """Where a thread is at a few moments: one place while it waits.
 
-    One look is not enough: Python hands its lock over at a few places of a tight loop only.
+    One sample is not enough: a tight loop releases the GIL at only a few places.
     """
     stands: set[object] = set()
     for _ in range(LOOKS):

@@ -1,4 +1,4 @@
-"""The run's metrics: one JSON line per finished step, appended by rank 0."""
+"""The run's metrics: one JSON line per completed step, appended by rank 0."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from clusterddp.reporter import say
 from clusterddp.rundir.files import create_file, finite, fsync_directory, write_atomically
 from clusterddp.rundir.records import drop_torn_line
 
-#: What the values of one step may take in the file. A line of the history, which goes over the link, is no longer.
+#: The most that the values of one step may take in the file. The same holds for an event, sent to the supervisor.
 MOST_BYTES = 1_000_000
-#: A number and what surrounds it in a line, at most.
+#: The most that a number takes in a line, with its punctuation.
 _NUMBER_BYTES = 32
-#: How many metrics an event names that are not finite.
+#: The most metrics that an event lists as not finite.
 _MOST_NAMES = 20
 
 
 class Metrics:
-    """The end of ``metrics.jsonl``. Each line is handed to the system at once; the writer makes them durable.
+    """Appends to ``metrics.jsonl``. Each line is written immediately; the checkpoint writer makes them durable.
 
-    A full disk does not stop the training: the lines are kept, and written as soon as there is space again.
+    A full disk does not stop training: the lines are kept, and written as soon as there is space again.
     """
 
     def __init__(self, path: Path, attempt: int, report: Callable[..., None]) -> None:
@@ -39,9 +39,9 @@ class Metrics:
         self._not_finite: set[str] = set()
 
     def write(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
-        """Appends the line of a finished step and returns it. Tensors of one element become floats or ints.
+        """Appends the line of a completed step and returns it. Tensors of one element become floats or ints.
 
-        The first time that a metric is not finite is an event of the history.
+        The first time that a metric is not finite is recorded in the history.
         """
         line: dict[str, Any] = {"step": step, "time": time.time(), "attempt": self._attempt}
         line.update({name: plain(name, value) for name, value in values.items()})
@@ -64,7 +64,7 @@ class Metrics:
             self._report("not_finite", step=step, metrics=named, count=len(new))
 
     def flush(self) -> None:
-        """Hands the lines that were held back to the system; raises OSError when it does not take them."""
+        """Writes the lines that were held back; raises OSError if that fails."""
         if self._doubtful:
             self._renew()
         while self._pending:
@@ -72,8 +72,8 @@ class Metrics:
             self._pending = self._pending[written:]
 
     def doubt(self) -> None:
-        """To be told when the file could not be synced: the system may hold for written what it has lost, and a sync
-        that is repeated says nothing of it. All lines go into a new file."""
+        """Called when fsync failed: the kernel marks lost pages as clean, so that another fsync would not report them.
+        All lines go into a new file."""
         self._doubtful = True
 
     def _open(self) -> int:
@@ -86,19 +86,19 @@ class Metrics:
         os.close(doubtful)
 
     def close(self) -> None:
-        with suppress(OSError):  # a network file system may report a failed write here: the save before has synced
+        with suppress(OSError):  # a network file system may report a failed write here; the last save has synced
             os.close(self._file)
 
 
 class Values:
-    """The values that are logged in a step, merged; of a name, the last."""
+    """The values logged in a step, merged; the last value of each name counts."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._bytes = 0
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Raises TypeError for a value that is no number, ValueError for one, or for all, that take too much space."""
+        """Raises TypeError for a value that is not a number, ValueError for too large values."""
         for name, value in values.items():
             check(name, value)
         size = self._bytes + sum(len(json.dumps(name)) + _NUMBER_BYTES for name in values.keys() - self._values.keys())
@@ -111,14 +111,14 @@ class Values:
         self._bytes = size
 
     def take(self) -> dict[str, Any]:
-        """All of them; from now on there are none."""
+        """Returns all values, and clears them."""
         values = self._values
         self._values, self._bytes = {}, 0
         return values
 
 
 def plain(name: str, value: Any) -> Any:
-    """A number as JSON has it: an int or a float; "NaN" and the infinities are text. Waits for a tensor's device."""
+    """The number as an int or float, or as text if it is NaN or infinite. Synchronizes with a tensor's device."""
     number = value.item() if hasattr(value, "item") else value
     if isinstance(number, int):
         return number
@@ -129,8 +129,8 @@ def plain(name: str, value: Any) -> Any:
 
 
 def check(name: str, value: Any) -> None:
-    """Raises TypeError unless it is a number or a tensor of one real number, ValueError for an integer of more than 64
-    bits. Waits for no device."""
+    """Raises TypeError for anything but a number or a tensor of one real number, ValueError for an integer of more than
+    64 bits. Does not synchronize with a device."""
     size = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
     got = None
     if size != 1:
@@ -146,13 +146,13 @@ def check(name: str, value: Any) -> None:
 
 
 def _is_real(value: Any) -> bool:
-    """Whether the one element of a tensor or an array is a real number, as far as its dtype tells."""
+    """Whether the one element of a tensor or array is a real number, by its dtype."""
     if hasattr(value, "is_complex"):
         return not (value.is_complex() or value.is_meta)
     return getattr(getattr(value, "dtype", None), "kind", "f") not in "cSUOMm"
 
 
 def _some(values: Mapping[str, Any]) -> str:
-    """The first names, as in a call."""
+    """The first names, written as keyword arguments."""
     names = [f"{name:.60}=..." for name in list(values)[:2]]
     return ", ".join([*names, *(["..."] if len(values) > 2 else [])])

@@ -1,4 +1,4 @@
-"""What the launcher and the job definition say about this process, read once, at the edge, into a frozen value."""
+"""The settings of this process from its launcher and its job definition, read once into a frozen value."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ _NOTICES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """``attempt`` is None when no supervisor has made one; ``run_dir`` is None when there is nowhere to save.
+    """``attempt`` is None without a supervisor; ``run_dir`` is None if there is nowhere to save.
 
-    ``notices``: for a stop signal's name, or the supervisor's word for it, how many seconds after it this process is
-    killed, where that is known.
+    ``notices``: for a stop signal, or the supervisor's reason, the seconds until this process is killed, if known.
     """
 
     ranks: environment.RankEnvironment
@@ -52,7 +51,8 @@ def read(
     run_dir: str | os.PathLike[str] | None = None,
     checkpoint: Checkpointing | None = None,
 ) -> Settings:
-    """The settings of this process. Arguments of the script win, but for the run directory and the device of a job."""
+    """The settings of this process. The script's arguments take precedence, except over a job's run directory, device
+    and checkpoint settings."""
     ranks = environment.read(environ)
     supervised = environ.get(protocol.RUN_DIR)
     path = supervised or run_dir
@@ -87,7 +87,7 @@ def _store(environ: Mapping[str, str], ranks: environment.RankEnvironment) -> St
 
 
 def _owner(environ: Mapping[str, str]) -> str:
-    """Whose store it is, in words that any user of the node may read."""
+    """A description of the store's owner that any user of the node may read."""
     if protocol.ATTEMPT in environ:
         return f"attempt {environ[protocol.ATTEMPT]} of run {Path(environ[protocol.RUN_DIR]).name}"
     return f"job {environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environ else f"a run of user {os.geteuid()}"

@@ -1,4 +1,4 @@
-"""Where a thread's stack is, in a few words: the user's line, or the collective that it waits in."""
+"""Where a thread is, in a few words: the line of the user's code, or the collective that it waits in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")
-#: Code that is not the user's: torch's, clusterddp's, Python's own.
+#: Code that is not the user's: torch, clusterddp, Python's standard library.
 _OTHERS = (
     f"{Path(torch.__file__).resolve().parent}/",
     *(f"{Path(__file__).resolve().parents[1] / room}/" for room in ("checkpoint", "data", "distributed", "training")),
@@ -21,10 +21,10 @@ _OTHERS = (
 
 
 def place_of(frame: FrameType, sleeping: bool) -> tuple[str, bool]:
-    """Where a thread's innermost ``frame`` is, and whether it waits there for other ranks.
+    """Where a thread with this innermost ``frame`` is, and whether it waits there for other ranks.
 
-    ``sleeping``: whether the kernel runs the thread. In a backward pass on CPUs that tells DDP's all_reduce, which
-    Python does not see, from work.
+    ``sleeping``: whether the thread sleeps in the kernel. In a backward on CPUs that distinguishes DDP's all_reduce,
+    which Python does not see, from work.
     """
     frames = list(_outward(frame))
     for inner in frames:
@@ -39,15 +39,15 @@ def place_of(frame: FrameType, sleeping: bool) -> tuple[str, bool]:
 
 
 def stand_of(frame: FrameType) -> tuple[tuple[CodeType, int], ...]:
-    """Where a thread stands, to the instruction, down to the innermost call: the same again and again while it waits.
+    """A thread's position, to the instruction of each call: unchanged while it waits.
 
-    Torch's own calls count, too: an evaluation may spend all of its time in one line of the user's.
+    torch's own calls count too: an evaluation may spend all of its time in one line of the user's code.
     """
     return tuple((one.f_code, one.f_lasti) for one in _outward(frame))
 
 
 def sleeping(native_id: int) -> bool:
-    """Whether a thread of this process waits for something in the kernel (proc(5), state S or D); no, if unknown."""
+    """Whether a thread of this process sleeps in the kernel (proc(5), state S or D); False if unknown."""
     try:
         text = Path(f"/proc/self/task/{native_id}/stat").read_text()
     except OSError:  # such as no file descriptor left

@@ -54,7 +54,7 @@ def test_neither_a_pause_that_was_announced_nor_work_is_a_hang(slow: tuple[RunDi
     log = (run.attempt_logs(0) / "rank-1.err").read_text()
     for stacks in log.split("Timeout (")[1:]:
         assert "in evaluate" in stacks
-        assert "in case it hangs; one that works is left alone" in stacks
+        assert "in case this rank hangs; if it still works, it is left alone" in stacks
 
 
 def test_a_slow_rank_is_named_once_and_left_alone(slow: tuple[RunDirectory, str]) -> None:
@@ -85,7 +85,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_all_start_anew_in_place(
     assert "in misbehave" in (logs / "rank-1.err").read_text()
     last = read_json(logs / "rank-0.collectives.json")
     if last is None:  # not every torch keeps it for gloo
-        assert "kept no record of the last collectives" in (logs / "rank-0.err").read_text()
+        assert "kept no flight record of the last collectives" in (logs / "rank-0.err").read_text()
     else:
         assert last["entries"][-1]["profiling_name"].startswith("gloo:all")
         assert len(last["entries"]) <= 100

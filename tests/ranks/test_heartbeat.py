@@ -190,5 +190,5 @@ def test_a_torch_without_a_flight_record_is_said(
     monkeypatch.setattr(torch._C, "_distributed_c10d", SimpleNamespace(**dump))
     target = tmp_path / "rank-0.collectives.json"
     Heartbeat(None, lambda: 0, lambda: 0, lambda *_, **__: None, target)._record_flight()
-    assert "kept no record of the last collectives: no flight record written" in capsys.readouterr().err
+    assert "kept no flight record of the last collectives" in capsys.readouterr().err
     assert not target.exists()

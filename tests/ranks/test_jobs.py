@@ -170,7 +170,7 @@ def test_bench_collectives_prints_each_one_with_the_bandwidths_of_nccl_tests(run
     """On 3 ranks: an odd number of them, and none a power of two."""
     shape = ["--local", "--device", "cpu", "--nodes", "3", "--gpus", "1", "--run-dir", str(run)]
     said = command("bench", "collectives", *shape, "--", "--sizes", "1200", "120000", "--repetitions", "3")
-    assert "all results were right" in said and "lacks it" not in said
+    assert "all results are correct" in said and "lacks it" not in said
     rows = ROW.findall(said)
     pairs = {"nodes 0 and 1", "nodes 0 and 2", "nodes 1 and 2"}
     assert {row[0] for row in rows} == FACTORS.keys() | pairs

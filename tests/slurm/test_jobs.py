@@ -135,7 +135,7 @@ def test_model_parallel(result: Result) -> None:
 def test_collectives(result: Result) -> None:
     """Each collective, and the pair of nodes, was checked and timed."""
     said = result("collectives")[1]
-    assert "all results were right" in said
+    assert "all results are correct" in said
     assert {row[0] for row in ROW.findall(said)} == FACTORS.keys() | {"nodes 0 and 1"}
 
 
