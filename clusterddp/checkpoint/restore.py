@@ -74,7 +74,8 @@ def _broadcast(
 ) -> tuple[Any, Place] | None:
     """Broadcasts what rank 0 found, in portions; its error is raised on all ranks."""
     rank = dist.get_rank()
-    message = [str(error), None, None] if error else [None, found and found[1], found and _without_data(found[0])]
+    described = found and [found[0].entries, found[0].facts, found[0].state, len(found[0].data)]
+    message = [str(error), None, None] if error else [None, found and found[1], described]
     reason, place, described = broadcast_json(message, device)
     if reason is not None:
         raise error or CheckpointError(reason)
@@ -94,21 +95,13 @@ def unpacked(content: Content) -> Any:
     Raises CheckpointError if state and tensors do not match: the file is intact, but clusterddp did not write it.
     """
     try:
-        return unpack(content.state, tensors(content))
+        tensors = {name: _tensor(entry, content.data) for name, entry in content.entries.items()}
+        return unpack(content.state, tensors)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
         raise CheckpointError(
             f"the state in the checkpoint of step {content.facts.get('step')} does not match its tensors "
             f"({error!r:.200}): another program wrote the file"
         ) from error
-
-
-def tensors(content: Content) -> dict[str, torch.Tensor]:
-    """The tensors in a checkpoint's content by name; they share its memory."""
-    return {name: _tensor(entry, content.data) for name, entry in content.entries.items()}
-
-
-def _without_data(content: Content) -> tuple[Any, ...]:
-    return (content.entries, content.facts, content.state, len(content.data))
 
 
 def _broadcast_data(data: torch.Tensor, rank: int, device: torch.device) -> None:

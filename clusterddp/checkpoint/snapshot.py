@@ -57,8 +57,7 @@ class Snapshot:
 
         Raises CheckpointError if the machine does not have enough memory.
         """
-        check_memory(offsets(layout)[1] - len(self._memory))
-        self._open(offsets(layout)[1])
+        self._reserve(layout)
         self._preparing = threading.Thread(target=self._try_resize, args=(layout,), name="snapshot", daemon=True)
         self._preparing.start()
 
@@ -67,8 +66,7 @@ class Snapshot:
         self._finish_preparing()
         if not self._fits(tensors):
             layout = tensor_facts(tensors)
-            check_memory(offsets(layout)[1] - len(self._memory))
-            self._open(offsets(layout)[1])
+            self._reserve(layout)
             self._resize(layout)
         sources = list(tensors.values())
         if not sources:
@@ -108,7 +106,10 @@ class Snapshot:
         self._kinds = [(tensor.name, view.dtype, view.shape) for tensor, view in zip(layout, self._views, strict=True)]
         self.described, self.nbytes = file_format.described(layout), size
 
-    def _open(self, size: int) -> None:
+    def _reserve(self, layout: list[Tensor]) -> None:
+        """Opens the file. Raises CheckpointError if there is not enough memory."""
+        size = offsets(layout)[1]
+        check_memory(size - len(self._memory))
         if self._file is None:
             self._file, self._kind = _anonymous_file(size, self._folder)
 
