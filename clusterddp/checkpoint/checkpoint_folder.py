@@ -64,7 +64,7 @@ class CheckpointFolder:
         """
         check_parts("restore", parts)
         restored = restore(self._checkpoints, self._device)
-        if self._checkpoints is not None and not self._restored:  # later, the checkpoint may be of this process
+        if self._checkpoints is not None and not self._restored:  # a later call may load this process's own checkpoint
             self._restored = True
             self._checkpoints.record_resume(None if restored is None else restored[1])
         if restored is None:

@@ -165,7 +165,7 @@ def _merged(layers: Iterable[Fields]) -> Fields:
             below = merged.pop(key, None)
             if below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
                 node = dataclasses.replace(node, value=_merged([below.value, node.value]))
-            merged[key] = node  # with the key of the upper layer, which knows its place there
+            merged[key] = node  # with the later layer's key, which has its place
     return merged
 
 

@@ -23,7 +23,7 @@ MASK = "***"
 
 _ANYWHERE = {"secret", "password", "passwd", "passphrase"}
 _LAST = {"token", "key", "apikey", "credential", "credentials", "pwd"}
-#: A name that ends in one of these says where a secret is; its value is none.
+#: A name that ends in one of these (a file, a path) is not secret.
 _PLACES = {"file", "path", "dir", "id", "name"}
 #: Shorter values are not masked in text: they would match everywhere.
 _SHORTEST = 6
