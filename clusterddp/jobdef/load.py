@@ -210,8 +210,7 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
     if script and "script" in values:
         given, values["script"] = values["script"], os.path.normpath((folder / values["script"]).absolute())
         if not recorded and not _is_file(values["script"]):
-            where = "" if Path(given).is_absolute() else f" in {folder.absolute()}"
-            mistakes.append(Mistake(script.place, f"script {given!r} not found{where}{_nearest_file(given, folder)}"))
+            mistakes.append(Mistake(script.place, _why_no_file(given, folder)))
     program = Path(values.get("script", "")).stem or values.get("module", "").rpartition(".")[2]
     values.setdefault("name", re.sub(r"[^\w.+=@-]+", "-", program).lstrip(".-")[:50] or "job")
     _check_device(values, fields, mistakes)
@@ -233,14 +232,18 @@ def _is_file(path: str) -> bool:
         return False
 
 
-def _nearest_file(script: str, folder: Path) -> str:
-    path = folder / script
+def _why_no_file(script: str, folder: Path) -> str:
+    """What is wrong with a script that is not a file."""
+    path, where = folder / script, "" if Path(script).is_absolute() else f" in {folder.absolute()}"
     try:
+        if path.is_dir():
+            return f"script {script!r} is a folder; expected a Python file"
         names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     except (OSError, ValueError):
-        return ""
+        names = []
     near = difflib.get_close_matches(path.name, names, 1)
-    return f"; did you mean {str(Path(script).with_name(near[0]))!r}?" if near else ""
+    hint = f"; did you mean {str(Path(script).with_name(near[0]))!r}?" if near else ""
+    return f"script {script!r} not found{where}{hint}"
 
 
 def _check_device(values: dict[str, Any], fields: Fields, mistakes: list[Mistake]) -> None:

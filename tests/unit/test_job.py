@@ -250,6 +250,7 @@ def test_a_program_is_needed(folder: Path) -> None:
     """Neither script nor module is a mistake of the whole file; a wrong one is not also a missing one."""
     assert mistakes(folder, "nodes: 2") == ["job.yaml: no program given: add script: FILE.py or module: PACKAGE.MODULE"]
     assert len(mistakes(folder, "script: [a]")) == 1
+    assert mistakes(folder, "script: .") == ["job.yaml:1:9: script '.' is a folder; expected a Python file"]
     (found,) = mistakes(folder, "module: train.py:main")
     assert "expected a module such as package.train" in found
 
