@@ -1,6 +1,6 @@
-"""Whether the training of this process is complete: kept by the training half, read by the rank shim at the end.
+"""Whether the training loop of this process is complete: set by the loop, read by ``rank.py`` when the script ends.
 
-Exit code 0 alone does not tell: a script may exit in the middle of its loop, for example from its own signal handler.
+Exit code 0 does not tell: a script may exit in the middle of its loop, for example from its own signal handler.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from types import CodeType, TracebackType
 
 @dataclass
 class Loop:
-    """A loop over ``run.steps()`` that has begun and is not complete. ``left_at``: where its ``for`` ended."""
+    """A loop over ``run.steps()`` that has begun and is not complete. ``left_at``: the code and line that left it."""
 
     step: Callable[[], int]
     steps: int
     left_at: tuple[CodeType, int] | None = None
 
     def leave(self) -> None:
-        """Called by the loop's generator when it is closed: by ``break``, an exception, or its deletion.
+        """Called by the loop's generator when it is closed, by ``break``, an exception, or its deletion.
 
-        Keeps the line of the frame that closes it (other generators, as tqdm's, may be between): an exception that ends
+        Records the line of the frame that closes it, skipping other generators such as tqdm's: an exception that ends
         the loop passes through the same line.
         """
         frame = sys._getframe(1)
@@ -32,18 +32,18 @@ class Loop:
         self.left_at = frame.f_code, frame.f_lineno
 
     def ended_by(self, error: BaseException) -> bool:
-        """Whether ``error`` was raised inside the loop, rather than after it was left by ``break``."""
+        """Whether ``error`` was raised inside the loop, rather than after a ``break``."""
         return self.left_at is None or self.left_at in _places(error.__traceback__)
 
 
-#: The loop that was begun last, until it is complete.
+#: The newest loop, until it is complete.
 loop: Loop | None = None
-#: The reason, once ``ctx.stop_requested()`` has said to stop, until a loop is complete.
+#: The reason, once ``ctx.stop_requested()`` has returned True, until a loop is complete.
 told_to_stop: str | None = None
 
 
 def begin(step: Callable[[], int], steps: int) -> Loop:
-    """A loop to ``steps`` begins; ``step`` tells how far it is."""
+    """A loop to ``steps`` begins; ``step`` returns the number of steps done."""
     global loop
     loop = Loop(step, steps)
     return loop
@@ -56,7 +56,7 @@ def complete() -> None:
 
 
 def stop(reason: str) -> None:
-    """The script was told to stop, in a loop that only the script knows."""
+    """``ctx.stop_requested()`` returned True, in a loop of the script's own."""
     global told_to_stop
     told_to_stop = reason
 

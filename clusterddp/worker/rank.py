@@ -1,9 +1,9 @@
 """The entry point of a rank: ``python -m clusterddp.worker SCRIPT [ARG...]`` (or ``-m MODULE``), one process per rank,
 no torch.
 
-It blocks the stop signals, joins the supervisor, gives the script torchrun's environment, runs it in this very process
-and records how it ended. Until the script calls ``clusterddp.init()``, TERM has its default action and USR2 is ignored,
-so that a script which knows nothing of clusterddp behaves as it does under torchrun.
+It blocks the stop signals, joins the supervisor, sets torchrun's environment, runs the script in this process and
+records how it ended. Until the script calls ``clusterddp.init()``, TERM has its default action and USR2 is ignored, so
+that a script that does not use clusterddp behaves as under torchrun.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from typing import Any, NoReturn
 from clusterddp import environment, protocol
 from clusterddp.errors import STOPPED, ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
 from clusterddp.process import at_exit, die_with_parent
-from clusterddp.reporter import say, say_unlocked
+from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import completion, control_channel, rank_exit
 
-#: Modules that a rank has loaded if it does not take a stop for its end.
-KNOWING = {"clusterddp.training.context", "clusterddp.worker.function"}
+#: A rank that uses clusterddp has imported one of these.
+USING_CLUSTERDDP = {"clusterddp.training.context", "clusterddp.worker.function"}
 JOIN_TIMEOUT_S = 600.0
+#: Between two looks for a newer attempt, by a rank without a supervisor.
 FENCE_S = 2.0
-#: Characters of an exception's text, and of its traceback, that are recorded: the beginning and the end.
+#: Characters of an exception's message, and of its traceback, that are recorded: the beginning and the end.
 LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 40_000
 
 
 def main() -> None:
-    """Runs the script as one rank; the process ends here, with the script's exit code.
+    """Runs the script as one rank and exits with its exit code.
 
-    So does a child that the script has forked, with its own exit code: it is no rank, and reports nothing.
+    A child that the script has forked and that returns here exits, too; it is no rank and reports nothing.
     """
     started, process = time.time(), os.getpid()
     os.register_at_fork(after_in_child=_forget_in_child)
@@ -56,15 +57,15 @@ def main() -> None:
     record = run.rank_record(int(os.environ[protocol.ATTEMPT]), ranks.rank)
     end: dict[str, Any] = {"rank": ranks.rank, "host": socket.gethostname(), "started": started}
     if _notified():
-        _leave(record, {**end, "end": "stopped", "reason": "a stop signal came before the script was started"}, 0)
+        _leave(record, {**end, "end": "stopped", "reason": "stop signal before the script started"}, 0)
     try:
         held_port = join(ranks)
     except ClusterddpError as error:
         say(str(error))
         _leave(record, {**end, "end": "lost", "error": str(error)}, 1)
     if control_channel.current is None:
-        _leave(record, {**end, "end": "stopped", "reason": "a stop signal came before all ranks were there"}, 0)
-    control_channel.current.listen(lambda: leave_if_superseded(run, record, end), lambda words: obey(words, end))
+        _leave(record, {**end, "end": "stopped", "reason": "stop signal before all ranks had joined"}, 0)
+    control_channel.current.listen(lambda: exit_if_superseded(run, record, end), lambda order: obey(order, end))
     _let_signals_through()
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
@@ -76,7 +77,7 @@ def main() -> None:
 
 
 def whole_command(command: list[str], run: RunDirectory) -> list[str]:
-    """The script and its arguments, with the secrets among them, which the command line does not have."""
+    """The script and its arguments. Secret arguments are masked on the command line and are read from the job."""
     from clusterddp.jobdef.secrets import MASK
 
     if not any(word.endswith(MASK) for word in command):
@@ -89,12 +90,12 @@ def whole_command(command: list[str], run: RunDirectory) -> list[str]:
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
-    """Joins the supervisor and completes torchrun's environment; returns rank 0's reserved port, to be kept alive.
+    """Joins the supervisor and sets torchrun's environment; returns the socket that reserves rank 0's port.
 
-    Without effect when a stop signal comes while the others are awaited.
+    Changes nothing if a stop signal arrives before all ranks have joined.
     """
     host, _, supervisor_port = os.environ[protocol.SUPERVISOR].rpartition(":")
-    # srun tells its tasks the address of the node it was started on, which is the supervisor's.
+    # srun sets this to the address of the node that it runs on, which is the supervisor's.
     address = f"{host or os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{supervisor_port}"
     held = reserve_port(os.environ.get("MASTER_PORT")) if ranks.rank == 0 else None
     port = held.getsockname()[1] if held else None
@@ -104,25 +105,25 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     )
     if control_channel.current is None:
         return None
-    # The address that rank 0 was seen under, so that no name is looked up; a user's own MASTER_ADDR wins.
+    # The peer address of rank 0's connection, so that no name is resolved. A MASTER_ADDR of the user has precedence.
     master = {"MASTER_ADDR": os.environ.get("MASTER_ADDR", control_channel.current.store_host)}
     os.environ.update({**ranks.exports(), **master, "MASTER_PORT": str(control_channel.current.store_port)})
     if control_channel.current.term_notice_s is not None:
         os.environ[protocol.TERM_NOTICE_S] = str(control_channel.current.term_notice_s)
-    # gloo takes the interface of the host's own name, which on many clusters is 127.0.1.1 or not to be resolved at all.
+    # gloo resolves the host name, which on many clusters gives 127.0.1.1 or fails.
     interface = _interface_of(control_channel.current.local_address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # A store that dies with rank 0 makes every peer print C++ stacks, which would bury the first failure.
+    # When rank 0's store is lost, every peer prints C++ stacks, which would bury the first failure.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return held
 
 
-def leave_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> NoReturn:
-    """Without a supervisor: ends this rank once a newer attempt of the run exists.
+def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> NoReturn:
+    """Waits until a newer attempt of the run exists, then ends this rank.
 
-    The supervisor is gone, or this node is cut off from it. Nobody may be left to end this rank then, which waits in a
-    collective for peers that are gone, while Slurm has started the run anew elsewhere. Nothing is ended on suspicion.
+    For a rank whose supervisor has exited or is unreachable. It may be waiting in a collective for ranks that no longer
+    exist, on a node that Slurm cannot reach, while the run was requeued to other nodes.
     """
     own = int(os.environ[protocol.ATTEMPT])
     say("the supervisor is unreachable; training continues unless a newer attempt starts")
@@ -133,28 +134,28 @@ def leave_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) ->
     _leave(record, {**end, "end": "superseded", "reason": words}, 1)
 
 
-def obey(words: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """What the supervisor says: to stop, as a signal would, or to exit at once, because the main thread may hang.
+def obey(order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
+    """Carries out an order of the supervisor: stop like on a signal, or exit at once, even if the main thread hangs.
 
-    A script that does not use clusterddp is left to its launcher: it may be saving.
+    A script that does not use clusterddp may be saving, and is left to its launcher.
     """
-    if "stop" in words and control_channel.current is not None:
-        control_channel.current.stop(str(words["stop"]))
-    if "leave" in words and _used_clusterddp():
-        say_unlocked(f"told to exit: {words['leave']}")
-        control_channel.report("left", **{**end, "end": "dismissed", "error": words["leave"], "used_clusterddp": True})
+    if "stop" in order and control_channel.current is not None:
+        control_channel.current.stop(str(order["stop"]))
+    if "leave" in order and _used_clusterddp():
+        say_unlocked(f"told to exit: {order['leave']}")
+        control_channel.report("left", **{**end, "end": "dismissed", "error": order["leave"], "used_clusterddp": True})
         rank_exit.end_children()
         os._exit(1)
 
 
 def _used_clusterddp() -> bool:
-    return bool(KNOWING & sys.modules.keys())
+    return bool(USING_CLUSTERDDP & sys.modules.keys())
 
 
 def _superseded(run: RunDirectory, own: int) -> bool:
     try:
         return run.superseded(own)
-    except OSError:  # the disk is away for a moment
+    except OSError:  # of a network file system; the next look may succeed
         return False
 
 
@@ -163,7 +164,7 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
     try:
         if command[0] == "-m":
             sys.argv = command[1:]
-            if not command[1].startswith("clusterddp."):  # ours are not looked for where others may have put one
+            if not command[1].startswith("clusterddp."):  # never import our own modules from the current folder
                 sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         else:
@@ -191,16 +192,15 @@ def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:
 
 
 def _done() -> tuple[dict[str, Any], int]:
-    """The script is at its end. It is not done if it caught the stop, as a bare ``except:`` does, or was told to stop.
+    """The script returned. It is not done if it caught Stopped (as a bare ``except:`` does) or was told to stop.
 
-    A loop that was left by ``break`` is done, unless the supervisor knows of a reason to stop.
+    After ``break`` it is done, unless the supervisor knows a reason to stop.
     """
     if Stopped.latest is not None:
-        say("the script has caught clusterddp.Stopped: stopped all the same, not done")
+        say("the script caught clusterddp.Stopped: the run is stopped, not completed")
         return _stopped(Stopped.latest)
     if completion.told_to_stop is not None:
-        words = "the script ended after ctx.stop_requested() was true: stopped, not done (ctx.requeue() says so)"
-        say(words)
+        say("the script exited after ctx.stop_requested() returned True without ctx.requeue(): stopped, not completed")
         return {"end": "stopped", "reason": completion.told_to_stop}, 0
     return {"end": "done", "left_loop": completion.loop is not None}, 0
 
@@ -210,42 +210,38 @@ def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
         loop = completion.loop
         if Stopped.latest is None and loop is not None and loop.ended_by(leaving):
             where = f"exited with code 0 in its loop, after step {loop.step()} of {loop.steps}"
-            words = (
-                f"the script {where}: not completed; run.finish() makes a step the last one, and break ends the loop"
-            )
-            say(words)
+            say(f"the script {where}: not completed; to end the training early, use run.finish() or break")
             return {"end": "unfinished", "error": where}, 0
         return _done()
     if isinstance(leaving.code, int):
         return {"end": "exit", "exit_code": leaving.code}, leaving.code
-    with suppress(OSError, ValueError, AttributeError):  # as Python does, where the script has left standard error
-        print(leaving.code, file=sys.stderr)
+    show(str(leaving.code))  # as Python does
     return {"end": "exit", "exit_code": 1, "error": _short(str(leaving.code), LONGEST_ERROR)}, 1
 
 
 def _raised(error: BaseException) -> dict[str, Any]:
-    """Shows the traceback as Python would, from the script's own frames on, and returns the record of it."""
+    """Prints the traceback as Python would, starting at the script's own frames, and returns its record."""
     inner = error.__traceback__
     while inner is not None and _below_the_script(inner.tb_frame.f_code.co_filename):
         inner = inner.tb_next
     error.__traceback__ = inner
     try:
         sys.excepthook(type(error), error, inner)
-    except BaseException as failure:  # in a hook of the script's own: as Python, show its failure and the script's
+    except BaseException as failure:  # in the script's own excepthook: print both, as Python does
         failure.__context__ = None
         with suppress(Exception):  # the script has closed standard error
             sys.__excepthook__(type(failure), failure, failure.__traceback__)
             sys.__excepthook__(type(error), error, inner)
     try:
-        said = f"{type(error).__name__}: {error}"
-    except Exception:  # its own __str__ fails; so says traceback
-        said = f"{type(error).__name__}: <exception str() failed>"
+        message = f"{type(error).__name__}: {error}"
+    except Exception:  # in the error's __str__; as traceback prints it
+        message = f"{type(error).__name__}: <exception str() failed>"
     text = "".join(traceback.format_exception(error))
-    return {"end": "exception", "error": _short(said, LONGEST_ERROR), "traceback": _short(text, LONGEST_TRACEBACK)}
+    return {"end": "exception", "error": _short(message, LONGEST_ERROR), "traceback": _short(text, LONGEST_TRACEBACK)}
 
 
 def _short(text: str, longest: int) -> str:
-    """The beginning and the end of a long text; first without secrets, of which the cut could leave a part."""
+    """A text with secrets masked (first, as truncating could leave a part of one) and truncated."""
     from clusterddp.jobdef.secrets import known_secrets, masked
 
     return control_channel.clip(
@@ -254,14 +250,14 @@ def _short(text: str, longest: int) -> str:
 
 
 def _below_the_script(file: str) -> bool:
-    """Whether a frame is of what runs a script, or calls a launched function."""
+    """Whether a frame belongs to what runs the script or calls the launched function."""
     functions = (Path(__file__).with_name("function.py"), Path(__file__).parents[1] / "function.py")
     ours = (__file__, *map(str, functions), runpy.__file__, "<frozen runpy>")
     return file in ours or file.endswith("/submitit/core/utils.py")
 
 
 def _leave(record: Path, end: dict[str, Any], code: int) -> NoReturn:
-    """Records the end and exits. After a failure nothing may hold the process: not a process group, not a thread."""
+    """Records the end and exits; after a failure at once, without waiting for threads or the process group."""
     _record(record, end)
     if code == 0:
         rank_exit.finish(0, stopped=end["end"] == "stopped")
@@ -269,7 +265,7 @@ def _leave(record: Path, end: dict[str, Any], code: int) -> NoReturn:
 
 
 def _bound_stop(record: Path, end: dict[str, Any], stopped: Stopped) -> None:
-    """From now on the script has a bounded time to end: its state is saved, and its nodes are needed."""
+    """Limits the time that the script may take to exit after a stop: its state is saved and its nodes are needed."""
     values, code = _stopped(stopped)
     known = {**end, **values, "used_clusterddp": True}
     rank_exit.watch(rank_exit.STOP_GRACE_S, "the stop", code, lambda: _record(record, known))
@@ -279,11 +275,11 @@ _recorded = threading.Lock()
 
 
 def _record(record: Path, end: dict[str, Any]) -> None:
-    """Records the end, with the supervisor and in a file, once."""
+    """Reports the end to the supervisor and writes it to a file, once."""
     if not _recorded.acquire(blocking=False):
         return
     end = {**end, "ended": time.time()}
-    control_channel.report("left", **end)  # first: a failure's order counts, and a file may stay unseen, or unwritten
+    control_channel.report("left", **end)  # first: the order of failures counts, and a file may come late or fail
     try:
         write_json(record, end, mode=0o600)
     except OSError as error:
@@ -295,8 +291,8 @@ def _notified() -> bool:
 
 
 def _let_signals_through() -> None:
-    """TERM does what it does anywhere. USR2 has no effect on a script that knows nothing of it, and is not lost on one
-    that does: Linux keeps a blocked signal pending even where it is ignored, and ``clusterddp.init()`` unblocks it.
+    """TERM gets its default action. USR2 stays blocked and ignored: it has no effect on a script that does not use
+    clusterddp, and stays pending for ``clusterddp.init()``, as Linux keeps a blocked signal even if it is ignored.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -304,11 +300,11 @@ def _let_signals_through() -> None:
 
 
 def reserve_port(asked: str | None) -> socket.socket:
-    """A socket that holds a port of this host for rank 0's store: ``asked`` (a user's MASTER_PORT), or a free one.
+    """A socket that reserves a port for rank 0's store: ``asked`` (the user's MASTER_PORT), or a free one.
 
-    The socket is bound, has SO_REUSEADDR and does not listen: Linux then lets torch's TCPStore, which sets that option
-    too, listen on the port, and gives it to nobody who asks for any free one. The port lies outside the ephemeral
-    range, where any outgoing connection may sit.
+    The socket is bound with SO_REUSEADDR and does not listen. Linux then lets torch's TCPStore, which sets that option
+    too, listen on the port, but does not hand it out as a free port. The port lies outside the ephemeral range, which
+    outgoing connections use.
     """
     if asked is not None:
         return _bind(int(asked))
@@ -321,24 +317,22 @@ def reserve_port(asked: str | None) -> socket.socket:
             return _bind(random.choice(candidates))
         except LauncherEnvironmentError:
             continue
-    raise LauncherEnvironmentError(f"no free port found in {candidates.start} to {candidates.stop - 1} after 100 tries")
+    raise LauncherEnvironmentError(f"no free port in {candidates.start} to {candidates.stop - 1} after 100 tries")
 
 
 def _bind(port: int) -> socket.socket:
     held = socket.socket()
     try:
-        held.bind(("", port))  # without the option, so that it fails where another rank 0 holds the port this way
+        held.bind(("", port))  # before SO_REUSEADDR, so that it fails if another rank 0 has reserved the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError as error:
         held.close()
-        raise LauncherEnvironmentError(
-            f"port {port} (MASTER_PORT) is taken on {socket.gethostname()}: {error}"
-        ) from error
+        raise LauncherEnvironmentError(f"MASTER_PORT {port} is in use on {socket.gethostname()}: {error}") from error
     return held
 
 
 def _interface_of(address: str) -> str | None:
-    """The name of the network interface that has this IPv4 address; None when none has."""
+    """The name of the network interface with this IPv4 address, or None."""
     get_address = 0x8915  # SIOCGIFADDR, linux/sockios.h
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

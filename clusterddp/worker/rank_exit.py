@@ -1,14 +1,13 @@
-"""How a rank's process exits: what its script left running gets a bounded time, then it is ended and named.
+"""How a rank's process exits: threads, children and exit handlers get a grace period, then they are ended and named.
 
-Plain Python waits without limit for non-daemonic threads, for ``multiprocessing`` children and for exit handlers. A
-rank that does so keeps its node allocated. A second thread therefore watches the exit, and ends the process when the
-time is over.
+Python waits indefinitely for non-daemonic threads, ``multiprocessing`` children and exit handlers, and a rank that
+waits keeps its node allocated. A second thread therefore ends the process after a timeout.
 """
 
 from __future__ import annotations
 
 import atexit
-import multiprocessing.util  # registers its exit handler, which is to run after ours
+import multiprocessing.util  # registers its exit handler before ours, so that it runs after ours
 import os
 import signal
 import sys
@@ -23,11 +22,11 @@ from typing import NoReturn
 from clusterddp.process import END_BY_THEMSELVES, cancel_at_exit, descendants, process_start
 from clusterddp.reporter import say, say_unlocked
 
-#: From the end of the script to the end of the process, in seconds: for its threads, children and exit handlers.
+#: Seconds from the end of the script to the end of the process, for threads, children and exit handlers.
 EXIT_GRACE_S = 30.0
-#: The same from the moment a stop's checkpoint is committed: the script's own ``except`` and ``finally`` included.
+#: Seconds from the commit of a stop's checkpoint to the end of the process, ``except`` and ``finally`` blocks included.
 STOP_GRACE_S = 10.0
-#: From a TERM to a KILL of its children, in seconds. Daemonic ones get the TERM when the script has ended.
+#: Seconds from TERM to KILL of children. Daemonic ones get TERM when the script has ended.
 KILL_AFTER_S = 1.0
 
 _end_multiprocessing = multiprocessing.util._exit_function  # type: ignore[attr-defined]
@@ -35,9 +34,9 @@ _watching = False
 
 
 def watch(grace_s: float, since: str, exit_code: int, record: Callable[[], None] = lambda: None) -> None:
-    """Ends this process with ``exit_code`` unless it has ended ``grace_s`` seconds from now. The first call counts.
+    """Ends this process with ``exit_code`` in ``grace_s`` seconds, unless it has exited. Only the first call counts.
 
-    ``since`` names the moment in the message. ``record`` is called just before.
+    ``since``: what the grace period starts at, for the message. ``record`` is called just before the exit.
     """
     global _watching
     if _watching:
@@ -47,7 +46,7 @@ def watch(grace_s: float, since: str, exit_code: int, record: Callable[[], None]
     def overdue() -> None:
         time.sleep(grace_s)
         try:
-            say_unlocked(f"{grace_s:g} s after {since}, exiting; still running: {_running()}")
+            say_unlocked(f"exiting {grace_s:g} s after {since}; still running: {_running()}")
             record()
             end_children()
         finally:
@@ -57,11 +56,11 @@ def watch(grace_s: float, since: str, exit_code: int, record: Callable[[], None]
 
 
 def finish(exit_code: int, *, stopped: bool) -> NoReturn:
-    """Ends this process as Python would, but for the interpreter's own teardown, in bounded time.
+    """Ends this process as Python would, in bounded time and without the interpreter's finalization.
 
-    Teardown with torch takes a second or two on a busy node (seen: 2.1 s for 4 ranks on 2 cores). After a stop,
-    ``multiprocessing`` gets a second only: a Pool whose idle worker died of the TERM that went to all processes of the
-    step has lost its lock, and waits for it without limit.
+    Finalization with torch takes seconds on a busy node (2.1 s for 4 ranks on 2 cores). After a stop,
+    ``multiprocessing`` gets one second: if the TERM to all processes of the step killed an idle worker of a Pool, its
+    lock is never released, and the Pool would wait for it indefinitely.
     """
     watch(EXIT_GRACE_S, "the end of the script", exit_code)
     threading._shutdown()  # type: ignore[attr-defined]
@@ -77,11 +76,11 @@ def finish(exit_code: int, *, stopped: bool) -> NoReturn:
 
 
 def finish_child(exit_code: int) -> NoReturn:
-    """Ends a forked child of a rank as Python would, but for the interpreter's own teardown.
+    """Ends a forked child of a rank as Python would, without the interpreter's finalization.
 
-    Teardown waits for ever for the process group's threads, which the child does not have (seen on torch 2.13: a plain
-    DDP script that forks, whose child calls ``sys.exit``). ``multiprocessing`` would end the rank's daemonic processes,
-    its Pools and loader workers, as if they were the child's.
+    Finalization would wait indefinitely for the process group's threads, which a fork does not copy (torch 2.13: a
+    plain DDP script whose forked child calls ``sys.exit``). And ``multiprocessing`` would end the daemonic processes of
+    the rank, its Pools and loader workers, as if they were the child's.
     """
     children = multiprocessing.process._children  # type: ignore[attr-defined]
     children -= {child for child in children if child._parent_pid != os.getpid()}
@@ -91,10 +90,10 @@ def finish_child(exit_code: int) -> NoReturn:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Ends this process now, and its children."""
+    """Ends this process and its children now."""
     left = end_children()
     if left:
-        say(f"ended at exit: {_listed(left)}")
+        say(f"ended child processes at exit: {_listed(left)}")
     _exit(exit_code)
 
 
@@ -106,12 +105,12 @@ def _exit(exit_code: int) -> NoReturn:
 
 
 def end_daemonic() -> None:
-    """Ends daemonic ``multiprocessing`` children, as Python does at exit, but KILLs those that a TERM does not end.
+    """Ends daemonic ``multiprocessing`` children as Python does at exit, but KILLs those that TERM does not end.
 
-    Python would wait for them without limit. DataLoader workers, for example, block TERM.
+    Python would wait for them indefinitely. DataLoader workers, for example, block TERM.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises here when a worker is killed
-    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # ends Pools, which would replace their workers
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # ends Pools first: they replace workers
     daemonic = [child for child in multiprocessing.active_children() if child.daemon]
     for child in daemonic:
         child.terminate()
@@ -123,7 +122,7 @@ def end_daemonic() -> None:
 
 
 def end_children() -> Mapping[int, str]:
-    """Ends all processes below this one, by a TERM, then a KILL; returns them."""
+    """Ends all descendants of this process, with TERM, then KILL; returns them."""
     left = _children()
     alive = {pid: process_start(pid) for pid in left}
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -138,7 +137,7 @@ def end_children() -> Mapping[int, str]:
 
 
 def _children() -> dict[int, str]:
-    """The processes below this one that are not to be left behind, by pid; with their names."""
+    """The descendants of this process that must not outlive it: pids and names."""
     names = {child.pid: child.name for child in multiprocessing.active_children()}
     below = descendants(os.getpid())
     return {
@@ -149,7 +148,7 @@ def _children() -> dict[int, str]:
 
 
 def _running() -> str:
-    """What keeps this process from exiting, in words."""
+    """What keeps this process from exiting, for a message."""
     main = threading.main_thread()
     frames = sys._current_frames()
     threads = [
@@ -165,7 +164,7 @@ def _running() -> str:
 
 
 def _place(frame: FrameType | None) -> str:
-    """`` in train.py:12 (main)``: the innermost place in code that is not Python's own or ours; empty where it is."""
+    """`` in train.py:12 (main)``: the innermost frame outside Python's library and clusterddp, if any."""
     ours = (str(Path(os.__file__).parent), str(Path(__file__).parents[1]), "<")
     while frame is not None and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back

@@ -84,7 +84,7 @@ def test_a_port_that_the_user_chose_and_another_has_is_an_error_that_names_it() 
     """MASTER_PORT wins, so that there is no other to take."""
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(LauncherEnvironmentError, match=rf"port {port} \(MASTER_PORT\) is taken on "):
+        with pytest.raises(LauncherEnvironmentError, match=rf"MASTER_PORT {port} is in use on "):
             rank.reserve_port(str(port))
 
 

@@ -268,7 +268,7 @@ def test_a_script_that_catches_the_stop_and_goes_on_to_its_end_is_not_done(run: 
     assert submit(run).returncode == 0
     assert (run.outcome() or {}) == {"state": "completed", "step": 9, "attempts": 2, "reason": "all ranks finished"}
     said = (run.attempt_logs(0) / "rank-0.err").read_text()
-    assert "the script has caught clusterddp.Stopped: stopped all the same, not done" in said
+    assert "the script caught clusterddp.Stopped: the run is stopped, not completed" in said
 
 
 def test_a_run_that_is_done_in_spite_of_ctrl_c_is_completed(run: RunDirectory, tmp_path: Path) -> None:

@@ -99,11 +99,11 @@ def test_nothing_of_the_script_keeps_a_rank_after_its_end_or_a_stop(tmp_path: Pa
     assert run.outcome() == {"state": "completed", "step": 4, "attempts": 2, "reason": "all ranks finished"}
     first, second = ((run.attempt_logs(attempt) / "rank-0.err").read_text() for attempt in (0, 1))
     assert re.search(
-        r"0.5 s after the stop, exiting; still running: main thread in lingering.py:\d+ \(<module>\), "
+        r"exiting 0.5 s after the stop; still running: main thread in lingering.py:\d+ \(<module>\), "
         r"process \d+ \(helper-True\), process \d+ \(helper-False\)\n", first,
     ), first  # fmt: skip
     assert re.search(
-        r"0.5 s after the end of the script, exiting; still running: thread 'uploader' in lingering.py:\d+ "
+        r"exiting 0.5 s after the end of the script; still running: thread 'uploader' in lingering.py:\d+ "
         r"\(forever\), process \d+ \(helper-True\), process \d+ \(helper-False\)\n", second,
     ), second  # fmt: skip
     logs = [(run.attempt_logs(attempt) / "rank-0.out").read_text() for attempt in (0, 1)]
