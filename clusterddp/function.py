@@ -1,4 +1,4 @@
-"""The module that the job of a launched function names: ``clusterddp/worker/function.py`` under its recorded name."""
+"""The module that jobs of ``clusterddp.launch()`` name; the code is in ``clusterddp/worker/function.py``."""
 
 from clusterddp.worker.function import main
 

@@ -1,9 +1,9 @@
-"""``python -m clusterddp.rank``: ``clusterddp.worker`` under the name that older versions start it by."""
+"""``python -m clusterddp.rank``: ``clusterddp.worker`` under the name that older versions use."""
 
 import signal
 
 if __name__ == "__main__":
-    # The first act: a notice that comes while Python still imports stays pending instead of killing the rank.
+    # First of all: a stop signal during the imports stays pending instead of killing the rank.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
 
 from clusterddp.worker.rank import main

@@ -1,8 +1,7 @@
-"""Nodes that fail a run: which of them its next jobs leave out, and what to write to their administrator. Pure.
+"""Which failed nodes the next jobs of a run exclude, and a text for their administrator. Pure functions.
 
-Slurm chooses a job's nodes, and keeps them for as long as the job runs. A node that fails the run again and again is
-left out of the jobs that the run goes on in, with ``sbatch --exclude``: few nodes, for a day, and only where enough
-others remain.
+Slurm chooses a job's nodes and keeps them as long as the job runs. Nodes that fail the run repeatedly are excluded from
+its next jobs with ``sbatch --exclude``: few of them, for a day, and only if enough other nodes remain.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any
 
 Event = Mapping[str, Any]
 
-#: So many failures within FOR_S seconds, and a node is left out for as long; no more than MOST nodes at a time.
+#: After this many failures within FOR_S seconds a node is excluded for FOR_S seconds; at most MOST nodes at a time.
 FAILURES, MOST, FOR_S = 2, 2, 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The nodes to leave out of the next job, those among them that are so for the first time, and why not more."""
+    """The nodes to exclude from the next job, those of them that are new, and why others are not excluded."""
 
     nodes: tuple[str, ...] = ()
     new: tuple[str, ...] = ()
@@ -28,11 +27,10 @@ class Choice:
 
 
 def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], needed: int, now: float) -> Choice:
-    """Which nodes the next job leaves out.
+    """Which nodes the next job excludes.
 
-    ``lost``: nodes that do not answer just now, which come first where not all can be left out. ``usable``: the nodes
-    that Slurm could give the job, of which it needs ``needed``: where leaving some out leaves too few, Slurm's own
-    choice is taken.
+    ``lost``: nodes that do not answer now; they take precedence if not all can be excluded. ``usable``: the nodes that
+    Slurm could allocate to the job, which needs ``needed`` of them; if too few would remain, none is added.
     """
     events = list(events)
     before = excluded(events, now)
@@ -42,14 +40,14 @@ def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], 
     nodes, over = [*before, *fresh[:room]], fresh[room:]
     left = set(usable) - set(nodes)
     if nodes != before and len(left) < needed:
-        words = f"without {' and '.join(nodes)} the partition has {len(left)} usable nodes, and the run needs {needed}"
-        return Choice(tuple(before), refused=words)
-    words = f"{' and '.join(over)} failed, and {' and '.join(nodes)} are left out already; {MOST} nodes at most"
-    return Choice(tuple(nodes), tuple(node for node in new if node in nodes), words if over else None)
+        reason = f"without {' and '.join(nodes)} the partition has {len(left)} usable nodes, and the run needs {needed}"
+        return Choice(tuple(before), refused=reason)
+    reason = f"{' and '.join(over)} failed, but {' and '.join(nodes)} are already excluded ({MOST} nodes at most)"
+    return Choice(tuple(nodes), tuple(node for node in new if node in nodes), reason if over else None)
 
 
 def failures(events: Iterable[Event], node: str, now: float) -> list[Event]:
-    """What a node did to the run: a rank on it was the first to fail, other than by its own code, or the node died."""
+    """A node's failures: a rank on it failed first, and not by an error of the script, or the node was lost."""
     kinds = ("rank_failed", "node_lost")
     return [
         event
@@ -59,14 +57,14 @@ def failures(events: Iterable[Event], node: str, now: float) -> list[Event]:
 
 
 def failed(events: Iterable[Event], now: float) -> list[str]:
-    """The nodes that failed the run often enough to be left out."""
+    """The nodes that failed often enough to be excluded."""
     events = list(events)
     nodes = dict.fromkeys(event["suspect"] for event in events if event.get("suspect"))
     return [node for node in nodes if len({e["attempt"] for e in failures(events, node, now)}) >= FAILURES]
 
 
 def excluded(events: Iterable[Event], now: float) -> list[str]:
-    """The nodes that are left out at present."""
+    """The nodes that are excluded now."""
     recent = [event for event in events if event["event"] == "excluded" and event["time"] > now - FOR_S]
     return list(dict.fromkeys(node for event in recent for node in event["nodes"]))
 
@@ -81,12 +79,12 @@ def still_excluded(
 
 
 def option(given: str | None, nodes: Sequence[str]) -> list[str]:
-    """sbatch's option for a job without these nodes, and without what the job definition excludes, ``given``."""
+    """sbatch's option to exclude these nodes and ``given``, those of the job definition."""
     return [f"--exclude={','.join(filter(None, [given, *nodes]))}"] if nodes else []
 
 
 def letter(events: Iterable[Event], node: str, now: float) -> str:
-    """What a user can send to the cluster's administrator."""
+    """A text that a user can send to the cluster's administrator."""
     events = list(events)
     jobs = {event["attempt"]: event["job"] for event in events if event["event"] == "started" and "job" in event}
     lines = [_line(event, jobs.get(event["attempt"])) for event in failures(events, node, now)]
@@ -95,12 +93,12 @@ def letter(events: Iterable[Event], node: str, now: float) -> str:
             f"Node {node} failed one of our training runs {len(lines)} times:",
             *lines,
             "The ranks on other nodes did not fail first. Could you check the node (memory, GPUs, network, disk)?",
-            f"Until then our jobs leave it out (sbatch --exclude={node}).",
+            f"Until then our jobs exclude it (sbatch --exclude={node}).",
         ]
     )
 
 
 def _line(event: Event, job: str | None) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
-    what = event["error"] if event["event"] == "rank_failed" else "the node stopped answering"
+    what = event["error"] if event["event"] == "rank_failed" else "the node stopped responding"
     return f"  {when}  job {job}: {what.splitlines()[0]}"

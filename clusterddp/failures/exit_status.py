@@ -1,4 +1,4 @@
-"""How a process ended that wrote no record: what waitpid says of it, or srun. Pure functions."""
+"""How a rank without a record ended, from waitpid's status or srun's messages. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 _TASKS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+?)(?: \(core dumped\))?$", re.MULTILINE)
 _LAUNCH = re.compile(r"^srun: error: tasks? ([\d,-]+) launch failed: (.+)$", re.MULTILINE)
 _EXITED = re.compile(r"Exited with exit code (\d+)")
-#: What a launcher ends the peers of a failed rank with.
+#: The signals with which a launcher ends the peers of a failed rank.
 KILLS = (signal.SIGKILL, signal.SIGTERM)
 #: srun names signals as strsignal(3) does.
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
@@ -18,15 +18,15 @@ _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_sig
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """The end of a process: by a signal, else with an exit code."""
+    """The end of a process, by a signal or with an exit code."""
 
     signal: int | None = None
     exit_code: int | None = None
     out_of_memory: bool = False
     first: bool = False
-    """Whether it ended before all other ranks, as the launcher saw it."""
+    """Whether the launcher reported its end before those of all other ranks."""
     not_started: str = ""
-    """Why it was never there."""
+    """Why it was not started, if so."""
 
     @classmethod
     def of_code(cls, code: int) -> ExitStatus:
@@ -35,36 +35,36 @@ class ExitStatus:
 
     @property
     def by_itself(self) -> bool:
-        """Whether it was not ended by its launcher, as the peers of a failed rank are.
+        """Whether it ended by itself, rather than being ended by its launcher like the peers of a failed rank.
 
-        The order in which connections break does not tell: Linux closes a killed process's newest sockets first, so
-        that a peer in a collective may fail, and say so, before.
+        The order in which connections break is no evidence: Linux closes the newest sockets of a killed process first,
+        so a peer in a collective may fail, and report it, earlier.
         """
         alone = self.first or self.out_of_memory or bool(self.not_started)
         return alone or self.signal not in (None, *KILLS)
 
     def words(self) -> str:
-        """What a user is told."""
+        """The message for the user."""
         if self.not_started:
-            return f"never started: {self.not_started}"
+            return f"was not started: {self.not_started}"
         if self.out_of_memory:
-            return "killed: out of memory (the job's limit; ask for more with --mem)"
+            return "killed: out of memory (the job's limit; request more with --mem)"
         if self.signal == signal.SIGKILL:
             return "killed by signal 9, no traceback; check memory"
         if self.signal is not None:
             return f"killed by signal {self.signal} ({_name(self.signal)})"
-        return f"left by os._exit({self.exit_code}), no traceback"
+        return f"exited by os._exit({self.exit_code}), no traceback"
 
 
 def in_order(exit_statuses: Mapping[int, ExitStatus]) -> dict[int, ExitStatus]:
-    """The same, with the first one marked."""
+    """The same, with ``first`` set in the first one."""
     return {rank: replace(death, first=number == 0) for number, (rank, death) in enumerate(exit_statuses.items())}
 
 
 def of_tasks(messages: str) -> dict[int, ExitStatus]:
-    """The ends of tasks, by rank, that srun's messages tell: ``srun: error: n2: task 3: Killed``.
+    """The ends of tasks, by rank, from srun's messages such as ``srun: error: n2: task 3: Killed``.
 
-    In the order of the messages, those that could not be started in front; a task's first counts.
+    Tasks that could not be started come first, then the order is that of the messages; a task's first one counts.
     """
     exit_statuses = {
         rank: ExitStatus(not_started=why) for tasks, why in _LAUNCH.findall(messages) for rank in _numbers(tasks)
@@ -85,7 +85,7 @@ def _death(what: str) -> ExitStatus | None:
 
 
 def _name(number: int) -> str | None:
-    """SIGSEGV; most real-time signals have a description only."""
+    """``SIGSEGV``, for example; most real-time signals have only a description."""
     return next((known.name for known in signal.Signals if known == number), signal.strsignal(number))
 
 

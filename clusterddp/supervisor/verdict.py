@@ -115,7 +115,7 @@ class RankEnd:
     ) -> RankEnd:
         """From the record that the rank wrote; None when it had no time to: then ``death`` may be known."""
         if record is None:
-            error = death.words() if death else "killed without a traceback, or left by os._exit"
+            error = death.words() if death else "killed without a traceback, or exited by os._exit"
             return cls(rank, host, "died", lost_at, error=error, death=death)
         return cls(
             rank,

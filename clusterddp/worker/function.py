@@ -1,11 +1,11 @@
 """A launched Python function: ``python -m clusterddp.worker -m clusterddp.function`` on every rank.
 
-The function waits, pickled, in the run's ``private/function.pkl``; what each rank's call returns is written next to the
-rank's record. A pickle is code: it is loaded only when nobody but this user can have written it.
+The function is pickled in the run's ``private/function.pkl``; the return value of each rank is written next to the
+rank's record. Unpickling executes code, so a file is loaded only if no other user can have written it.
 
-A callable with a ``checkpoint()`` (submitit's contract) is told of a preemption or a near time limit as submitit does
-it: on rank 0 alone, in the main thread, wherever that is. What ``checkpoint()`` returns is the function of the next
-attempts. After it, rank 0 leaves, and the launcher ends the others.
+The ``checkpoint()`` of a callable (submitit's contract) is called on a preemption or a near time limit as submitit
+does: on rank 0 only, in a signal handler of the main thread. It returns the function for the next attempts. Then rank 0
+exits, and the launcher ends the other ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 def main() -> None:
-    """Calls the function as one rank, and writes what it returns."""
+    """Calls the function on one rank and writes its return value."""
     run, attempt = RunDirectory(os.environ[protocol.RUN_DIR]), int(os.environ[protocol.ATTEMPT])
     os.environ.update(submitit_variables(run))
     call = PreemptibleCall(run, attempt, int(os.environ["RANK"]), load_function(newest_function(run, attempt)))
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 class PreemptibleCall:
-    """One rank's call of the function. Without a ``checkpoint()`` it is a script like any other to a signal."""
+    """One rank's call of the function. Without a ``checkpoint()``, signals act as on any script."""
 
     def __init__(self, run: RunDirectory, attempt: int, rank: int, delayed: DelayedSubmission) -> None:
         self.rank = rank
@@ -58,26 +58,26 @@ class PreemptibleCall:
         self._told = False
 
     def carry_out(self) -> Any:
-        """What the function returns. Raises Stopped when it was told to stop."""
+        """The function's return value. Raises Stopped if it was told to stop."""
         if self._checkpoint is not None:
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             return self._delayed.result()
-        except Stopped as stopped:  # a clusterddp training inside, which has saved; all ranks stop
+        except Stopped as stopped:  # from a clusterddp training loop inside, which has saved; all ranks stop
             if self._checkpoint is not None and self.rank == 0 and not isinstance(stopped, StoppedAlone):
                 self._keep_checkpoint()
             raise
         except Exception as error:
-            if self._told and self.rank != 0:  # rank 0 has left: whatever this rank waited for will not come
+            if self._told and self.rank != 0:  # rank 0 has exited, so this rank's collective failed
                 raise Stopped(None, "rank 0 has stopped") from error
             raise
 
     def _on_signal(self, number: int, _: object) -> None:
-        """Rank 0 stops here. The others go on, which rank 0 may be waiting for in a collective."""
+        """Rank 0 stops here. The other ranks continue: rank 0 may be waiting for them in a collective."""
         if os.getpid() != self._process or self._told:
-            return  # a forked worker, or told before
+            return  # in a forked worker, or a second signal
         self._told = True
         if self.rank == 0:
             self._keep_checkpoint()
@@ -87,11 +87,11 @@ class PreemptibleCall:
         assert self._checkpoint is not None
         following = self._checkpoint(*self._delayed.args, **self._delayed.kwargs)
         if following is None:
-            raise Declined("checkpoint() returned None: the run is not to go on")
+            raise Declined("checkpoint() returned None, so the run is not continued")
         if self._run.superseded(self._attempt):
-            raise Superseded(f"attempt {self._attempt} is superseded: what checkpoint() returned is not written")
+            raise Superseded(f"attempt {self._attempt} is superseded: the result of checkpoint() is not saved")
         save_function(self._run.attempt_private(self._attempt) / "function.pkl", pickled(following))
-        say("checkpoint() called; the next attempt goes on from what it returned")
+        say("checkpoint() called; the next attempt calls the function that it returned")
 
 
 # --- files
@@ -103,28 +103,28 @@ def function_file(run: RunDirectory) -> Path:
 
 
 def newest_function(run: RunDirectory, attempt: int) -> Path:
-    """What ``attempt`` calls: what the newest earlier ``checkpoint()`` returned, else the function as launched."""
+    """The function of ``attempt``: the result of the newest earlier ``checkpoint()``, else the function as launched."""
     earlier = [run.attempt_private(number) / "function.pkl" for number in run.attempts() if number < attempt]
     return next((path for path in reversed(earlier) if path.exists()), function_file(run))
 
 
 def result_file(run: RunDirectory, attempt: int, rank: int) -> Path:
-    """What a rank's call returned."""
+    """The file for a rank's return value."""
     return run.attempt_private(attempt) / f"result-{rank}.pkl"
 
 
 def pickled(delayed: DelayedSubmission) -> bytes:
-    """A call, pickled. Where this process finds modules goes with it, so that the ranks find them, too."""
+    """A pickled call, with this process's ``sys.path``, so that the ranks find the same modules."""
     return pickle.dumps((sys.path, cloudpickle.dumps(delayed)))
 
 
 def save_function(path: Path, content: bytes) -> None:
-    """Writes what ``pickled`` made."""
+    """Writes the result of ``pickled``."""
     write_atomically(path, content, mode=0o600)
 
 
 def load_function(path: Path) -> DelayedSubmission:
-    """The call in a file; extends this process's ``sys.path``."""
+    """Loads a call; extends this process's ``sys.path``."""
     search_path, inner = pickle.loads(read_private(path))
     sys.path.extend(entry for entry in search_path if entry not in sys.path)
     delayed: DelayedSubmission = pickle.loads(inner)
@@ -132,28 +132,28 @@ def load_function(path: Path) -> DelayedSubmission:
 
 
 def load_result(path: Path) -> Any:
-    """What a rank's call returned."""
+    """Loads a rank's return value."""
     return pickle.loads(read_private(path))
 
 
 def read_private(path: Path) -> bytes:
-    """A file's bytes; RunDirectoryError where anyone but this user may have written it, or its folder."""
+    """A file's bytes. RunDirectoryError if another user may have written the file or its folder."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError as error:
-        raise RunDirectoryError(f"{path} is missing: copy it from where the run was, or launch a new run") from error
+        raise RunDirectoryError(f"{path} is missing: copy it from the original run, or launch a new one") from error
     with open(descriptor, "rb") as file:
         for name, status in ((path, os.fstat(descriptor)), (path.parent, path.parent.stat())):
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise RunDirectoryError(
-                    f"{name} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:04o}: expected user "
-                    f"{os.geteuid()} and no rights for others. A pickle is code, and is not loaded from there"
+                    f"refusing to unpickle {name}: owned by user {status.st_uid} with mode "
+                    f"{status.st_mode & 0o777:04o}, expected user {os.geteuid()} and no access for others"
                 )
         return file.read()
 
 
 def submitit_variables(run: RunDirectory) -> dict[str, str]:
-    """What ``submitit.JobEnvironment()`` reads and Slurm does not set."""
+    """The variables for ``submitit.JobEnvironment()`` that Slurm does not set."""
     if os.environ[protocol.LAUNCHER] != "local":
         return {"SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_FOLDER": str(run.private / "submitit")}
     ranks, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])

@@ -1,10 +1,10 @@
-"""Signals that ask a rank to stop: noticed at once wherever the main thread is, and a matter of this process alone.
+"""Stop signals of a rank: detected at once, even while the main thread is in a collective, and in this process only.
 
-A Python handler runs only between bytecodes of the main thread, so not while that thread waits in a collective. The
-interpreter's own C handler does run, and writes the signal's number into the wakeup pipe: a thread reads it there.
+A Python signal handler runs only between bytecodes of the main thread, so not during a collective. The interpreter's C
+handler does run, and writes the signal number to the wakeup pipe, where a thread reads it.
 
-Forked children share none of this. TERM has the action in them that it had before ``init()``, and USR2 is ignored:
-under proctrack/linuxproc Slurm sends both to every process of the step.
+Forked children inherit none of this: TERM has the action that it had before ``init()``, and USR2 is ignored. Under
+proctrack/linuxproc Slurm sends both to every process of the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 #: Slurm's TERM (preemption, time limit, scancel) and the warning signal; USR1 is taken by NCCL.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-#: Every so many checks the wakeup descriptor is looked at, too: that takes 1.5 us, a handler 0.1 us.
+#: Every how many checks the wakeup descriptor is checked, too, which takes 1.5 us; handlers take 0.1 us.
 _WAKEUP_CHECKS = 64
 _TERM, _USR2 = map(int, STOP_SIGNALS)
 _END = b"\0"
@@ -30,14 +30,14 @@ _END = b"\0"
 
 @contextmanager
 def blocked(loader: object = None) -> Iterator[None]:
-    """Blocks the stop signals in this thread. Processes started inside inherit that: signals never reach them.
+    """Blocks the stop signals in this thread; processes that are started inside inherit the mask.
 
-    For a DataLoader's workers. torch gives them a TERM handler of its own, under which a TERM to all processes of the
-    step kills them, and that raises in the rank before it can save. Only a mask that is there from their start, and
-    under every start method, prevents that.
+    For DataLoader workers. torch installs a TERM handler in them: a TERM to all processes of the step would kill them,
+    which raises in the rank before it can save. Only a mask that is set before they start prevents that, under every
+    start method.
 
-    ``loader``: the one whose workers are started inside. All but forked ones need Python's resource tracker, and the
-    thread that starts it gets TERM unblocked by that (seen with 3.11): it is started before.
+    ``loader``: the one whose workers are started inside. Workers that are not forked need Python's resource tracker,
+    whose start unblocks TERM in the calling thread (Python 3.11), so it is started before.
     """
     if getattr(loader, "num_workers", 0) and _start_method(loader) != "fork":
         resource_tracker.ensure_running()
@@ -51,20 +51,20 @@ def blocked(loader: object = None) -> Iterator[None]:
 
 
 def _start_method(loader: object) -> str:
-    """How a DataLoader starts its workers."""
+    """The start method of a DataLoader's workers."""
     context = getattr(loader, "multiprocessing_context", None) or multiprocessing
     return context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def _ignore(number: signal.Signals, handler: object) -> None:
-    """Nobody wants to know which handler the script has installed."""
+    """Ignores that the script has installed a handler."""
 
 
 class SignalPipe:
-    """Catches the stop signals from now on; ``listen`` then hears of all of them, also of those that came before it.
+    """Catches the stop signals from its construction on; ``listen`` receives all of them, in order.
 
-    To be made in the main thread. USR2 is blocked in every thread but the one that listens: programs that the script
-    starts inherit the mask, and a USR2 to all processes of the step does not kill them.
+    Construct it in the main thread. USR2 is blocked in all threads except the listening one: programs that the script
+    starts inherit the mask, so that a USR2 to all processes of the step does not kill them.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class SignalPipe:
         os.set_blocking(self._write, False)
         self._mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._handler = self._note  # one object, to be compared with
+        self._handler = self._note  # a bound method is a new object each time; this one is compared by identity
         self._handlers_before = {number: signal.signal(number, self._handler) for number in STOP_SIGNALS}
         self._thread: threading.Thread | None = None
         self._replaced: set[signal.Signals] = set()
@@ -87,9 +87,9 @@ class SignalPipe:
         on_signal: Callable[[signal.Signals], None],
         on_replaced: Callable[[signal.Signals, object], None] = _ignore,
     ) -> None:
-        """Calls ``on_signal`` in a thread of its own for every stop signal, in order.
+        """Starts a thread that calls ``on_signal`` for every stop signal, in order.
 
-        ``on_replaced`` is called by ``check`` with a signal and the handler that the script has installed for it.
+        ``check`` calls ``on_replaced`` with a signal and the handler that the script has installed for it.
         """
         self._on_replaced = on_replaced
         self._thread = threading.Thread(target=self._serve, args=(on_signal,), name="signals", daemon=True)
@@ -105,19 +105,19 @@ class SignalPipe:
                     on_signal(signal.Signals(number))
 
     def _note(self, number: int, _frame: object) -> None:
-        """The handler. The interpreter has written the number into the pipe, unless the script took the wakeup."""
+        """The handler. The interpreter has already written to the pipe, unless the script replaced the wakeup fd."""
         wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if wakeup != self._write:
-            if wakeup != -1:  # asyncio's or trio's, which is at work
+            if wakeup != -1:  # that of a running asyncio or trio loop
                 signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
             with suppress(BlockingIOError):
                 os.write(self._write, bytes([number]))
 
     def check(self) -> None:
-        """Main thread, at each boundary: whether the handlers are still there. It costs 0.2 us.
+        """Checks, at each step boundary in the main thread, that the handlers are still installed; takes 0.2 us.
 
-        A default action and SIG_IGN are replaced by our handler again: asyncio leaves the one behind, and neither is
-        code of the script's. A handler of the script's stays, and is reported, once.
+        A default action or SIG_IGN is replaced by our handler again: asyncio restores the default when it ends. A
+        handler of the script is kept and reported once.
         """
         self._checks += 1
         handler = self._handler
@@ -140,7 +140,7 @@ class SignalPipe:
                 self._on_replaced(number, installed)
 
     def close(self, *, restore_handlers: bool) -> None:
-        """Stops listening. With ``restore_handlers`` off, the signals stay without effect: the process is ending."""
+        """Stops listening. Without ``restore_handlers`` the signals are ignored from now on: the process is ending."""
         global _active
         _active = None
         signal.set_wakeup_fd(self._wakeup_before)
@@ -156,9 +156,9 @@ class SignalPipe:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
 
     def forget(self) -> None:
-        """In a forked child: undoes what this pipe did to the process. Whatever the script changed since stays."""
+        """In a forked child: restores handlers and wakeup fd, except those that the script has changed since."""
         wakeup = signal.set_wakeup_fd(-1)
-        with suppress(ValueError, OSError):  # closed since
+        with suppress(ValueError, OSError):  # the descriptor has been closed
             signal.set_wakeup_fd(self._wakeup_before if wakeup == self._write else wakeup)
         for number, before in self._handlers_before.items():
             if _signal.getsignal(number) is self._handler:
@@ -173,7 +173,7 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 def described(handler: object) -> str:
-    """A handler's name and place, for a message."""
+    """A handler's name and source line, for a message."""
     code = getattr(handler, "__code__", None)
     name = getattr(handler, "__qualname__", None) or repr(handler)
     return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else name
@@ -183,7 +183,7 @@ def described(handler: object) -> str:
 
 
 class _Thread(threading.local):
-    """``mask``: of this thread, while it forks. ``shielded``: what it forks keeps the stop signals blocked."""
+    """``mask``: this thread's signal mask while it forks. ``shielded``: its children keep the stop signals blocked."""
 
     mask: set[Any] | None = None
     shielded = False
@@ -194,7 +194,7 @@ _thread = _Thread()
 
 
 def _before_fork() -> None:
-    """A signal to the child must not reach it before it has let go of the pipe, which is this process's."""
+    """Blocks the signals, so that none reaches the child before it has closed the pipe of this process."""
     if _active is not None:
         _thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 

@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> RunDirectory:
         ("abort", [0], 2, r"killed by signal 6 \(SIGABRT\)", "Fatal Python error: Aborted", False),
         ("leave", [1], 2, "exited with code 0 in its loop, after step 5 of 8", "rank 0 waited for it:", True),
         ("break", [1], 2, "exited early, with code 0 while other ranks waited for it", "rank 0 waited for it:", False),
-        ("exit", [1], 2, r"left by os._exit\(3\), no traceback", "log: ", False),
+        ("exit", [1], 2, r"exited by os._exit\(3\), no traceback", "log: ", False),
     ],
 )  # fmt: skip
 def test_the_box_names_the_true_first_failure(

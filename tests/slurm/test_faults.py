@@ -216,7 +216,7 @@ def test_a_rank_that_fills_its_jobs_memory_is_told_from_other_kills_and_all_star
     try:
         training = Training.submit(cluster, runs_on(cluster), "--fill-at", "7", options=[*OFTEN, "--mem", "1500M"])
         assert training.finish() == "completed", story(training.run)
-        told = "rank 1 (n2) killed: out of memory (the job's limit; ask for more with --mem)"
+        told = "rank 1 (n2) killed: out of memory (the job's limit; request more with --mem)"
         assert told in log_of(training)
         assert training.run.attempts() == [0, 1]
         assert len({event["job"] for event in events_of(training.run, "started")}) == 1

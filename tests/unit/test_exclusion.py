@@ -52,7 +52,7 @@ def test_a_node_is_left_out_after_two_failures_within_a_day_or_while_it_is_lost(
 
 def test_of_more_lost_nodes_than_may_be_left_out_some_are() -> None:
     """They come before a node that failed and answers."""
-    words = "n4 and n1 failed, and n2 and n3 are left out already; 2 nodes at most"
+    words = "n4 and n1 failed, but n2 and n3 are already excluded (2 nodes at most)"
     assert choose(failed("n1", "n1"), ["n2", "n3", "n4"], ALL, 2, NOW) == Choice(("n2", "n3"), (), words)
 
 
@@ -67,7 +67,7 @@ def test_two_events_of_one_attempt_are_one_failure() -> None:
     [
         (failed("n2", "n2"), [], ["n1", "n2"], "without n2 the partition has 1 usable nodes, and the run needs 2"),
         ([left_out("n1", "n3")], ["n2"], ["n1", "n2", "n3", "n4", "n5"],
-         "n2 failed, and n1 and n3 are left out already; 2 nodes at most"),
+         "n2 failed, but n1 and n3 are already excluded (2 nodes at most)"),
     ],
 )  # fmt: skip
 def test_slurms_own_choice_is_taken_where_leaving_out_would_leave_too_few(

@@ -157,12 +157,12 @@ def test_what_may_pass_is_tried_again_in_place_and_the_users_own_errors_never(fa
 @pytest.mark.parametrize(
     ("death", "sentence"),
     [
-        (None, "killed without a traceback, or left by os._exit"),
+        (None, "killed without a traceback, or exited by os._exit"),
         (ExitStatus.of_code(-9), "killed by signal 9, no traceback; check memory"),
         (ExitStatus.of_code(-11), "killed by signal 11 (SIGSEGV)"),
         (ExitStatus.of_code(-6), "killed by signal 6 (SIGABRT)"),
-        (ExitStatus.of_code(3), "left by os._exit(3), no traceback"),
-        (ExitStatus(out_of_memory=True), "killed: out of memory (the job's limit; ask for more with --mem)"),
+        (ExitStatus.of_code(3), "exited by os._exit(3), no traceback"),
+        (ExitStatus(out_of_memory=True), "killed: out of memory (the job's limit; request more with --mem)"),
     ],
 )
 def test_a_rank_without_a_record_is_named_with_what_killed_it(death: ExitStatus | None, sentence: str) -> None:
@@ -230,7 +230,7 @@ def test_a_task_that_could_not_be_launched_is_the_first_failure() -> None:
     )
     verdict = judge([waited, missing], 137, False, lambda: Cause.NONE)
     assert (verdict.first_failure, verdict.action) == (missing, Action.RESTART)
-    assert exit_statuses[1].words() == "never started: Slurmd could not connect IO"
+    assert exit_statuses[1].words() == "was not started: Slurmd could not connect IO"
 
 
 def test_a_segfault_comes_before_the_kills_that_it_led_to() -> None:
