@@ -1,7 +1,7 @@
-"""How a command's process ends: with its exit code, or with one sentence and an exit code for every error.
+"""How a command exits: with its exit code, or, for any error, with one message and an exit code.
 
-An error that nobody foresaw, a full or read-only disk included, leaves its traceback in a file, which the sentence
-names; with CLUSTERDDP_DEBUG=1 the traceback is printed instead.
+The traceback of an unexpected error, such as a full or read-only disk, is written to a file that the message names;
+with CLUSTERDDP_DEBUG=1 it is printed instead.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from clusterddp.reporter import say
 
 
 def exit_with(command: Callable[[], int], records: Path | None = None) -> NoReturn:
-    """Runs ``command`` and exits with the code that it returns, or that its error has.
+    """Runs ``command`` and exits with its return value, or with the exit code of its error.
 
-    ``records``: the folder for the traceback of an unforeseen error; the system's temporary folder if None, or if
-    nothing can be written there.
+    ``records``: the folder for the traceback of an unexpected error; if None or not writable, the system's temporary
+    folder.
     """
     _print_any_text()
     try:
         code = command()
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # closed by whoever started this process
+            if stream is not None:  # closed by the parent process
                 stream.flush()
     except BrokenPipeError:
         _discard_output()
@@ -42,33 +42,33 @@ def exit_with(command: Callable[[], int], records: Path | None = None) -> NoRetu
         say(f"{error}\n{_traceback(error)}" if _debugging() else str(error))
         code = error.exit_code
     except Exception as error:
-        say(_told(error, records))
+        say(_message(error, records))
         _discard_output()
         code = FAILED if isinstance(error, OSError) else INTERNAL_ERROR
     sys.exit(code)
 
 
 def _print_any_text() -> None:
-    """Prints what the terminal's encoding lacks as escapes, such as a path with other letters under LANG=C."""
+    """Escapes characters that the terminal's encoding lacks, such as non-ASCII letters of a path under LANG=C."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
-def _told(error: Exception, records: Path | None) -> str:
-    if isinstance(error, FileNotFoundError) and _working_directory_is_gone():
+def _message(error: Exception, records: Path | None) -> str:
+    if isinstance(error, FileNotFoundError) and _working_directory_deleted():
         return "the working directory was deleted: change to one that exists"
     kept = _keep_traceback(error, records)
     if not isinstance(error, OSError):
-        words = " ".join(str(error).split())
-        return f"internal error: {type(error).__name__}: {words[:300]}{kept}"
+        text = " ".join(str(error).split())
+        return f"internal error: {type(error).__name__}: {text[:300]}{kept}"
     if error.filename is None:
         return f"{error.strerror or error}{kept}"
     path = re.sub(r"/\.([^/]+)\.[0-9a-f]{8}\.tmp$", r"/\1", str(error.filename))  # write_atomically's
     return f"{path}: {error.strerror}{kept}"
 
 
-def _working_directory_is_gone() -> bool:
+def _working_directory_deleted() -> bool:
     try:
         Path.cwd()
     except OSError:
@@ -77,7 +77,7 @@ def _working_directory_is_gone() -> bool:
 
 
 def _keep_traceback(error: Exception, records: Path | None) -> str:
-    """Where the traceback is, as the end of the sentence."""
+    """Writes the traceback to a file; returns the end of the message, which says where it is."""
     import tempfile
 
     text = _traceback(error)
@@ -103,7 +103,7 @@ def _debugging() -> bool:
 
 
 def _discard_output() -> None:
-    """What is still buffered for an output that takes nothing: else Python complains of it on exit."""
+    """Discards buffered output that cannot be written; Python would report an error at exit."""
     try:
         sys.stdout.flush()
     except OSError:

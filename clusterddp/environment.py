@@ -1,7 +1,7 @@
-"""Where this process stands among the ranks, read once from the variables that a launcher has set.
+"""This process's rank, world size and so on, read once from the variables of any launcher.
 
-``read`` takes a mapping and changes nothing. Slurm's variables are read step first, because in a step smaller than its
-job the job's own variables describe other tasks.
+``read`` takes a mapping and changes nothing. Slurm's variables of the step precede those of the job, which describe
+other tasks if the step is smaller than its job.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from clusterddp.protocol import LAUNCHER
 
 Launcher = Literal["slurm", "torchrun", "local", "openmpi", "single"]
 
-#: Steps that hold no ranks, by the ids of slurm.h: an interactive shell, a job script, an extern step, one that is not
-#: placed yet. Slurm 26.05 sets SLURM_STEP_ID in the batch step, as a signed number (-5).
+#: Step ids of slurm.h without ranks: interactive, batch, extern and pending steps. Slurm 26.05 sets SLURM_STEP_ID in
+#: the batch step, too, as a signed number (-5).
 _BATCH_STEP = {"batch", str(0xFFFFFFFB), "-5"}
 _PSEUDO_STEPS = (
     _BATCH_STEP
@@ -90,13 +90,13 @@ def read(environ: Mapping[str, str]) -> RankEnvironment:
         return _from_torchrun(environ, "local")
     if environ.get(LAUNCHER) == "torchrun" or "TORCHELASTIC_RUN_ID" in environ:
         return _from_torchrun(environ, "torchrun")
-    if "OMPI_COMM_WORLD_RANK" in environ:  # before Slurm: mpirun starts its daemons in a step of their own
+    if "OMPI_COMM_WORLD_RANK" in environ:  # before Slurm: mpirun's daemons run in a step
         return _from_openmpi(environ)
     if in_step(environ):
         return _from_slurm(environ)
     if "RANK" in environ:
         return _from_torchrun(environ, "torchrun")
-    # Before the other half-set names: job scripts often export WORLD_SIZE, and this message then helps more.
+    # Before the checks below: job scripts often export WORLD_SIZE, and then this message is more helpful.
     if "SLURM_JOB_ID" in environ:
         _refuse_job_shell(environ)
     if "WORLD_SIZE" in environ or "LOCAL_RANK" in environ:
@@ -129,7 +129,7 @@ def _require_torchrun_names(environ: Mapping[str, str], launcher: Launcher) -> N
 
 
 def _local_place(environ: Mapping[str, str], rank: int, world_size: int, launcher: Launcher) -> tuple[int, int]:
-    """The local rank and the local world size. Home-made launchers leave them out where there is one node only."""
+    """The local rank and the local world size, which custom launchers often do not set on a single node."""
     one_node = world_size == 1 or _is_loopback(environ.get("MASTER_ADDR"))
     if "LOCAL_WORLD_SIZE" in environ:
         local_world_size = _number(environ, "LOCAL_WORLD_SIZE", launcher)
@@ -171,7 +171,7 @@ def _refuse_guess(environ: Mapping[str, str], launcher: Launcher, *names: str) -
     missing = " and ".join(name for name in names if name not in environ)
     known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     raise LauncherEnvironmentError(
-        f"launcher {launcher}: {missing} not set, and {known} do not tell; set {missing} as torchrun does"
+        f"launcher {launcher}: {missing} not set, and cannot be inferred from {known}; set {missing} as torchrun does"
     )
 
 
@@ -187,7 +187,7 @@ _OPENMPI_NAMES = {
 
 
 def _from_openmpi(environ: Mapping[str, str]) -> RankEnvironment:
-    """mpirun tells everything but where rank 0's store is: on one node it is here, under a port of the job's own."""
+    """mpirun sets everything but the address of rank 0's store: on one node, this host and a port from the job's id."""
     named = {name: environ[theirs] for name, theirs in _OPENMPI_NAMES.items() if theirs in environ}
     kept = {name: environ[name] for name in ("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT") if name in environ}
     found = _from_torchrun({**kept, **named}, "openmpi")
@@ -209,7 +209,7 @@ def _from_openmpi(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def in_batch_step(environ: Mapping[str, str]) -> bool:
-    """Whether this process is in a job's batch step. Of the shells outside srun, it alone has SLURM_PROCID.
+    """Whether this process is in a job's batch step, the only shell outside srun with SLURM_PROCID.
 
     salloc's shell has none, or is an interactive step.
     """
@@ -217,7 +217,7 @@ def in_batch_step(environ: Mapping[str, str]) -> bool:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process. The batch shell, too, has SLURM_PROCID (0), but it is no rank."""
+    """Whether srun started this process. The batch shell has SLURM_PROCID=0, too, but is not a rank."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     return "SLURM_PROCID" in environ and step is not None and step not in _PSEUDO_STEPS
 
@@ -251,40 +251,40 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def _first_set(environ: Mapping[str, str], *names: str) -> str:
-    """The first of ``names`` that is set: the step's own, then the one that also a job script has."""
+    """The first of ``names`` that is set: the step's variable, then the one that a job script also has."""
     for name in names:
         if name in environ:
             return name
     raise LauncherEnvironmentError(
         f"launcher slurm: none of {', '.join(names)} is set, though this is step {environ.get('SLURM_STEP_ID')} of job "
-        f"{environ.get('SLURM_JOB_ID')}; start the ranks with srun and leave its variables as they are"
+        f"{environ.get('SLURM_JOB_ID')}; start the ranks with srun and do not change its variables"
     )
 
 
 def _check_against_torchrun_names(
     environ: Mapping[str, str], rank: int, rank_name: str, world_size: int, size_name: str
 ) -> None:
-    """Refuses a complete but other place under torchrun's names: one of the two would train alone, or twice."""
+    """Raises if torchrun's variables give another rank or world size: two ranks would train as one, or one alone."""
     if not {"RANK", "WORLD_SIZE"} <= environ.keys():
         return
     if (environ["RANK"], environ["WORLD_SIZE"]) != (str(rank), str(world_size)):
         slurms = _shown(environ, rank_name, size_name)
         raise LauncherEnvironmentError(
             f"launcher slurm: {_shown(environ, 'RANK', 'WORLD_SIZE')} contradict {slurms}; "
-            f"unset RANK and WORLD_SIZE if srun starts the ranks, or set {LAUNCHER}=torchrun if something "
-            "else starts them inside the tasks"
+            f"unset RANK and WORLD_SIZE if srun starts the ranks, or set {LAUNCHER}=torchrun if another "
+            "launcher starts them inside the tasks"
         )
 
 
 def _step_port(environ: Mapping[str, str]) -> int:
     job, step = _number(environ, "SLURM_JOB_ID", "slurm"), _first_set(environ, "SLURM_STEP_ID", "SLURM_STEPID")
-    # Slurm leaves SLURM_RESTART_COUNT unset at a job's first start.
+    # Slurm does not set SLURM_RESTART_COUNT at a job's first start.
     restart = _number(environ, "SLURM_RESTART_COUNT", "slurm") if "SLURM_RESTART_COUNT" in environ else 0
     return default_port(job, _number(environ, step, "slurm"), restart)
 
 
 def default_port(job_id: int, step_id: int, restart: int) -> int:
-    """A port for rank 0's store that all ranks of a step can work out alone, 10000 to 29999.
+    """A port for rank 0's store, 10000 to 29999, that all ranks of a step compute without communication.
 
     That is below Linux's ephemeral ports (32768 to 60999), which any process may hold by chance. Two steps of a job,
     two restarts and two neighbouring jobs get different ones: below 198 steps and 101 restarts none of a job's repeats.
@@ -296,7 +296,7 @@ def _refuse_job_shell(environ: Mapping[str, str]) -> NoReturn:
     shell = "the batch shell" if in_batch_step(environ) else "a shell"
     raise LauncherEnvironmentError(
         f"this is {shell} of job {environ['SLURM_JOB_ID']}, not a rank: start with srun (srun -N1 -n1 for a single "
-        "process), or `clusterddp submit`"
+        "process) or `clusterddp submit`"
     )
 
 
@@ -304,7 +304,7 @@ def _refuse_job_shell(environ: Mapping[str, str]) -> NoReturn:
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
-    """MASTER_ADDR and MASTER_PORT as set; empty is unset."""
+    """MASTER_ADDR and MASTER_PORT; an empty value counts as unset."""
     port = environ.get("MASTER_PORT")
     if port and not (re.fullmatch(r"[0-9]{1,5}", port) and int(port) < 65536):
         raise LauncherEnvironmentError(f"MASTER_PORT={port} is not a port: expected a number from 0 to 65535")
@@ -313,7 +313,9 @@ def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
 
 def _number(environ: Mapping[str, str], name: str, launcher: Launcher) -> int:
     if name not in environ:
-        raise LauncherEnvironmentError(f"launcher {launcher}: {name} is not set, though it sets it for every rank")
+        raise LauncherEnvironmentError(
+            f"launcher {launcher}: {name} is not set, but this launcher sets it for every rank"
+        )
     if not re.fullmatch(r"[0-9]{1,18}", environ[name]):
         raise LauncherEnvironmentError(f"launcher {launcher}: {name}={environ[name]!r}, expected a whole number")
     return int(environ[name])
@@ -331,5 +333,5 @@ def _contradiction(environ: Mapping[str, str], launcher: Launcher, reason: str, 
 
 
 def _shown(environ: Mapping[str, str], *names: str) -> str:
-    """``NAME=value`` of those that are set."""
+    """``NAME=value`` of the names that are set."""
     return ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys(names) if name in environ)

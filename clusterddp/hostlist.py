@@ -8,21 +8,21 @@ from itertools import product
 
 from clusterddp.errors import LauncherEnvironmentError
 
-#: The commas between hosts: those that no bracket closes over.
+#: The commas between hosts, not those inside brackets.
 _COMMA = re.compile(r",(?![^\[\]]*\])")
 _HOST = re.compile(r"(?:[\w.:-]|\[[^\[\]]*\])+", re.ASCII)
 _PIECE = re.compile(r"\[[^\[\]]*\]|[^\[\]]+")
 _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
-#: Slurm refuses longer ranges too; no cluster has so many nodes.
+#: Slurm refuses longer ranges, too.
 _LONGEST_RANGE = _MOST_HOSTS = 65536
 
 
 def expand(hostlist: str) -> list[str]:
-    """The host names in ``hostlist``, in the order of ``scontrol show hostnames``; none for an empty string.
+    """The host names in ``hostlist``, in the order of ``scontrol show hostnames``; an empty list for an empty string.
 
-    Stricter than scontrol, which takes ``n[1`` for a host and drops the empty part of ``a,,b``: anything malformed
-    raises LauncherEnvironmentError. Unlike scontrol 22.05 it allows text after the last bracket (``cn[1-2]-ib0``).
+    Raises LauncherEnvironmentError for malformed lists, also where scontrol does not: it accepts ``n[1`` as a host and
+    drops the empty part of ``a,,b``. Unlike scontrol 22.05 it allows text after the last bracket (``cn[1-2]-ib0``).
     """
     if not hostlist:
         return []
@@ -36,7 +36,7 @@ def expand(hostlist: str) -> list[str]:
 
 def _expand_part(part: str, hostlist: str) -> list[str]:
     if not _HOST.fullmatch(part):
-        raise _malformed(hostlist, f"{part!r} is no host" if part else "it has an empty part")
+        raise _malformed(hostlist, f"{part!r} is not a host" if part else "it has an empty part")
     pieces = [_alternatives(piece, hostlist) for piece in _PIECE.findall(part)]
     brackets = [index for index, piece in enumerate(_PIECE.findall(part)) if piece.startswith("[")]
     # Slurm's order: the last bracket varies fastest, then the first, then the second, and so on.
@@ -51,7 +51,7 @@ def _expand_part(part: str, hostlist: str) -> list[str]:
 
 
 def _alternatives(piece: str, hostlist: str) -> list[str]:
-    """What a piece of a host name may read: itself, or the numbers of a bracket, padded like the range's start."""
+    """A piece of a host name, or the numbers of a bracket, padded like the start of their range."""
     if not piece.startswith("["):
         return [piece]
     numbers: list[str] = []
@@ -61,7 +61,7 @@ def _alternatives(piece: str, hostlist: str) -> list[str]:
             raise _malformed(hostlist, f"{part!r} in {piece} is neither a number nor a range")
         first, last = match[1], match[2] or match[1]
         if not 0 <= int(last) - int(first) < _LONGEST_RANGE:
-            raise _malformed(hostlist, f"the range {part} runs backwards or is longer than {_LONGEST_RANGE}")
+            raise _malformed(hostlist, f"the range {part} is reversed or longer than {_LONGEST_RANGE}")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
         if len(numbers) > _MOST_HOSTS:
             raise _malformed(hostlist, f"{piece[:40]} names more than {_MOST_HOSTS} hosts")
@@ -74,14 +74,14 @@ def tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if not match:
-            raise LauncherEnvironmentError(f"malformed tasks per node {text!r}: expected a form such as '2(x3),1'")
+            raise LauncherEnvironmentError(f"malformed tasks per node {text!r}: expected, for example, '2(x3),1'")
         if len(counts) + int(match[2] or 1) > _MOST_HOSTS:
-            raise LauncherEnvironmentError(f"tasks per node {text!r} are of more than {_MOST_HOSTS} nodes")
+            raise LauncherEnvironmentError(f"tasks per node {text!r}: more than {_MOST_HOSTS} nodes")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def _malformed(hostlist: str, reason: str) -> LauncherEnvironmentError:
     return LauncherEnvironmentError(
-        f"malformed host list {hostlist!r}: {reason}; expected a form such as 'a1,rack[1-2]node[01-02]'"
+        f"malformed host list {hostlist!r}: {reason}; expected, for example, 'a1,rack[1-2]node[01-02]'"
     )

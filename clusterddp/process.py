@@ -1,7 +1,4 @@
-"""Processes of this machine: how ours are started, start time, children, death with the parent, exit handlers.
-
-For Linux.
-"""
+"""Processes on Linux: starting our modules, start times, children, death with the parent, exit handlers."""
 
 from __future__ import annotations
 
@@ -22,39 +19,39 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-#: Processes of a rank, by their command, that end by themselves when the rank has: a save in progress, and
-#: multiprocessing's own.
+#: Child processes of a rank, by their command, that exit by themselves after the rank: a save in progress, and those of
+#: multiprocessing.
 END_BY_THEMSELVES = ("clusterddp.checkpoint.writer", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
-#: The folder that Python finds this package in.
+#: The folder on sys.path that contains this package.
 PACKAGE_FOLDER = Path(__file__).absolute().parents[1]
-#: As `python -P -m`, which only Python 3.11 and later have. Nothing but built-in modules is imported before.
+#: Like `python -P -m`, which requires Python 3.11. Only built-in modules are imported before.
 _ISOLATED = (
     'import sys; sys.path = [*filter(None, sys.path)%s]; import runpy; runpy.run_module("%s", None, "__main__", True)'
 )
 
 
 def module_command(module: str, python: str | None = None) -> list[str]:
-    """The beginning of a command that runs one of clusterddp's own modules, by this interpreter or by ``python``.
+    """The start of a command that runs a module of clusterddp, with this interpreter or with ``python``.
 
-    As ``python -u -m MODULE``, but modules are not searched for in the folder that it is started in: in one that
-    others may write, such as /tmp, somebody else's ``yaml.py`` would be executed.
+    Like ``python -u -m MODULE``, but without the current folder on sys.path: in a folder that others can write to, such
+    as /tmp, another user's ``yaml.py`` would be executed.
     """
-    # This package's folder comes last: it may have been found in the current one, or by a PYTHONPATH that was changed.
+    # This package's folder comes last: it may have been the current one, or on a PYTHONPATH that has changed.
     more = "" if python else f", {json.dumps(str(PACKAGE_FOLDER), ensure_ascii=False)}"
     return [python or sys.executable, "-u", "-c", _ISOLATED % (more, module)]
 
 
 def process_start(pid: int) -> str | None:
-    """When a process started, in clock ticks since boot (proc(5), field 22); None when there is none, or a zombie.
+    """A process's start time in clock ticks since boot (proc(5), field 22); None if it does not exist or is a zombie.
 
-    With its number it names a process for good: numbers are used again.
+    The pid and the start time together identify a process: pids are reused.
     """
     status = _status(pid)
     return None if status is None or status[0] == "Z" else status[19]
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """The processes below ``pid``, children first: their pids and command lines. Zombies are left out."""
+    """The descendants of ``pid``, children first: pids and command lines, without zombies."""
     processes = _processes()
     found: dict[int, str] = {}
     below = processes.get(pid, [])
@@ -65,7 +62,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def _processes() -> dict[int, list[int]]:
-    """All processes of this machine that run, by their parents. None for a process that may open no more files."""
+    """The pids of all processes of this machine except zombies, by parent; empty if no file can be opened."""
     found: dict[int, list[int]] = {}
     try:
         entries = list(Path("/proc").glob("[0-9]*"))
@@ -78,7 +75,7 @@ def _processes() -> dict[int, list[int]]:
 
 
 def _status(pid: int) -> list[str] | None:
-    """The state, the parent's pid and the further fields of proc(5)'s stat; None when there is no such process."""
+    """The fields of proc(5)'s stat, from the state on; None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -96,7 +93,7 @@ _exit_handlers: list[Callable[[], Any]] = []
 
 
 def at_exit(act: Callable[[], Any]) -> None:
-    """``atexit.register`` for this process alone: a forked child that exits does not call it."""
+    """``atexit.register`` for this process only: forked children do not call ``act``."""
     atexit.register(act)
     _exit_handlers.append(act)
 
@@ -117,33 +114,30 @@ os.register_at_fork(after_in_child=_drop_exit_handlers)
 
 
 def process_namespace() -> str:
-    """Where this process's number is valid: on this machine, since it was started, in this container.
-
-    A container that is started again, by whatever name, is another one.
-    """
+    """Identifies where this process's pid is valid: this boot of this machine and, in a container, this start of it."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def signal_ranks(supervisor: int, signum: int) -> None:
-    """Signals the ranks of a local run, and nothing that they have started, as Slurm's proctrack/cgroup does."""
+    """Signals the ranks of a local run but not their children, as Slurm with proctrack/cgroup does."""
     for child in children(supervisor):
         with suppress(ProcessLookupError):
             os.kill(child, signum)
 
 
 def children(parent: int) -> list[int]:
-    """The processes that a process has started and that still run."""
+    """The running child processes of a process."""
     return sorted(_processes().get(parent, []))
 
 
 def adopt_orphans() -> None:
-    """From now on this process becomes the parent of those below it that lose theirs, instead of init."""
+    """Makes this process, instead of init, the new parent of descendants whose parent exits."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """KILLs this process when its parent ends, however that happens: nothing of a local run is left behind."""
+    """Has the kernel KILL this process when its parent ends, so that a local run leaves no processes behind."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -151,7 +145,7 @@ def die_with_parent() -> None:
 
 
 def speak_on_a_full_disk() -> None:
-    """From now on what standard output or standard error cannot take is lost, and stops nobody who prints."""
+    """Makes prints to stdout and stderr never fail; output that cannot be written is lost."""
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(io.BufferedWriter(_Forgiving(number)), errors="backslashreplace", line_buffering=True)
         for number in (1, 2)
@@ -159,7 +153,7 @@ def speak_on_a_full_disk() -> None:
 
 
 class _Forgiving(io.RawIOBase):
-    """A file descriptor that takes everything."""
+    """A file descriptor to which writes never fail."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -178,10 +172,9 @@ class _Forgiving(io.RawIOBase):
 
 
 class RunningClock:
-    """Seconds for which this process has run, as one of its threads sees it that looks every ``tick_s`` seconds.
+    """The seconds for which this process has been running, for a thread that calls ``look`` every ``tick_s`` seconds.
 
-    A job that was suspended (SIGSTOP, SIGCONT) lived through nothing in the meantime: between two looks no more than
-    three ticks pass.
+    The time during which a job was suspended (SIGSTOP, SIGCONT) does not count: at most three ticks pass per call.
     """
 
     def __init__(self, tick_s: float) -> None:
@@ -189,7 +182,7 @@ class RunningClock:
         self.now = 0.0
 
     def look(self, counts: bool = True) -> float:
-        """Moves on, unless the time since the last look does not count; returns the seconds that do not."""
+        """Adds the time since the last call to ``now``, if it ``counts``; returns the seconds that were not added."""
         looked = time.monotonic()
         passed, self._looked = looked - self._looked, looked
         counted = min(passed, self._most_s) if counts else 0.0
