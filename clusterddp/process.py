@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import io
 import json
 import os
 import signal
@@ -13,10 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
+from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 #: Child processes of a rank, by their command, that exit by themselves after the rank: a save in progress, and those of
@@ -142,33 +138,6 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def speak_on_a_full_disk() -> None:
-    """Makes prints to stdout and stderr never fail; output that cannot be written is lost."""
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.BufferedWriter(_Forgiving(number)), errors="backslashreplace", line_buffering=True)
-        for number in (1, 2)
-    )
-
-
-class _Forgiving(io.RawIOBase):
-    """A file descriptor to which writes never fail."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Buffer) -> int:
-        try:
-            return os.write(self._descriptor, data)
-        except OSError:
-            return memoryview(data).nbytes
 
 
 class RunningClock:

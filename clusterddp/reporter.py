@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 
 def show(text: str) -> None:
@@ -28,3 +33,30 @@ def say_unlocked(message: str) -> None:
     """``say`` for a thread that is about to end the process, while the main thread may hold the lock of sys.stderr."""
     with suppress(OSError):
         os.write(2, f"clusterddp: {message}\n".encode(errors="backslashreplace"))
+
+
+def ignore_print_errors() -> None:
+    """Makes prints to stdout and stderr never fail; output that cannot be written is lost."""
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.BufferedWriter(_Forgiving(number)), errors="backslashreplace", line_buffering=True)
+        for number in (1, 2)
+    )
+
+
+class _Forgiving(io.RawIOBase):
+    """A file descriptor to which writes never fail."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError:
+            return memoryview(data).nbytes

@@ -25,8 +25,8 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import check_revealed
-from clusterddp.process import die_with_parent, speak_on_a_full_disk
-from clusterddp.reporter import say
+from clusterddp.process import die_with_parent
+from clusterddp.reporter import ignore_print_errors, say
 from clusterddp.rundir.files import follow_folder, remove
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
@@ -111,7 +111,7 @@ def prepare_process() -> None:
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # ends srun's step; what a shell has put in the background ignores it
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    speak_on_a_full_disk()  # the log is in the run directory
+    ignore_print_errors()  # the log is in the run directory, whose disk may be full
 
 
 def supervise(run: RunDirectory, job: Job, launcher: Callable[[], Launcher], controller: Controller) -> int:

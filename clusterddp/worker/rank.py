@@ -57,14 +57,14 @@ def main() -> None:
     record = run.rank_record(int(os.environ[protocol.ATTEMPT]), ranks.rank)
     end: dict[str, Any] = {"rank": ranks.rank, "host": socket.gethostname(), "started": started}
     if _notified():
-        _leave(record, {**end, "end": "stopped", "reason": "stop signal before the script started"}, 0)
+        _exit_with_record(record, {**end, "end": "stopped", "reason": "stop signal before the script started"}, 0)
     try:
         held_port = join(ranks)
     except ClusterddpError as error:
         say(str(error))
-        _leave(record, {**end, "end": "lost", "error": str(error)}, 1)
+        _exit_with_record(record, {**end, "end": "lost", "error": str(error)}, 1)
     if control_channel.current is None:
-        _leave(record, {**end, "end": "stopped", "reason": "stop signal before all ranks had joined"}, 0)
+        _exit_with_record(record, {**end, "end": "stopped", "reason": "stop signal before all ranks had joined"}, 0)
     control_channel.current.listen(lambda: exit_if_superseded(run, record, end), lambda order: obey(order, end))
     _let_signals_through()
     at_exit(rank_exit.end_daemonic)
@@ -73,7 +73,7 @@ def main() -> None:
     if os.getpid() != process:
         rank_exit.finish_child(code)
     del held_port
-    _leave(record, {**end, **values, "used_clusterddp": _used_clusterddp()}, code)
+    _exit_with_record(record, {**end, **values, "used_clusterddp": _used_clusterddp()}, code)
 
 
 def whole_command(command: list[str], run: RunDirectory) -> list[str]:
@@ -131,7 +131,7 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
         time.sleep(FENCE_S)
     words = f"attempt {own} superseded by attempt {run.newest_attempt()}"
     say(f"{words}; not writing, rank {end['rank']} exits")
-    _leave(record, {**end, "end": "superseded", "reason": words}, 1)
+    _exit_with_record(record, {**end, "end": "superseded", "reason": words}, 1)
 
 
 def obey(order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
@@ -256,19 +256,19 @@ def _below_the_script(file: str) -> bool:
     return file in ours or file.endswith("/submitit/core/utils.py")
 
 
-def _leave(record: Path, end: dict[str, Any], code: int) -> NoReturn:
+def _exit_with_record(record: Path, end: dict[str, Any], code: int) -> NoReturn:
     """Records the end and exits; after a failure at once, without waiting for threads or the process group."""
     _record(record, end)
     if code == 0:
         rank_exit.finish(0, stopped=end["end"] == "stopped")
-    rank_exit.leave(code)
+    rank_exit.exit_now(code)
 
 
 def _bound_stop(record: Path, end: dict[str, Any], stopped: Stopped) -> None:
     """Limits the time that the script may take to exit after a stop: its state is saved and its nodes are needed."""
     values, code = _stopped(stopped)
     known = {**end, **values, "used_clusterddp": True}
-    rank_exit.watch(rank_exit.STOP_GRACE_S, "the stop", code, lambda: _record(record, known))
+    rank_exit.exit_within(rank_exit.STOP_GRACE_S, "the stop", code, lambda: _record(record, known))
 
 
 _recorded = threading.Lock()

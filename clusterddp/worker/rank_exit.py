@@ -30,18 +30,18 @@ STOP_GRACE_S = 10.0
 KILL_AFTER_S = 1.0
 
 _end_multiprocessing = multiprocessing.util._exit_function  # type: ignore[attr-defined]
-_watching = False
+_limited = False
 
 
-def watch(grace_s: float, since: str, exit_code: int, record: Callable[[], None] = lambda: None) -> None:
+def exit_within(grace_s: float, since: str, exit_code: int, record: Callable[[], None] = lambda: None) -> None:
     """Ends this process with ``exit_code`` in ``grace_s`` seconds, unless it has exited. Only the first call counts.
 
     ``since``: what the grace period starts at, for the message. ``record`` is called just before the exit.
     """
-    global _watching
-    if _watching:
+    global _limited
+    if _limited:
         return
-    _watching = True
+    _limited = True
 
     def overdue() -> None:
         time.sleep(grace_s)
@@ -62,7 +62,7 @@ def finish(exit_code: int, *, stopped: bool) -> NoReturn:
     ``multiprocessing`` gets one second: if the TERM to all processes of the step killed an idle worker of a Pool, its
     lock is never released, and the Pool would wait for it indefinitely.
     """
-    watch(EXIT_GRACE_S, "the end of the script", exit_code)
+    exit_within(EXIT_GRACE_S, "the end of the script", exit_code)
     threading._shutdown()  # type: ignore[attr-defined]
     if stopped:
         atexit.unregister(_end_multiprocessing)
@@ -72,7 +72,7 @@ def finish(exit_code: int, *, stopped: bool) -> NoReturn:
         cleaning = threading.Thread(target=_end_multiprocessing, daemon=True)
         cleaning.start()
         cleaning.join(KILL_AFTER_S)
-    leave(exit_code)
+    exit_now(exit_code)
 
 
 def finish_child(exit_code: int) -> NoReturn:
@@ -89,7 +89,7 @@ def finish_child(exit_code: int) -> NoReturn:
     _exit(exit_code)
 
 
-def leave(exit_code: int) -> NoReturn:
+def exit_now(exit_code: int) -> NoReturn:
     """Ends this process and its children now."""
     left = end_children()
     if left:
