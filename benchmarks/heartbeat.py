@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks import report
 from benchmarks.agreement import BAR, RANKS, Pair, Trainer, command_line, compare, pair, run_ranks
-from clusterddp.failures.hangs import Watch
+from clusterddp.failures.hangs import Hang, Watch
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.supervisor.control_server import ControlServer
 from clusterddp.training.compute_time import OwnTime
@@ -85,26 +84,22 @@ def measure(pairs: int, steps: int, step_s: float) -> dict[str, Any]:
 
 
 def supervised(arguments: list[str]) -> dict[str, Any]:
-    """Runs the ranks with a supervisor's link and watch in this process; counts the beats."""
-    beats, hangs, lock = [0], [0], threading.Lock()
-
-    def count(into: list[int]) -> None:
-        with lock:
-            into[0] += 1
-
-    watch = Watch(WATCHDOG.beat_s, lambda _: count(hangs), lambda _: None)
+    """Runs the ranks with a supervisor's control channel and watchdog in this process; counts the beats."""
+    beats = hangs = 0
+    watch = Watch(WATCHDOG.beat_s)
 
     def hear(rank: int, event: str, values: Any) -> None:
+        nonlocal beats, hangs
         if event == "alive":
-            count(beats)
+            beats += 1
             watch.hear(rank, "localhost", values)
+            hangs += any(isinstance(found, Hang) for found in watch.look())
 
     token = secrets.token_hex(16)
     server = ControlServer(token, hear, host="127.0.0.1")
     figures = run_ranks("benchmarks.heartbeat", arguments, **{ADDRESS: f"127.0.0.1:{server.port}", TOKEN: token})
-    watch.close()
     server.close()
-    return {**figures, "beats": beats[0], "hangs": hangs[0]}
+    return {**figures, "beats": beats, "hangs": hangs}
 
 
 def describe(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:

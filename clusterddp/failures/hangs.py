@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import statistics
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.process import RunningClock
+from clusterddp.rundir.records import Schema, is_count, is_text, optional, schema_error
 
 #: Heartbeats between a rank's timeout and the verdict that the run hangs: meanwhile the ranks' stacks are written.
 PATIENCE_BEATS = 3
@@ -207,48 +207,47 @@ def find_slow(signs: Iterable[Sign]) -> list[Slow]:
 
 
 class Watch:
-    """A thread that looks for a hang until it is closed or has found one: ``on_hang`` is called once, in the thread.
+    """Finds hung and slow ranks in their heartbeats; a slow rank once, and again when its ratio doubles.
 
-    To be closed when a rank's connection breaks: a lost node is not a hang. ``on_slow`` is called for a slow rank, and
-    again whenever it has become twice as slow. Time in which the supervisor does not receive heartbeats (``deaf``: it
-    waits for a disk that does not respond) does not count.
+    Time passes with each look that counts.
     """
 
-    def __init__(
-        self,
-        beat_s: float,
-        on_hang: Callable[[Hang], None],
-        on_slow: Callable[[Slow], None],
-        deaf: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._beat_s, self._on_hang, self._on_slow, self._deaf = beat_s, on_hang, on_slow, deaf
+    def __init__(self, beat_s: float) -> None:
+        self._clock, self._search = RunningClock(beat_s), Search(beat_s)
         self._warned: dict[int, float] = {}
         self._signs: dict[int, Sign] = {}
-        self._lock = threading.Lock()
-        self._end = threading.Event()
-        self._clock, self._search = RunningClock(beat_s), Search(beat_s)
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
 
     def hear(self, rank: int, host: str, beat: Mapping[str, Any]) -> None:
-        """Takes a rank's heartbeat."""
-        with self._lock:
-            now, told = self._clock.now, {name: beat[name] for name in _TOLD if name in beat}
-            self._signs[rank] = Sign(rank, host, moved=now - beat["age_s"], heard=now, **told)
+        """A rank's heartbeat has come. ValueError unless it is of the expected form."""
+        if wrong := schema_error(beat, _BEAT):
+            raise ValueError(wrong)
+        now, told = self._clock.now, {name: beat[name] for name in _TOLD if name in beat}
+        self._signs[rank] = Sign(rank, host, moved=now - beat["age_s"], heard=now, **told)
 
-    def close(self) -> None:
-        """Ends the thread."""
-        self._end.set()
+    def look(self, counts: bool = True) -> list[Hang | Slow]:
+        """What has been found by now; to be called every ``beat_s`` seconds."""
+        self._clock.look(counts)
+        signs = list(self._signs.values())
+        found: list[Hang | Slow] = []
+        for slow in find_slow(signs):
+            if slow.ratio > 2 * self._warned.get(slow.rank, 0.0):
+                self._warned[slow.rank] = slow.ratio
+                found.append(slow)
+        hang = self._search.look(signs, self._clock.now)
+        return [*found, hang] if hang else found
 
-    def _look(self) -> None:
-        while not self._end.wait(self._beat_s):
-            with self._lock:
-                self._clock.look(counts=not self._deaf())
-                signs = list(self._signs.values())
-            hang = self._search.look(signs, self._clock.now)
-            for slow in find_slow(signs):
-                if slow.ratio > 2 * self._warned.get(slow.rank, 0.0):
-                    self._warned[slow.rank] = slow.ratio
-                    self._on_slow(slow)
-            if hang is not None:
-                self._on_hang(hang)
-                return
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+_BEAT: Schema = {
+    "count": is_count,
+    "step": is_count,
+    "age_s": _is_seconds,
+    "allowed_s": optional(_is_seconds),
+    "place": optional(is_text),
+    "own_s": optional(_is_seconds),
+    "step_s": optional(_is_seconds),
+    "still_s": optional(_is_seconds),
+}

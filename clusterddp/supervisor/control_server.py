@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -78,7 +78,9 @@ class ControlServer:
         self._store: dict[str, Any] | None = None
         self._told: dict[str, Any] = {}
         self._most_strangers = _most_strangers(ranks or 0)
+        self._requests: deque[Callable[[], None]] = deque()  # of other threads
         self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_write.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
@@ -86,17 +88,24 @@ class ControlServer:
         self._thread.start()
 
     def tell(self, **values: Any) -> None:
-        """Ranks that are greeted from now on hear this, too."""
-        self._told = {**self._told, **values}
+        """Adds values to the answer that each rank gets when it joins from now on."""
+        self._request(lambda: self._told.update(values))
 
     def broadcast(self, **words: Any) -> None:
-        """Every rank that has joined hears this now. Never waits: who cannot be reached at once does not hear it.
+        """Sends a message to all ranks that have joined. Never waits: a rank that cannot take it at once is skipped."""
+        self._request(lambda: self._send_to_all(words))
 
-        Nor does who is falling silent: with data on its way, the kernel would begin to count anew.
-        """
-        for peer in list(self._peers.values()):
+    def _request(self, act: Callable[[], None]) -> None:
+        """Has the server's thread do something at once; nothing after ``close``."""
+        self._requests.append(act)
+        with suppress(OSError):
+            self._wake_write.send(b".")
+
+    def _send_to_all(self, words: Mapping[str, Any]) -> None:
+        for peer in self._peers.values():
             if peer.rank is not None:
                 with suppress(OSError):
+                    # With data in flight to a rank that is falling silent, the kernel would begin to count again.
                     if _unanswered_probes(peer.connection) < _FALLING_SILENT:
                         send_line(peer.connection, words)
 
@@ -120,8 +129,11 @@ class ControlServer:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._wake_read:
-                    deadline = time.monotonic() + _LAST_WORDS_S
-                    self._selector.unregister(self._wake_read)
+                    if not self._wake_read.recv(4096):
+                        deadline = time.monotonic() + _LAST_WORDS_S
+                        self._selector.unregister(self._wake_read)
+                    while self._requests:
+                        self._requests.popleft()()
                 elif (peer := self._peers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                     self._receive(peer)
             self._drop_slow_strangers()

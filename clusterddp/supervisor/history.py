@@ -6,7 +6,6 @@ It is read once, when the attempt starts, and kept: nothing that a supervisor de
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -32,34 +31,26 @@ class History:
 
     def __init__(self, run: RunDirectory, attempt: int, secrets: Sequence[str] = ()) -> None:
         self._run, self._attempt, self.secrets = run, attempt, secrets
-        self._lock = threading.Lock()
         self._pending: list[dict[str, Any]] = []
         self._closed = False
         self.newest_step: int | None = None
         self.newest_checkpoint: int | None = None
-        self.last_save_s = 0.0
         drop_torn_line(run.events_file)
-        self._events = run.events()
+        #: All events of the run, oldest first, with those that a full disk has not taken yet.
+        self.events = run.events()
 
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """All events of the run, oldest first, with those that a full disk has not taken yet."""
-        with self._lock:
-            return list(self._events)
-
-    def add(self, event: str, **values: Any) -> None:
+    def add(self, event: str, /, **values: Any) -> None:
         """Appends one event, unless the history was closed."""
         line = {"time": time.time(), "attempt": self._attempt, "event": event, **self._presentable(values)}
-        with self._lock:
-            if self._closed:
-                return
-            self.newest_step = _highest([self.newest_step, values.get("step")])
-            if event == "checkpoint":
-                self.newest_checkpoint, self.last_save_s = values["step"], values["durable_s"]
-            self._events.append(line)
-            self._pending.append(line)
-            self._write_pending()
-            written = not self._pending
+        if self._closed:
+            return
+        self.newest_step = _highest([self.newest_step, values.get("step")])
+        if event == "checkpoint":
+            self.newest_checkpoint = values["step"]
+        self.events.append(line)
+        self._pending.append(line)
+        self._write_pending()
+        written = not self._pending
         words = sentence(line)
         if words:  # a local run's terminal shows what is in the file, and the supervisor's standard error
             print(words, file=sys.stdout if written else sys.stderr, flush=True)
@@ -79,9 +70,8 @@ class History:
                 say(f"cannot write the history ({error.strerror}); retrying with the next event")
 
     def close(self) -> None:
-        """Nothing is written any more: a newer attempt's supervisor is the file's writer now."""
-        with self._lock:
-            self._closed = True
+        """Nothing is written any more, from any thread: a newer attempt's supervisor is the file's writer now."""
+        self._closed = True
 
     def saved(self) -> dict[str, Any]:
         """Where this attempt came to (0: no further; None: it records no steps), and its newest checkpoint, if any."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,6 @@ from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import END_BY_THEMSELVES, adopt_orphans, descendants, module_command
 from clusterddp.rundir.files import create_file
 
-ABANDON_S = 5.0
 #: How often srun's messages are looked at, in seconds.
 LOOK_S = 2.0
 
@@ -30,6 +28,8 @@ class Launcher(Protocol):
     #: when srun tells them).
     name: str
     supervisor_host: str
+    #: Grace period, in seconds, for reachable ranks to exit before ``abandon``.
+    abandon_s: float
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts all ranks; their output goes to ``logs/rank-<r>.out`` and ``.err``."""
@@ -55,6 +55,7 @@ class SlurmLauncher:
 
     name = "slurm"
     supervisor_host = ""
+    abandon_s = 5.0
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -85,10 +86,7 @@ class SlurmLauncher:
         self._srun.send_signal(signal.SIGQUIT)
 
     def abandon(self) -> None:
-        """Leaves srun a few seconds, in which the ranks within reach end by themselves."""
-        deadline = time.monotonic() + ABANDON_S
-        while self._srun.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
+        """Kills srun, which would wait for a node that it cannot reach."""
         self._srun.kill()
 
     def wait(self) -> int:
@@ -149,6 +147,7 @@ class LocalLauncher:
 
     name = "local"
     supervisor_host = "127.0.0.1"
+    abandon_s = 0.0
 
     def __init__(self, job: Job, terminal_rank: int | None = None, told: Callable[[], bool] = lambda: False) -> None:
         self._job, self._terminal_rank, self._told = job, terminal_rank, told

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 from clusterddp.errors import ClusterddpError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.failures import exclusion
@@ -22,79 +24,77 @@ from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.messages import failure_box
 from clusterddp.supervisor.verdict import Action, RankEnd, Verdict, judge
 
+_T = TypeVar("_T")
 #: The answer when the ranks are to be started anew in this very job.
 RESTART = -1
 #: Pauses between two questions to a controller that does not answer: from the first to the longest, in seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 
-class AttemptResult(Protocol):
+@dataclass(frozen=True)
+class AttemptResult:
     """How an attempt ended: its ranks have exited."""
 
-    @property
-    def told(self) -> bool:
-        """Whether they were told to stop."""
-
-    @property
-    def hang(self) -> Hang | None:
-        """The hang that they were ended for."""
-
-    @property
-    def lost_nodes(self) -> list[str]:
-        """The nodes that were lost with their ranks."""
-
-    def ends(self) -> list[RankEnd]:
-        """How each of them ended."""
-
-    def node_of(self, rank: int) -> str:
-        """The node that a rank was on."""
-
-    def superseded(self) -> bool:
-        """Whether a newer attempt exists."""
-
-    def stop_margin_s(self) -> float:
-        """How many seconds before the time limit the ranks are told to stop."""
+    exit_code: int
+    """The launcher's."""
+    told: bool
+    """Whether the ranks were told to stop."""
+    hang: Hang | None
+    """The hang that they were killed for."""
+    ends: tuple[RankEnd, ...]
+    """How each rank ended."""
+    nodes: tuple[str, ...]
+    """The node of each rank."""
+    lost_nodes: tuple[str, ...]
+    """The nodes that were lost with their ranks."""
+    stop_margin_s: float
+    """How many seconds before the time limit the ranks are told to stop."""
 
 
 class Recovery:
     """What follows once the ranks of attempt ``number`` have exited."""
 
     def __init__(
-        self, run: RunDirectory, job: Job, number: int, controller: Controller, history: History, ranks: AttemptResult
+        self,
+        run: RunDirectory,
+        job: Job,
+        number: int,
+        controller: Controller,
+        history: History,
+        result: AttemptResult,
     ) -> None:
         self._run, self._job, self._number = run, job, number
-        self._controller, self._history, self._ranks = controller, history, ranks
+        self._controller, self._history, self._result = controller, history, result
 
-    def after(self, exit_code: int) -> int:
-        """Does what is right after the launcher's ``exit_code``; returns this process's exit code, or RESTART."""
-        return self._act(judge(self._ranks.ends(), exit_code, self._ranks.told, self._why))
+    def act(self) -> int:
+        """Restarts, requeues, resubmits or ends the run; returns this process's exit code, or RESTART."""
+        return self._act(self._judge(self._result.exit_code, self._why))
+
+    def _judge(self, exit_code: int, why: Callable[[], Cause]) -> Verdict:
+        return judge(self._result.ends, exit_code, self._result.told, why)
 
     def _why(self) -> Cause:
-        """The newer attempt and the mark that ``clusterddp cancel`` leaves come before the controller's word.
+        """A newer attempt and the mark that ``clusterddp cancel`` leaves take precedence over the controller's answer.
 
-        A controller that is away is asked until it answers: nothing is ever requeued blind, and at the end of the grace
-        we are killed.
+        An unreachable controller is asked until it answers: nothing is ever requeued without its word, and at the end
+        of the grace period this process is killed.
         """
-        pause_s = FIRST_PAUSE_S
-        while True:
-            try:
-                if self._ranks.superseded():
-                    return Cause.SUPERSEDED
-                if self._run.cancelled:
-                    return Cause.CANCELLED
-                return self._controller.why(self._ranks.stop_margin_s())
-            except SlurmMissing:
-                return Cause.UNKNOWN
-            except (SlurmUnavailable, OSError) as error:  # or the run directory cannot be read
-                say(f"asking again in {pause_s:g} s: {error}")
-                time.sleep(pause_s)
-                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
-            except SlurmError as error:
-                say(str(error))
-                return Cause.UNKNOWN
+
+        def ask() -> Cause:
+            if self._run.superseded(self._number):
+                return Cause.SUPERSEDED
+            return Cause.CANCELLED if self._run.cancelled else self._controller.why(self._result.stop_margin_s)
+
+        try:
+            return _until_answered(ask)
+        except SlurmMissing:
+            return Cause.UNKNOWN
+        except SlurmError as error:
+            say(str(error))
+            return Cause.UNKNOWN
 
     def _act(self, verdict: Verdict) -> int:
-        if verdict.cause is Cause.SUPERSEDED or self._superseded():
+        if verdict.cause is Cause.SUPERSEDED or _until_answered(partial(self._run.superseded, self._number)):
             newest = self._run.newest_attempt()
             say(f"attempt {self._number} superseded by attempt {newest}; not writing")
             return 1
@@ -113,21 +113,10 @@ class Recovery:
         self._history.conclude(verdict.action.value, verdict.reason)
         return verdict.exit_code
 
-    def _superseded(self) -> bool:
-        """Whether a newer attempt exists; asked until the run directory can be read."""
-        pause_s = FIRST_PAUSE_S
-        while True:
-            try:
-                return self._ranks.superseded()
-            except OSError as error:
-                say(f"cannot read the run directory ({error}); retrying in {pause_s:g} s")
-                time.sleep(pause_s)
-                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
-
     def _tell_failure(self, failure: RankEnd, others: Sequence[RankEnd]) -> None:
         """In the history, and as a box in the job's log."""
         step = self._history.saved()["step"]
-        if self._ranks.hang is None:  # which is in the history already
+        if self._result.hang is None:  # which is in the history already
             self._add_failure(failure, step)
         box = failure_box(self._run, self._number, failure, others, step, time.time(), self._history.secrets)
         show(box)
@@ -137,7 +126,7 @@ class Recovery:
         if step is not None:
             values["step"] = step
         if failure.of_the_node and self._controller.resubmits:
-            values["suspect"] = self._ranks.node_of(failure.rank)
+            values["suspect"] = self._result.nodes[failure.rank]
         self._history.add("rank_failed", **values)
 
     def _ends_for_good(self) -> bool:
@@ -153,7 +142,7 @@ class Recovery:
 
         In a new job where a node of this one is to be left out: Slurm changes no nodes of a job that runs.
         """
-        lost = self._ranks.lost_nodes
+        lost = self._result.lost_nodes
         self._record_lost(lost)
         if self._bounded("restarted", verdict):
             return verdict.exit_code
@@ -164,12 +153,12 @@ class Recovery:
             choice = self._choose_nodes(lost)
             if lost:
                 return self._resubmit(verdict, choice.nodes, node_lost=True)
-            if {self._ranks.node_of(rank) for rank in range(self._job.world_size)} & set(choice.nodes):
+            if set(self._result.nodes) & set(choice.nodes):
                 try:
                     return self._hand_over(verdict, self._controller.resubmit(choice.nodes))
                 except SlurmError as error:
                     self._history.add("not_excluded", reason=f"no new job can be had ({error})")
-        hang = self._ranks.hang
+        hang = self._result.hang
         hung = f"rank {hang.late[0]} ({hang.host}) hung" if hang else None
         self._add_end("restarted", verdict, hung)
         return RESTART
@@ -248,24 +237,16 @@ class Recovery:
         A request that got no answer may have been carried out all the same. Returns the seconds between the question
         and the requeue's answer: a scancel in there is undone, because Slurm requeues what is being cancelled, too.
         """
-        pause_s = FIRST_PAUSE_S
-        while True:
+
+        def ask() -> float:
             now = self._why()
             if now is not cause:
-                raise _Changed(self._judge_anew(now))
+                raise _Changed(self._judge(0, lambda: now))
             asked = time.monotonic()
-            try:
-                self._controller.requeue()
-                return round(time.monotonic() - asked, 4)
-            except SlurmMissing:
-                raise
-            except SlurmUnavailable as error:
-                say(f"trying again in {pause_s:g} s: {error}")
-                time.sleep(pause_s)
-                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            self._controller.requeue()
+            return round(time.monotonic() - asked, 4)
 
-    def _judge_anew(self, cause: Cause) -> Verdict:
-        return judge(self._ranks.ends(), 0, self._ranks.told, lambda: cause)
+        return _until_answered(ask)
 
     def _resubmit(self, verdict: Verdict, without: Sequence[str] = (), node_lost: bool = False) -> int:
         """Continues the run in a new job; where that is refused, the run waits for someone to do so.
@@ -308,6 +289,20 @@ class Recovery:
     def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
         self._history.add(event, **ended, **values)
+
+
+def _until_answered(ask: Callable[[], _T]) -> _T:
+    """What ``ask`` returns; repeated while the controller, or the run directory, does not answer."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return ask()
+        except SlurmMissing:
+            raise
+        except (SlurmUnavailable, OSError) as error:
+            say(f"retrying in {pause_s:g} s: {error}")
+            time.sleep(pause_s)
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
 
 class _Changed(Exception):

@@ -226,7 +226,7 @@ _FOLLOWS = {
 }
 
 
-def judge(ends: list[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cause]) -> Verdict:
+def judge(ends: Sequence[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cause]) -> Verdict:
     """Decides what an attempt comes to. ``ask`` queries the controller and is called only where its answer matters.
 
     ``exit_code`` is the launcher's (srun's): it shows a death during the interpreter's shutdown, after the records.

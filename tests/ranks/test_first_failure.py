@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from clusterddp import protocol
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor import attempt as attempts
+from clusterddp.supervisor import decide
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.worker import rank
 from clusterddp.worker.control_channel import ControlChannel
@@ -73,18 +75,18 @@ def test_the_peers_of_a_failed_rank_are_told_to_leave_wherever_they_are(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm would wait for KillWait for a rank that sits in a collective; a process group, for its time-out."""
-    monkeypatch.setattr(attempts, "LET_GO_S", 0.05)
+    monkeypatch.setattr(decide, "PEER_GRACE_S", 0.05)
     run.create()
     told: list[str] = []
 
     class Waiting(FakeRanks):
         """Rank 1 raises; rank 0 waits for it, until the supervisor says something."""
 
-        def start(self, command: list[str], environment: object, logs: Path) -> None: ...
+        def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+            self._server = environment[protocol.SUPERVISOR], environment[protocol.TOKEN]
 
         def wait(self) -> int:
-            address, token = f"127.0.0.1:{attempt._server.port}", attempt._server._token
-            links = [ControlChannel.join(address, token, rank, 1, timeout=10) for rank in (0, 1)]
+            links = [ControlChannel.join(*self._server, rank, 1, timeout=10) for rank in (0, 1)]
             assert links[0] is not None and links[1] is not None
             links[1].send("left", host="n2", end="exception", error="ValueError: no", used_clusterddp=True)
             heard = threading.Event()

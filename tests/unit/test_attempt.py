@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp import protocol
 from clusterddp.cli.accounting import cost
 from clusterddp.errors import SlurmError, SlurmUnavailable
 from clusterddp.failures import exclusion
@@ -28,16 +30,15 @@ from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor import attempt as attempts
-from clusterddp.supervisor import lease, recovery
+from clusterddp.supervisor import decide, lease, recovery
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import Notice, SlurmController, give_notice, notice_file
+from clusterddp.supervisor.decide import ConnectionLost, ControllerAnswered, RankEvent, State
 from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
-from clusterddp.supervisor.verdict import judge
 from clusterddp.training.saving import between_interruptions_s
-from tests.waiting import wait_until
+from clusterddp.worker.control_channel import ControlChannel
 
 
 class FakeController:
@@ -98,7 +99,7 @@ class Refusing(FakeController):
 class FakeRanks:
     """Two ranks that leave records instead of running."""
 
-    name, supervisor_host = "slurm", "127.0.0.1"
+    name, supervisor_host, abandon_s = "slurm", "127.0.0.1", 0.0
 
     def __init__(self, run: RunDirectory, end: Mapping[str, Any]) -> None:
         self._run, self._end = run, end
@@ -110,6 +111,8 @@ class FakeRanks:
             write_json(self._run.rank_record(number, rank), end)
 
     def notify(self) -> None: ...
+
+    def kill(self) -> None: ...
 
     def abandon(self) -> None: ...
 
@@ -358,14 +361,10 @@ def test_a_node_that_failed_twice_is_left_out_of_the_next_job(run: RunDirectory)
         ({1: "n2"}, 1, "n2"),  # srun was told another distribution
     ],
 )
-def test_a_rank_is_looked_for_on_its_own_node(run: RunDirectory, hosts: dict[int, str], rank: int, node: str) -> None:
+def test_a_rank_is_looked_for_on_its_own_node(hosts: dict[int, str], rank: int, node: str) -> None:
     """That is the node which is blamed, and left out."""
-    controller = FakeController(Cause.NONE)
-    controller.describe = lambda: {"nodes": "n[1-2]"}  # type: ignore[method-assign]
     job = dataclasses.replace(JOB, nodes=2, gpus_per_node=4, gpus_per_rank=2)
-    attempt = Attempt(run, job, run.create_attempt(), FakeRanks(run, STOPPED), controller)
-    attempt._hosts.update(hosts)
-    assert attempt.node_of(rank) == node
+    assert State(job, nodes=("n1", "n2"), hosts=hosts).node_of(rank) == node
 
 
 def test_a_bad_node_is_left_out_where_fewer_suffice(run: RunDirectory) -> None:
@@ -415,6 +414,7 @@ class Cut(FakeRanks):
     when the first rank is being ended. To be told the attempt before the start."""
 
     attempt: Attempt
+    nodes: int
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         self._abandoned = threading.Event()
@@ -423,10 +423,10 @@ class Cut(FakeRanks):
         self._abandoned.set()
 
     def wait(self) -> int:
-        ranks = self.attempt._job.nodes
-        self.attempt._hosts.update({rank: f"n{rank + 1}" for rank in range(ranks)})
-        for rank in range(1, ranks):
-            self.attempt._on_lost(rank, True)
+        for rank in range(self.nodes):
+            self.attempt.post(RankEvent(rank, "joined", {"host": f"n{rank + 1}"}))
+        for rank in range(1, self.nodes):
+            self.attempt.post(ConnectionLost(rank, silent=True))
             assert self._abandoned.wait(10)
         return 137
 
@@ -438,7 +438,7 @@ def cut(run: RunDirectory, controller: FakeController, nodes: int = 2) -> int:
     ranks = Cut(run, {"end": "died"})
     controller.describe = lambda: {"job": "41", "restarts": 0, "nodes": f"n[1-{nodes}]"}  # type: ignore[method-assign]
     job = dataclasses.replace(JOB, nodes=nodes, gpus_per_node=1)
-    ranks.attempt = Attempt(run, job, number, ranks, controller)
+    ranks.attempt, ranks.nodes = Attempt(run, job, number, ranks, controller), nodes
     return ranks.attempt.supervise()
 
 
@@ -466,72 +466,6 @@ def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_left_out(
     again = {"event": "rank_failed", "attempt": 1, "time": time.time(), "suspect": "n3", "error": "killed by signal 9"}
     append_line(run.events_file, again)
     assert exclusion.failed(run.events(), time.time()) == ["n3"]
-
-
-def test_a_peer_that_fails_for_a_lost_node_before_that_is_known_is_not_blamed(run: RunDirectory) -> None:
-    """Its network says so at once, and the kernel calls a node silent after a while."""
-    attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.NONE))
-    attempt._told = True
-    attempt._hosts.update({0: "n1", 1: "n2"})
-    error = {"host": "n1", "end": "exception", "error": "DistBackendError: NCCL error: remote process exited"}
-    attempt._on_left(0, error)
-    attempt._silent.add(1)
-    attempt._on_lost(1, True)
-    verdict = judge(attempt.ends(), 137, False, lambda: Cause.NONE)
-    assert verdict.first_failure and verdict.first_failure.rank == 1
-
-
-def test_the_peers_of_a_rank_that_comes_back_are_not_told_to_leave_and_are_watched_on(run: RunDirectory) -> None:
-    """Unless another one is lost, too."""
-    job = dataclasses.replace(JOB, watchdog=Watchdog())
-    attempt = Attempt(run, job, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.NONE))
-    attempt._recorded.set()
-    for rank in range(2):
-        attempt._on_event(rank, "joined", {"host": "n1"})
-        attempt._on_lost(rank, False)
-    first, unwatched = attempt._letting_go, attempt._watch
-    attempt._on_event(0, "rejoined", {"host": "n1"})
-    assert first and first.finished.is_set()
-    assert attempt._letting_go and attempt._letting_go.args == ("rank 1 (n1) is gone",)
-    assert attempt._watch is unwatched
-    attempt._on_event(1, "rejoined", {"host": "n1"})
-    assert attempt._letting_go is None
-    assert attempt._watch is not unwatched
-    assert [event["event"] for event in run.events()] == ["rejoined"] * 2
-    attempt._watch.close()
-
-
-@pytest.mark.parametrize(
-    ("saving", "values"), [("stopping", {"step": 7, "reason": "signal TERM"}), ("finishing", {"step": 7})]
-)
-def test_rank_0_is_left_to_save_when_a_node_is_lost_meanwhile(
-    run: RunDirectory, saving: str, values: dict[str, Any]
-) -> None:
-    """It is told to leave, and srun is given up, when it has gone; or, with all steps done, when it has saved."""
-    said: list[str] = []
-
-    class Server:
-        def broadcast(self, **words: str) -> None:
-            said.append("leave")
-
-    class Ranks(FakeRanks):
-        def abandon(self) -> None:
-            said.append("abandoned")
-
-    attempt = Attempt(run, JOB, run.create_attempt(), Ranks(run, STOPPED), FakeController(Cause.PREEMPTED))
-    attempt._server = Server()  # type: ignore[assignment]
-    attempt._recorded.set()
-    attempt._on_event(0, "joined", {"host": "n1"})
-    attempt._on_event(0, saving, values)
-    attempt._on_lost(1, True)
-    wait_until(lambda: "node_lost" in [event["event"] for event in run.events()], "the node to be lost")
-    assert said == []
-    if saving == "finishing":
-        attempt._on_event(0, "progress", {"step": 7, "steps": 7})
-    else:
-        attempt._on_left(0, {"host": "n1", **STOPPED})
-        attempt._on_lost(0, False)
-    wait_until(lambda: said == ["leave", "abandoned"], "the attempt to be given up")
 
 
 def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(run: RunDirectory) -> None:
@@ -596,26 +530,6 @@ def test_a_node_that_is_left_out_stays_so_in_a_new_job_where_others_work(
     assert controller.asked == [f"resubmit{without}"]
 
 
-def test_a_silent_node_is_not_called_lost_by_a_supervisor_that_is_cut_off_itself(run: RunDirectory) -> None:
-    """The controller does not answer it either. It waits until it is superseded, or hears again."""
-    controller = FakeController(Cause.SUPERSEDED)
-    asked = threading.Event()
-
-    def notice() -> Notice:
-        asked.set()
-        raise SlurmUnavailable("Unable to contact slurm controller")
-
-    controller.notice = notice  # type: ignore[method-assign]
-    attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, STOPPED), controller)
-    attempt._recorded.set()
-    attempt._on_lost(1, True)
-    assert asked.wait(10)
-    run.create_attempt()
-    attempt._gone.set()
-    wait_until(lambda: "silence" not in {thread.name for thread in threading.enumerate()}, "the thread to end")
-    assert run.events() == []
-
-
 # ---- hangs
 
 
@@ -635,17 +549,18 @@ def test_a_run_that_hangs_is_killed_and_then_started_anew_or_ended_as_its_defini
     names: list[str],
 ) -> None:
     """No rank leaves when it is told to; the one that hung is the first failure, whatever the others leave."""
-    monkeypatch.setattr(attempts, "LEAVE_S", 0.0)
+    monkeypatch.setattr(decide, "HANG_GRACE_S", 0.0)
     hang = Hang((1,), "n1", 7, 606.0, "rank 1 (n1) last at step 7, 606 s ago")
-    killed: list[bool] = []
+    killed = threading.Event()
 
     class Hanging(Killed):
         def wait(self) -> int:
-            attempt._on_hang(hang)
+            attempt.post(hang)
+            assert killed.wait(10)
             return 137
 
         def kill(self) -> None:
-            killed.append(True)
+            killed.set()
 
         def exit_statuses(self) -> Mapping[int, ExitStatus]:
             return dict(sorted(super().exit_statuses().items()))
@@ -653,7 +568,7 @@ def test_a_run_that_hangs_is_killed_and_then_started_anew_or_ended_as_its_defini
     job = dataclasses.replace(JOB, watchdog=watchdog)
     ranks = Hanging(run, {"end": "died"})
     attempt = Attempt(run, job, run.create_attempt(), ranks, FakeController(Cause.NONE))
-    assert (attempt.supervise(), killed) == (code, [True])
+    assert attempt.supervise() == code
     assert [event["event"] for event in run.events()] == names
     reason = run.events()[-1]["reason"]
     assert reason == ("rank 1 (n1) hung" if watchdog.on_hang == "restart" else hang.what)
@@ -663,22 +578,69 @@ def test_a_run_that_hangs_is_killed_and_then_started_anew_or_ended_as_its_defini
 def test_a_disk_that_takes_the_history_late_is_no_hang_of_the_ranks(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever waits for the disk hears nothing of the ranks meanwhile; their time goes on when it does again."""
-    hung, blocked, disk = threading.Event(), threading.Event(), threading.Event()
-    monkeypatch.setattr(Attempt, "_on_hang", lambda *_: hung.set())
+    """They may be waiting for the same disk; their time runs again when it answers."""
+    monkeypatch.setattr(decide, "HANG_GRACE_S", 0.0)
+    blocked, disk, killed, real = threading.Event(), threading.Event(), threading.Event(), append_line
+
+    def append(path: Path, line: Mapping[str, Any]) -> None:
+        if line["event"] == "checkpoint":
+            blocked.set()
+            assert disk.wait(20)
+        real(path, line)
+
+    class Hanging(Killed):
+        def wait(self) -> int:
+            attempt.post(RankEvent(0, "joined", {"host": "n1"}))
+            attempt.post(RankEvent(0, "checkpoint", {"step": 4, "durable_s": 0.1}))
+            assert blocked.wait(10)
+            attempt.post(RankEvent(0, "alive", {"count": 5, "step": 4, "age_s": 0.0, "allowed_s": 0.1}))
+            assert not killed.wait(1.0)  # several times what a rank may take
+            disk.set()
+            assert killed.wait(10)
+            return 137
+
+        def kill(self) -> None:
+            killed.set()
+
+    monkeypatch.setattr("clusterddp.supervisor.history.append_line", append)
     job = dataclasses.replace(JOB, watchdog=Watchdog(step_s=0.1))
-    attempt = Attempt(run, job, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.NONE))
-    attempt._recorded.set()
-    attempt._on_event(0, "joined", {"host": "n1"})
-    monkeypatch.setattr(attempt._history, "add", lambda *_, **__: (blocked.set(), disk.wait(20)))
-    report = threading.Thread(target=attempt._on_event, args=(0, "checkpoint", {"step": 4}))
-    report.start()
-    assert blocked.wait(10)
-    attempt._on_event(0, "alive", {"count": 5, "step": 4, "age_s": 0.0, "allowed_s": 0.1})
-    assert not hung.wait(1.0)  # several times what a rank may take
+    ranks = Hanging(run, {"end": "died"})
+    attempt = Attempt(run, job, run.create_attempt(), ranks, FakeController(Cause.NONE))
+    assert attempt.supervise() == recovery.RESTART
+    assert [event["event"] for event in run.events()] == ["started", "checkpoint", "hung", "restarted"]
+
+
+def test_the_ranks_are_told_to_stop_while_the_disk_does_not_take_the_history(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No answer to a rank waits for a file."""
+    disk, real = threading.Event(), append_line
+    told: queue.Queue[Any] = queue.Queue()
+
+    def append(path: Path, line: Mapping[str, Any]) -> None:
+        assert disk.wait(20)
+        real(path, line)
+
+    class Listening(FakeRanks):
+        def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+            super().start(command, environment, logs)
+            address, token = environment[protocol.SUPERVISOR], environment[protocol.TOKEN]
+            threading.Thread(target=self._join, args=(address, token), daemon=True).start()
+
+        def _join(self, address: str, token: str) -> None:
+            channel = ControlChannel.join(address, token, 0, 1, timeout=10)
+            assert channel is not None
+            channel.listen(lambda: None, told.put)
+            attempt.post(ControllerAnswered(Notice(0.0)))  # the time limit is over
+
+    monkeypatch.setattr("clusterddp.supervisor.history.append_line", append)
+    attempt = Attempt(run, JOB, run.create_attempt(), Listening(run, STOPPED), FakeController(Cause.TIME_LIMIT))
+    supervisor = threading.Thread(target=attempt.supervise)
+    supervisor.start()
+    assert told.get(timeout=10) == {"stop": "time limit"}
     disk.set()
-    report.join()
-    assert hung.wait(10)
+    supervisor.join()
+    assert [event["event"] for event in run.events()] == ["started", "notice", "requeued"]
 
 
 def test_a_task_that_srun_cannot_launch_does_not_leave_the_others_waiting(
@@ -794,8 +756,12 @@ def test_slow_saves_are_told_apart_from_no_reason_to_stop(run: RunDirectory) -> 
             seen.append(notice_s)
             return Cause.TIME_LIMIT
 
-    attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, STOPPED), Noting(Cause.TIME_LIMIT))
-    attempt._history.last_save_s = 100.0
+    class Saving(FakeRanks):
+        def wait(self) -> int:
+            attempt.post(RankEvent(0, "checkpoint", {"step": 4, "durable_s": 100.0}))
+            return super().wait()
+
+    attempt = Attempt(run, JOB, run.create_attempt(), Saving(run, STOPPED), Noting(Cause.TIME_LIMIT))
     attempt.supervise()
     assert seen == [310.0]
     assert Timeouts().notice_s < 310

@@ -1,18 +1,17 @@
-"""What the supervisor notices while the ranks train: the clock, a preemption that signalled nobody, a newer attempt."""
+"""What the monitor posts while the ranks train: the controller's answers, and that a newer attempt exists."""
 
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from clusterddp.errors import SlurmUnavailable
-from clusterddp.jobdef.job import Job, Timeouts
+from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.supervisor import monitor
 from clusterddp.supervisor.controller import Notice, Stop
-from clusterddp.supervisor.monitor import Monitor, stop_margin_s
+from clusterddp.supervisor.decide import ControllerAnswered, ControllerFailed, Event, Superseded
+from clusterddp.supervisor.monitor import Monitor
 
 
 class Clockwork:
@@ -28,88 +27,55 @@ class Clockwork:
         return answer
 
 
-class Told:
-    """An attempt that notes what it is told; it hears the second notice."""
-
-    def __init__(self, newer: bool = False) -> None:
-        self.notices: queue.Queue[str] = queue.Queue()
-        self.superseded_: queue.Queue[None] = queue.Queue()
-        self.controller: queue.Queue[str | None] = queue.Queue()
-        self.newer = newer
-
-    def superseded(self) -> bool:
-        return self.newer
-
-    def stop_margin_s(self) -> float:
-        return 60.0
-
-    def heard(self) -> bool:
-        return self.notices.qsize() >= 2
-
-    def on_notice(self, stop: Stop, why: str) -> None:
-        assert stop.value in ("preemption", "time limit")
-        self.notices.put(why)
-
-    def on_superseded(self) -> None:
-        self.superseded_.put(None)
-
-    def on_controller(self, away: str | None) -> None:
-        self.controller.put(away)
-
-    def on_controller_missing(self, why: str) -> None:
-        self.controller.put(why)
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(monitor, "LOOK_S", 0.01)
     monkeypatch.setattr(monitor, "ASK_S", 0.01)
-    monkeypatch.setattr(monitor, "SETTLE_S", 0.01)
     yield
 
 
-def notices(told: Told, *answers: Notice | Exception) -> list[str]:
-    watch = Monitor(Clockwork(*answers), told)  # type: ignore[arg-type]
-    heard = [told.notices.get(timeout=10), told.notices.get(timeout=10)]
+def posted(count: int, *answers: Notice | Exception) -> list[Event]:
+    """The first events."""
+    events: queue.Queue[Event] = queue.Queue()
+    watch = Monitor(Clockwork(*answers), lambda: False, events.put)  # type: ignore[arg-type]
+    found = [events.get(timeout=10) for _ in range(count)]
     watch.close()
-    return heard
+    return found
 
 
-def test_the_ranks_are_told_in_time_for_a_limit_that_was_lowered_meanwhile() -> None:
-    """First hours, then, by an administrator, half a minute; told again until a rank has heard it."""
-    later, soon = Notice(time.time() + 9000), Notice(time.time() + 30)
-    assert all("the time limit is" in why for why in notices(Told(), later, later, soon))
-
-
-def test_a_preemption_that_began_before_there_were_ranks_is_passed_on() -> None:
-    """Slurm signals the steps that run, and there was none."""
-    assert notices(Told(), Notice(None), Notice(None, Stop.PREEMPTION)) == ["the job is being preempted"] * 2
+def test_the_controllers_answers_are_posted_as_they_change() -> None:
+    """An administrator may lower the time limit; a preemption may have signalled nobody."""
+    answers = [Notice(9000.0), Notice(30.0), Notice(30.0, Stop.PREEMPTION)]
+    assert posted(3, *answers) == [ControllerAnswered(answer) for answer in answers]
 
 
 def test_a_controller_that_does_not_answer_is_asked_again() -> None:
-    """Told once when it goes, once when it comes back; the ranks train on."""
+    """An error is an answer, too: the controller is reachable."""
     away = SlurmUnavailable("Unable to contact slurm controller")
-    told = Told()
-    notices(told, away, away, Notice(None, Stop.PREEMPTION))
-    assert [told.controller.get_nowait() for _ in range(2)] == [str(away), None]
-    assert told.controller.empty()
+    assert posted(4, away, SlurmError("Invalid job id"), SlurmMissing("scontrol"), Notice(None)) == [
+        ControllerFailed(str(away)),
+        ControllerFailed("Invalid job id", reachable=True),
+        ControllerFailed("scontrol", missing=True),
+        ControllerAnswered(Notice(None)),
+    ]
 
 
-def test_a_newer_attempt_ends_the_watch() -> None:
-    """Once."""
-    told = Told(newer=True)
-    watch = Monitor(Clockwork(Notice(None)), told)  # type: ignore[arg-type]
-    told.superseded_.get(timeout=10)
+def test_the_controller_is_asked_at_once_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a node is silent, the answer decides whether it is lost."""
+    monkeypatch.setattr(monitor, "LOOK_S", 600.0)
+    monkeypatch.setattr(monitor, "ASK_S", 600.0)
+    events: queue.Queue[Event] = queue.Queue()
+    watch = Monitor(Clockwork(Notice(None)), lambda: False, events.put)  # type: ignore[arg-type]
+    events.get(timeout=10)
+    watch.ask()
+    assert events.get(timeout=10) == ControllerAnswered(Notice(None))
     watch.close()
-    assert told.superseded_.empty()
 
 
-@pytest.mark.parametrize(
-    ("time_s", "last_save_s", "lead"), [(None, 0.0, 120), (86400, 100.0, 310), (120, 0.0, 30), (120, 100.0, 30)]
-)
-def test_slow_saves_get_more_notice_and_short_limits_keep_most_of_their_time(
-    time_s: int | None, last_save_s: float, lead: float
-) -> None:
-    """Three times the last save and ten seconds, at least as asked for, at most a quarter of the limit."""
-    job = Job(name="x", module="x", time_s=time_s, timeouts=Timeouts(notice_s=120))
-    assert stop_margin_s(job, last_save_s) == lead
+def test_a_newer_attempt_ends_the_monitor() -> None:
+    """It is posted once, and the controller is not asked."""
+    events: queue.Queue[Event] = queue.Queue()
+    watch = Monitor(Clockwork(Notice(None)), lambda: True, events.put)  # type: ignore[arg-type]
+    assert events.get(timeout=10) == Superseded()
+    watch.close()
+    assert events.empty()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import queue
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ def test_every_event_in_the_code_is_listed_with_its_fields() -> None:
             event = call.args[0].value
             check_event(event, {word.arg for word in call.keywords if word.arg is not None}, complete=False)
             found.add(event)
+    for call in calls("Record"):
+        event, values = call.args
+        if isinstance(event, ast.Constant):
+            assert isinstance(values, ast.Dict | ast.Call)
+            keys = values.keys if isinstance(values, ast.Dict) else []
+            check_event(event.value, {key.value for key in keys if isinstance(key, ast.Constant)}, complete=False)
+            found.add(event.value)
     elsewhere = {"joined", "rejoined", "forked", *protocol.RUN_ENDS}
     assert found | elsewhere == EVERY.keys()
 
@@ -87,20 +95,17 @@ def test_the_messages_of_the_control_channel_are_listed(monkeypatch: pytest.Monk
     assert channel is not None
     with pytest.raises(errors.LauncherEnvironmentError):
         control_channel.ControlChannel.join(f"127.0.0.1:{server.port}", "token", 7, None, 5.0)
+    orders_heard: queue.Queue[Mapping[str, Any]] = queue.Queue()
+    channel.listen(lambda: None, orders_heard.put)
     server.broadcast(stop="preemption")
+    orders_heard.get(timeout=10)
     channel.close()
     server.close()
     hello, answer, _, refusal, order = sent
     assert hello.keys() == fields(protocol.HELLO)[0] and answer.keys() == fields(protocol.ANSWER)[1]
     assert refusal.keys() == {protocol.REFUSAL} and order.keys() <= protocol.ORDERS.keys()
     check_event(*heard[0])
-    orders = {
-        word.arg
-        for call in calls("broadcast")
-        if "_server" in ast.unparse(call.func)
-        for word in call.keywords
-        if word.arg
-    }
+    orders = {call.args[0].value for call in calls("Broadcast") if isinstance(call.args[0], ast.Constant)}
     assert orders == protocol.ORDERS.keys()
 
 

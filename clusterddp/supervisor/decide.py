@@ -1,0 +1,486 @@
+"""What the supervisor does about each event of an attempt: ``step(state, event, now)``, a pure function.
+
+``attempt.py`` queues the events, passes them to ``step`` one at a time and carries out the actions that it returns.
+Nothing here reads a clock, a file or a socket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from clusterddp.failures.hangs import Hang, Slow
+from clusterddp.jobdef.job import Job
+from clusterddp.rundir.records import Schema, is_count, optional, schema_error
+from clusterddp.supervisor.controller import Notice, Stop
+from clusterddp.supervisor.verdict import check_record
+from clusterddp.worker.control_channel import SILENCE_S
+
+#: Grace period, in seconds, for the peers of a failed rank to fail with errors of their own, and for hung ranks to exit
+#: on their own. The launcher ends them as well, but Slurm waits for KillWait where they do not react to TERM.
+PEER_GRACE_S = HANG_GRACE_S = 3.0
+#: How often the controller is asked: ranks hear of a stop that no signal announced within 5 s.
+ASK_S = 4.0
+#: How often the time limit is compared with the clock. Ranks that did not confirm a stop are told again as often.
+LOOK_S = 2.0
+#: A signal gets this much time to reach the ranks before they are told what it means.
+SETTLE_S = 0.5
+#: How often an unreachable controller is asked while a node is silent.
+ASK_AGAIN_S = 2.0
+
+
+# --- events
+
+
+@dataclass(frozen=True)
+class RankEvent:
+    """A rank reported ``name`` over the control channel, with these values."""
+
+    rank: int
+    name: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConnectionLost:
+    """The connection to a rank broke. ``silent``: the rank did not close it; its node stopped answering."""
+
+    rank: int
+    silent: bool = False
+
+
+@dataclass(frozen=True)
+class ControllerAnswered:
+    """The controller was asked what is ahead of the job."""
+
+    notice: Notice
+
+
+@dataclass(frozen=True)
+class ControllerFailed:
+    """The controller gave no answer, or an error (``reachable``). ``missing``: it can never be asked from here."""
+
+    error: str
+    reachable: bool = False
+    missing: bool = False
+
+
+@dataclass(frozen=True)
+class Superseded:
+    """A newer attempt of the run exists."""
+
+
+@dataclass(frozen=True)
+class RanksExited:
+    """All ranks have exited; ``exit_code`` is the launcher's."""
+
+    exit_code: int
+
+
+class Timer(enum.Enum):
+    """A timer; as an event: it has expired."""
+
+    LOOK = "compare the time limit with the clock"
+    WATCHDOG = "look for hung and slow ranks"
+    DISMISS = "tell the peers of a failed rank to exit"
+    KILL = "kill hung ranks"
+    ASK = "ask the controller again while a node is silent"
+    ABANDON = "stop waiting for the launcher"
+
+
+Event = (
+    RankEvent | ConnectionLost | ControllerAnswered | ControllerFailed | Superseded | RanksExited | Timer | Hang | Slow
+)
+
+# --- actions
+
+
+@dataclass(frozen=True)
+class Record:
+    """Append an event to the run's history."""
+
+    event: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Say:
+    """Print a line."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Send ``{order: reason}`` to all ranks. The orders are ``stop`` (save first) and ``leave`` (exit at once)."""
+
+    order: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StartTimer:
+    """Start a timer, or restart it."""
+
+    timer: Timer
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Pass a rank's heartbeat to the watchdog."""
+
+    rank: int
+    host: str
+    values: Mapping[str, Any]
+
+
+class Do(enum.Enum):
+    """The actions without arguments."""
+
+    ASK_CONTROLLER = "ask the controller now"
+    NOTIFY_RANKS = "signal the ranks to stop"
+    KILL_RANKS = "kill the ranks"
+    ABANDON_RANKS = "stop waiting for ranks that may be unreachable"
+    RUN_WATCHDOG = "look for hung and slow ranks"
+    RESET_WATCHDOG = "forget all heartbeats"
+    FENCE = "write nothing more, and close all connections"
+
+
+Action = Record | Say | Broadcast | StartTimer | Heartbeat | Do
+_Step = tuple["State", list[Action]]
+
+
+# --- state
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of an attempt. The first four fields do not change."""
+
+    job: Job
+    #: The nodes of the job in Slurm's order; empty where they are unknown.
+    nodes: tuple[str, ...] = ()
+    #: How many steps the run had made before.
+    steps_before: int = 0
+    #: Grace period for reachable ranks to exit before the launcher is no longer waited for.
+    abandon_s: float = 0.0
+
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    #: When each rank's connection broke, or it reported a failure, in unix seconds.
+    lost_at: Mapping[int, float] = field(default_factory=dict)
+    #: The record of its end that each rank has sent.
+    ends: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    #: The ranks whose nodes stopped answering.
+    silent: frozenset[int] = frozenset()
+    #: Whether the controller is being asked if it was this node that was cut off instead, and whether it failed to
+    #: answer before.
+    confirming: bool = False
+    cut_off: bool = False
+    #: Why to abandon the attempt as soon as rank 0 has saved; empty: no reason.
+    abandon: str = ""
+    #: From when all ranks stop, or are done, until rank 0 has saved or is lost.
+    saving: bool = False
+    #: Whether the ranks were told to stop, one has confirmed it, and the launcher's signal is due, too.
+    told: bool = False
+    heard: bool = False
+    notified: bool = False
+    #: What the controller said last, and whether that called for a stop at the last look.
+    notice: Notice = field(default_factory=lambda: Notice(None))
+    due: bool = False
+    controller_away: bool = False
+    controller_missing: bool = False
+    #: Whether the newest training loop has steps left; None: none has begun.
+    unfinished: bool | None = None
+    last_save_s: float = 0.0
+    #: Why the peers of a failed rank are to exit; empty: none failed.
+    dismissal: str = ""
+    #: Whether heartbeats count: a lost rank, or node, is no hang.
+    watched: bool = True
+    hang: Hang | None = None
+    hung_at: float = 0.0
+    superseded: bool = False
+    exit_code: int | None = None
+
+    @property
+    def stop_margin_s(self) -> float:
+        """How many seconds before the time limit to stop."""
+        return stop_margin_s(self.job, self.last_save_s)
+
+    @property
+    def lost_nodes(self) -> tuple[str, ...]:
+        """The nodes that were lost with their ranks."""
+        return tuple(dict.fromkeys(self.node_of(rank) for rank in sorted(self.silent)))
+
+    def node_of(self, rank: int) -> str:
+        """The node of a rank: its host where Slurm uses that name, else the node that the launcher puts the rank on."""
+        host, index = self.hosts.get(rank, "unknown"), rank // self.job.ranks_per_node
+        return self.nodes[index] if host not in self.nodes and index < len(self.nodes) else host
+
+
+def stop_margin_s(job: Job, last_save_s: float) -> float:
+    """How many seconds before the time limit to stop: as requested, more if saves are slow, less if the limit is short.
+
+    A save may take three times as long as the last one on a shared disk.
+    """
+    wanted = max(job.timeouts.notice_s, 10.0 + 3.0 * last_save_s)
+    return wanted if job.time_s is None else min(wanted, job.time_s / 4)
+
+
+# --- decisions
+
+
+def step(state: State, event: Event, now: float) -> _Step:
+    """The next state, and what to do about an event that came at ``now`` (unix seconds).
+
+    ValueError, KeyError or TypeError for a rank's report that is not of the expected form.
+    """
+    if state.exit_code is not None:  # what ranks reported before they exited still counts, for the history
+        if not isinstance(event, RankEvent | ConnectionLost):
+            return state, []
+        state, actions = _HANDLERS[type(event)](state, event, now)
+        return state, [action for action in actions if isinstance(action, Record)]
+    if state.superseded and not (isinstance(event, RanksExited) or event is Timer.ABANDON):
+        return state, []
+    if isinstance(event, Timer):
+        return _TIMERS[event](state, now)
+    return _HANDLERS[type(event)](state, event, now)
+
+
+# Reports of ranks
+
+
+def _on_rank_event(state: State, event: RankEvent, now: float) -> _Step:
+    rank, values = event.rank, event.values
+    if event.name == "joined":
+        return replace(state, hosts={**state.hosts, rank: values["host"]}), []
+    if event.name == "alive":
+        return state, [Heartbeat(rank, state.hosts[rank], values)]
+    if event.name == "left":
+        return _on_left(state, event, now)
+    if wrong := schema_error(values, _REPORT):
+        raise ValueError(wrong)
+    values = {"rank": rank, **values}
+    if event.name == "resumed" and state.steps_before:
+        values["redone"] = max(0, state.steps_before - values["step"])
+    state, actions = _note(state, event)
+    return state, [*actions, Record(event.name, values)]
+
+
+_REPORT: Schema = {"step": optional(is_count)}
+
+
+def _note(state: State, event: RankEvent) -> _Step:
+    """What a report changes besides the history."""
+    values = event.values
+    if event.name == "rejoined":
+        return _on_rejoined(state, event.rank)
+    if event.name in ("stopping", "finishing"):
+        return replace(state, saving=True), []
+    if event.name == "progress":
+        return _saved(replace(state, unfinished=values["step"] < values["steps"]))
+    if event.name in ("signal", "notified"):
+        return replace(state, told=True, heard=True), []
+    if event.name == "checkpoint":
+        return replace(state, last_save_s=float(values["durable_s"])), []
+    return state, []
+
+
+def _on_left(state: State, event: RankEvent, now: float) -> _Step:
+    """A rank's last report is the record of its end."""
+    check_record(event.values)
+    state = replace(state, ends={event.rank: event.values, **state.ends})
+    if event.values["end"] in ("done", "stopped"):
+        return state, []
+    # A rank that exits with 0 in its loop may do so for a signal that only the controller knows of; so may its peers.
+    more_s = ASK_S if event.values["end"] == "unfinished" else 0.0
+    return _dismiss_peers(_lost(state, event.rank, now), f"rank {event.rank} ({event.values['host']}) failed", more_s)
+
+
+def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> _Step:
+    rank = event.rank
+    # A peer that fails for want of a silent rank may say so before the silence has lasted long enough.
+    state = replace(_lost(state, rank, now - (SILENCE_S if event.silent else 0.0)), watched=False)
+    state, actions = _saved(state) if rank == 0 else (state, [])
+    if rank in state.ends:
+        return state, actions
+    if not event.silent:
+        state, more = _dismiss_peers(state, _exited(state, rank))
+        return state, [*actions, *more]
+    # Its node is lost, unless this one is cut off: then the controller is unreachable, too. srun would wait until Slurm
+    # gives the node up, and so would the ranks on other nodes.
+    first = not state.silent
+    state = replace(state, silent=state.silent | {rank}, confirming=state.confirming or first)
+    return state, [*actions, Do.ASK_CONTROLLER] if first else actions
+
+
+def _on_rejoined(state: State, rank: int) -> _Step:
+    """Only its connection broke. Other ranks may be lost."""
+    lost_at = {lost: at for lost, at in state.lost_at.items() if lost != rank}
+    state = replace(state, lost_at=lost_at, dismissal="")
+    if not lost_at:
+        return replace(state, watched=True), [Do.RESET_WATCHDOG]
+    others = sorted(lost_at.keys() - state.silent)
+    return _dismiss_peers(state, _exited(state, others[0])) if others else (state, [])
+
+
+def _exited(state: State, rank: int) -> str:
+    return f"rank {rank} ({state.hosts[rank]}) exited"
+
+
+def _lost(state: State, rank: int, at: float) -> State:
+    return replace(state, lost_at={rank: at, **state.lost_at})
+
+
+def _dismiss_peers(state: State, why: str, more_s: float = 0.0) -> _Step:
+    """Tells the other ranks to exit, soon. In a stop they may be saving, and need nobody to tell them."""
+    if state.dismissal or state.told:
+        return state, []
+    return replace(state, dismissal=why), [StartTimer(Timer.DISMISS, PEER_GRACE_S + more_s)]
+
+
+def _on_dismiss(state: State, _now: float) -> _Step:
+    wanted = state.dismissal and not state.told and not state.saving
+    return state, [Broadcast("leave", state.dismissal)] if wanted else []
+
+
+def _saved(state: State) -> _Step:
+    return _abandon(replace(state, saving=False))
+
+
+def _abandon(state: State) -> _Step:
+    """Ends an attempt that lost a node. Rank 0 may save first: it needs no other rank for that."""
+    if not state.abandon or state.saving:
+        return state, []
+    actions: list[Action] = [Broadcast("leave", state.abandon), StartTimer(Timer.ABANDON, state.abandon_s)]
+    return replace(state, abandon=""), actions
+
+
+# The controller, the time limit, newer attempts
+
+
+def _on_controller_answered(state: State, event: ControllerAnswered, now: float) -> _Step:
+    back: list[Action] = [Record("controller_back", {})] if state.controller_away else []
+    state = replace(state, notice=event.notice, controller_away=False)
+    state, lost = _lose_nodes(state) if state.confirming else (state, [])
+    # A stop that was due before is not told any sooner.
+    state, actions = (state, []) if state.due else _look(state, now)
+    return state, [*back, *lost, *actions]
+
+
+def _on_controller_failed(state: State, event: ControllerFailed, _now: float) -> _Step:
+    actions: list[Action] = []
+    if event.missing and not state.controller_missing:
+        state, actions = replace(state, controller_missing=True), [Record("controller_missing", {"error": event.error})]
+    elif not event.missing and not state.controller_away:
+        state, actions = replace(state, controller_away=True), [Record("controller_away", {"error": event.error})]
+    if not state.confirming:
+        return state, actions
+    if event.reachable:
+        state, lost = _lose_nodes(state)
+        return state, [*actions, *lost]
+    if not state.cut_off:
+        node = state.node_of(min(state.silent))
+        actions.append(Say(f"neither {node} nor the controller answers; waiting"))
+    return replace(state, cut_off=True), [*actions, StartTimer(Timer.ASK, ASK_AGAIN_S)]
+
+
+def _lose_nodes(state: State) -> _Step:
+    """The controller answers, so that it is the silent nodes that were cut off."""
+    nodes = state.lost_nodes
+    records: list[Action] = [Record("node_lost", {"node": node, "suspect": node}) for node in nodes]
+    state, actions = _abandon(replace(state, confirming=False, abandon=f"node {' and '.join(nodes)} lost"))
+    return state, [*records, *actions]
+
+
+def _look(state: State, now: float) -> _Step:
+    """Tells the ranks to stop if it is time, and again until one of them has confirmed it."""
+    due = _due(state, now)
+    first, state = not state.due, replace(state, due=due is not None)
+    if due is None or state.heard:
+        return state, [StartTimer(Timer.LOOK, LOOK_S)]
+    if first and state.notice.stop is not None:  # a signal is on its way
+        return state, [StartTimer(Timer.LOOK, SETTLE_S)]
+    stop, why = due
+    # Over the connections first; the launcher signals those that may not listen there. These have not joined, or run a
+    # Python function with a ``checkpoint()``, which waits for a signal. Under proctrack/linuxproc the signal goes to
+    # their children, too.
+    actions: list[Action] = [Broadcast("stop", stop.value)]
+    if state.notified or len(state.hosts) < state.job.world_size:
+        actions.append(Do.NOTIFY_RANKS)
+    if not state.told:
+        actions.append(Record("notice", {"why": why}))
+    return replace(state, told=True, notified=True), [*actions, StartTimer(Timer.LOOK, LOOK_S)]
+
+
+_WORDS = {
+    Stop.PREEMPTION: "the job is being preempted",
+    Stop.JOB_END: "the job is being ended",
+    Stop.INTERRUPTION: "the run is being interrupted",
+}
+
+
+def _due(state: State, now: float) -> tuple[Stop, str] | None:
+    """Why to stop now, and the same in words."""
+    stop, end_time = state.notice.stop, state.notice.end_time
+    if stop is not None:
+        return stop, _WORDS[stop]
+    if end_time is not None and now >= end_time - state.stop_margin_s:
+        return Stop.TIME_LIMIT, f"the time limit is {max(0, round(end_time - now))} s away"
+    return None
+
+
+def _on_superseded(state: State, _event: Superseded, _now: float) -> _Step:
+    """The ranks see the newer attempt when their connection breaks, and exit by themselves. srun may wait forever for a
+    node that it cannot reach."""
+    return replace(state, superseded=True), [Do.FENCE, StartTimer(Timer.ABANDON, state.abandon_s)]
+
+
+def _on_exited(state: State, event: RanksExited, _now: float) -> _Step:
+    return replace(state, exit_code=event.exit_code, saving=False), []
+
+
+# Hangs
+
+
+def _on_hang(state: State, hang: Hang, now: float) -> _Step:
+    """Ends all ranks: those that can exit on their own do when they are told, and the launcher kills the rest."""
+    if not state.watched:
+        return state, []
+    record = Record("hung", {"rank": hang.late[0], **dataclasses.asdict(hang)})
+    actions: list[Action] = [record, Broadcast("leave", hang.what), StartTimer(Timer.KILL, HANG_GRACE_S)]
+    return replace(state, hang=hang, hung_at=now, watched=False), actions
+
+
+def _on_slow(state: State, slow: Slow, _now: float) -> _Step:
+    return state, [Record("slow", dataclasses.asdict(slow))]
+
+
+def _on_watchdog(state: State, _now: float) -> _Step:
+    if state.job.watchdog is None:
+        return state, []
+    again = StartTimer(Timer.WATCHDOG, state.job.watchdog.beat_s)
+    return state, [Do.RUN_WATCHDOG, again] if state.watched else [again]
+
+
+_HANDLERS: Mapping[type, Callable[[State, Any, float], _Step]] = {
+    RankEvent: _on_rank_event,
+    ConnectionLost: _on_connection_lost,
+    ControllerAnswered: _on_controller_answered,
+    ControllerFailed: _on_controller_failed,
+    Superseded: _on_superseded,
+    RanksExited: _on_exited,
+    Hang: _on_hang,
+    Slow: _on_slow,
+}
+_TIMERS: Mapping[Timer, Callable[[State, float], _Step]] = {
+    Timer.LOOK: _look,
+    Timer.WATCHDOG: _on_watchdog,
+    Timer.DISMISS: _on_dismiss,
+    Timer.KILL: lambda state, _: (state, [Do.KILL_RANKS]),
+    Timer.ASK: lambda state, _: (state, [Do.ASK_CONTROLLER]),
+    Timer.ABANDON: lambda state, _: (state, [Do.ABANDON_RANKS]),
+}

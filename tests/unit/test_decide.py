@@ -1,0 +1,355 @@
+"""What the supervisor decides about each event of an attempt: no thread, no socket, no clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from clusterddp.failures.hangs import Hang, Slow
+from clusterddp.jobdef.job import Job, Timeouts, Watchdog
+from clusterddp.supervisor.controller import Notice, Stop
+from clusterddp.supervisor.decide import (
+    ASK_AGAIN_S,
+    HANG_GRACE_S,
+    LOOK_S,
+    PEER_GRACE_S,
+    SETTLE_S,
+    Action,
+    Broadcast,
+    ConnectionLost,
+    ControllerAnswered,
+    ControllerFailed,
+    Do,
+    Event,
+    Heartbeat,
+    RankEvent,
+    RanksExited,
+    Record,
+    Say,
+    StartTimer,
+    State,
+    Superseded,
+    Timer,
+    step,
+    stop_margin_s,
+)
+from clusterddp.worker.control_channel import SILENCE_S
+
+JOB = Job(name="x", module="x", nodes=2, gpus_per_node=1, device="cpu", watchdog=Watchdog())
+NOW = 1000.0
+FAILED = RankEvent(1, "left", {"host": "n2", "end": "exception", "error": "ValueError: no"})
+STOPPED = RankEvent(0, "left", {"host": "n1", "end": "stopped"})
+LET_GO = [StartTimer(Timer.DISMISS, PEER_GRACE_S)]
+FINE = ControllerAnswered(Notice(None))
+AWAY = ControllerFailed("Unable to contact slurm controller")
+PREEMPTED = ControllerAnswered(Notice(None, Stop.PREEMPTION))
+TOLD = RankEvent(0, "signal", {"signal": "TERM"})
+HANG = Hang((1,), "n2", 7, 606.0, "rank 1 (n2) last at step 7, 606 s ago")
+AGAIN = StartTimer(Timer.LOOK, LOOK_S)
+
+
+def after(*events: Event, state: State | None = None) -> State:
+    """The state of an attempt with two joined ranks after some events."""
+    state = state or State(JOB, ("n1", "n2"), abandon_s=5.0)
+    for event in (RankEvent(0, "joined", {"host": "n1"}), RankEvent(1, "joined", {"host": "n2"}), *events):
+        state, _ = step(state, event, NOW)
+    return state
+
+
+def actions(state: State, event: Event, now: float = NOW) -> list[Action]:
+    """What is done about an event."""
+    return step(state, event, now)[1]
+
+
+def recorded(state: State, event: Event) -> list[str]:
+    """The events that are added to the history."""
+    return [action.event for action in actions(state, event) if isinstance(action, Record)]
+
+
+# ---- a rank fails
+
+
+@pytest.mark.parametrize(
+    ("events", "event", "expected"),
+    [
+        ([], FAILED, LET_GO),
+        ([], ConnectionLost(1), LET_GO),
+        ([FAILED], ConnectionLost(1), []),
+        ([FAILED], ConnectionLost(0), []),
+        ([], RankEvent(1, "left", {"host": "n2", "end": "stopped"}), []),
+        ([], RankEvent(1, "left", {"host": "n2", "end": "done"}), []),
+        ([TOLD], FAILED, []),
+        ([FAILED], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) failed")]),
+        ([ConnectionLost(1)], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) exited")]),
+        ([FAILED, TOLD], Timer.DISMISS, []),
+        ([FAILED, RankEvent(0, "stopping", {"step": 7})], Timer.DISMISS, []),
+        ([RankEvent(0, "stopping", {"step": 7}), FAILED, ConnectionLost(0)], Timer.DISMISS, [
+            Broadcast("leave", "rank 1 (n2) failed")
+        ]),
+    ],
+)  # fmt: skip
+def test_the_peers_of_a_failed_rank_get_a_grace_period_and_are_then_told_to_exit(
+    events: Sequence[Event], event: Event, expected: list[Action]
+) -> None:
+    """Once, and not in a stop: then they may be saving."""
+    assert actions(after(*events), event) == expected
+
+
+def test_the_peers_of_a_rank_that_exits_unfinished_get_time_until_the_controller_was_asked() -> None:
+    """It may have exited for a signal that only the controller knows of."""
+    [timer] = actions(after(), RankEvent(1, "left", {"host": "n2", "end": "unfinished"}))
+    assert isinstance(timer, StartTimer) and timer.seconds > PEER_GRACE_S
+
+
+def test_the_first_record_of_a_ranks_end_counts() -> None:
+    """A second one comes from its exit handlers."""
+    state = after(FAILED, RankEvent(1, "left", {"host": "n2", "end": "done"}))
+    assert state.ends[1]["end"] == "exception"
+
+
+def test_peers_are_told_nothing_when_the_rank_comes_back() -> None:
+    """Only its connection broke."""
+    state = after(ConnectionLost(1), RankEvent(1, "rejoined", {"host": "n2"}))
+    assert actions(state, Timer.DISMISS) == []
+    assert state.lost_at == {}
+
+
+def test_a_rank_that_comes_back_does_not_hide_that_another_is_lost() -> None:
+    """The grace period begins again, for the other one; heartbeats count again once all are back."""
+    lost = after(ConnectionLost(0), ConnectionLost(1))
+    back, todo = step(lost, RankEvent(0, "rejoined", {"host": "n1"}), NOW)
+    assert todo == [*LET_GO, Record("rejoined", {"rank": 0, "host": "n1"})]
+    assert not back.watched
+    assert actions(back, Timer.DISMISS) == [Broadcast("leave", "rank 1 (n2) exited")]
+    again, todo = step(back, RankEvent(1, "rejoined", {"host": "n2"}), NOW)
+    assert todo[0] is Do.RESET_WATCHDOG and again.watched
+
+
+# ---- a node stops answering
+
+
+def test_a_silent_node_is_lost_when_the_controller_answers() -> None:
+    """The ranks are told to exit, and the launcher is given up after a grace period."""
+    state, todo = step(after(), ConnectionLost(1, silent=True), NOW)
+    assert todo == [Do.ASK_CONTROLLER]
+    for answer in (FINE, ControllerFailed("Invalid job id", reachable=True)):
+        lost, todo = step(state, answer, NOW)
+        node = Record("node_lost", {"node": "n2", "suspect": "n2"})
+        leave = [Broadcast("leave", "node n2 lost"), StartTimer(Timer.ABANDON, 5.0)]
+        assert [action for action in todo if action in [node, *leave]] == [node, *leave]
+        assert actions(lost, Timer.ABANDON) == [Do.ABANDON_RANKS]
+        assert recorded(lost, FINE) in ([], ["controller_back"])
+
+
+def test_a_silent_node_is_not_called_lost_while_the_controller_is_silent_too() -> None:
+    """It may be this node that was cut off: it asks until it is superseded, or gets an answer."""
+    silent = after(ConnectionLost(1, silent=True))
+    state, todo = step(silent, AWAY, NOW)
+    words = "neither n2 nor the controller answers; waiting"
+    assert todo == [Record("controller_away", {"error": AWAY.error}), Say(words), StartTimer(Timer.ASK, ASK_AGAIN_S)]
+    assert actions(state, Timer.ASK) == [Do.ASK_CONTROLLER]
+    assert actions(state, AWAY) == [StartTimer(Timer.ASK, ASK_AGAIN_S)]
+    assert recorded(state, FINE) == ["controller_back", "node_lost"]
+
+
+def test_nodes_that_fall_silent_while_the_controller_is_asked_are_lost_together() -> None:
+    """It is asked once."""
+    state = State(dataclasses.replace(JOB, nodes=3), ("n1", "n2", "n3"), abandon_s=5.0)
+    state = after(RankEvent(2, "joined", {"host": "n3"}), ConnectionLost(2, silent=True), state=state)
+    state, todo = step(state, ConnectionLost(1, silent=True), NOW)
+    assert todo == []
+    assert Broadcast("leave", "node n2 and n3 lost") in actions(state, FINE)
+    assert state.lost_nodes == ("n2", "n3")
+
+
+@pytest.mark.parametrize(
+    ("saving", "saved"),
+    [
+        (RankEvent(0, "stopping", {"step": 7}), [STOPPED, ConnectionLost(0)]),
+        (RankEvent(0, "finishing", {"step": 7}), [RankEvent(0, "progress", {"step": 7, "steps": 7})]),
+    ],
+)  # fmt: skip
+def test_rank_0_is_left_to_save_when_a_node_is_lost_meanwhile(saving: Event, saved: Sequence[Event]) -> None:
+    """The others are told to exit once it has exited, or, with all steps done, once it has saved."""
+    state, todo = step(after(saving, ConnectionLost(1, silent=True)), FINE, NOW)
+    assert todo == [Record("node_lost", {"node": "n2", "suspect": "n2"}), AGAIN]
+    for event in saved[:-1]:
+        state, todo = step(state, event, NOW)
+        assert todo == []
+    assert actions(state, saved[-1])[:2] == [Broadcast("leave", "node n2 lost"), StartTimer(Timer.ABANDON, 5.0)]
+
+
+def test_a_peer_that_fails_for_a_silent_node_is_not_the_first_that_was_lost() -> None:
+    """Its network says so at once; the kernel calls a node silent after a while."""
+    state, _ = step(after(FAILED), ConnectionLost(0, silent=True), NOW + SILENCE_S - 1)
+    assert state.lost_at[0] < state.lost_at[1] == NOW
+
+
+# ---- time to stop
+
+
+def test_a_preemption_that_no_rank_heard_of_is_passed_on_until_one_has() -> None:
+    """A signal gets a moment to arrive; the second time the launcher signals the ranks, too."""
+    stop = Broadcast("stop", "preemption")
+    state, todo = step(after(), PREEMPTED, NOW)
+    assert todo == [StartTimer(Timer.LOOK, SETTLE_S)]
+    assert actions(state, PREEMPTED) == []
+    state, todo = step(state, Timer.LOOK, NOW)
+    assert todo == [stop, Record("notice", {"why": "the job is being preempted"}), AGAIN]
+    state, todo = step(state, Timer.LOOK, NOW)
+    assert todo == [stop, Do.NOTIFY_RANKS, AGAIN]
+    assert actions(after(TOLD, state=state), Timer.LOOK) == [AGAIN]
+
+
+def test_ranks_that_have_not_joined_are_signalled_by_the_launcher() -> None:
+    """They do not listen yet."""
+    state, _ = step(State(JOB), PREEMPTED, NOW)
+    assert actions(state, Timer.LOOK)[:2] == [Broadcast("stop", "preemption"), Do.NOTIFY_RANKS]
+
+
+@pytest.mark.parametrize(
+    ("end_time", "why"),
+    [
+        (None, None),
+        (NOW + 9000, None),
+        (NOW + 30, "the time limit is 30 s away"),
+        (NOW - 5, "the time limit is 0 s away"),
+    ],
+)
+def test_the_ranks_are_told_in_time_for_the_time_limit(end_time: float | None, why: str | None) -> None:
+    """Also when an administrator has lowered it meanwhile."""
+    state = after(ControllerAnswered(Notice(NOW + 9000)))
+    todo = actions(state, ControllerAnswered(Notice(end_time)))
+    assert todo == [*([Broadcast("stop", "time limit"), Record("notice", {"why": why})] if why else []), AGAIN]
+
+
+def test_the_time_limit_is_watched_while_the_controller_does_not_answer() -> None:
+    """As far as it was known."""
+    state = after(ControllerAnswered(Notice(NOW + 9000)), AWAY)
+    assert actions(state, Timer.LOOK) == [AGAIN]
+    assert Broadcast("stop", "time limit") in actions(state, Timer.LOOK, NOW + 8990)
+
+
+@pytest.mark.parametrize(
+    ("time_s", "last_save_s", "margin"), [(None, 0.0, 120), (86400, 100.0, 310), (120, 0.0, 30), (120, 100.0, 30)]
+)
+def test_slow_saves_get_more_notice_and_short_limits_keep_most_of_their_time(
+    time_s: int | None, last_save_s: float, margin: float
+) -> None:
+    """Three times the last save and ten seconds, at least as asked for, at most a quarter of the limit."""
+    job = Job(name="x", module="x", time_s=time_s, timeouts=Timeouts(notice_s=120))
+    assert stop_margin_s(job, last_save_s) == margin
+
+
+# ---- the controller, newer attempts
+
+
+@pytest.mark.parametrize(
+    ("events", "event", "expected"),
+    [
+        ([], AWAY, ["controller_away"]),
+        ([AWAY], AWAY, []),
+        ([AWAY], FINE, ["controller_back"]),
+        ([AWAY, FINE], AWAY, ["controller_away"]),
+        ([AWAY, FINE], FINE, []),
+        ([], ControllerFailed("scontrol: not found", missing=True), ["controller_missing"]),
+        ([ControllerFailed("scontrol: not found", missing=True)], ControllerFailed("same", missing=True), []),
+    ],
+)
+def test_a_controller_that_is_away_is_recorded_once_each_time(
+    events: Sequence[Event], event: Event, expected: list[str]
+) -> None:
+    """The ranks train on."""
+    assert recorded(after(*events), event) == expected
+
+
+def test_a_superseded_attempt_writes_nothing_tells_its_ranks_nothing_and_exits() -> None:
+    """The ranks see the newer attempt when their connection breaks."""
+    state, todo = step(after(), Superseded(), NOW)
+    assert todo == [Do.FENCE, StartTimer(Timer.ABANDON, 5.0)]
+    for event in (FAILED, PREEMPTED, AWAY, Timer.LOOK, HANG, RankEvent(0, "checkpoint", {"step": 7, "durable_s": 0.1})):
+        assert step(state, event, NOW) == (state, [])
+    assert actions(state, Timer.ABANDON) == [Do.ABANDON_RANKS]
+    assert step(state, RanksExited(137), NOW)[0].exit_code == 137
+
+
+# ---- hangs
+
+
+def test_a_hang_ends_all_ranks_with_a_grace_period_first() -> None:
+    """Those that can exit on their own do."""
+    state, todo = step(after(), HANG, NOW)
+    record = Record("hung", {"rank": 1, **dataclasses.asdict(HANG)})
+    assert todo == [record, Broadcast("leave", HANG.what), StartTimer(Timer.KILL, HANG_GRACE_S)]
+    assert actions(state, Timer.KILL) == [Do.KILL_RANKS]
+    assert (state.hang, state.hung_at) == (HANG, NOW)
+    assert actions(state, HANG) == []
+
+
+def test_a_lost_rank_is_no_hang() -> None:
+    """Its peers wait for it."""
+    state = after(ConnectionLost(1))
+    assert actions(state, HANG) == []
+    assert Do.RUN_WATCHDOG not in actions(state, Timer.WATCHDOG)
+    assert Do.RUN_WATCHDOG in actions(after(), Timer.WATCHDOG)
+
+
+def test_a_slow_rank_is_recorded() -> None:
+    """It is not ended."""
+    assert recorded(after(), Slow(1, "n2", 0.5, 2.0)) == ["slow"]
+
+
+# ---- reports
+
+
+@pytest.mark.parametrize(
+    ("event", "values"),
+    [
+        (RankEvent(1, "stopping", {"step": 7}), {"rank": 1, "step": 7}),
+        (RankEvent(0, "resumed", {"step": 7}), {"rank": 0, "step": 7, "redone": 3}),
+        (RankEvent(0, "resumed", {"step": 12}), {"rank": 0, "step": 12, "redone": 0}),
+        (RankEvent(0, "of a later version", {"new": True}), {"rank": 0, "new": True}),
+    ],
+)
+def test_what_a_rank_reports_is_recorded_with_its_rank(event: RankEvent, values: dict[str, Any]) -> None:
+    """And how many steps are repeated after a resume."""
+    assert actions(State(JOB, steps_before=10), event) == [Record(event.name, values)]
+
+
+def test_a_heartbeat_goes_to_the_watchdog_alone() -> None:
+    """It comes every two seconds."""
+    assert actions(after(), RankEvent(1, "alive", {"count": 5})) == [Heartbeat(1, "n2", {"count": 5})]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        RankEvent(0, "checkpoint", {"step": 7}),
+        RankEvent(0, "checkpoint", {"step": 7, "durable_s": "soon"}),
+        RankEvent(0, "progress", {"step": -1, "steps": 7}),
+        RankEvent(0, "left", {"host": "n1"}),
+        RankEvent(5, "alive", {}),
+        RankEvent(0, "joined", {}),
+    ],
+)
+def test_a_report_of_an_unexpected_form_is_an_error(event: RankEvent) -> None:
+    """The loop skips it, and says so."""
+    with pytest.raises((ValueError, KeyError)):
+        step(after(), event, NOW)
+
+
+def test_reports_that_arrive_after_the_ranks_have_exited_are_recorded_and_cause_nothing_else() -> None:
+    """The launcher may return before the last report was read."""
+    state = after(RanksExited(1))
+    assert state.exit_code == 1
+    assert actions(state, RankEvent(0, "checkpoint", {"step": 7, "durable_s": 0.1})) == [
+        Record("checkpoint", {"rank": 0, "step": 7, "durable_s": 0.1})
+    ]
+    failed, todo = step(state, FAILED, NOW)
+    assert (failed.ends[1]["end"], todo) == ("exception", [])
+    for event in (HANG, PREEMPTED, Timer.KILL, Timer.ABANDON, Superseded()):
+        assert step(state, event, NOW) == (state, [])
+    assert actions(state, ConnectionLost(1, silent=True)) == []
