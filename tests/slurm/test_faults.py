@@ -93,7 +93,7 @@ def test_a_controller_that_is_away_at_a_requeue_and_in_training_and_a_restarted_
     wait_until(lambda: (runs / "requeueing").exists(), f"the requeue\n{story(training.run)}")
     cluster.stop_controller()
     (runs / "away").touch()
-    wait_until(lambda: "trying again in 0.5 s" in log_of(training), "the requeue to fail", 30)
+    wait_until(lambda: "retrying in 0.5 s" in log_of(training), "the requeue to fail", 30)
     cluster.start_controller()
     wait_for_steps_of(training, 1)  # the second one, where the job in `high` starts after the requeue only
     cluster.stop_controller()
