@@ -351,7 +351,7 @@ def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) ->
         (["jobs/digits.yaml", "--set", "nodes"], "--set nodes: expected KEY=VALUE"),
         (["jobs/digits.yaml", "--nodes", "1-2"], "needs a global_batch too"),
         (["jobs/digits.yaml", "--gpus", "50000"], "100000 ranks with --local, on the "),
-        (["jobs/digits.yaml", "--nodes", "1-2", "--set", "global_batch=64"], "with --local give one number"),
+        (["jobs/digits.yaml", "--nodes", "1-2", "--set", "global_batch=64"], "with --local, expected one number"),
     ],
 )
 def test_bad_input_is_one_sentence_and_writes_nothing(run: RunDirectory, options: list[str], words: str) -> None:
