@@ -101,16 +101,14 @@ class SaveAndRequeue(Callback):
         }
         return str(found[max(found)]) if found else None
 
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_sanity_check_start(self, *_: Any) -> None:
         """Restores the TERM handler: Lightning's own broadcasts from the handler, between any other collectives."""
-        del trainer, pl_module
         signal.signal(signal.SIGTERM, self._handler)
 
     on_train_start = on_sanity_check_start
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Stops only where the optimizer has stepped, so that no accumulated gradients are lost."""
-        del pl_module, outputs, batch, batch_idx
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step

@@ -29,16 +29,14 @@ class SaveAndRequeue(TrainerCallback):
         self._ctx = ctx
         self._stopping = False
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+    def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> Any:
         """All ranks get the same answer."""
-        del args, state
         if self._ctx.stop_requested():
             self._stopping = control.should_save = True
         return control
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, *_: Any, **__: Any) -> None:
         """The checkpoint of this step has been written."""
-        del args, state, control
         if self._stopping:
             self._ctx.requeue()
 
