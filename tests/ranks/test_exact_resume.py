@@ -177,7 +177,7 @@ def test_a_compiled_model_is_resumed_exactly(tmp_path, left_alone, ranks, amp, m
     assert resumed.inexact() == [[]]
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.product)])
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -98,10 +98,10 @@ def test_checkpoint_a_second_start_goes_on_as_if_there_had_been_one(
     whole = submit(run, job)
     (tmp_path / "files").mkdir()
     for steps in (25, 60):
-        part = RunDirectory(tmp_path / f"{steps} steps")
-        submit(part, job, "--", "--steps", str(steps), "--folder", str(tmp_path / "files"))
+        arguments = ("--steps", steps, "--folder", tmp_path / "files")
+        part = ddp.run(JOBS / f"{job}.py", *arguments, ranks=2, folder=tmp_path / "out")
     for rank in (0, 1):
-        output = (part.attempt_logs(0) / f"rank-{rank}.out").read_text()
+        output = part.output(rank)
         assert f"rank {rank} starts at step 25" in output
         assert result(output) == result(whole)
 
@@ -233,6 +233,7 @@ def held_out_loss(said: str) -> str:
 
 def test_charlm_learns_more_than_how_often_each_character_comes(charlm: tuple[RunDirectory, str]) -> None:
     """Well below what a model without context can reach on that text, and far below a uniform guess (5.55)."""
+    assert charlm[0].attempts() == [0, 1], story(charlm[0])
     text = script("charlm").load_text()
     frequency = torch.bincount(text).double() / len(text)
     unigram = -(frequency * frequency.clamp(min=1e-30).log()).sum().item()
@@ -240,10 +241,10 @@ def test_charlm_learns_more_than_how_often_each_character_comes(charlm: tuple[Ru
     assert float(held_out_loss(charlm[1])) < unigram - 0.2
 
 
+@pytest.mark.product  # test_exact_resume.py has the same for a smaller model
 def test_charlm_preempted_is_the_same_run(charlm: tuple[RunDirectory, str], run: RunDirectory) -> None:
     """Each step in two pieces per rank; the losses, and the weights and the optimizer to the last bit."""
     preempted, said = charlm
-    assert preempted.attempts() == [0, 1], story(preempted)
     whole = submit(run, "charlm", *CHARLM)
     assert [line["loss"] for line in preempted.metrics()] == [line["loss"] for line in run.metrics()]
     assert differing(final_state(preempted), final_state(run)) == []
@@ -257,10 +258,10 @@ def test_skew_a_long_timeout_waits_for_the_slow_rank_and_a_short_one_ends_the_at
     run: RunDirectory, tmp_path: Path
 ) -> None:
     """The first step has the time-out of the start, so that the short one strikes in the second."""
-    late = ["--", "--steps", "2", "--late"]
-    assert "all 2 steps are done, at the slowest rank's pace" in submit(run, "skew", *late, "1")
-    short = RunDirectory(tmp_path / "short")
-    said = submit(short, "skew", "--set", "timeouts.step_s=1", "--set", "limits.attempts=1", *late, "5", code=1)
+    long = ddp.run(JOBS / "skew.py", "--steps", 2, "--late", 1, ranks=2, folder=tmp_path / "out")
+    assert "all 2 steps are done, at the slowest rank's pace" in long.output(0)
+    options = ["--set", "timeouts.step_s=1", "--set", "limits.attempts=1"]
+    said = submit(run, "skew", *options, "--", "--steps", "2", "--late", "5", code=1)
     assert re.search(r"rank 0 \(\S+\) failed first at step 1: raised RuntimeError: .*Timed out waiting 1000ms", said), (
         said
     )

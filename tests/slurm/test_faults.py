@@ -86,7 +86,7 @@ def test_a_controller_that_is_away_at_a_requeue_and_in_training_and_a_restarted_
 ) -> None:
     """The requeue is asked for until it is answered; status asks again, and then tells what the run's files say."""
     path = f"{held_requeue(cluster, runs)}:{cluster.environment['PATH']}"
-    training = Training.submit(cluster, runs, "--moments", "first step", "--pause", "0.8", env={"PATH": path})
+    training = Training.submit(cluster, runs, "--moments", "first step", "--pause", "0.5", env={"PATH": path})
     training.wait_at_moment(0)
     training.preempt()
     training.go(0)
@@ -143,7 +143,7 @@ def test_a_dead_node_is_noticed_and_the_run_goes_on_without_it(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
     """Long before Slurm gives it up: its power fails, and nothing of it says goodbye."""
-    training = Training.submit(cluster, runs, "--pause", "0.3", options=OFTEN)
+    training = Training.submit(cluster, runs, "--pause", "0.1", options=OFTEN)
     wait_for_step(training.run, 7)
     cluster.cut("n2")
     cluster.kill_node("n2")

@@ -24,7 +24,7 @@ def test_a_node_cut_off_for_long_loses_its_run_to_a_new_attempt_and_ends_its_ran
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, node: str
 ) -> None:
     """Slurm gives the node up and starts the run elsewhere; the cut-off ranks, which it cannot end, end themselves."""
-    training = Training.submit(cluster, runs, "--pause", "0.3", options=["--set", "checkpoint.every=5 steps"])
+    training = Training.submit(cluster, runs, "--pause", "0.1", options=["--set", "checkpoint.every=5 steps"])
     wait_for_step(training.run, 7)
     cluster.cut(node)
     training.wait(lambda: 1 in training.run.attempts(), "attempt 1", 150)
@@ -43,7 +43,7 @@ def test_a_second_start_of_a_held_run_is_refused_and_disturbs_nothing(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
     """sbatch of the same script by hand, while the run trains on other nodes of the cluster."""
-    training = Training.submit(cluster, runs, "--pause", "0.2")
+    training = Training.submit(cluster, runs, "--pause", "0.1")
     wait_for_step(training.run, 3)
     assert training.run.attempts() == [0], story(training.run)  # or the second start is not to blame
     script = (training.run.batch_script).read_text().replace("--nodes=2", "--nodes=1")

@@ -21,8 +21,9 @@ def submit(cluster: Cluster, run: RunDirectory, *options: str, check: bool = Tru
     return cluster.run(command, cwd=cluster.source, check=check)
 
 
-def digits(steps: int = STEPS) -> tuple[str, ...]:
-    return (*["jobs/digits.yaml", "--nodes", "2", "--gpus", "2", "--partition", "low", "--", "--steps"], str(steps))
+def digits(steps: int = STEPS, gpus: int = 1) -> tuple[str, ...]:
+    shape = ["--nodes", "2", "--gpus", str(gpus), "--partition", "low"]
+    return ("jobs/digits.yaml", *shape, "--", "--steps", str(steps))
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def test_job_sbatch_by_hand_starts_continues_and_completes_the_run(
 
 
 def sbatch_template(cluster: Cluster, run: RunDirectory, *script: str) -> str:
-    options = ["--partition=low", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1"]
+    options = ["--partition=low", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1"]
     variables = f"--export=ALL,RUN={run.path},DEVICE=cpu,PYTHON={cluster.python}"
     log = f"--output={run.path.parent}/job.log"
     command = ["sbatch", "--parsable", *options, variables, log, "slurm/train.sbatch", *script]
@@ -211,7 +212,9 @@ def test_a_request_that_cannot_be_met_is_one_sentence_and_leaves_nothing(
 def test_what_an_interactive_job_set_does_not_leak_into_the_new_one(cluster: Cluster, runs: Path) -> None:
     """Submitted from inside an allocation of one node and task, it still gets two nodes and four ranks."""
     run = RunDirectory(runs / "run")
-    command = shlex.join(map(str, [cluster.python, "-m", "clusterddp.submit", "--run-dir", run.path, *digits(20)]))
+    command = shlex.join(
+        map(str, [cluster.python, "-m", "clusterddp.submit", "--run-dir", run.path, *digits(20, gpus=2)])
+    )
     cluster.run(["salloc", "-Q", "-N1", "-n1", "-p", "low", "--mem=1G", "bash", "-c", command], cwd=cluster.source)
     assert wait_for_outcome(run) == "completed", story(run)
     assert {path.name for path in run.attempt_logs(0).glob("rank-*.out")} == {f"rank-{r}.out" for r in range(4)}

@@ -13,11 +13,14 @@ from tests.trainings import MOMENTS, Training, check_same_run, events_of, preemp
 from tests.waiting import story, wait_for_step, wait_until
 
 
-@pytest.mark.parametrize("grace", [20, 0])
+@pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.product)])
 def test_a_run_preempted_at_every_moment_loses_and_redoes_nothing(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, grace: int
 ) -> None:
-    """One run, eight attempts, a preemption at a different moment of each; the last one comes after the last step."""
+    """One run, eight attempts, a preemption at a different moment of each; the last one comes after the last step.
+
+    Without a grace: test_preemption_variants.py, at two moments.
+    """
     cluster.set_grace(grace)
     training = Training.submit(cluster, runs, "--moments", ",".join(MOMENTS))
     preempt_at_each(training, MOMENTS)
@@ -46,7 +49,8 @@ def test_a_lowered_time_limit_is_noticed_and_the_run_goes_on_after_it(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
     """By the supervisor's timer or Slurm's own warning, whichever comes first; no step is lost."""
-    training = Training.submit(cluster, runs, "--moments", "first step", options=["--time", "30"])
+    options = ["--time", "30", "--set", "timeouts.notice_s=40"]  # of the shortest limit, a minute
+    training = Training.submit(cluster, runs, "--moments", "first step", options=options)
     training.wait_at_moment(0)
     cluster.root(["scontrol", "update", f"JobId={training.job_id}", "TimeLimit=1"])
     training.wait(lambda: events_of(training.run, "signal"), "the notice", 90)

@@ -90,12 +90,8 @@ def submit(cluster: Cluster, run: RunDirectory, nodes: str, *script: str) -> str
     return done.stdout.strip()
 
 
-def test_a_run_takes_the_nodes_that_slurm_has(cluster: Cluster, runs: Path) -> None:
+def test_a_run_takes_the_nodes_that_slurm_has(cluster: Cluster, runs: Path, on_four_ranks: RunDirectory) -> None:
     """Two nodes; after a preemption one, the others being drained; after the next two again: a new job each time."""
-    reference = RunDirectory(runs / "reference")
-    whole = Training(cluster, runs, reference, submit(cluster, reference, "2"))
-    assert whole.finish() == "completed", story(reference)
-
     run = RunDirectory(runs / "run")
     training = Training(cluster, runs, run, submit(cluster, run, "1-2", "--pause", "0.05"))
     wait_for_step(run, 20)
@@ -110,7 +106,7 @@ def test_a_run_takes_the_nodes_that_slurm_has(cluster: Cluster, runs: Path) -> N
     assert training.finish() == "completed", story(run)
     assert ranks_said(run) == [4, 2, 4, ["2 ranks instead of 4"], ["4 ranks instead of 2"]]
     assert len(events_of(run, "resubmitted")) == 2
-    check_same_learning(run, reference)
+    check_same_learning(run, on_four_ranks)
     shown = cluster.run([cluster.python, "-m", "clusterddp", "status", run.path]).stdout
     assert "1 to 2 nodes x 2 processes per node = 2 to 4 ranks" in shown
 

@@ -47,10 +47,10 @@ from tests.unit.test_slurm_commands import RUNNING
 FULL = "CLUSTERDDP_TEST_PRODUCT" in os.environ
 
 
-def fuzz(examples: int) -> Callable[..., Any]:
-    """Runs a test with so many examples; with ten times as many, and new ones, when asked to."""
+def fuzz(examples: int, times: int = 10) -> Callable[..., Any]:
+    """Runs a test with so many examples; with so many times as many, and new ones, when asked to."""
     return settings(
-        max_examples=10 * examples if FULL else examples,
+        max_examples=times * examples if FULL else examples,
         derandomize=not FULL,
         deadline=None,
         database=None,
@@ -426,7 +426,7 @@ def follow(run: RunDirectory) -> None:
     progress.update()
 
 
-@fuzz(150)
+@fuzz(50, times=30)
 @given(run_files())
 def test_any_file_of_a_run_is_read_or_named(tmp_path_factory: Any, files: dict[str, str]) -> None:
     """Torn, cut, with other values: status, the supervisor and a restore say which file is not as it was written."""
