@@ -229,7 +229,7 @@ def restore_of(name: str, path: Path, size: Size, rank: int) -> Callable[[], obj
         return lambda: torch.load(path, weights_only=True)
     if name == AsyncProcess.name:
         state = state_of(*make_training(size.bytes))
-        return lambda: dcp.load(state, checkpoint_id=path)
+        return lambda: dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
     if name == Lightning.name:
         from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
@@ -268,7 +268,7 @@ def drop_from_cache(path: Path) -> None:
 
 
 def initialize_group(rank: int, ranks: int, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=120))
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=120))  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 
 
@@ -315,7 +315,7 @@ def say(words: str) -> None:
 
 def measure(size: Size, scratch: Path, ranks: Sequence[int]) -> dict[str, Any]:
     """All figures of one size; the processes one after the other."""
-    described = {"size": vars(size)}
+    described: dict[str, Any] = {"size": vars(size)}
     figures: dict[str, Any] = {"starts": [], "restores": {}}
     for number in range(size.starts):
         with tempfile.TemporaryDirectory(dir=scratch) as folder:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +172,13 @@ def checks(lab: Lab, backend: str, megabytes: int) -> Iterator[tuple[str, Check]
     """By name, the most important first: the time may not suffice for all."""
     sizes = sorted({1, lab.ranks, *(2**power for power in range(10) if 2**power < lab.ranks)})
     for ranks in sizes:
-        yield f"start-{ranks}", lambda lab, ranks=ranks: start(lab, ranks)
+        yield f"start-{ranks}", partial(start, ranks=ranks)
     yield "exact", lambda lab: exact(lab, None, None)
     yield "snapshot", lambda lab: snapshot(lab, megabytes)
     yield "hang-host", lambda lab: hang(lab, "host")
     yield "hang-device", lambda lab: hang(lab, "device")
     for amp in PRECISIONS[1:]:
-        yield f"exact-{amp}", lambda lab, amp=amp: exact(lab, amp, None)
+        yield f"exact-{amp}", partial(exact, amp=amp, backend=None)
     yield "exact-compile", lambda lab: exact(lab, None, backend)
     yield "exact-compile-bfloat16", lambda lab: exact(lab, "bfloat16", backend)
 

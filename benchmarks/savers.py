@@ -137,7 +137,7 @@ class Raw(Saver):
     def __init__(self, folder: Path, data: torch.Tensor) -> None:
         self.folder = self.path = folder / "raw"
         self.folder.mkdir()
-        self._data = memoryview(data.numpy())
+        self._data = memoryview(data.numpy().data)
 
     def begin(self) -> None:
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -200,7 +200,7 @@ class AsyncThread(Saver):
     options: dict[str, Any] = {}
 
     def begin(self) -> None:
-        self._future = dcp.async_save(self._state(), checkpoint_id=self.path, **self.options)
+        self._future: Any = dcp.async_save(self._state(), checkpoint_id=self.path, **self.options)  # type: ignore[attr-defined]
 
     def done(self) -> bool:
         return bool(self._future.done())

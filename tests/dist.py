@@ -48,12 +48,22 @@ def make_environment(folder: Path, wheel: Path) -> Path:
     """A virtual environment with the wheel; its other packages are those of this one. Returns its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
-    where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     packages = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
     own = [sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("-packages"))]
     # A path in a .pth file is searched, but the .pth files in it are not read: not even that of an editable install.
     (packages / "dependencies.pth").write_text("".join(f"{path}\n" for path in dict.fromkeys(own)))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install", "-q", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--python",
+        str(python),
+        "install",
+        "-q",
+        "--no-deps",
+    ]
     subprocess.run([*pip, "--ignore-installed", wheel], check=True)
     return python
 
@@ -63,7 +73,7 @@ def check_runs(python: Path, place: Path, wheel: Path) -> None:
     import os
 
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SLURM_"))}
-    command = [python.with_name("clusterddp"), "submit", "--device", "cpu", "--nodes", "1", "--gpus", "2"]
+    command = [str(python.with_name("clusterddp")), "submit", "--device", "cpu", "--nodes", "1", "--gpus", "2"]
 
     def output(*words: str | Path) -> str:
         done = subprocess.run(words, cwd=place, env=environment, stdout=subprocess.PIPE, text=True, check=True)

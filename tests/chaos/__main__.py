@@ -177,7 +177,7 @@ def _first_line(kind: type) -> str:
 
 def _as_planned(line: dict[str, Any]) -> bool:
     """Whether both the preemption and the kill were made: each ends an attempt."""
-    return line["how"] == "alone" or (line["killed"] and line["attempts"] >= 3)
+    return bool(line["how"] == "alone" or (line["killed"] and line["attempts"] >= 3))
 
 
 def _verdict(line: dict[str, Any] | None) -> str:

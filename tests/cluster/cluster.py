@@ -221,7 +221,7 @@ class Cluster:
 
     def run(
         self,
-        argv: Sequence[str | Path],
+        argv: Sequence[object],
         *,
         cwd: str | Path | None = None,
         env: Mapping[str, str] | None = None,
@@ -243,7 +243,7 @@ class Cluster:
 
     def popen(
         self,
-        argv: Sequence[str | Path],
+        argv: Sequence[object],
         *,
         cwd: str | Path | None = None,
         env: Mapping[str, str] | None = None,

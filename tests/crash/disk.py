@@ -202,7 +202,7 @@ class Disk:
         names = [change for node in self._nodes if isinstance(node, _Folder) for change in node.changes]
         names = [change for change in names if not change.safe]
         files = [node for node in self._nodes if isinstance(node, _File) if not all(c.safe for c in node.changes)]
-        everything = {*names, *files}
+        everything: set[_Names | _File] = {*names, *files}
         yield self._tree(everything)
         yield self._tree(set())
         for single in everything:

@@ -202,7 +202,7 @@ def _play(run: Path, promises: str, stop_after: int, once: bool, tell: int, go: 
     """The child's life."""
     ctypes.CDLL(None).prctl(0x59616D61, -1)  # PR_SET_PTRACER: strace is no ancestor
     # The same names and contents every time:
-    secrets.token_hex = lambda size=4: "0" * 2 * size  # type: ignore[assignment]
+    secrets.token_hex = lambda size=4: "0" * 2 * size  # type: ignore[assignment, operator]
     time.time = lambda: 1.7e9
     os.environ["PYTHONPATH"] = str(_ALWAYS_THE_SAME)
     errors = os.open(f"{promises}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -212,7 +212,7 @@ class Race(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-def test_whatever_attempts_do_at_once_the_run_goes_on_from_where_it_is():
+def test_whatever_attempts_do_at_once_the_run_goes_on_from_where_it_is() -> None:
     """Claims, restores, half-written files, fence checks, renames and deletions of up to five attempts in any order."""
     run_state_machine_as_test(Race, settings=settings(max_examples=200, stateful_step_count=30, deadline=None))
 
@@ -281,7 +281,9 @@ def gone_on_from(directory: RunDirectory, attempt: int) -> dict[int, int]:
     return steps
 
 
-def test_two_processes_that_save_in_one_folder_lose_nothing_that_was_committed(directory, racers):
+def test_two_processes_that_save_in_one_folder_lose_nothing_that_was_committed(
+    directory: RunDirectory, racers: Any
+) -> None:
     """Attempts are claimed while the one before saves: each goes on from all that was committed before its claim."""
     pick = random.Random(0)
     claimed_at = []

@@ -5,10 +5,13 @@ Weights, gradients and factors are multiples of powers of two, few enough steps 
 usage: train.py STEPS [FOLDER]; with a folder, by CheckpointFolder, else as a run.
 """
 
+from __future__ import annotations
+
 import os
 import random
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -23,7 +26,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=1.0)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
 
 
-def step(x):
+def step(x: Any) -> Any:
     noise = torch.randint(-2, 3, x.shape).float()
     loss = (model(x + noise) / 64).sum()
     optimizer.zero_grad()

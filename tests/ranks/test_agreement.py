@@ -6,6 +6,8 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,12 +134,12 @@ def explore(ranks: int, main: tuple[str, ...] = MAIN, watcher: tuple[str, ...] =
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_interleaving_stops_all_ranks_at_the_same_boundary(ranks):
+def test_every_interleaving_stops_all_ranks_at_the_same_boundary(ranks: int) -> None:
     final, broken = explore(ranks)
     assert final > 1 and broken == 0
 
 
-def test_every_interleaving_of_three_ranks_agrees(monkeypatch):
+def test_every_interleaving_of_three_ranks_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.ranks.test_agreement.BOUNDARIES", 2)
     final, broken = explore(3)
     assert final > 1 and broken == 0
@@ -151,7 +153,7 @@ def test_every_interleaving_of_three_ranks_agrees(monkeypatch):
     ],
     ids=["main thread reads the flag first", "watcher publishes first"],
 )
-def test_the_other_order_breaks_the_agreement(main, watcher):
+def test_the_other_order_breaks_the_agreement(main: Any, watcher: Any) -> None:
     assert explore(2, main, watcher)[1] > 0
 
 
@@ -170,7 +172,7 @@ for _ in range(100_000):  # the test stops it long before
 """
 
 
-def test_real_ranks_of_different_speed_agree_at_random_moments(tmp_path):
+def test_real_ranks_of_different_speed_agree_at_random_moments(tmp_path: Path) -> None:
     # No collective keeps these ranks in step: they are up to many boundaries apart when the signal comes.
     script = tmp_path / "live.py"
     script.write_text(LIVE)
@@ -185,7 +187,7 @@ def test_real_ranks_of_different_speed_agree_at_random_moments(tmp_path):
         assert len({line for r in range(3) for line in ranks.output(r).splitlines() if "stopped at" in line}) == 1
 
 
-def test_a_signal_is_acted_on_while_the_main_thread_sits_in_a_collective(tmp_path):
+def test_a_signal_is_acted_on_while_the_main_thread_sits_in_a_collective(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
     script.write_text(
         "import time, torch, clusterddp\n"
@@ -209,7 +211,7 @@ def test_a_signal_is_acted_on_while_the_main_thread_sits_in_a_collective(tmp_pat
     assert "heard of it" in ranks.output(1)
 
 
-def test_a_run_that_nobody_stops_costs_nothing_and_leaves_no_thread(tmp_path):
+def test_a_run_that_nobody_stops_costs_nothing_and_leaves_no_thread(tmp_path: Path) -> None:
     script = tmp_path / "free.py"
     script.write_text(
         "import threading, time, clusterddp\n"
@@ -225,7 +227,7 @@ def test_a_run_that_nobody_stops_costs_nothing_and_leaves_no_thread(tmp_path):
         assert float(ranks.output(rank).split("microseconds ")[1].split()[0]) < 20
 
 
-def test_rank_0_dies_and_the_others_show_no_stack_of_the_store(tmp_path):
+def test_rank_0_dies_and_the_others_show_no_stack_of_the_store(tmp_path: Path) -> None:
     script = tmp_path / "dies.py"
     script.write_text(
         "import os, time, signal, clusterddp\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ if "RANK" in os.environ:
 
 
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]])
-def test_a_loop_of_ones_own_goes_on_where_it_was(tmp_path, launcher):
+def test_a_loop_of_ones_own_goes_on_where_it_was(tmp_path: Path, launcher: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
 
@@ -55,12 +56,13 @@ def test_a_loop_of_ones_own_goes_on_where_it_was(tmp_path, launcher):
     assert names == [f"step-{step:012d}.attempt-1.safetensors" for step in (6, 7)]
 
 
-def test_a_part_that_was_not_saved_and_a_newer_process_are_said(tmp_path):
+def test_a_part_that_was_not_saved_and_a_newer_process_are_said(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     with clusterddp.CheckpointFolder(tmp_path / "folder") as first:
         assert first.restore(model=model) == 0
         first.save(3, model=model)
-        assert first.wait().step == 3
+        saved = first.wait()
+        assert saved is not None and saved.step == 3
         second = clusterddp.CheckpointFolder(tmp_path / "folder")
         with pytest.raises(CheckpointError, match="checkpoint 3 lacks optimizer; it has model"):
             second.restore(model=model, optimizer=torch.optim.SGD(model.parameters()))
@@ -70,7 +72,7 @@ def test_a_part_that_was_not_saved_and_a_newer_process_are_said(tmp_path):
         second.close()
 
 
-def test_what_was_saved_can_be_restored_in_the_same_process_and_in_the_next(tmp_path):
+def test_what_was_saved_can_be_restored_in_the_same_process_and_in_the_next(tmp_path: Path) -> None:
     """As for an evaluation of the newest state: the process goes on from what it began with, not from itself."""
     model = torch.nn.Linear(2, 2)
     for begins_at in (0, 3):
@@ -82,7 +84,7 @@ def test_what_was_saved_can_be_restored_in_the_same_process_and_in_the_next(tmp_
             folder.save(begins_at + 3, model=model)
 
 
-def test_a_save_that_would_pass_by_what_is_there_is_refused_and_one_without_close_is_not_lost(tmp_path):
+def test_a_save_that_would_pass_by_what_is_there_is_refused_and_one_without_close_is_not_lost(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, torch, clusterddp\n"
@@ -100,7 +102,7 @@ def test_a_save_that_would_pass_by_what_is_there_is_refused_and_one_without_clos
     assert run("6", "restore").stdout == "at 5\n"
 
 
-def test_checkpoints_that_someone_deleted_are_missed(tmp_path):
+def test_checkpoints_that_someone_deleted_are_missed(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     for step in (1, 2):
         with clusterddp.CheckpointFolder(tmp_path) as folder:
@@ -115,7 +117,9 @@ def test_checkpoints_that_someone_deleted_are_missed(tmp_path):
         folder.restore(model=model)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_only_damaged_ones_are_an_error(tmp_path, capsys):
+def test_a_damaged_checkpoint_is_passed_over_and_only_damaged_ones_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = torch.nn.Linear(2, 2)
     with clusterddp.CheckpointFolder(tmp_path) as folder:
         folder.restore(model=model)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,13 +45,13 @@ def deadline(acted: tuple[threading.Event, list[float]], **notices: float) -> De
     return Deadline(notices, act)
 
 
-def test_the_notice_less_the_last_save_is_waited_for(acted):
+def test_the_notice_less_the_last_save_is_waited_for(acted: Any) -> None:
     deadline(acted, TERM=4.0).begin("signal TERM", last_save_s=0.5)
     assert acted[0].wait(30)
     assert acted[1][0] >= 2.0  # half of the notice at least, however long a save takes
 
 
-def test_a_stop_that_has_begun_and_a_reason_without_a_notice_have_no_deadline(acted):
+def test_a_stop_that_has_begun_and_a_reason_without_a_notice_have_no_deadline(acted: Any) -> None:
     begun = deadline(acted, TERM=0.0)
     begun.end()
     begun.begin("signal TERM", last_save_s=0.0)
@@ -61,7 +63,7 @@ def test_a_stop_that_has_begun_and_a_reason_without_a_notice_have_no_deadline(ac
     assert not acted[0].is_set()
 
 
-def test_a_hung_step_ends_with_the_checkpoint_before_it_and_the_stacks(tmp_path):
+def test_a_hung_step_ends_with_the_checkpoint_before_it_and_the_stacks(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
     notice = {"CLUSTERDDP_TERM_NOTICE_S": "4"}

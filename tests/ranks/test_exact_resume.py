@@ -99,12 +99,12 @@ class Left:
 
 def train(run_dir: Path, *options: object, ranks: int, stops: tuple[int, ...] = (), then_ranks: int = 0) -> Left:
     """The run to its end, stopped by a TERM to one rank in each step of ``stops``."""
-    base = (EXACT, run_dir, STEPS, "--samples", SAMPLES)
+    base = (run_dir, STEPS, "--samples", SAMPLES)
     attempts = []
     for number in range(len(stops) + 1):
         now = then_ranks if number and then_ranks else ranks
         arguments = (*base, "--batch", GLOBAL_BATCH // now, *options, *(("--stop-in", *stops) if stops else ()))
-        attempt = ddp.start(*arguments, ranks=now, folder=run_dir.with_name("out"))
+        attempt = ddp.start(EXACT, *arguments, ranks=now, folder=run_dir.with_name("out"))
         attempts.append(attempt.expect(75 if number < len(stops) else 0))
     return Left(attempts, RunDirectory(run_dir))
 
@@ -144,8 +144,8 @@ def assert_exact(resumed: Left, whole: Left, ranks: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "graph", "micro", "amp", "workers", "stops"), CASES)
 def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(
-    tmp_path, left_alone, ranks, graph, micro, amp, workers, stops
-):
+    tmp_path: Path, left_alone: Any, ranks: int, graph: Any, micro: Any, amp: Any, workers: Any, stops: Any
+) -> None:
     options = (*GRAPHS[graph], "--micro", micro, *(["--amp", amp] if amp else []))
     whole = left_alone(*options, ranks=ranks)
     resumed = train(tmp_path / "stopped", *options, "--workers", workers, ranks=ranks, stops=stops)
@@ -167,7 +167,9 @@ def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(
 @pytest.mark.product  # compiling takes a minute
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("amp", AMP)
-def test_a_compiled_model_is_resumed_exactly(tmp_path, left_alone, ranks, amp, monkeypatch):
+def test_a_compiled_model_is_resumed_exactly(
+    tmp_path: Path, left_alone: Any, ranks: int, amp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each process compiles for itself, or takes what an earlier one left in inductor's cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     options = ("--compile", "inductor", *(["--amp", amp] if amp else []))
@@ -186,8 +188,8 @@ def test_a_compiled_model_is_resumed_exactly(tmp_path, left_alone, ranks, amp, m
     ],
 )
 def test_without_the_throw_away_passes_the_bits_differ_and_the_run_says_so(
-    tmp_path, left_alone, ranks, options, reason
-):
+    tmp_path: Path, left_alone: Any, ranks: int, options: Any, reason: Any
+) -> None:
     whole = left_alone(*options, ranks=ranks)
     resumed = train(tmp_path / "stopped", *options, ranks=ranks, stops=(4,))
     assert resumed.inexact() == [[reason]]
@@ -208,7 +210,9 @@ def test_without_the_throw_away_passes_the_bits_differ_and_the_run_says_so(
         ),
     ],
 )
-def test_what_else_is_not_exact_differs_and_is_said(tmp_path, left_alone, options, reasons, where):
+def test_what_else_is_not_exact_differs_and_is_said(
+    tmp_path: Path, left_alone: Any, options: Any, reasons: Any, where: Any
+) -> None:
     whole = left_alone(*options, ranks=2)
     resumed = train(tmp_path / "stopped", *options, ranks=2, stops=(4,))
     assert resumed.inexact() == [reasons]
@@ -216,13 +220,13 @@ def test_what_else_is_not_exact_differs_and_is_said(tmp_path, left_alone, option
     assert any(where in name.replace("module.", "") for name in different), different
 
 
-def test_another_number_of_ranks_keeps_the_samples_and_is_said_to_be_inexact(tmp_path):
+def test_another_number_of_ranks_keeps_the_samples_and_is_said_to_be_inexact(tmp_path: Path) -> None:
     resumed = train(tmp_path / "stopped", ranks=2, stops=(4,), then_ranks=3)
     assert resumed.inexact() == [["3 ranks instead of 2"]]
     assert [line["step"] for line in resumed.raw()] == list(range(STEPS))
 
 
-def test_a_stop_in_an_evaluation_keeps_a_step_that_the_scaler_skipped(tmp_path, left_alone):
+def test_a_stop_in_an_evaluation_keeps_a_step_that_the_scaler_skipped(tmp_path: Path, left_alone: Any) -> None:
     options = ("--amp", "float16", "--evaluate-in-step", 0)
     whole = left_alone(*options, ranks=2)
     assert whole.raw()[0]["scale"] < 2.0**22

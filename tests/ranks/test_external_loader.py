@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
@@ -50,7 +53,7 @@ for batch in run.steps(total):
 
 
 @pytest.fixture
-def script(tmp_path):
+def script(tmp_path: Path) -> Any:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     return path
@@ -61,7 +64,7 @@ def taken(ranks: ddp.Ranks, rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stop_at", [13, 9], ids=["in mid-pass", "on the last batch of a pass"])
-def test_each_rank_goes_on_where_its_own_loader_was(tmp_path, script, stop_at):
+def test_each_rank_goes_on_where_its_own_loader_was(tmp_path: Path, script: Any, stop_at: Any) -> None:
     whole = ddp.run(script, tmp_path / "whole", 25, -1, ranks=2, folder=tmp_path / "out")
     run = tmp_path / "run"
     first = ddp.start(script, run, 25, stop_at, ranks=2, folder=tmp_path / "out").expect(75)
@@ -82,7 +85,9 @@ def test_each_rank_goes_on_where_its_own_loader_was(tmp_path, script, stop_at):
         ("workers", "the workers of Letters draw random numbers of their own"),
     ],
 )
-def test_a_loader_that_may_not_give_the_same_batches_again_is_said_to(tmp_path, script, option, inexact):
+def test_a_loader_that_may_not_give_the_same_batches_again_is_said_to(
+    tmp_path: Path, script: Any, option: Any, inexact: Any
+) -> None:
     run = tmp_path / "run"
     ddp.run(script, run, 6, -1, option, ranks=2, folder=tmp_path / "out")
     ddp.run(script, run, 7, -1, option, ranks=2, folder=tmp_path / "out")
@@ -91,12 +96,14 @@ def test_a_loader_that_may_not_give_the_same_batches_again_is_said_to(tmp_path, 
 
 
 @pytest.mark.parametrize(("options", "steps"), [((), {6, 12, 18, 24, 25}), (("by time",), {20, 25})])
-def test_saves_are_made_by_all_ranks_at_steps_that_all_of_them_know(tmp_path, script, options, steps):
+def test_saves_are_made_by_all_ranks_at_steps_that_all_of_them_know(
+    tmp_path: Path, script: Any, options: Any, steps: Any
+) -> None:
     ddp.run(script, tmp_path / "run", 25, -1, *options, ranks=2, folder=tmp_path / "out")
     assert {int(path.name[5:17]) for path in (tmp_path / "run" / "checkpoints").iterdir()} == steps
 
 
-def test_another_number_of_ranks_cannot_share_the_states_and_says_so(tmp_path, script):
+def test_another_number_of_ranks_cannot_share_the_states_and_says_so(tmp_path: Path, script: Any) -> None:
     ddp.run(script, tmp_path / "run", 4, -1, ranks=2, folder=tmp_path / "out")
     alone = ddp.start(script, tmp_path / "run", 8, -1, ranks=1, folder=tmp_path / "out").expect(1)
     assert "the checkpoint has the Letters states of 2 ranks, and there are now 1" in alone.output(0)
@@ -125,7 +132,7 @@ for batch in run.steps(int(sys.argv[3])):
 """
 
 
-def test_the_best_step_is_saved_itself_and_kept_across_attempts(tmp_path):
+def test_the_best_step_is_saved_itself_and_kept_across_attempts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(POLICIES)
     folder = tmp_path / "run" / "checkpoints"
@@ -139,7 +146,7 @@ def test_the_best_step_is_saved_itself_and_kept_across_attempts(tmp_path):
     assert steps() == {8, 20}  # 0.7 and 0.2 of the second attempt are no better
 
 
-def test_a_metric_that_no_step_logs_is_said(tmp_path):
+def test_a_metric_that_no_step_logs_is_said(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(POLICIES)
     ranks = ddp.run(script, tmp_path / "run", "misspelt", 9, ranks=2, folder=tmp_path / "out")
@@ -147,7 +154,7 @@ def test_a_metric_that_no_step_logs_is_said(tmp_path):
     assert "no step has logged" not in ranks.output(1)
 
 
-def test_an_interval_of_its_own_choice_is_said(tmp_path):
+def test_an_interval_of_its_own_choice_is_said(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(POLICIES)
     ddp.run(script, tmp_path / "run", "auto", 50, ranks=2, folder=tmp_path / "out")

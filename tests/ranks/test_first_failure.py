@@ -92,7 +92,7 @@ def test_the_peers_of_a_failed_rank_are_told_to_leave_wherever_they_are(
             assert links[0] is not None and links[1] is not None
             links[1].send("left", host="n2", end="exception", error="ValueError: no", used_clusterddp=True)
             heard = threading.Event()
-            links[0].listen(heard.set, lambda words: (told.append(words["leave"]), heard.set()))
+            links[0].listen(heard.set, lambda words: (told.append(words["leave"]), heard.set()))  # type: ignore[arg-type]
             assert heard.wait(10)
             return 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def losses(run: RunDirectory) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in run.metrics()}
 
 
-def test_more_steps_continue_a_completed_run_as_if_it_had_never_stopped(tmp_path, source):
+def test_more_steps_continue_a_completed_run_as_if_it_had_never_stopped(tmp_path: Path, source: RunDirectory) -> None:
     short = RunDirectory(tmp_path / "run")
     submit(SCRIPT, "--run-dir", short, steps=25)
     submit(SCRIPT, "--run-dir", short, "--change", steps=40)
@@ -51,7 +52,7 @@ def test_more_steps_continue_a_completed_run_as_if_it_had_never_stopped(tmp_path
     assert short.outcome()["step"] == 40  # type: ignore[index]
 
 
-def test_a_fork_goes_on_from_another_runs_step_and_leaves_that_run_alone(tmp_path, source):
+def test_a_fork_goes_on_from_another_runs_step_and_leaves_that_run_alone(tmp_path: Path, source: RunDirectory) -> None:
     before = {path: path.stat().st_mtime_ns for path in source.path.rglob("*")}
     fork = RunDirectory(tmp_path / "fork")
     done = submit("--fork", f"{source}@20", "--run-dir", fork, steps=40)
@@ -62,7 +63,7 @@ def test_a_fork_goes_on_from_another_runs_step_and_leaves_that_run_alone(tmp_pat
     assert {path: path.stat().st_mtime_ns for path in source.path.rglob("*")} == before
 
 
-def test_without_a_step_a_fork_begins_with_the_newest_whole_checkpoint(tmp_path, source):
+def test_without_a_step_a_fork_begins_with_the_newest_whole_checkpoint(tmp_path: Path, source: RunDirectory) -> None:
     fork = RunDirectory(tmp_path / "fork")
     submit("--fork", source, "--run-dir", fork, steps=45)
     assert sorted(losses(fork)) == list(range(40, 45))
@@ -77,7 +78,9 @@ def test_without_a_step_a_fork_begins_with_the_newest_whole_checkpoint(tmp_path,
         (("--fork", "{source}", "--change"), "cannot be combined with --here or --change"),
     ],
 )
-def test_a_fork_that_cannot_be_is_refused_and_nothing_is_left(tmp_path, source, arguments, words):
+def test_a_fork_that_cannot_be_is_refused_and_nothing_is_left(
+    tmp_path: Path, source: RunDirectory, arguments: Any, words: str
+) -> None:
     given = [argument.format(source=source) for argument in arguments]
     folder = [] if "--run-dir" in given else ["--run-dir", tmp_path / "fork"]
     command = [sys.executable, "-m", "clusterddp", "submit", *given, *folder, "--local", "--device", "cpu"]
@@ -86,7 +89,7 @@ def test_a_fork_that_cannot_be_is_refused_and_nothing_is_left(tmp_path, source, 
     assert not (tmp_path / "fork").exists()
 
 
-def test_an_exported_model_loads_into_the_bare_one(tmp_path, source):
+def test_an_exported_model_loads_into_the_bare_one(tmp_path: Path, source: RunDirectory) -> None:
     weights = content_of(max(source.checkpoints.glob("step-*")))["model"]
     clusterddp("export", source, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=True)
@@ -96,7 +99,7 @@ def test_an_exported_model_loads_into_the_bare_one(tmp_path, source):
     assert everything["progress"]["step"] == 30 and "param_groups" in everything["optimizer"]
 
 
-def test_safetensors_reads_the_export_and_the_checkpoint_itself(tmp_path, source):
+def test_safetensors_reads_the_export_and_the_checkpoint_itself(tmp_path: Path, source: RunDirectory) -> None:
     newest = max(source.checkpoints.glob("step-*"))
     weights = content_of(newest)["model"]
     clusterddp("export", source, tmp_path / "model.safetensors")
@@ -116,7 +119,9 @@ def test_safetensors_reads_the_export_and_the_checkpoint_itself(tmp_path, source
         (("model.safetensors", "--part", "optimizer"), "safetensors holds parts whose values are all tensors"),
     ],
 )
-def test_an_export_that_cannot_be_says_what_can(tmp_path, source, capsys, arguments, words):
+def test_an_export_that_cannot_be_says_what_can(
+    tmp_path: Path, source: RunDirectory, capsys: pytest.CaptureFixture[str], arguments: Any, words: str
+) -> None:
     (tmp_path / "there.pt").touch()
     file, *rest = arguments
     with pytest.raises(SystemExit) as ended:  # in this process, which has imported torch

@@ -84,7 +84,7 @@ def test_a_rank_without_gpus_has_the_cpu_in_place_of_each(launch: Launch) -> Non
         ctx = clusterddp.init()
         model = ctx.wrap(torch.nn.Linear(2, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.ones(8, 2), batch_size=2))
+        run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.ones(8, 2), batch_size=2))  # type: ignore[arg-type]
         for batch in run.steps(3):
             model(batch).sum().backward()
             optimizer.step()

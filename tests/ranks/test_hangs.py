@@ -108,7 +108,7 @@ def test_a_rank_that_skips_a_collective_is_named_rather_than_those_that_wait_in_
 # ---- the decisions alone
 
 
-IN_BACKWARD = {"place": "the all_reduce of backward", "waits": True}
+IN_BACKWARD: dict[str, Any] = {"place": "the all_reduce of backward", "waits": True}
 NOW = 1000.0
 
 
@@ -119,7 +119,7 @@ def sign(rank: int, age: float, silent: float = 1.0, count: int = 90, allowed: f
 
 def what(*signs: Sign) -> str | None:
     hang = find_hang(signs, NOW, beat_s=2.0)
-    return hang and hang.what
+    return hang.what if hang else None
 
 
 def test_who_holds_the_others_up_is_told_by_what_all_of_them_say() -> None:

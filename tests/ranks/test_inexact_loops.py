@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
@@ -65,7 +68,9 @@ print("epochs", scheduler.last_epoch, flush=True)
         ("1", 5, []),
     ],
 )
-def test_a_resume_says_what_its_loops_do_not_do_as_the_uninterrupted_run(tmp_path, how, stop, inexact):
+def test_a_resume_says_what_its_loops_do_not_do_as_the_uninterrupted_run(
+    tmp_path: Path, how: Any, stop: Any, inexact: Any
+) -> None:
     """Stopped after ``stop`` steps, in loops of 4 steps per epoch, or with so many steps per update."""
     script, run = tmp_path / "loops.py", tmp_path / "run"
     script.write_text(SCRIPT.replace("STOP", str(stop)))
@@ -122,7 +127,9 @@ for (x,) in run.steps(12):
 @pytest.mark.parametrize(
     ("model", "parts"), [("wrapped", [["env"], ["late"]]), ("unwrapped", [["model", "optimizer"], ["late"]])]
 )
-def test_parts_that_differ_between_ranks_are_named_when_it_is_seen_and_at_a_resume(tmp_path, model, parts):
+def test_parts_that_differ_between_ranks_are_named_when_it_is_seen_and_at_a_resume(
+    tmp_path: Path, model: Any, parts: Any
+) -> None:
     """An environment, or a model outside DDP, differs after the first step; ``late`` only after some more."""
     script, run = tmp_path / "apart.py", tmp_path / "run"
     script.write_text(APART)
@@ -131,7 +138,7 @@ def test_parts_that_differ_between_ranks_are_named_when_it_is_seen_and_at_a_resu
     found = events_of(RunDirectory(run), "diverged")
     assert [(event["step"], event["parts"]) for event in found] == list(zip((1, 10), parts, strict=True))
     words = f"the state of {', '.join(parts[0])} differs between ranks, and a checkpoint has only rank 0's"
-    assert words in sentence(found[0]) and words in first.output(0) and words not in first.output(1)
+    assert words in str(sentence(found[0])) and words in first.output(0) and words not in first.output(1)
     (resumed,) = events_of(RunDirectory(run), "resumed")
     named = sorted(part for found in parts for part in found)
     assert resumed["inexact"] == [f"{part} differed between ranks, all have rank 0's" for part in named]
@@ -154,7 +161,7 @@ for (x,) in run.steps(4):
 """
 
 
-def test_parameters_that_are_trained_but_in_no_part_are_named_at_the_start_and_at_a_resume(tmp_path):
+def test_parameters_that_are_trained_but_in_no_part_are_named_at_the_start_and_at_a_resume(tmp_path: Path) -> None:
     """A loss with weights of its own, which only the optimizer was given."""
     script, run = tmp_path / "unsaved.py", tmp_path / "run"
     script.write_text(UNSAVED)

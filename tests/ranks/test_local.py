@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,8 @@ DIGITS = ["jobs/digits.yaml", "--device", "cpu", "--nodes", "2", "--gpus", "1"]
 
 def start(run: RunDirectory, *options: str, **more: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), *options]
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more  # type: ignore[call-overload]
-    )  # fmt: skip
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+    return subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes)
 
 
 def submit(run: RunDirectory, *options: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:

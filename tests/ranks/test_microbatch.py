@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests import ddp
 SCRIPT = Path(__file__).parents[1] / "scripts" / "micro.py"
 
 
-def test_a_batch_has_the_fewest_pieces_that_fit_as_equal_as_they_can_be():
+def test_a_batch_has_the_fewest_pieces_that_fit_as_equal_as_they_can_be() -> None:
     assert sizes(8, 8) == sizes(8, 100) == [8]
     assert sizes(8, 4) == [4, 4] and sizes(9, 8) == [5, 4] and sizes(11, 4) == [4, 4, 3] and sizes(3, 1) == [1, 1, 1]
     for samples in range(1, 40):
@@ -24,7 +25,7 @@ def test_a_batch_has_the_fewest_pieces_that_fit_as_equal_as_they_can_be():
             assert len(parts) == 1 or samples > most * (len(parts) - 1)
 
 
-def test_a_nest_of_columns_is_cut_and_keeps_its_types():
+def test_a_nest_of_columns_is_cut_and_keeps_its_types() -> None:
     Pair = namedtuple("Pair", "x y")
     x, y, names = torch.arange(10).reshape(5, 2), torch.arange(5).numpy(), ["a", "b", "c", "d", "e"]
     first, second = cut({"pair": Pair(x, y), "names": names, "list": [x, (y,)]}, [3, 2])
@@ -47,7 +48,7 @@ def test_a_nest_of_columns_is_cut_and_keeps_its_types():
         ([], "got batch of type list and length 0"),
     ],
 )
-def test_what_cannot_be_cut_is_named(batch, words):
+def test_what_cannot_be_cut_is_named(batch: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         cut(batch, [3, 2])
 
@@ -65,20 +66,20 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 5), (1, 24), (2, 5), (2, 4), (4, 4), (4, 6)])
-def test_the_gradients_are_those_of_the_joined_batch(tmp_path, ranks, batch_size):
+def test_the_gradients_are_those_of_the_joined_batch(tmp_path: Path, ranks: int, batch_size: int) -> None:
     """Pieces of 5, 5, 5, 5, 4 and of 4, 4, 4 and so on: also where they are not all of one size."""
     joined = gradients(tmp_path, 24, 24, "--whole", ranks=1)
     assert distance(gradients(tmp_path, 24, batch_size, ranks=ranks), joined) < 1e-6
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "gradient_as_bucket_view", "static_graph"])
-def test_they_are_under_every_option_of_ddp(tmp_path, option):
+def test_they_are_under_every_option_of_ddp(tmp_path: Path, option: Any) -> None:
     """Pieces of 3 of which some leave a branch unused; views of buckets; a graph learnt from the first pass."""
     joined = gradients(tmp_path, 24, 24, "--whole", ranks=1)
     assert distance(gradients(tmp_path, 24, 3, "--ddp", option, ranks=2), joined) < 1e-6
 
 
-def test_the_ranks_exchange_gradients_once_a_step_however_many_pieces_there_are(tmp_path):
+def test_the_ranks_exchange_gradients_once_a_step_however_many_pieces_there_are(tmp_path: Path) -> None:
     counts = []
     for batch_size in (12, 3):
         done = ddp.run(SCRIPT, tmp_path / "x.pt", 24, batch_size, "--count", ranks=2, folder=tmp_path / "out")
@@ -86,7 +87,7 @@ def test_the_ranks_exchange_gradients_once_a_step_however_many_pieces_there_are(
     assert counts[0] == counts[1] != "0 buckets reduced"
 
 
-def test_one_piece_changes_no_bit(tmp_path):
+def test_one_piece_changes_no_bit(tmp_path: Path) -> None:
     whole, micro = (gradients(tmp_path, 24, 12, *more, ranks=2) for more in (["--whole"], []))
     assert all(torch.equal(whole[name], micro[name]) for name in whole)
 
@@ -101,6 +102,8 @@ def test_one_piece_changes_no_bit(tmp_path):
         ("break", "was left before its end"),
     ],
 )
-def test_a_body_that_would_be_wrong_in_several_pieces_is_an_error_in_one_too(tmp_path, body, words, batch_size):
+def test_a_body_that_would_be_wrong_in_several_pieces_is_an_error_in_one_too(
+    tmp_path: Path, body: Any, words: str, batch_size: int
+) -> None:
     done = ddp.start(SCRIPT, tmp_path / "x.pt", 24, batch_size, "--body", body, ranks=1, folder=tmp_path).expect(1)
     assert words in done.output(0)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import pytest
 from submitit.core.utils import DelayedSubmission
 
@@ -58,7 +58,7 @@ def completes(run: RunDirectory) -> bool:
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     command = [sys.executable, "-u", "-m", "clusterddp.launch.supervisor", str(run), "--local"]
     subprocess.run(command, check=True, env=environment, timeout=120)
-    return (run.outcome() or {})["state"] == "completed"
+    return bool((run.outcome() or {})["state"] == "completed")
 
 
 def test_a_job_queued_by_the_version_before_completes(run: RunDirectory, tmp_path: Path) -> None:

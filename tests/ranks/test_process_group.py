@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from clusterddp.training import settings
 from tests import ddp
 
 
-def place(local_rank, ranks, launcher="slurm"):
+def place(local_rank: Any, ranks: int, launcher: Any = "slurm") -> Any:
     """The environment of a rank on the only node."""
     return environment.RankEnvironment(local_rank, local_rank, ranks, ranks, 0, (), None, None, launcher)
 
@@ -35,7 +37,9 @@ def place(local_rank, ranks, launcher="slurm"):
         ("cuda:0", 1, 2, 1, "local", "cuda:0"),
     ],
 )
-def test_the_device_of_a_rank(asked, local_rank, ranks, visible, launcher, device):
+def test_the_device_of_a_rank(
+    asked: Any, local_rank: Any, ranks: int, visible: Any, launcher: Any, device: Any
+) -> None:
     (chosen,) = choose_devices(place(local_rank, ranks, launcher), asked, 1, visible, "n1")
     assert str(chosen) == device
 
@@ -50,7 +54,7 @@ def test_the_device_of_a_rank(asked, local_rank, ranks, visible, launcher, devic
         ("cpu", 3, 8, ["cpu", "cpu"]),
     ],
 )
-def test_a_rank_may_have_several_devices(asked, local_rank, visible, devices):
+def test_a_rank_may_have_several_devices(asked: Any, local_rank: Any, visible: Any, devices: Any) -> None:
     """4 ranks of 2 each."""
     assert list(map(str, choose_devices(place(local_rank, 4), asked, 2, visible, "n1"))) == devices
     with pytest.raises(DeviceError, match="needs 8 GPUs on node n1, Slurm gave 4"):
@@ -66,12 +70,14 @@ def test_a_rank_may_have_several_devices(asked, local_rank, visible, devices):
         ("cuda", 1, 0, "slurm", "device cuda was asked for, but no GPU is visible on node n1"),
     ],
 )
-def test_too_few_gpus_are_an_error_and_never_a_cpu_run(asked, ranks, visible, launcher, message):
+def test_too_few_gpus_are_an_error_and_never_a_cpu_run(
+    asked: Any, ranks: int, visible: Any, launcher: Any, message: str
+) -> None:
     with pytest.raises(DeviceError, match=message):
         choose_devices(place(0, ranks, launcher), asked, 1, visible, "n1")
 
 
-def test_the_backend_of_a_device():
+def test_the_backend_of_a_device() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert choose_backend(None, cpu) == "gloo" and choose_backend(None, gpu) == "nccl"
     assert choose_backend("gloo", gpu) == "gloo"
@@ -85,13 +91,13 @@ def test_the_backend_of_a_device():
 HEAD = "import os, sys, time, torch, clusterddp\nimport torch.distributed as dist\nctx = clusterddp.init()\n"
 
 
-def script(tmp_path, body, head=HEAD):
+def script(tmp_path: Path, body: Any, head: Any = HEAD) -> Any:
     path = tmp_path / "script.py"
     path.write_text(head + body)
     return path
 
 
-def test_a_backend_per_device_type_is_known_on_every_torch(monkeypatch):
+def test_a_backend_per_device_type_is_known_on_every_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.4's own check takes a plain name alone."""
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name in ("gloo", "nccl"))
     assert choose_backend("cpu:gloo,cuda:nccl", torch.device("cpu")) == "cpu:gloo,cuda:nccl"
@@ -104,7 +110,7 @@ CANNOT_CHANGE = (
 )
 
 
-def test_a_gloo_timeout_that_cannot_be_shortened_is_said_once(monkeypatch, capfd):
+def test_a_gloo_timeout_that_cannot_be_shortened_is_said_once(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """As on torch 2.4, with a group of two of which only this rank is there."""
     monkeypatch.setattr(process_group, "GLOO_TIMEOUT_CHANGES", False)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda timeout: None)
@@ -117,7 +123,7 @@ def test_a_gloo_timeout_that_cannot_be_shortened_is_said_once(monkeypatch, capfd
 
 
 @pytest.mark.skipif(not process_group.GLOO_TIMEOUT_CHANGES, reason="this torch cannot change gloo's timeout")
-def test_the_shorter_time_out_is_taken_by_the_group(tmp_path):
+def test_the_shorter_time_out_is_taken_by_the_group(tmp_path: Path) -> None:
     body = (
         "dist.all_reduce(torch.ones(1))\n"
         "ctx._group.shorten_timeout(1.0)\n"
@@ -131,7 +137,7 @@ def test_the_shorter_time_out_is_taken_by_the_group(tmp_path):
     assert re.search("failed .*Timed out waiting 1000ms", ranks.output(0)), ranks.text()
 
 
-def test_a_strangers_store_is_recognised(tmp_path):
+def test_a_strangers_store_is_recognised(tmp_path: Path) -> None:
     body = "print('joined', flush=True)\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)\n"
     path, end = script(tmp_path, body), tmp_path / "end"
     port = str(ddp.free_port())
@@ -146,7 +152,7 @@ def test_a_strangers_store_is_recognised(tmp_path):
     mine.expect(0)
 
 
-def test_a_store_says_whose_it_is_and_never_the_token():
+def test_a_store_says_whose_it_is_and_never_the_token() -> None:
     """It shows what it holds to anyone who connects."""
     environ = {
         "CLUSTERDDP_RUN_DIR": "/home/me/runs/net-3",
@@ -160,7 +166,7 @@ def test_a_store_says_whose_it_is_and_never_the_token():
     assert "secret" not in address.digest
 
 
-def test_two_single_processes_need_no_port(tmp_path):
+def test_two_single_processes_need_no_port(tmp_path: Path) -> None:
     path = script(tmp_path, "print(ctx.rank, ctx.world_size, ctx.device, ctx.all_reduce_sum(2))\n")
     outputs = [
         subprocess.run([sys.executable, str(path)], capture_output=True, text=True, cwd=ddp.REPOSITORY, env=alone())
@@ -175,7 +181,7 @@ def alone() -> dict[str, str]:
     return {name: value for name, value in ddp._environment(0, 1, "0").items() if name not in names}
 
 
-def test_collectives_and_order_on_uneven_ranks(tmp_path):
+def test_collectives_and_order_on_uneven_ranks(tmp_path: Path) -> None:
     body = (
         "mine = torch.full((ctx.rank, 2), ctx.rank)\n"
         "gathered = ctx.gather(mine)\n"
@@ -229,12 +235,12 @@ print("all as it was")
 """
 
 
-def test_wrapping_touches_nothing_of_the_users_whatever_the_options(tmp_path):
+def test_wrapping_touches_nothing_of_the_users_whatever_the_options(tmp_path: Path) -> None:
     ranks = ddp.run(script(tmp_path, WRAP), ranks=2, folder=tmp_path / "out")
     assert ranks.text().count("all as it was") == 2
 
 
-def test_an_error_inside_the_context_ends_without_waiting_for_the_others(tmp_path):
+def test_an_error_inside_the_context_ends_without_waiting_for_the_others(tmp_path: Path) -> None:
     body = (
         "with ctx:\n"
         "    if ctx.rank == 0: raise ValueError('the first failure')\n"
@@ -245,7 +251,7 @@ def test_an_error_inside_the_context_ends_without_waiting_for_the_others(tmp_pat
     assert ranks.codes == [1, 3]
 
 
-def test_signals_have_their_old_meaning_after_the_context(tmp_path):
+def test_signals_have_their_old_meaning_after_the_context(tmp_path: Path) -> None:
     body = (
         "import signal\n"
         "with ctx: assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)\n"
@@ -275,7 +281,7 @@ assert torch.equal(gradient(ctx.wrap), gradient(DistributedDataParallel))
 """
 
 
-def test_a_static_graph_has_plain_ddps_gradients(tmp_path):
+def test_a_static_graph_has_plain_ddps_gradients(tmp_path: Path) -> None:
     # A throw-away pass would teach DDP that every parameter is used, and used once.
     ddp.run(script(tmp_path, STATIC), ranks=2, folder=tmp_path / "out")
 
@@ -308,11 +314,11 @@ os._exit(0)
 """
 
 
-def test_a_broken_promise_about_a_static_graph_is_an_error_and_a_kept_one_is_not(tmp_path):
+def test_a_broken_promise_about_a_static_graph_is_an_error_and_a_kept_one_is_not(tmp_path: Path) -> None:
     ranks = ddp.run(script(tmp_path, PROMISE), ranks=2, folder=tmp_path / "out")
     assert ranks.text().count("kept to it") == 2
 
 
-def test_the_promise_means_nothing_without_a_static_graph():
+def test_the_promise_means_nothing_without_a_static_graph() -> None:
     with pytest.raises(TypeError, match="all_used_once=True is for static_graph=True"):
         wrap(torch.nn.Linear(1, 1), [torch.device("cpu")], all_used_once=True)

@@ -49,7 +49,7 @@ def last_steps(ranks: ddp.Ranks) -> list[str]:
     ]
 
 
-def test_a_term_at_a_random_moment_to_a_random_rank_stops_all_after_the_same_step(tmp_path):
+def test_a_term_at_a_random_moment_to_a_random_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
     ranks, workers = 3, 2
     ddp.run(EXACT, tmp_path / "whole", STEPS, "--workers", workers, ranks=ranks, folder=tmp_path / "out")
 
@@ -71,7 +71,9 @@ def test_a_term_at_a_random_moment_to_a_random_rank_stops_all_after_the_same_ste
 
 
 @pytest.mark.parametrize(("moment", "step"), [("evaluation batch", 6), ("evaluating", None)])
-def test_a_stop_during_or_after_an_evaluation_inside_a_step_keeps_that_step(tmp_path, moment, step):
+def test_a_stop_during_or_after_an_evaluation_inside_a_step_keeps_that_step(
+    tmp_path: Path, moment: Any, step: Any
+) -> None:
     # 98 samples: shares of 33, 33 and 32, which are 9, 9 and 8 batches of 4.
     options = ("--samples", 98, "--evaluate-in-step", 5)
     ddp.run(EXACT, tmp_path / "whole", 12, *options, ranks=3, folder=tmp_path / "out")
@@ -91,7 +93,7 @@ def test_a_stop_during_or_after_an_evaluation_inside_a_step_keeps_that_step(tmp_
     assert values(run_dir) == values(tmp_path / "whole")
 
 
-def test_a_stop_during_the_final_evaluation_repeats_it_and_nothing_else(tmp_path):
+def test_a_stop_during_the_final_evaluation_repeats_it_and_nothing_else(tmp_path: Path) -> None:
     first = ddp.start(EXACT, tmp_path / "run", 4, "--evaluate", "--sleep", 0.4, ranks=2, folder=tmp_path / "out")
     first.wait_for(0, "evaluation batch")
     first.signal(0)
@@ -101,7 +103,7 @@ def test_a_stop_during_the_final_evaluation_repeats_it_and_nothing_else(tmp_path
     assert [line["step"] for line in values(tmp_path / "run")] == [0, 1, 2, 3]
 
 
-def test_signals_before_the_first_step_stop_the_run_at_step_0(tmp_path):
+def test_signals_before_the_first_step_stop_the_run_at_step_0(tmp_path: Path) -> None:
     ranks = ddp.start(EXACT, tmp_path / "run", 500, "--sleep", 0.02, ranks=2, folder=tmp_path / "out")
     for rank in range(2):
         ranks.wait_for(rank, "begin 0")
@@ -111,7 +113,7 @@ def test_signals_before_the_first_step_stop_the_run_at_step_0(tmp_path):
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 
-def test_the_newest_checkpoint_is_damaged_and_the_one_before_is_used(tmp_path):
+def test_the_newest_checkpoint_is_damaged_and_the_one_before_is_used(tmp_path: Path) -> None:
     ddp.run(EXACT, tmp_path / "whole", 20, ranks=2, folder=tmp_path / "out")
     ddp.run(EXACT, tmp_path / "run", 10, "--every", 4, ranks=2, folder=tmp_path / "out")
     newest = tmp_path / "run" / "checkpoints" / "step-000000000010.attempt-0.safetensors"
@@ -122,7 +124,7 @@ def test_the_newest_checkpoint_is_damaged_and_the_one_before_is_used(tmp_path):
     assert [line["step"] for line in values(tmp_path / "run")] == list(range(20))
 
 
-def test_all_checkpoints_are_damaged_and_no_rank_starts_over(tmp_path):
+def test_all_checkpoints_are_damaged_and_no_rank_starts_over(tmp_path: Path) -> None:
     ddp.run(EXACT, tmp_path / "run", 10, "--every", 4, ranks=2, folder=tmp_path / "out")
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
@@ -132,7 +134,9 @@ def test_all_checkpoints_are_damaged_and_no_rank_starts_over(tmp_path):
         assert "begin 0" not in ranks.output(rank)
 
 
-def test_a_full_disk_stops_no_training_and_the_last_good_checkpoint_is_what_the_run_goes_on_from(tmp_path):
+def test_a_full_disk_stops_no_training_and_the_last_good_checkpoint_is_what_the_run_goes_on_from(
+    tmp_path: Path,
+) -> None:
     run_dir = tmp_path / "run"
     ddp.run(EXACT, run_dir, 4, ranks=2, folder=tmp_path / "out")
     first = ddp.start(EXACT, run_dir, 500, "--every", 30, "--sleep", 0.1, ranks=2, folder=tmp_path / "out")
@@ -147,7 +151,7 @@ def test_a_full_disk_stops_no_training_and_the_last_good_checkpoint_is_what_the_
     assert "begin 4" in ddp.run(EXACT, run_dir, 6, ranks=2, folder=tmp_path / "out").output(1)
 
 
-def test_a_rank_that_was_superseded_ends_by_itself_and_its_late_write_is_not_restored(tmp_path):
+def test_a_rank_that_was_superseded_ends_by_itself_and_its_late_write_is_not_restored(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     directory = RunDirectory(run_dir)
     old = ddp.start(EXACT, run_dir, 500, "--every", 40, "--sleep", 0.01, ranks=2, folder=tmp_path / "out")
@@ -165,7 +169,7 @@ def test_a_rank_that_was_superseded_ends_by_itself_and_its_late_write_is_not_res
     assert json.loads(directory.resume_record(2).read_text())["parent"] == {"attempt": 1, "step": 44}
 
 
-def test_an_exception_in_one_rank_ends_all_of_them_at_once(tmp_path):
+def test_an_exception_in_one_rank_ends_all_of_them_at_once(tmp_path: Path) -> None:
     script = tmp_path / "raises.py"
     script.write_text(
         "import torch, clusterddp\n"

@@ -38,7 +38,7 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def checkpoint_client(directory):
+def checkpoint_client(directory: RunDirectory) -> Any:
     checkpoint_client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
     yield checkpoint_client
     checkpoint_client.close()
@@ -59,7 +59,7 @@ def names(directory: RunDirectory) -> list[str]:
     return sorted(path.name for path in directory.checkpoints.iterdir())
 
 
-def test_a_rank_that_is_gone_with_an_answer_unread_is_gone_like_any_other():
+def test_a_rank_that_is_gone_with_an_answer_unread_is_gone_like_any_other() -> None:
     """The socket then breaks instead of ending; the save under way is finished all the same."""
     here, rank = socket.socketpair()
     here.sendall(b"an answer\n")
@@ -69,7 +69,7 @@ def test_a_rank_that_is_gone_with_an_answer_unread_is_gone_like_any_other():
     here.close()
 
 
-def test_what_was_taken_is_saved_whatever_training_does_next(directory, checkpoint_client):
+def test_what_was_taken_is_saved_whatever_training_does_next(directory: RunDirectory, checkpoint_client: Any) -> None:
     live = state(2.0, size=1 << 20)
     checkpoint_client.save(5, live, {}, urgent=False)
     live["model"]["weight"].zero_()
@@ -83,7 +83,9 @@ def test_what_was_taken_is_saved_whatever_training_does_next(directory, checkpoi
     assert content_of(path)["progress"] == {"step": 3}
 
 
-def test_a_state_that_grows_or_changes_its_shape_is_saved_all_the_same(directory, checkpoint_client):
+def test_a_state_that_grows_or_changes_its_shape_is_saved_all_the_same(
+    directory: RunDirectory, checkpoint_client: Any
+) -> None:
     checkpoint_client.prepare(state(1.0, size=10))
     for step, size in enumerate((10, 10, 500_000, 7, 0)):
         save(checkpoint_client, step, state(float(step), size))
@@ -91,7 +93,7 @@ def test_a_state_that_grows_or_changes_its_shape_is_saved_all_the_same(directory
         assert torch.equal(content_of(newest)["model"]["weight"], torch.full((size,), float(step)))
 
 
-def test_a_rank_that_is_killed_right_after_the_snapshot_loses_nothing(tmp_path, directory):
+def test_a_rank_that_is_killed_right_after_the_snapshot_loses_nothing(tmp_path: Path, directory: RunDirectory) -> None:
     script = (
         "import os, signal, sys, torch\n"
         "from clusterddp.jobdef.job import Keep\n"
@@ -108,7 +110,9 @@ def test_a_rank_that_is_killed_right_after_the_snapshot_loses_nothing(tmp_path, 
     assert torch.equal(content_of(path)["model"], torch.arange(10_000_000))
 
 
-def test_a_writer_that_is_killed_is_said_and_the_next_save_has_another(directory, checkpoint_client):
+def test_a_writer_that_is_killed_is_said_and_the_next_save_has_another(
+    directory: RunDirectory, checkpoint_client: Any
+) -> None:
     save(checkpoint_client, 1, state())
     os.kill(checkpoint_client._writer.pid, signal.SIGKILL)
     with pytest.raises(NotSaved, match=r"the writer process exited with code -9"):
@@ -117,7 +121,9 @@ def test_a_writer_that_is_killed_is_said_and_the_next_save_has_another(directory
     assert [name[5:17] for name in names(directory)] == ["000000000001", "000000000003"]
 
 
-def test_a_writer_that_fails_in_a_way_nobody_thought_of_ends_and_is_not_waited_for(directory, checkpoint_client):
+def test_a_writer_that_fails_in_a_way_nobody_thought_of_ends_and_is_not_waited_for(
+    directory: RunDirectory, checkpoint_client: Any
+) -> None:
     save(checkpoint_client, 1, state())
     checkpoint_client._say(
         {"step": 2, "beginning": 0, "size": 1 << 40, "urgent": False}
@@ -129,7 +135,7 @@ def test_a_writer_that_fails_in_a_way_nobody_thought_of_ends_and_is_not_waited_f
     assert [name[5:17] for name in names(directory) if name[0] != "."] == ["000000000001", "000000000003"]
 
 
-def test_a_rank_with_more_than_a_thousand_open_files_saves(directory):
+def test_a_rank_with_more_than_a_thousand_open_files_saves(directory: RunDirectory) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     null = os.open(os.devnull, os.O_RDONLY)
@@ -144,12 +150,12 @@ def test_a_rank_with_more_than_a_thousand_open_files_saves(directory):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_save_that_is_answered_leaves_the_next_one_alone():
+def test_a_save_that_is_answered_leaves_the_next_one_alone() -> None:
     """The rank may have asked for the next one before the thread of the first has noticed its end."""
     writer = Writer(None, 0)  # type: ignore[arg-type]
     following = iter([None])
 
-    def first():
+    def first() -> Any:
         yield
         writer._work = following
 
@@ -159,7 +165,9 @@ def test_a_save_that_is_answered_leaves_the_next_one_alone():
     assert list(following) == [None]
 
 
-def test_a_disk_that_does_not_take_a_file_leaves_nothing_behind_and_the_older_one_alone(directory, checkpoint_client):
+def test_a_disk_that_does_not_take_a_file_leaves_nothing_behind_and_the_older_one_alone(
+    directory: RunDirectory, checkpoint_client: Any
+) -> None:
     save(checkpoint_client, 1, state())
     resource.prlimit(checkpoint_client._writer.pid, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
     with pytest.raises(NotSaved, match=r"checkpoint needs 0\.\d GiB, .* free \(File too large\); keeping step 1"):
@@ -168,7 +176,7 @@ def test_a_disk_that_does_not_take_a_file_leaves_nothing_behind_and_the_older_on
     save(checkpoint_client, 3, state())
 
 
-def test_a_superseded_attempt_writes_nothing(directory, checkpoint_client):
+def test_a_superseded_attempt_writes_nothing(directory: RunDirectory, checkpoint_client: Any) -> None:
     save(checkpoint_client, 1, state())
     directory.create_attempt()
     with pytest.raises(Superseded, match="attempt 0 superseded by attempt 1; not writing"):
@@ -176,7 +184,9 @@ def test_a_superseded_attempt_writes_nothing(directory, checkpoint_client):
     assert names(directory) == ["step-000000000001.attempt-0.safetensors"]
 
 
-def test_too_little_memory_is_an_error_with_sizes_before_any_is_taken(checkpoint_client, monkeypatch):
+def test_too_little_memory_is_an_error_with_sizes_before_any_is_taken(
+    checkpoint_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(snapshot, "free_memory", lambda: 1 << 20)
     with pytest.raises(CheckpointError, match=r"needs 0\.4 GiB of memory, but 0\.0 GiB are free on this node"):
         checkpoint_client.prepare(state(size=100_000_000))
@@ -184,8 +194,12 @@ def test_too_little_memory_is_an_error_with_sizes_before_any_is_taken(checkpoint
 
 @pytest.mark.parametrize(("shared_memory", "place"), [(True, "/dev/shm"), (False, "private")])
 def test_where_memfds_are_refused_the_snapshot_is_a_file_without_a_name(
-    directory, monkeypatch, capsys, shared_memory, place
-):
+    directory: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    shared_memory: Any,
+    place: Any,
+) -> None:
     """As by the seccomp filter of a container; its shared memory may be too small."""
 
     def refuse(*_: object) -> int:
@@ -209,7 +223,7 @@ def test_where_memfds_are_refused_the_snapshot_is_a_file_without_a_name(
     assert set(directory.private.iterdir()) == files
 
 
-def test_the_tightest_control_group_counts(tmp_path):
+def test_the_tightest_control_group_counts(tmp_path: Path) -> None:
     for path, most, used in (("a", "1000000", 400000), ("a/b", "max", 300000)):
         (tmp_path / path).mkdir()
         (tmp_path / path / "memory.max").write_text(f"{most}\n")
@@ -219,14 +233,14 @@ def test_the_tightest_control_group_counts(tmp_path):
     assert 1 << 20 < snapshot.free_memory() < 1 << 50
 
 
-def test_the_writer_is_gone_when_its_rank_is(directory):
+def test_the_writer_is_gone_when_its_rank_is(directory: RunDirectory) -> None:
     checkpoint_client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
     save(checkpoint_client, 1, state())
     checkpoint_client.close()
-    assert checkpoint_client._writer.returncode == 0
+    assert checkpoint_client._writer is not None and checkpoint_client._writer.returncode == 0
 
 
-def test_views_of_one_memory_are_apart_when_their_values_are(directory, checkpoint_client):
+def test_views_of_one_memory_are_apart_when_their_values_are(directory: RunDirectory, checkpoint_client: Any) -> None:
     """Conjugates and negatives have the address, the dtype, the shape and the strides of the original."""
     numbers, plain = torch.randn(3, dtype=torch.complex64), torch.randn(4, 4)
     views = [numbers, numbers.conj(), numbers.imag, numbers.conj().imag, plain, plain.t(), plain[0], plain[:, 0]]
@@ -241,18 +255,20 @@ class Rescaled(torch.nn.Module):
 
     _version = 2
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(1))
 
-    def _load_from_state_dict(self, state, prefix, metadata, *others):
+    def _load_from_state_dict(self, state: Any, prefix: Any, metadata: Any, *others: Any) -> None:
         if metadata.get("version", 1) < 2:
             state[prefix + "scale"] = state[prefix + "scale"] * 10
         super()._load_from_state_dict(state, prefix, metadata, *others)
 
 
 @pytest.mark.parametrize("around", [lambda module: module, torch.compile], ids=["plain", "compiled"])
-def test_a_module_is_given_the_version_that_its_state_was_saved_by(directory, checkpoint_client, around):
+def test_a_module_is_given_the_version_that_its_state_was_saved_by(
+    directory: RunDirectory, checkpoint_client: Any, around: Any
+) -> None:
     make = lambda: torch.nn.Sequential(around(torch.nn.Sequential(Rescaled())))  # noqa: E731
     saved, fresh, own = make(), make(), {"inner": make().state_dict()}
     save(checkpoint_client, 1, {"model": state_of(saved), "other": own})
@@ -260,20 +276,20 @@ def test_a_module_is_given_the_version_that_its_state_was_saved_by(directory, ch
     content = content_of(path)
     load_state(fresh, content["model"])
     assert [parameter.item() for parameter in fresh.parameters()] == [1.0]
-    assert content["other"]["inner"]._metadata == own["inner"]._metadata
+    assert content["other"]["inner"]._metadata == own["inner"]._metadata  # type: ignore[attr-defined]
 
 
-def test_the_state_of_a_module_that_was_saved_without_versions_is_loaded_as_before():
+def test_the_state_of_a_module_that_was_saved_without_versions_is_loaded_as_before() -> None:
     """As by versions of clusterddp that did not save them."""
     module = torch.nn.Sequential(Rescaled())
     load_state(module, {"0.scale": torch.ones(1)})
-    assert module[0].scale.item() == 10.0
+    assert module[0].scale.item() == 10.0  # type: ignore[operator]
 
 
-def test_keys_carry_neither_ddp_nor_compile_and_load_back_into_both():
+def test_keys_carry_neither_ddp_nor_compile_and_load_back_into_both() -> None:
     plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    compiled = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.compile(torch.nn.Linear(2, 2)))
-    state = state_of(torch.compile(compiled))
+    compiled = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.compile(torch.nn.Linear(2, 2)))  # type: ignore[call-overload]
+    state = state_of(torch.compile(compiled))  # type: ignore[arg-type]
     assert state.keys() == plain.state_dict().keys()
     plain.load_state_dict(state)
     load_state(compiled, {name: torch.zeros_like(value) for name, value in state.items()})

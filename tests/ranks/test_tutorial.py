@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,14 +23,25 @@ BLOCKS = [
 SECTIONS = re.findall(r"^## (.*)$", TEXT, re.MULTILINE)
 
 
-def test_every_block_of_python_is_run():
+def test_every_block_of_python_is_run() -> None:
     assert len(BLOCKS) == TEXT.count("```python") + RENDEZVOUS.count("```python") == 10
 
 
 @pytest.mark.parametrize(("ranks", "script", "printed"), BLOCKS)
-def test_a_script_prints_what_stands_below_it(tmp_path, ranks, script, printed):
+def test_a_script_prints_what_stands_below_it(tmp_path: Path, ranks: int, script: Any, printed: Any) -> None:
     (tmp_path / "script.py").write_text(script)
-    command = [sys.executable, "-m", "clusterddp", "submit", "script.py", "--local", "--device", "cpu", "--gpus", ranks]
+    command = [
+        sys.executable,
+        "-m",
+        "clusterddp",
+        "submit",
+        "script.py",
+        "--local",
+        "--device",
+        "cpu",
+        "--gpus",
+        str(ranks),
+    ]
     done = subprocess.run([*command, "--run-dir", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "logs" / "attempt-0" / "rank-0.out").read_text() == printed

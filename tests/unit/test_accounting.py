@@ -41,17 +41,17 @@ PREEMPTED = [
         ),
     ],
 )
-def test_the_time_between_the_first_step_and_the_call_to_stop_is_training(more, now, words):
+def test_the_time_between_the_first_step_and_the_call_to_stop_is_training(more: Any, now: Any, words: str) -> None:
     found = cost([*PREEMPTED, *more], now)
     assert found is not None
     assert found.sentence().startswith(words)
 
 
-def test_a_run_that_never_started_has_no_cost():
+def test_a_run_that_never_started_has_no_cost() -> None:
     assert cost([event(0, 1.0, "submitted")], 2.0) is None
 
 
-def test_an_attempt_without_an_end_counts_to_its_last_event():
+def test_an_attempt_without_an_end_counts_to_its_last_event() -> None:
     """Its node died; the next attempt is training."""
     died = [event(0, 0.0, "started"), event(0, 10.0, "training"), event(0, 60.0, "checkpoint")]
     found = cost([*died, event(1, 90.0, "started"), event(1, 100.0, "resumed", redone=7)], 200.0)

@@ -61,7 +61,7 @@ class FakeController:
         return Notice(None)
 
     def why(self, notice_s: float) -> Cause:
-        return _next(self._causes)
+        return Cause(_next(self._causes))
 
     def term_notice_s(self) -> float | None:
         return None

@@ -104,7 +104,7 @@ def test_closing_hears_out_what_was_already_sent_however_late_it_looks(monkeypat
     """A supervisor that waits for a slow disk, or for a CPU, while its time for that passes."""
     monkeypatch.setattr(control_server, "_LAST_WORDS_S", 0.0)
     free, heard = threading.Event(), queue.Queue[str]()
-    server = ControlServer(TOKEN, lambda _, event, __: (free.wait(10), heard.put(event)), host="127.0.0.1")
+    server = ControlServer(TOKEN, lambda _, event, __: (free.wait(10), heard.put(event)), host="127.0.0.1")  # type: ignore[arg-type]
     link = ControlChannel.join(f"127.0.0.1:{server.port}", TOKEN, 0, 1, timeout=10)
     assert link is not None
     link.send("left", traceback="x" * 100_000)  # more than is read at once

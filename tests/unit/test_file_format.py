@@ -58,7 +58,7 @@ class Wrapper(torch.Tensor):
     def __new__(cls, values: torch.Tensor) -> Any:
         return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
 
-    __torch_dispatch__ = None
+    __torch_dispatch__ = None  # type: ignore[assignment]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -78,20 +78,20 @@ def written(path: Path, content: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_state_comes_back_as_it_was(tmp_path):
+def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
     assert same(content_of(written(tmp_path / "file", STATE)), STATE)
     read = content_of(written(tmp_path / "nan", {"best": float("nan")}))
     assert read["best"] != read["best"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back(tmp_path, dtype):
+def test_every_dtype_comes_back(tmp_path: Path, dtype: Any) -> None:
     tensor = torch.randint(0, 2, (3, 5)).to(dtype)
     read = content_of(written(tmp_path / "file", {"odd": torch.ones(3, dtype=torch.uint8), "model": tensor}))["model"]
     assert read.dtype == dtype and torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_the_file_is_one_that_safetensors_reads(tmp_path):
+def test_the_file_is_one_that_safetensors_reads(tmp_path: Path) -> None:
     """By its published layout: header, entries without gaps, names, dtypes and shapes; no reader of ours."""
     data = written(tmp_path / "file", STATE).read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
@@ -106,7 +106,7 @@ def test_the_file_is_one_that_safetensors_reads(tmp_path):
     assert entry["dtype"] == "F32" and torch.equal(weight.reshape(entry["shape"]), STATE["model"]["fc.weight"])
 
 
-def test_tied_weights_are_there_once_and_stay_one(tmp_path):
+def test_tied_weights_are_there_once_and_stay_one(tmp_path: Path) -> None:
     weight = torch.randn(1000)
     path = written(tmp_path / "file", {"model": {"embed": weight, "head": weight}})
     assert path.stat().st_size < 2 * weight.nbytes
@@ -115,19 +115,19 @@ def test_tied_weights_are_there_once_and_stay_one(tmp_path):
 
 
 @pytest.mark.parametrize("tensor", [torch.randn(4, 5, 5, 3).permute(0, 3, 1, 2), torch.randn(2, 3).t()])
-def test_the_order_of_dimensions_in_memory_comes_back(tmp_path, tensor):
+def test_the_order_of_dimensions_in_memory_comes_back(tmp_path: Path, tensor: Any) -> None:
     """A fused optimizer pairs a parameter with its state by address, whatever the strides of both."""
     state = {"one": tensor, "again": tensor, "other": tensor[:1].clone()}
     read = content_of(written(tmp_path / "file", state))
     assert same(read, state) and read["one"].stride() == tensor.stride() and read["again"] is read["one"]
 
 
-def test_names_that_meet_in_the_header_are_kept_apart(tmp_path):
+def test_names_that_meet_in_the_header_are_kept_apart(tmp_path: Path) -> None:
     state = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}, "checksums": torch.tensor(3)}
     assert same(content_of(written(tmp_path / "file", state)), state)
 
 
-def test_the_plain_state_shares_nothing_with_the_live_one():
+def test_the_plain_state_shares_nothing_with_the_live_one() -> None:
     live = {"groups": [{"lr": 1.0}]}
     plain, _ = pack(live)
     live["groups"][0]["lr"] = 2.0
@@ -157,12 +157,12 @@ def test_the_plain_state_shares_nothing_with_the_live_one():
         (numpy.ones(2, dtype=">f4"), "numpy.ndarray"),
     ],
 )
-def test_a_state_that_cannot_be_held_is_named_with_its_place(value, words):
+def test_a_state_that_cannot_be_held_is_named_with_its_place(value: Any, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         pack({"ema": {"decay": value}})
 
 
-def test_a_state_that_contains_itself_is_refused():
+def test_a_state_that_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(CheckpointError, match="contains itself"):
@@ -170,7 +170,7 @@ def test_a_state_that_contains_itself_is_refused():
 
 
 @pytest.mark.parametrize("place", [0, 100, 5_000_000, -1, None])
-def test_what_reads_back_otherwise_than_it_was_written_does_not_count(tmp_path, place):
+def test_what_reads_back_otherwise_than_it_was_written_does_not_count(tmp_path: Path, place: Any) -> None:
     """The beginning, the data and the check sums, altered or cut off behind the writer's back; None is a good disk."""
     data, beginning = memoryview(bytes(9_000_000)), file_format.head(file_format.described([]), {}, {})
     later = lambda work: work  # noqa: E731
@@ -192,7 +192,7 @@ def test_what_reads_back_otherwise_than_it_was_written_does_not_count(tmp_path, 
             check()
 
 
-def test_a_file_cut_off_anywhere_is_detected(tmp_path):
+def test_a_file_cut_off_anywhere_is_detected(tmp_path: Path) -> None:
     data = file_bytes({"model": torch.randn(5000), "step": 3})
     path = tmp_path / "file"
     for length in [*range(0, len(data), 4096), *range(40), len(data) - 1]:
@@ -203,7 +203,7 @@ def test_a_file_cut_off_anywhere_is_detected(tmp_path):
             file_format.verify(path)
 
 
-def test_a_flipped_bit_anywhere_is_detected(tmp_path):
+def test_a_flipped_bit_anywhere_is_detected(tmp_path: Path) -> None:
     """Every byte of the header's length, the header and the check sums, and some of the data."""
     data = file_bytes({"model": torch.randn(5000), "step": 3})
     (length,) = struct.unpack("<Q", data[:8])
@@ -216,7 +216,7 @@ def test_a_flipped_bit_anywhere_is_detected(tmp_path):
             file_format.verify(path)
 
 
-def test_what_is_no_checkpoint_is_called_one_that_cannot_be_read(tmp_path):
+def test_what_is_no_checkpoint_is_called_one_that_cannot_be_read(tmp_path: Path) -> None:
     for data in (b"", b"text that is no checkpoint", b"\xff" * 100, struct.pack("<Q", 2) + b"{}"):
         (tmp_path / "file").write_bytes(data)
         with pytest.raises(file_format.Damaged):
@@ -250,7 +250,7 @@ def liar(path: Path, change: Any) -> Path:
         lambda header: header["__metadata__"].pop("state"),
     ],
 )
-def test_a_header_that_lies_is_damage(tmp_path, change):
+def test_a_header_that_lies_is_damage(tmp_path: Path, change: Any) -> None:
     """Whoever wrote it had the check sums right; no memory is taken, and nothing crashes."""
     with pytest.raises(file_format.Damaged):
         file_format.read(liar(tmp_path / "x", change))
@@ -270,13 +270,13 @@ def test_a_header_that_lies_is_damage(tmp_path, change):
         lambda header: header["__metadata__"].update(state='{"$nothing": 1}'),
     ],
 )
-def test_a_state_that_does_not_fit_its_tensors_is_refused(tmp_path, change):
+def test_a_state_that_does_not_fit_its_tensors_is_refused(tmp_path: Path, change: Any) -> None:
     """The file is whole, and something else wrote it."""
     with pytest.raises(CheckpointError, match="another program wrote the file"):
         content_of(liar(tmp_path / "x", change))
 
 
-def test_brackets_without_end_are_no_header(tmp_path):
+def test_brackets_without_end_are_no_header(tmp_path: Path) -> None:
     """Python's reader of JSON gives up with an error of its own."""
     (tmp_path / "x").write_bytes(struct.pack("<Q", 50_000) + b"[" * 60_000)
     with pytest.raises(file_format.Damaged):

@@ -22,4 +22,4 @@ def test_every_image_is_a_test_image_of_exactly_one_fold() -> None:
 
 def rows(parts: Iterable[TensorDataset]) -> list[list[float]]:
     """Every image with its label, sorted."""
-    return sorted([*image.flatten().tolist(), int(label)] for part in parts for image, label in part)
+    return sorted([*image.flatten().tolist(), int(label)] for part in parts for image, label in part)  # type: ignore[attr-defined]

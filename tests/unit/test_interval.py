@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from clusterddp.training.saving import between_interruptions_s, interval_s
@@ -17,11 +19,13 @@ from clusterddp.training.saving import between_interruptions_s, interval_s
         (600.0, 600.0, 1e6, 3600.0),  # an hour at most
     ],
 )
-def test_the_interval_balances_what_saves_and_interruptions_cost(stall_s, durable_s, between_s, seconds):
+def test_the_interval_balances_what_saves_and_interruptions_cost(
+    stall_s: Any, durable_s: Any, between_s: Any, seconds: Any
+) -> None:
     assert interval_s(stall_s, durable_s, between_s) == pytest.approx(seconds)
 
 
-def test_only_interruptions_that_cost_steps_count():
+def test_only_interruptions_that_cost_steps_count() -> None:
     day = 86400.0
     events = [
         {"attempt": 0, "time": 0.0, "event": "started"},

@@ -488,7 +488,7 @@ AWKWARD += [
         Job(name="x", module="m", env={f"V{n}": text for n, text in enumerate(AWKWARD)} | {"no": "y", "Y": "1_0"}),
         Job(name="x", module="m", sbatch={"exclusive": True, "hold": False, "comment": "true", "nice": "100"}),
         Job(name="1e3", module="m", gpus_per_node=4, gpu_type="1g.5gb", time_s=217805, partition="on", account="007"),
-        Job(name="x", module="m", checkpoint=Checkpointing(None, None, 1), timeouts=Timeouts(1.5, 1e20, 0.1)),
+        Job(name="x", module="m", checkpoint=Checkpointing(None, None, True), timeouts=Timeouts(1.5, 1e20, 0.1)),
         Job(name="x", module="m", watchdog=None),
         Job(name="x", module="m", nodes=4, min_nodes=2, gpus_per_node=8, global_batch=960),
         Job(name="x", module="m", checkpoint=Checkpointing(7, 0.1), device="cpu", seed=2**60, steps=1, share="group"),

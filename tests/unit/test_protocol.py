@@ -58,7 +58,7 @@ def compared(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Compare) and ast.unparse(node.left).endswith("['event']"):
             for item in ast.walk(node.comparators[0]):
                 if isinstance(item, ast.Constant):
-                    yield item.value
+                    yield str(item.value)
 
 
 def test_every_event_that_is_read_or_shown_is_listed() -> None:

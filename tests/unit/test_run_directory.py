@@ -293,7 +293,9 @@ def test_a_ranks_record_that_cannot_be_read_is_a_rank_that_died(run: RunDirector
     assert (end.end, end.failed, "rank-1.json" in end.sentence()) == ("died", True, True)
 
 
-def test_who_only_looks_on_passes_over_a_line_that_is_none(run: RunDirectory, capsys: pytest.CaptureFixture) -> None:
+def test_who_only_looks_on_passes_over_a_line_that_is_none(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The loop of a local run must not end for it."""
     progress = Progress(run, None)
     run.events_file.write_text('nonsense\n[]\n{"time": 1.0, "attempt": 0, "event": "submitted", "job": "7"}\n')

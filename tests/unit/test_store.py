@@ -6,6 +6,7 @@ import errno
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,14 +43,14 @@ def metric(value: float) -> dict[str, str]:
     return {"metrics": json.dumps({"f1": value})}
 
 
-def test_the_newest_are_kept(directory):
+def test_the_newest_are_kept(directory: RunDirectory) -> None:
     number = attempt(directory)
     for step in (1, 2, 3):
         save(directory, number, step, CONTENT, keep=Keep(2))
     assert steps(directory) == [2, 3]
 
 
-def test_multiples_and_the_best_are_kept_beside_the_newest(directory):
+def test_multiples_and_the_best_are_kept_beside_the_newest(directory: RunDirectory) -> None:
     number = attempt(directory)
     keep = Keep(last=1, every=10, best="f1", best_is="max")
     values = {4: 0.5, 8: 0.9, 10: 0.2, 12: 0.9, 16: 0.4, 19: float("nan")}
@@ -62,7 +63,7 @@ def test_multiples_and_the_best_are_kept_beside_the_newest(directory):
     assert steps(directory) == [10, 23]
 
 
-def test_a_half_written_file_of_a_killed_attempt_is_removed_and_never_a_candidate(directory):
+def test_a_half_written_file_of_a_killed_attempt_is_removed_and_never_a_candidate(directory: RunDirectory) -> None:
     save(directory, attempt(directory), 1, CONTENT)
     leftover = directory.checkpoints / ".step-000000000002.attempt-0.safetensors.00ff00ff.tmp"
     leftover.write_bytes(b"half")
@@ -72,14 +73,16 @@ def test_a_half_written_file_of_a_killed_attempt_is_removed_and_never_a_candidat
     assert not leftover.exists()
 
 
-def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_passed_over(directory, monkeypatch):
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_passed_over(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The one before would cost the steps between them."""
     number = attempt(directory)
     save(directory, number, 1, CONTENT)
     save(directory, number, 2, CONTENT)
     errors, real = [OSError(errno.EIO, "Input/output error")], file_format.read
 
-    def read(path):
+    def read(path: Any) -> Any:
         if errors:
             raise errors.pop()
         return real(path)
@@ -89,7 +92,7 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_passed_over(direct
     assert newest.read().facts["step"] == "2" and not errors
 
 
-def test_what_an_attempt_left_that_was_killed_in_its_first_save_is_removed(directory):
+def test_what_an_attempt_left_that_was_killed_in_its_first_save_is_removed(directory: RunDirectory) -> None:
     """It is in nobody's lineage; and what a newer attempt writes is not touched."""
     attempt(directory)
     left, newer = (directory.checkpoints / f".step-000000000002.attempt-{n}.safetensors.0f.tmp" for n in (0, 9))
@@ -99,7 +102,9 @@ def test_what_an_attempt_left_that_was_killed_in_its_first_save_is_removed(direc
     assert not left.exists() and newer.exists()
 
 
-def test_one_that_cannot_be_deleted_is_said_and_the_new_one_counts(directory, monkeypatch, capfd):
+def test_one_that_cannot_be_deleted_is_said_and_the_new_one_counts(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     number = attempt(directory)
     save(directory, number, 1, CONTENT)
     with monkeypatch.context() as patched:
@@ -110,14 +115,16 @@ def test_one_that_cannot_be_deleted_is_said_and_the_new_one_counts(directory, mo
     assert steps(directory) == [3]
 
 
-def test_a_folder_that_cannot_be_seen_hides_no_failure(directory, monkeypatch):
+def test_a_folder_that_cannot_be_seen_hides_no_failure(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints = Checkpoints(directory, attempt(directory), Keep())
     directory.checkpoints.rename(directory.path / "away")
     words = r"checkpoint needs 1\.0 MiB \(No space left on device\); cannot list the others \(No such file"
     assert re.match(words, checkpoints.why_not(OSError(28, "No space left on device"), 1 << 20))
 
 
-def test_a_superseded_attempt_neither_commits_nor_deletes(directory):
+def test_a_superseded_attempt_neither_commits_nor_deletes(directory: RunDirectory) -> None:
     old = attempt(directory)
     save(directory, old, 1, CONTENT, keep=Keep(1))
     attempt(directory, (0, 1))
@@ -129,7 +136,7 @@ def test_a_superseded_attempt_neither_commits_nor_deletes(directory):
     assert not list(directory.checkpoints.glob(".*"))
 
 
-def test_the_lineage_leaves_out_what_was_written_after_a_run_went_on_elsewhere(directory):
+def test_the_lineage_leaves_out_what_was_written_after_a_run_went_on_elsewhere(directory: RunDirectory) -> None:
     first = attempt(directory)
     save(directory, first, 10, CONTENT)
     second = attempt(directory, (0, 10))
@@ -144,7 +151,7 @@ def test_the_lineage_leaves_out_what_was_written_after_a_run_went_on_elsewhere(d
     assert [(one.attempt, one.step) for one in fourth.candidates()] == [(1, 20), (0, 10)]
 
 
-def test_deleting_stays_within_the_lineage(directory):
+def test_deleting_stays_within_the_lineage(directory: RunDirectory) -> None:
     first = attempt(directory)
     save(directory, first, 10, CONTENT)
     second = attempt(directory, (0, 10))
@@ -153,7 +160,7 @@ def test_deleting_stays_within_the_lineage(directory):
     assert steps(directory) == [15, 20]
 
 
-def test_a_file_under_another_steps_name_is_not_that_step(directory):
+def test_a_file_under_another_steps_name_is_not_that_step(directory: RunDirectory) -> None:
     """Someone put a copy there by hand."""
     checkpoint = save(directory, attempt(directory), 1, CONTENT)
     checkpoint.path.rename(checkpoint.path.with_name("step-000000000009.attempt-0.safetensors"))
@@ -163,7 +170,7 @@ def test_a_file_under_another_steps_name_is_not_that_step(directory):
 
 
 @pytest.mark.parametrize("name", ["step-000000000007.attempt-0.pt", "step-000000000007.attempt-0.safetensors"])
-def test_a_file_of_another_format_is_an_error_that_says_so(directory, name):
+def test_a_file_of_another_format_is_an_error_that_says_so(directory: RunDirectory, name: Any) -> None:
     """A run of an older version must not begin anew because its checkpoints have another name."""
     attempt(directory)
     (directory.checkpoints / name).write_bytes(b"PK\x03\x04 something else")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def take(source: Loader, count: int, step: int = 0) -> list[Any]:
         batches.close()  # type: ignore[attr-defined]
 
 
-def test_every_epoch_has_each_sample_once_in_an_order_of_its_own():
+def test_every_epoch_has_each_sample_once_in_an_order_of_its_own() -> None:
     order = SampleOrder(10, seed=1, shuffle=True)
     epochs = [order.samples(10 * epoch, 10 * epoch + 10) for epoch in range(3)]
     for number, epoch in enumerate(epochs):
@@ -59,13 +60,13 @@ def test_every_epoch_has_each_sample_once_in_an_order_of_its_own():
     assert epochs[0] != epochs[1] and SampleOrder(10, seed=2, shuffle=True).samples(0, 10) != epochs[0]
 
 
-def test_any_step_is_found_at_once_and_is_what_it_was():
+def test_any_step_is_found_at_once_and_is_what_it_was() -> None:
     whole = take(loader(), 12)
     assert take(loader(), 5, step=7) == whole[7:]
     take(loader(), 1, step=10**9)  # by going through all steps before it would outlast the test's time-out
 
 
-def test_ranks_share_the_global_batch_whatever_their_number_and_nobody_is_short():
+def test_ranks_share_the_global_batch_whatever_their_number_and_nobody_is_short() -> None:
     def indices(ranks: int, batch_size: int) -> list[list[int]]:
         per_rank = [take(loader(batch_size=batch_size, rank=rank, ranks=ranks), 5) for rank in range(ranks)]
         return [[i for rank in per_rank for i in rank[step][0]] for step in range(5)]
@@ -74,12 +75,12 @@ def test_ranks_share_the_global_batch_whatever_their_number_and_nobody_is_short(
     assert [len(batch) for batch in indices(1, 6)] == [6] * 5
 
 
-def test_a_dataset_smaller_than_the_global_batch_is_repeated():
+def test_a_dataset_smaller_than_the_global_batch_is_repeated() -> None:
     (batch,) = take(loader(length=4, batch_size=10), 1)
     assert sorted(batch[0]) == sorted([*range(4), *range(4), *batch[0][8:]])
 
 
-def test_a_samples_randomness_is_the_same_in_any_worker_and_new_in_every_epoch():
+def test_a_samples_randomness_is_the_same_in_any_worker_and_new_in_every_epoch() -> None:
     none, two = take(loader(), 7), take(loader(num_workers=2), 7)
     assert none == two
     drawn = [dict(zip(batch[0], batch[1], strict=True)) for batch in none]
@@ -87,7 +88,7 @@ def test_a_samples_randomness_is_the_same_in_any_worker_and_new_in_every_epoch()
     assert all(first.get(index) != value for batch in drawn[4:] for index, value in batch.items())
 
 
-def test_loading_in_this_process_leaves_the_users_generators_alone():
+def test_loading_in_this_process_leaves_the_users_generators_alone() -> None:
     torch.manual_seed(5)
     random.seed(5)
     expected = torch.rand(1), random.random()
@@ -101,20 +102,20 @@ def test_loading_in_this_process_leaves_the_users_generators_alone():
     assert random.random() == expected[1]
 
 
-def test_epochs_and_steps():
+def test_epochs_and_steps() -> None:
     data = loader(length=10, batch_size=3)
     assert data.steps_in(1) == 4 and data.steps_in(3) == 10
     assert [data.epoch(step) for step in (0, 3, 4, 6)] == [0, 0, 1, 1]
     assert [step for step in range(10) if data.ends_epoch(step)] == [3, 6, 9]
 
 
-def test_evaluation_sees_each_sample_once_and_every_rank_comes_to_as_many_stops():
+def test_evaluation_sees_each_sample_once_and_every_rank_comes_to_as_many_stops() -> None:
     for length, ranks, batch_size in itertools.product((1, 2, 7, 8, 9), (1, 2, 3), (1, 2, 4)):
         seen, stops = [], []
         for rank in range(ranks):
             calls: list[int] = []
             source = EvalLoader(
-                Numbers(length), batch_size, rank=rank, world_size=ranks, at_batch=lambda calls=calls: calls.append(1)
+                Numbers(length), batch_size, rank=rank, world_size=ranks, at_batch=partial(calls.append, 1)
             )
             batches = [batch[0].tolist() for batch in source]
             assert len(source) == len(batches)
@@ -123,7 +124,7 @@ def test_evaluation_sees_each_sample_once_and_every_rank_comes_to_as_many_stops(
         assert sorted(seen) == list(range(length)) and len(set(stops)) == 1
 
 
-def test_workers_ignore_the_stop_signals_and_end_with_their_loop():
+def test_workers_ignore_the_stop_signals_and_end_with_their_loop() -> None:
     others = children()  # the test cluster's daemons, when all tests run
     source = Loader(Numbers(1000, pause=0.001), 4, shuffle=False, seed=1, rank=0, world_size=1, num_workers=2)
     batches = source.batches(0)
@@ -158,7 +159,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_that_are_not_forked_ignore_a_term_too(method: str, tmp_path: Path):
+def test_workers_that_are_not_forked_ignore_a_term_too(method: str, tmp_path: Path) -> None:
     """In a process of its own: what Python starts for the first of them stays, and would hide the fault."""
     script = tmp_path / "workers.py"
     script.write_text(NOT_FORKED)
@@ -167,7 +168,7 @@ def test_workers_that_are_not_forked_ignore_a_term_too(method: str, tmp_path: Pa
     assert done.returncode == 0 and done.stdout == "2 workers, 20 batches\n", done.stdout + done.stderr
 
 
-def test_a_worker_that_is_stuck_does_not_hold_up_the_end():
+def test_a_worker_that_is_stuck_does_not_hold_up_the_end() -> None:
     others = children()
     source = Loader(Numbers(1000, pause=600), 4, shuffle=False, seed=1, rank=0, world_size=1, num_workers=2, timeout=1)
     batches = source.batches(0)
@@ -201,12 +202,12 @@ def children() -> set[int]:
         (Numbers(5), {"batch_size": 0}, "batch_size is 0"),
     ],
 )
-def test_what_cannot_be_ordered_is_refused(dataset, options, message):
+def test_what_cannot_be_ordered_is_refused(dataset: Any, options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Loader(dataset, **{"batch_size": 2, "shuffle": True, "seed": 0, "rank": 0, "world_size": 1, **options})
 
 
-def test_a_resume_keeps_the_global_batch_or_says_why_not():
+def test_a_resume_keeps_the_global_batch_or_says_why_not() -> None:
     data = loader(batch_size=6, ranks=1)
     data.restore({"global_batch": 8, "dataset_length": 10})
     assert data.global_batch == 8
@@ -218,7 +219,7 @@ def test_a_resume_keeps_the_global_batch_or_says_why_not():
         loader(ranks=2, global_batch=12).restore({"global_batch": 8, "dataset_length": 10})
 
 
-def test_a_global_batch_that_is_given_is_shared_whatever_the_batch_size():
+def test_a_global_batch_that_is_given_is_shared_whatever_the_batch_size() -> None:
     for ranks, share in ((1, 12), (2, 6), (4, 3)):
         data = loader(batch_size=5, ranks=ranks, global_batch=12)
         assert (data.global_batch, data.share, len(take(data, 1)[0][0])) == (12, share, share)

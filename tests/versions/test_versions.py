@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests.versions import report
-from tests.versions.environments import PAIRS, REPOSITORY, _others, tomllib
+from tests.versions.environments import PAIRS, REPOSITORY, _others, tomllib  # type: ignore[attr-defined]
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 REQUIRED = {requirement.name: requirement for requirement in map(Requirement, PROJECT["dependencies"])}
@@ -32,7 +34,7 @@ def test_the_oldest_environment_has_the_lower_bounds() -> None:
 def test_the_page_says_what_failed_and_what_was_not_run() -> None:
     """Nothing of a row is left out."""
     versions = dict.fromkeys(report.PACKAGES, "1.0")
-    rows = {
+    rows: dict[str, dict[str, Any]] = {
         PAIRS[0].name: {"versions": versions, "passed": 3, "skipped": 1, "failed": ["test_a"], "slurm": "passed"},
         PAIRS[1].name: {"not_run": "no Python 3.11 here"},
         "slurm-sid": {"versions": {"slurm": "26.05.5"}, "passed": 2, "skipped": 0, "failed": []},
