@@ -1,10 +1,10 @@
 """``python -m tests [PYTEST ARGUMENTS]``: all tests, as ``make test`` runs them; the exit code says whether they pass.
 
-Tests on Slurm mostly wait, so they run in two parts, each with a cluster of its own, beside the tests that need none.
-Output appears as it is written, each line after the name of its part. ``build/tests`` gets each test's cost and one
-JUnit file, ``junit.xml``.
+Tests mostly wait, those on Slurm above all. So these run in two parts, each with a cluster of its own, beside two parts
+of the tests that need no cluster. Output appears as it is written, each line after the name of its part. Each test's
+cost and one JUnit file, ``junit.xml``, go to ``build/tests``.
 
-Three parts keep two CPUs busier than any user's, and now and then a test does not find in time what it waits for. So
+The parts keep two CPUs busier than any user's, and now and then a test does not find in time what it waits for. So
 tests that fail, if they are few, run once more with nothing beside them; they are reported as such at the end, because
 each of them is a race that somebody should look at.
 """
@@ -32,8 +32,8 @@ RESULTS = Path("build", "tests")
 LAST_RUN = RESULTS / "costs.jsonl"
 #: If more tests fail than these, they do not run again.
 FEW = 4
-#: Test clusters side by side. Tests on Slurm mostly wait.
-CLUSTERS = 2
+#: Parts of the tests on Slurm, each with a cluster, and of the others.
+CLUSTERS, OTHERS = 2, 2
 #: pytest's exit codes.
 PASSED, FAILED, NO_TESTS = 0, 1, 5
 #: A network, a /var/lib ($1) and cgroups ($2) of its own, so that a cluster finds nothing of another one.
@@ -118,7 +118,7 @@ def make_parts(folder: Path) -> list[Part]:
         parts = [Part(f"slurm {n}", "slurm", folder / f"slurm-{n}", f"{n}/{CLUSTERS}", n) for n in numbers]
     else:
         parts = [Part("slurm", "slurm", folder / "slurm")]
-    parts.append(Part("others", "not slurm", folder / "others"))
+    parts += [Part(f"others {n}", "not slurm", folder / f"others-{n}", f"{n}/{OTHERS}") for n in range(1, OTHERS + 1)]
     for part in parts:
         part.folder.mkdir()
     return parts

@@ -52,11 +52,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def file_shares(tests: list[str], seconds: dict[str, float], shares: int) -> list[set[str]]:
     """The files of ``tests`` in shares that take about as long: the longest file first, to the share with the least.
 
-    A test that ``seconds`` does not know counts as 10 s.
+    A test that ``seconds`` does not know counts as 10 s, a unit test as 0.1 s.
     """
     lengths: dict[str, float] = defaultdict(float)
     for test in tests:
-        lengths[_file(test)] += seconds.get(test, 10)
+        lengths[_file(test)] += seconds.get(test, 0.1 if "/unit/" in test else 10)
     totals, files = [0.0] * shares, [set[str]() for _ in range(shares)]
     for file in sorted(lengths, key=lambda name: (-lengths[name], name)):
         least = totals.index(min(totals))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +15,7 @@ import pytest
 
 from clusterddp.training.agreement import StopVote
 from tests import ddp
+from tests.waiting import wait_until
 
 BOUNDARIES = 3  # Each rank comes to boundaries 0, 1 and 2.
 MAIN, WATCHER = ("enter", "look", "decide"), ("raise", "publish", "send", "learn")
@@ -176,7 +179,7 @@ def test_real_ranks_of_different_speed_agree_at_random_moments(tmp_path: Path) -
     # No collective keeps these ranks in step: they are up to many boundaries apart when the signal comes.
     script = tmp_path / "live.py"
     script.write_text(LIVE)
-    for _ in range(20):
+    for _ in range(20 if "CLUSTERDDP_TEST_PRODUCT" in os.environ else 8):
         ranks = ddp.start(script, ranks=3, folder=tmp_path / "out")
         for rank in range(3):
             ranks.wait_for(rank, "begin")
@@ -190,10 +193,14 @@ def test_real_ranks_of_different_speed_agree_at_random_moments(tmp_path: Path) -
 def test_a_signal_is_acted_on_while_the_main_thread_sits_in_a_collective(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
     script.write_text(
-        "import time, torch, clusterddp\n"
+        "import sys, threading, time, torch, clusterddp\n"
         "import torch.distributed as dist\n"
+        "main = threading.get_ident()\n"
+        "def report():\n"
+        "    while sys._current_frames()[main].f_code.co_name != 'all_reduce': time.sleep(0.001)\n"
+        "    print('in the collective', flush=True)\n"
         "ctx = clusterddp.init()\n"
-        "print('begin', flush=True)\n"
+        "threading.Thread(target=report, daemon=True).start()\n"
         "if ctx.rank == 0: dist.all_reduce(torch.ones(1))\n"
         "else:\n"
         "    while ctx._agreement.reason is None: time.sleep(0.001)\n"
@@ -203,9 +210,7 @@ def test_a_signal_is_acted_on_while_the_main_thread_sits_in_a_collective(tmp_pat
         "ctx.requeue()\n"
     )
     ranks = ddp.start(script, ranks=2, folder=tmp_path / "out")
-    ranks.wait_for(0, "begin")
-    ranks.wait_for(1, "begin")
-    time.sleep(0.2)
+    ranks.wait_for(0, "in the collective")
     ranks.signal(0)
     ranks.expect(75)
     assert "heard of it" in ranks.output(1)
@@ -230,16 +235,21 @@ def test_a_run_that_nobody_stops_costs_nothing_and_leaves_no_thread(tmp_path: Pa
 def test_rank_0_dies_and_the_others_show_no_stack_of_the_store(tmp_path: Path) -> None:
     script = tmp_path / "dies.py"
     script.write_text(
-        "import os, time, signal, clusterddp\n"
+        "import os, sys, time, signal, clusterddp\n"
         "ctx = clusterddp.init()\n"
         "print('begin', flush=True)\n"
-        "time.sleep(0.3)\n"
-        "if ctx.rank == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(0.3)\n"
+        "while ctx.rank == 0: time.sleep(1)\n"
+        "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "time.sleep(0.3)\n"
+        "time.sleep(0.3)  # in which a stack would be shown\n"
         "print('still here', flush=True)\n"
     )
-    ranks = ddp.start(script, ranks=2, folder=tmp_path / "out").wait()
+    ranks = ddp.start(script, tmp_path / "dead", ranks=2, folder=tmp_path / "out")
+    for rank in range(2):
+        ranks.wait_for(rank, "begin")
+    ranks.signal(0, signal.SIGKILL)
+    wait_until(lambda: ranks.processes[0].poll() is not None, "rank 0 to be dead")
+    (tmp_path / "dead").touch()
+    ranks.wait()
     assert ranks.codes == [-9, 0]
     assert "still here" in ranks.output(1) and "Exception" not in ranks.text() and "frame #" not in ranks.text()

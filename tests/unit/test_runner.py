@@ -15,6 +15,7 @@ import pytest
 from tests.plugin import file_shares
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+INI = "[pytest]\nmarkers = slurm\naddopts = -p no:hypothesispytest -p no:anyio\n"
 TESTS = """
 import pathlib
 import pytest
@@ -50,7 +51,7 @@ def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def test_a_few_tests_that_fail_have_a_second_try_and_are_named(
     tmp_path: Path, failing: int, right_then: bool, code: int, said: str | None
 ) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slurm\n")
+    (tmp_path / "pytest.ini").write_text(INI)
     (tmp_path / "test_some.py").write_text(TESTS.format(failing=failing, right_then=right_then))
     done = run_tests(tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
@@ -61,13 +62,13 @@ def test_a_few_tests_that_fail_have_a_second_try_and_are_named(
 
 def test_arguments_reach_every_part_and_results_are_kept(tmp_path: Path) -> None:
     """What the tests took is what the next run expects; one JUnit file has all parts."""
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slurm\n")
+    (tmp_path / "pytest.ini").write_text(INI)
     (tmp_path / "test_some.py").write_text(TESTS.format(failing=1, right_then=True))
     done = run_tests(tmp_path, "-k", "test_on_a_cluster", "--seed", "7", "-v")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "expected, from the last run: nothing yet" in done.stdout
     assert re.search(r"^slurm.* \| .*::test_on_a_cluster PASSED", done.stdout, re.MULTILINE)
-    assert re.search(r"^others \| seed: 7 ", done.stdout, re.MULTILINE)
+    assert re.search(r"^others 1 \| seed: 7 ", done.stdout, re.MULTILINE)
     results = tmp_path / "build" / "tests"
     cases = ElementTree.parse(results / "junit.xml").getroot().iter("testcase")
     assert [case.get("name") for case in cases] == ["test_on_a_cluster"]
