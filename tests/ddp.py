@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,23 +90,35 @@ class Ranks:
 
 def start(script: Path, *arguments: object, ranks: int, folder: Path, **environment: str) -> Ranks:
     """Starts ``script`` as ``ranks`` ranks of one node; outputs go to ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
     held = reserve_port(None)  # until the ranks have ended: other tests choose ports from the same range
     port = str(held.getsockname()[1])
-    processes, outputs = [], []
-    for rank in range(ranks):
-        output = folder / f"{time.monotonic_ns()}-{rank}.out"
-        output.touch()
-        argv = [str(script), *map(str, arguments)]
-        start = {"argv": argv, "env": _environment(rank, ranks, port) | environment, "output": str(output)}
-        processes.append(Rank(_ask({"start": start})))
-        outputs.append(output)
-    return Ranks(processes, outputs, held)
+    return _start(
+        script, arguments, [_environment(rank, ranks, port) | environment for rank in range(ranks)], folder, held
+    )
 
 
 def run(script: Path, *arguments: object, ranks: int, folder: Path, **environment: str) -> Ranks:
     """``start``, and every rank must end with 0."""
     return start(script, *arguments, ranks=ranks, folder=folder, **environment).expect(0)
+
+
+def run_alone(script: Path, *arguments: object, folder: Path) -> Ranks:
+    """Runs ``script`` as one process that no launcher has started; it must end with 0."""
+    return _start(script, arguments, [_clean_environment()], folder, reserve_port(None)).expect(0)
+
+
+def _start(
+    script: Path, arguments: Sequence[object], environments: Sequence[dict[str, str]], folder: Path, held: socket.socket
+) -> Ranks:
+    folder.mkdir(parents=True, exist_ok=True)
+    processes, outputs = [], []
+    for rank, environment in enumerate(environments):
+        output = folder / f"{time.monotonic_ns()}-{rank}.out"
+        output.touch()
+        argv = [str(script), *map(str, arguments)]
+        processes.append(Rank(_ask({"start": {"argv": argv, "env": environment, "output": str(output)}})))
+        outputs.append(output)
+    return Ranks(processes, outputs, held)
 
 
 @functools.cache
@@ -135,18 +148,25 @@ def free_port() -> int:
 
 
 def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
-    """A clean environment with torchrun's names: nothing of a surrounding job leaks in."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+    """A clean environment with torchrun's names."""
     return {
-        **kept,
-        "PYTHONPATH": str(REPOSITORY),
-        "OMP_NUM_THREADS": "1",
+        **_clean_environment(),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
+    }
+
+
+def _clean_environment() -> dict[str, str]:
+    """Nothing of a surrounding job leaks in."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+    return {
+        **kept,
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         # torch's store looks up the name of every client, and one lost answer of a DNS server would cost 5 s.

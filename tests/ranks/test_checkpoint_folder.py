@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import clusterddp
 from clusterddp.errors import CheckpointError, Superseded
+from tests import ddp
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist, torch.distributed.nn, clusterddp
@@ -22,36 +23,35 @@ model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.Adam(model.parameters())
 with clusterddp.CheckpointFolder(sys.argv[1], keep=2) as folder:
     step = folder.restore(model=model, optimizer=optimizer)
-    sys.stdout.write(f"begin {step}\\n")  # in one piece: the ranks share the pipe
-    sys.stdout.flush()
+    print("begin", step)
     while step < int(sys.argv[2]):
         optimizer.zero_grad()
         model(torch.full((1, 4), float(step))).sum().backward()
         optimizer.step()
         step += 1
         folder.save(step, model=model, optimizer=optimizer)
-sys.stdout.write("sum " + float(sum(p.double().sum() for p in model.parameters())).hex() + "\\n")
+print("sum", sum(p.detach().double().sum() for p in model.parameters()).item().hex())
 if "RANK" in os.environ:
     dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]])
-def test_a_loop_of_ones_own_goes_on_where_it_was(tmp_path: Path, launcher: Any) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loop_of_ones_own_goes_on_where_it_was(tmp_path: Path, ranks: int) -> None:
+    """Alone, without a launcher, and with torchrun's variables."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
 
-    def run(folder: str, steps: int) -> list[str]:
-        command = [sys.executable, *launcher, str(script), str(tmp_path / folder), str(steps)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout.splitlines()
+    def run(folder: str, steps: int) -> list[list[str]]:
+        start = functools.partial(ddp.run, ranks=ranks) if ranks > 1 else ddp.run_alone
+        ended = start(script, tmp_path / folder, steps, folder=tmp_path / "out")
+        return [ended.output(rank).splitlines() for rank in range(ranks)]
 
     whole = run("whole", 7)
-    assert set(run("parts", 4)) >= {"begin 0"}
+    assert [lines[0] for lines in run("parts", 4)] == ["begin 0"] * ranks
     second = run("parts", 7)
-    assert second.count("begin 4") == (2 if launcher else 1)
-    assert second[-1] == whole[-1] and second[-1].startswith("sum")
+    assert [lines[0] for lines in second] == ["begin 4"] * ranks
+    assert [lines[-1] for lines in second] == [lines[-1] for lines in whole] and second[0][-1].startswith("sum")
     names = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
     assert names == [f"step-{step:012d}.attempt-1.safetensors" for step in (6, 7)]
 

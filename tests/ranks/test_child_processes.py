@@ -114,7 +114,7 @@ def test_children_of_every_kind_have_default_signals_and_exit_by_themselves(
     script.write_text(FORKS)
     monkeypatch.setenv("SEEN", str(seen))
     run = RunDirectory(tmp_path / "run")
-    done = submit(run, str(script), "--device", "cpu", "--gpus", "2", "--preempt-after", "8")
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--preempt-after", "8")
     assert done.returncode == 0, done.stderr + story(run)
     before, after = json.loads(seen.read_text())
     assert before.pop("fork") == after.pop("fork") == PLAIN
@@ -152,7 +152,7 @@ def test_a_local_preemption_in_the_middle_of_a_pools_map_waits_for_it_and_loses_
     script = tmp_path / "maps.py"
     script.write_text(MAP)
     run = RunDirectory(tmp_path / "run")
-    done = submit(run, str(script), "--device", "cpu", "--gpus", "2", "--preempt-after", "3")
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--preempt-after", "3")
     assert done.returncode == 0, done.stderr + story(run)
     assert [event["step"] for event in run.events() if event["event"] in ("stopping", "resumed")] == [4, 4], story(run)
 

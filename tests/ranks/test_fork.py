@@ -27,7 +27,7 @@ def clusterddp(*arguments: object, code: int = 0) -> subprocess.CompletedProcess
 
 
 def submit(*arguments: object, steps: int, code: int = 0) -> subprocess.CompletedProcess[str]:
-    options = ("--local", "--device", "cpu", "--gpus", 2, "--set", "checkpoint.every=10 steps")
+    options = ("--local", "--device", "cpu", "--set", "checkpoint.every=10 steps")
     return clusterddp("submit", *arguments, *options, "--", "--steps", steps, code=code)
 
 

@@ -25,6 +25,7 @@ def require(package: str) -> None:
         (pytest.fail if "CI" in os.environ else pytest.skip)(f"{package} is not installed: make .venv/integrations")
 
 
+@pytest.mark.product  # on Slurm: tests/slurm/test_integrations.py
 @pytest.mark.parametrize("package", ["transformers", "accelerate"])
 def test_a_preempted_run_goes_on_at_the_step_where_it_stopped(launch: Launch, tmp_path: Path, package: str) -> None:
     """All ranks stop after the same step, the framework saves, the next attempt makes the next step."""

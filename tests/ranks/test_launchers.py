@@ -55,12 +55,14 @@ def test_torchrun(run: RunDirectory) -> None:
     check_two_ranks(run, *launcher, starts=(0, 2))
 
 
+@pytest.mark.product  # docs/guide/launchers.md has each of these three, and is tested below
 def test_the_old_launch_module_with_its_local_rank_argument(run: RunDirectory) -> None:
     """torch.distributed.launch adds ``--local-rank`` to the script's arguments."""
     port = f"--master-port={free_port()}"
     check_two_ranks(run, sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=2", port)
 
 
+@pytest.mark.product
 def test_torch_multiprocessing_spawn(run: RunDirectory) -> None:
     """jobs/spawn.py, which is written to be copied."""
     check_two_ranks(run, sys.executable, "jobs/spawn.py", "2", starts=(0, 2))
@@ -73,6 +75,7 @@ def test_no_launcher_at_all(run: RunDirectory) -> None:
     assert [line["step"] for line in run.metrics()] == list(range(6))
 
 
+@pytest.mark.product
 def test_openmpi(run: RunDirectory) -> None:
     """mpirun, without mpi4py: only its variables are read."""
     require_mpirun()
@@ -84,7 +87,12 @@ def require_mpirun() -> None:
         (pytest.fail if "CI" in os.environ else pytest.skip)("mpirun not found: apt-get install openmpi-bin")
 
 
-@pytest.mark.parametrize(("launcher", "job"), launchers.cases(HERE))
+#: These have tests of their own; here they are part of the full product.
+TESTED = ("torchrun", "none: one rank")
+CASES = [pytest.param(*case, marks=[pytest.mark.product] * (case[0] in TESTED)) for case in launchers.cases(HERE)]
+
+
+@pytest.mark.parametrize(("launcher", "job"), CASES)
 def test_a_job_comes_to_the_same_under_every_launcher(tmp_path: Path, launcher: str, job: str) -> None:
     """The command is that in the launcher's row."""
     command = launchers.commands(HERE)[launcher]

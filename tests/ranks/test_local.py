@@ -199,14 +199,14 @@ def test_a_second_start_while_the_first_runs_is_refused(run: RunDirectory) -> No
     process.communicate(timeout=60)
 
 
-PLAIN = ["tests/scripts/plain_ddp.py", "--device", "cpu", "--nodes", "2", "--gpus", "2"]
+PLAIN = ["tests/scripts/plain_ddp.py", "--device", "cpu", "--nodes", "2", "--gpus", "1"]
 
 
 def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run: RunDirectory, tmp_path: Path) -> None:
     """TERM has its default action in it; LOCAL_RANK is what it would be on two nodes."""
     own = tmp_path / "own.pt"
     process = start(run, *PLAIN, "--", str(own), "60", "0.1")
-    logs = [run.attempt_logs(0) / f"rank-{rank}.out" for rank in range(4)]
+    logs = [run.attempt_logs(0) / f"rank-{rank}.out" for rank in range(2)]
     wait_until(lambda: all(log.exists() and "starts" in log.read_text() for log in logs), "all ranks", timeout=60)
     wait_until(own.exists, "its first own checkpoint", timeout=60)
     give_notice(run, Cause.PREEMPTED)
@@ -221,10 +221,10 @@ def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run
     assert "steps     no steps recorded" in status.stdout
     again = submit(run)
     assert again.returncode == 0 and f"{run} has already completed" in again.stderr
-    first, second = ((run.attempt_logs(attempt) / "rank-3.out").read_text() for attempt in (0, 1))
-    assert "rank 3 (local 1) of 4 starts at step 0" in first
-    assert re.search(r"rank 3 \(local 1\) of 4 starts at step [1-9]\d*", second)
-    assert "rank 3 is done" in second
+    first, second = ((run.attempt_logs(attempt) / "rank-1.out").read_text() for attempt in (0, 1))
+    assert "rank 1 (local 0) of 2 starts at step 0" in first
+    assert re.search(r"rank 1 \(local 0\) of 2 starts at step [1-9]\d*", second)
+    assert "rank 1 is done" in second
 
 
 def test_the_plain_script_runs_under_torchrun_too(tmp_path: Path) -> None:

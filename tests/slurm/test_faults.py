@@ -86,7 +86,8 @@ def test_a_controller_that_is_away_at_a_requeue_and_in_training_and_a_restarted_
 ) -> None:
     """The requeue is asked for until it is answered; status asks again, and then tells what the run's files say."""
     path = f"{held_requeue(cluster, runs)}:{cluster.environment['PATH']}"
-    training = Training.submit(cluster, runs, "--moments", "first step", "--pause", "0.5", env={"PATH": path})
+    moments = "first step,last step,last step"  # where the job in `high` starts after the requeue, attempt 1 is short
+    training = Training.submit(cluster, runs, "--moments", moments, "--pause", "0.3", env={"PATH": path})
     training.wait_at_moment(0)
     training.preempt()
     training.go(0)
@@ -106,6 +107,8 @@ def test_a_controller_that_is_away_at_a_requeue_and_in_training_and_a_restarted_
     cluster.start_controller()
     assert f"state     job {training.job_id} (RUNNING on n[1-2])" in status.communicate(timeout=60)[0]
     cluster.restart_slurmd("n2")
+    for attempt in (1, 2):
+        training.go(attempt)
     assert training.finish() == "completed", story(training.run)
     check_same_run(training.run, uninterrupted_training)
 

@@ -36,7 +36,7 @@ JOBS = {
 
 
 #: Those that are run where not the full product is asked for.
-BRIEF = ("basic", "collectives", "digits")
+BRIEF = ("collectives", "digits")
 FULL = "CLUSTERDDP_TEST_PRODUCT" in os.environ
 
 
@@ -80,6 +80,7 @@ def seeded_as_by_init(seed: int = 0) -> None:
     randomness.seed_all(randomness.hash32("init", seed), torch.device("cpu"))
 
 
+@pytest.mark.product  # without Slurm: tests/ranks/test_jobs.py
 def test_basic(result: Result) -> None:
     """The weights are those of one process that trains on the joined batches, in the run's own order."""
     run, said = result("basic")
