@@ -42,12 +42,12 @@ def test_every_event_in_the_code_is_listed_with_its_fields() -> None:
             check_event(event, {word.arg for word in call.keywords if word.arg is not None}, complete=False)
             found.add(event)
     for call in calls("Record"):
-        event, values = call.args
-        if isinstance(event, ast.Constant):
+        name, values = call.args
+        if isinstance(name, ast.Constant):
             assert isinstance(values, ast.Dict | ast.Call)
             keys = values.keys if isinstance(values, ast.Dict) else []
-            check_event(event.value, {key.value for key in keys if isinstance(key, ast.Constant)}, complete=False)
-            found.add(event.value)
+            check_event(str(name.value), {str(k.value) for k in keys if isinstance(k, ast.Constant)}, complete=False)
+            found.add(str(name.value))
     elsewhere = {"joined", "rejoined", "forked", *protocol.RUN_ENDS}
     assert found | elsewhere == EVERY.keys()
 
