@@ -171,7 +171,7 @@ def test_ctrl_c_ends_a_watch_and_leaves_the_run_alone(run: RunDirectory) -> None
     )  # fmt: skip
     seen: list[str] = []
     assert process.stderr is not None
-    wait_until(lambda: seen.append(process.stderr.readline()) or "retrying" in seen[-1], "its first question")  # type: ignore[union-attr,func-returns-value]
+    wait_until(lambda: seen.append(process.stderr.readline()) or "retrying" in seen[-1], "its first question")  # type: ignore[union-attr]
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
