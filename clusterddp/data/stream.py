@@ -127,7 +127,6 @@ class Loader:
         batch_size: samples per rank and step; if the world size changed, or the job sets ``global_batch``, the largest
             number that a rank takes at once (see ``Run.micro``).
         global_batch: samples per step over all ranks. Fixed by the run's first attempt.
-        inexact: reasons why a resume may not be exact; always empty.
     """
 
     per_rank_state = False

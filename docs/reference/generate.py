@@ -49,9 +49,9 @@ CONSTRUCTED = {"Context", "Run", "Loader", "EvalLoader", "StatefulLoader", "Stat
 
 #: Public by name, but called by clusterddp or by another library: patterns of MODULE.CLASS.MEMBER.
 INTERNAL = (
-    *("loop.Run.evaluating", "stream.Loader.together", "stream.Loader.doubts", "stream.Loader.gather"),
-    *("stream.Loader.progress", "stream.Loader.restore", "stream.Loader.batches", "external_loader.StatefulLoader.*"),
-    *("job.Keep.order", "errors.Stopped.latest", "errors.Stopped.on_raised"),
+    *("loop.Run.evaluating", "stream.Loader.inexact", "stream.Loader.gather", "stream.Loader.progress"),
+    *("stream.Loader.restore", "stream.Loader.batches", "external_loader.StatefulLoader.*", "job.Keep.order"),
+    *("errors.Stopped.latest", "errors.Stopped.on_raised"),
     *("lightning.RankEnvironment.*", "*.SaveAndRequeue.on_*"),
 )
 
@@ -119,7 +119,7 @@ def _name(node: ast.FunctionDef | ast.ClassDef, module: str) -> Name:
         for item in _functions(node)
         if not item.name.startswith("_") and not _internal(module, node.name, item.name)
     ]
-    attributes = _attributes(constructor) if constructor else []
+    attributes = [name for name in _attributes(constructor) if not _internal(module, node.name, name)]
     return Name(title, key, signature, parameters, _doc(node), "", attributes, fields, members)
 
 
@@ -142,8 +142,10 @@ def _fields(node: ast.ClassDef, module: str) -> Iterator[tuple[str, str]]:
             yield f"{ast.unparse(item.target)}: {_type(item.annotation)}{default}", " ".join(str(text).split())
 
 
-def _attributes(constructor: ast.FunctionDef) -> list[str]:
+def _attributes(constructor: ast.FunctionDef | None) -> list[str]:
     """The public ones that it sets."""
+    if constructor is None:
+        return []
     stored = (
         node for node in ast.walk(constructor) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     )

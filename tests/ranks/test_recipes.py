@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,13 +77,17 @@ def submit(run: RunDirectory, recipe: str, *options: str) -> str:
 
 
 def test_mixed_precision_accumulates_over_pieces_and_resumes_with_the_scale(tmp_path: Path) -> None:
-    """The global batch of the job definition: two pieces per rank and step."""
+    """The global batch of the job definition: two pieces per rank and step. Only the preempted run has a supervisor."""
     whole, preempted = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "preempted")
-    options = ["--set", "global_batch=64", "--", "--steps", "1000"]
-    said = submit(whole, "mixed_precision", *options)
+    steps = ["--steps", "1000"]
+    said = submit(preempted, "mixed_precision", "--preempt-after", str(STOP), "--set", "global_batch=64", "--", *steps)
     assert "32 samples per rank and step, at most 16 at a time" in said
-    submit(preempted, "mixed_precision", "--preempt-after", str(STOP), *options)
     assert preempted.attempts() == [0, 1], story(preempted)
+    whole.create()
+    whole.create_attempt()
+    shutil.copy(preempted.job_file, whole.job_file)
+    ranks = {"CLUSTERDDP_RUN_DIR": str(whole.path), "CLUSTERDDP_ATTEMPT": "0", "CLUSTERDDP_DEVICE": "cpu"}
+    ddp.run(RECIPES / "mixed_precision.py", *steps, ranks=2, folder=tmp_path / "out", **ranks)
     check_same(preempted, whole)
     assert {line["scale"] for line in whole.metrics()} - {2.0**16}, "no step was skipped: the scale was never changed"
 
