@@ -1,7 +1,7 @@
-"""The smallest DDP training, which checks in every step what DDP promises.
+"""The smallest DDP training; every step checks what DDP guarantees.
 
-One process per rank, each with its own part of the batch. After backward all ranks have the same gradients, and these
-are those that one process would get from the joined batch.
+One process per rank, each with its part of the batch. After backward, all ranks have the same gradients: those that one
+process would compute from the whole batch.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""A small GPT that learns, character by character, the sources of Python's standard library, which every machine has.
+"""A small character-level GPT, trained on the sources of Python's standard library, which every machine has.
 
-With what a real training has: gradients accumulated over pieces of the batch and exchanged with the last one only,
-bfloat16 on GPUs, a warm-up and a cosine, clipped gradients, torch.compile if asked for, a loss on text held out.
+It has the parts of a real training: gradient accumulation with one reduction per step, bfloat16 on GPUs, a cosine
+schedule with warm-up, gradient clipping, optional torch.compile, and a loss on held-out text.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def main():
     run = ctx.run(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
     for batch in run.steps(args.steps):
         losses = []
-        for characters, following in run.micro(batch):  # pieces, the last of which exchanges the gradients
+        for characters, following in run.micro(batch):  # pieces; DDP reduces the gradients with the last one
             loss = loss_of(ctx, forward, characters, following)
             loss.backward()
             losses.append(loss.detach())

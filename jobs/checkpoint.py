@@ -1,7 +1,7 @@
-"""Checkpoints with plain DDP, nothing of clusterddp: rank 0 saves, all wait, every rank loads, training goes on.
+"""Checkpoints with plain DDP, without clusterddp: rank 0 saves, all ranks wait, every rank loads.
 
-Started again, it goes on from its last save; what was trained since is trained again. checkpoint_folder.py is the same
-with clusterddp's checkpoints.
+After a restart it resumes from its last checkpoint; the steps since then are repeated. checkpoint_folder.py is the same
+with clusterddp.CheckpointFolder.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # here, before there is a group: DDP imports it, and it would keep the group
+import torch.distributed.nn  # before the process group exists: imported later, by DDP, it would keep the group
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +20,7 @@ def save(path, step, model, optimizer):
     if dist.get_rank() == 0:
         state = {"step": step, "model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state, path.with_suffix(".new"))
-        path.with_suffix(".new").rename(path)  # a rank that is killed while it writes leaves the file before whole
+        path.with_suffix(".new").rename(path)  # a rank killed while it writes leaves the previous file intact
     dist.barrier()
 
 
@@ -63,7 +63,7 @@ def main():
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             save(path, step + 1, model, optimizer)
     print(f"rank {rank} is done: weights sum to {sum(p.sum() for p in model.parameters()):.6f}", flush=True)
-    del model  # it would keep the group, too; if gloo's threads outlive the next line, a rank may hang or abort
+    del model  # DDP keeps a reference, too; if gloo's threads outlive the next line, a rank may hang or abort
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
-"""checkpoint.py with clusterddp's checkpoints, in a training loop of one's own: a preemption loses no step.
+"""checkpoint.py with clusterddp.CheckpointFolder, in a custom training loop: a preemption repeats no steps.
 
-Files are written in the background, verified, kept by the newest three, and restored by rank 0 for all ranks. Where
-clusterddp may have the loop, ``ctx.run()`` does all this by itself: see basic.py.
+Files are written in the background and verified, the newest three are kept, and rank 0 restores them for all ranks.
+``ctx.run()`` does all of this in a loop that clusterddp drives: see digits.py.
 """
 
 import argparse
@@ -17,7 +17,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--folder", help="where to save; the run directory's folder own/")
+    parser.add_argument("--folder", help="where to save; default: own/ in the run directory")
     args = parser.parse_args()
 
     ctx = clusterddp.init()

@@ -1,6 +1,6 @@
-"""A model over two devices per rank, in DDP: local rank r has GPUs 2r and 2r + 1 of its node; without GPUs, the CPU.
+"""A model on two devices per rank, in DDP: local rank r has GPUs 2r and 2r + 1 of its node; without GPUs, the CPU.
 
-DDP gets no device_ids: the model moves its own activations, and its parameters stay where they are. Plain torch.
+DDP gets no device_ids: the model moves its activations, and its parameters stay on their devices. Plain torch.
 """
 
 import argparse
@@ -8,7 +8,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # here, before there is a group: DDP imports it, and it would keep the group
+import torch.distributed.nn  # before the process group exists: imported later, by DDP, it would keep the group
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -65,7 +65,7 @@ def main():
     dist.all_reduce(loss.detach_(), dist.ReduceOp.SUM)
     if rank == 0:
         print(f"{first} and {second}: loss {loss.item() / dist.get_world_size():.6f} after {args.steps} steps")
-    del model  # it would keep the group, too; if gloo's threads outlive the next line, a rank may hang or abort
+    del model  # DDP keeps a reference, too; if gloo's threads outlive the next line, a rank may hang or abort
     dist.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
-"""Ranks of unequal speed against the process group's time-out: the last rank comes late to every exchange of gradients.
+"""A straggler and the process group's timeout: the last rank is late for every gradient reduction.
 
-The others wait for it, mostly in the backward pass. While ``timeouts.step_s`` is longer than that, all goes on at the
-slowest rank's pace. Once a rank has waited that long, its collective is an error and the attempt is over: a short
-time-out takes a slow rank (a cold cache, an evaluation on rank 0 alone, a large file) for a dead one. The first step
-has ``timeouts.start_s``, which covers imports and compilation.
+The other ranks wait for it, mostly in the backward pass. While ``timeouts.step_s`` is longer than the wait, training
+continues at the pace of the slowest rank. When a rank has waited longer, its collective fails and the attempt ends: a
+short timeout treats a slow rank (a cold cache, an evaluation on rank 0, a large file) as a dead one. The first step has
+``timeouts.start_s``, which covers imports and compilation.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main():
         loss = F.mse_loss(model(inputs.to(ctx.device)), targets.to(ctx.device))
         optimizer.zero_grad()
         loss.backward()
-        loss = loss.item()  # on a GPU, only this waits for the others
+        loss = loss.item()  # on a GPU, only this waits for the other ranks
         waited = ctx.gather(torch.tensor([time.perf_counter() - begun])).tolist()
         optimizer.step()
         run.log(loss=loss)

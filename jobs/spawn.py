@@ -1,7 +1,7 @@
-"""The ranks of one machine, by torch.multiprocessing alone: ``python jobs/spawn.py RANKS SCRIPT.py [ARGS]``.
+"""Starts the ranks on one machine with torch.multiprocessing: ``python jobs/spawn.py RANKS SCRIPT.py [ARGS]``.
 
-A launcher does this better (``clusterddp submit --local`` starts the ranks anew after a stop). Where Python itself must
-start them, as in a notebook, each rank needs no more than torchrun's variables.
+A launcher is better (``clusterddp submit --local`` restarts the ranks after a stop). Where Python itself must start
+them, as in a notebook, each rank needs only torchrun's variables.
 """
 
 import os
@@ -17,7 +17,7 @@ def run_rank(rank, world_size, port, command):
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")  # or a function of one's own
+    runpy.run_path(command[0], run_name="__main__")  # or your own function
 
 
 def free_port():
