@@ -24,7 +24,7 @@ from benchmarks.agreement import BAR, RANKS, Pair, Trainer, command_line, compar
 from clusterddp.failures.hangs import Hang, Watch
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.supervisor.control_server import ControlServer
-from clusterddp.training.compute_time import OwnTime
+from clusterddp.training.compute_time import ComputeTime
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.worker.control_channel import ControlChannel
 
@@ -50,11 +50,11 @@ class Watched:
             send=self._link.send,
             flight_record=Path(os.devnull),
         )
-        own_time = OwnTime([self._trainer.model])
+        compute_time = ComputeTime([self._trainer.model])
 
         def boundary() -> bool:
             self._steps += 1
-            heartbeat.pace = own_time.step_done() or heartbeat.pace
+            heartbeat.pace = compute_time.step_done() or heartbeat.pace
             return False
 
         heartbeat.begin()

@@ -29,7 +29,7 @@ _TOLD = ("count", "step", "allowed_s", "place", "waits", "own_s", "step_s", "sti
 
 
 @dataclass(frozen=True)
-class Sign:
+class RankStatus:
     """A rank's last heartbeat. ``moved`` (to its last boundary) and ``heard`` are seconds on the supervisor's clock.
 
     ``count``: the boundaries it has reached. ``step``: the steps it has completed. ``allowed_s``: the timeout to the
@@ -73,96 +73,96 @@ class Hang:
     what: str
 
 
-def find_hang(signs: Iterable[Sign], now: float, beat_s: float) -> Hang | None:
+def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang | None:
     """The hang, once a rank has timed out, unless it waits for one that works or whose watchdog is suspended.
 
     A rank that works without end is left to torch's own timeout, as others wait for it in a collective.
     """
-    signs = sorted(signs, key=lambda sign: sign.rank)
-    over = [sign for sign in signs if _over(sign, now, beat_s)]
+    statuses = sorted(statuses, key=lambda status: status.rank)
+    over = [status for status in statuses if _over(status, now, beat_s)]
     if not over:
         return None
-    silent = [sign for sign in signs if _silent(sign, now, beat_s)]
-    if not silent and (mismatch := _mismatch(signs, over, now)) is not None:
+    silent = [status for status in statuses if _silent(status, now, beat_s)]
+    if not silent and (mismatch := _mismatch(statuses, over, now)) is not None:
         return mismatch
-    late = _late(signs, silent)
-    if not any(sign.allowed_s is None or sign in over for sign in late):
+    late = _late(statuses, silent)
+    if not any(status.allowed_s is None or status in over for status in late):
         return None  # they are back from something long, and the others still wait
-    if any(sign.allowed_s == math.inf for sign in late):
+    if any(status.allowed_s == math.inf for status in late):
         return None
-    if late != silent and any(_works(sign, now) for sign in late):
+    if late != silent and any(_works(status, now) for status in late):
         return None
-    seconds = now - min(sign.moved for sign in late)
+    seconds = now - min(status.moved for status in late)
     what = f"{_names(late)} last at step {late[0].step}, {seconds:.0f} s ago"
     if late == silent:
         what += ", no heartbeat since (stopped, or holding the GIL)"
     elif place := _most_common(late):
         what += f", in {place}"
-    others = [sign for sign in signs if sign not in late]
-    if place := _most_common([sign for sign in others if sign.waits]):
+    others = [status for status in statuses if status not in late]
+    if place := _most_common([status for status in others if status.waits]):
         what += f"; the others wait in {place}"
-    return Hang(tuple(sign.rank for sign in late), late[0].host, late[0].step, round(seconds, 1), what)
+    return Hang(tuple(status.rank for status in late), late[0].host, late[0].step, round(seconds, 1), what)
 
 
-def _mismatch(signs: list[Sign], over: list[Sign], now: float) -> Hang | None:
+def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) -> Hang | None:
     """A hang because the ranks call different collectives: some wait in one whose step others have already passed.
 
     All ranks take part in a collective, so that those ahead skipped it, or those behind call one too many: the smaller
     group is at fault, or nobody knows which.
     """
-    least = min(sign.count for sign in signs)
-    behind, ahead = [s for s in signs if s.count == least], [s for s in signs if s.count > least]
-    if not ahead or not all(sign.waits and sign in over for sign in behind):
+    least = min(status.count for status in statuses)
+    behind, ahead = [s for s in statuses if s.count == least], [s for s in statuses if s.count > least]
+    if not ahead or not all(status.waits and status in over for status in behind):
         return None
     first, second = (behind, ahead) if len(behind) < len(ahead) else (ahead, behind)
-    late = first if len(first) < len(second) else signs
-    seconds = now - min(sign.moved for sign in behind)
+    late = first if len(first) < len(second) else statuses
+    seconds = now - min(status.moved for status in behind)
     groups = ", ".join(
         f"{_names(group)} at step {group[0].step}" + (f" in {place}" if (place := _most_common(group)) else "")
         for group in (first, second)
     )
     what = f"{groups}, for {seconds:.0f} s: the ranks called different collectives"
-    return Hang(tuple(sign.rank for sign in late), late[0].host, late[0].step, round(seconds, 1), what)
+    return Hang(tuple(status.rank for status in late), late[0].host, late[0].step, round(seconds, 1), what)
 
 
-def _silent(sign: Sign, now: float, beat_s: float) -> bool:
+def _silent(status: RankStatus, now: float, beat_s: float) -> bool:
     """Whether the whole process is stopped: no heartbeat for more than half of the time without a boundary."""
-    return now - sign.heard > max(SILENCE_BEATS * beat_s, 0.5 * (now - sign.moved))
+    return now - status.heard > max(SILENCE_BEATS * beat_s, 0.5 * (now - status.moved))
 
 
-def _over(sign: Sign, now: float, beat_s: float) -> bool:
+def _over(status: RankStatus, now: float, beat_s: float) -> bool:
     """Whether a rank has timed out, and its stacks are written."""
-    return sign.allowed_s is not None and now - sign.moved > sign.allowed_s + PATIENCE_BEATS * beat_s
+    return status.allowed_s is not None and now - status.moved > status.allowed_s + PATIENCE_BEATS * beat_s
 
 
-def _works(sign: Sign, now: float) -> bool:
+def _works(status: RankStatus, now: float) -> bool:
     """Whether its code made progress lately without reaching a boundary: perhaps a long evaluation."""
-    return sign.still_s < 0.5 * (now - sign.moved)
+    return status.still_s < 0.5 * (now - status.moved)
 
 
-def _late(signs: list[Sign], silent: list[Sign]) -> list[Sign]:
+def _late(statuses: list[RankStatus], silent: list[RankStatus]) -> list[RankStatus]:
     """The ranks that the others wait for, by the first criterion that tells them apart: they are silent, have reached
     fewer boundaries, do not wait for others, or are in a place where fewer than half of the ranks are."""
-    least = min(sign.count for sign in signs)
-    at = Counter(sign.place for sign in signs)
+    least = min(status.count for status in statuses)
+    at = Counter(status.place for status in statuses)
     if silent:
         return silent
     marked = [
-        [sign for sign in signs if sign.count == least],
-        [sign for sign in signs if not sign.waits],
-        [sign for sign in signs if 2 * at[sign.place] < len(signs)],
+        [status for status in statuses if status.count == least],
+        [status for status in statuses if not status.waits],
+        [status for status in statuses if 2 * at[status.place] < len(statuses)],
     ]
-    return next((some for some in marked if 0 < len(some) < len(signs)), signs)
+    return next((some for some in marked if 0 < len(some) < len(statuses)), statuses)
 
 
-def _names(signs: list[Sign]) -> str:
-    names = ", ".join(f"{sign.rank} ({sign.host})" for sign in signs[:NAMED])
-    more = f" and {len(signs) - NAMED} more" if len(signs) > NAMED else ""
-    return f"rank{'s' if len(signs) > 1 else ''} {names}{more}"
+def _names(statuses: list[RankStatus]) -> str:
+    names = ", ".join(f"{status.rank} ({status.host})" for status in statuses[:NAMED])
+    more = f" and {len(statuses) - NAMED} more" if len(statuses) > NAMED else ""
+    return f"rank{'s' if len(statuses) > 1 else ''} {names}{more}"
 
 
-def _most_common(signs: list[Sign]) -> str:
-    places = Counter(sign.place for sign in signs if sign.place)
+def _most_common(statuses: list[RankStatus]) -> str:
+    places = Counter(status.place for status in statuses if status.place)
     return places.most_common(1)[0][0] if places else ""
 
 
@@ -177,32 +177,32 @@ class Search:
         self._beat_s = beat_s
         self._suspected: float | None = None
 
-    def look(self, signs: Iterable[Sign], now: float) -> Hang | None:
+    def look(self, statuses: Iterable[RankStatus], now: float) -> Hang | None:
         """The hang, once it is confirmed."""
-        signs = list(signs)
-        hang = find_hang(signs, now, self._beat_s)
+        statuses = list(statuses)
+        hang = find_hang(statuses, now, self._beat_s)
         if hang is None:
             self._suspected = None
             return None
         if self._suspected is None:
             self._suspected = now
-        late = [sign for sign in signs if sign.rank in hang.late]
-        anew = all(sign.heard > self._suspected or _silent(sign, now, self._beat_s) for sign in late)
+        late = [status for status in statuses if status.rank in hang.late]
+        anew = all(status.heard > self._suspected or _silent(status, now, self._beat_s) for status in late)
         return hang if anew else None
 
 
-def find_slow(signs: Iterable[Sign]) -> list[Slow]:
+def find_slow(statuses: Iterable[RankStatus]) -> list[Slow]:
     """The ranks whose compute time is much longer than the others' median, by a good part of the step."""
-    known = [sign for sign in signs if sign.own_s is not None]
+    known = [status for status in statuses if status.own_s is not None]
     found = []
-    for sign in known:
-        others = [other.own_s for other in known if other is not sign and other.own_s is not None]
-        if not others or sign.own_s is None or sign.step_s is None:
+    for status in known:
+        others = [other.own_s for other in known if other is not status and other.own_s is not None]
+        if not others or status.own_s is None or status.step_s is None:
             continue
         usual = statistics.median(others)
-        if sign.own_s > SLOW_RATIO * usual and sign.own_s - usual > SLOW_SHARE * sign.step_s:
-            ratio = sign.own_s / max(usual, 1e-3 * sign.step_s)
-            found.append(Slow(sign.rank, sign.host, round(sign.own_s, 4), round(ratio, 2)))
+        if status.own_s > SLOW_RATIO * usual and status.own_s - usual > SLOW_SHARE * status.step_s:
+            ratio = status.own_s / max(usual, 1e-3 * status.step_s)
+            found.append(Slow(status.rank, status.host, round(status.own_s, 4), round(ratio, 2)))
     return found
 
 
@@ -215,25 +215,25 @@ class Watch:
     def __init__(self, beat_s: float) -> None:
         self._clock, self._search = RunningClock(beat_s), Search(beat_s)
         self._warned: dict[int, float] = {}
-        self._signs: dict[int, Sign] = {}
+        self._statuses: dict[int, RankStatus] = {}
 
     def hear(self, rank: int, host: str, beat: Mapping[str, Any]) -> None:
         """A rank's heartbeat has come. ValueError unless it is of the expected form."""
         if wrong := schema_error(beat, _BEAT):
             raise ValueError(wrong)
         now, told = self._clock.now, {name: beat[name] for name in _TOLD if name in beat}
-        self._signs[rank] = Sign(rank, host, moved=now - beat["age_s"], heard=now, **told)
+        self._statuses[rank] = RankStatus(rank, host, moved=now - beat["age_s"], heard=now, **told)
 
     def look(self, counts: bool = True) -> list[Hang | Slow]:
         """What has been found by now; to be called every ``beat_s`` seconds."""
         self._clock.look(counts)
-        signs = list(self._signs.values())
+        statuses = list(self._statuses.values())
         found: list[Hang | Slow] = []
-        for slow in find_slow(signs):
+        for slow in find_slow(statuses):
             if slow.ratio > 2 * self._warned.get(slow.rank, 0.0):
                 self._warned[slow.rank] = slow.ratio
                 found.append(slow)
-        hang = self._search.look(signs, self._clock.now)
+        hang = self._search.look(statuses, self._clock.now)
         return [*found, hang] if hang else found
 
 

@@ -22,7 +22,7 @@ SAMPLE_STEPS = 20
 SAMPLES = 5
 
 
-class OwnTime:
+class ComputeTime:
     """``parts``: those of the run, of which DDP modules are timed. For the main thread."""
 
     def __init__(self, parts: Iterable[Any]) -> None:

@@ -24,7 +24,7 @@ import torch
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.reporter import say
-from clusterddp.training.stack_location import place_of, sleeping, stand_of
+from clusterddp.training.stack_location import place_of, position_of, sleeping
 
 #: A step may take so many times as long as the longest one so far.
 GAP_FACTOR = 4.0
@@ -150,7 +150,7 @@ class Heartbeat:
                 recorded = False
             else:
                 beat["place"], beat["waits"] = main_thread_place()
-                before, stood = stood, stands_of(_main_thread())
+                before, stood = stood, positions_of(_main_thread())
                 still_since = still_since if len(stood) == 1 and stood == before else clock.now
                 beat["still_s"] = clock.now - still_since
             self._send("alive", **beat)
@@ -202,16 +202,16 @@ def main_thread_place() -> tuple[str, bool]:
     return place_of(frame, sleeping(os.getpid()))  # Linux: the main thread has the process's id
 
 
-def stands_of(thread: int) -> set[object]:
+def positions_of(thread: int) -> set[object]:
     """Where a thread is at a few moments: one place while it waits.
 
     One sample is not enough: a tight loop releases the GIL at only a few places.
     """
-    stands: set[object] = set()
+    positions: set[object] = set()
     for _ in range(LOOKS):
-        stands.add(stand_of(sys._current_frames()[thread]))
+        positions.add(position_of(sys._current_frames()[thread]))
         time.sleep(LOOK_S)
-    return stands
+    return positions
 
 
 def _main_thread() -> int:

@@ -26,7 +26,7 @@ from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.reporter import say
 from clusterddp.training import metrics
 from clusterddp.training.agreement import Agreement
-from clusterddp.training.compute_time import OwnTime
+from clusterddp.training.compute_time import ComputeTime
 from clusterddp.training.divergence import explanation
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.run_state import Randomness, RunState
@@ -71,7 +71,7 @@ class Run:
         self._begun = self._stopping = False
         self._process = os.getpid()
         self._values = metrics.Values()
-        self._own_time = OwnTime(parts.values())
+        self._compute_time = ComputeTime(parts.values())
         self._micro = MicroBatches(parts.values(), loader)
         for part in parts.values():
             if isinstance(part, torch.optim.Optimizer):
@@ -272,7 +272,7 @@ class Run:
         self._state.buffers.share()
         made = self.step - (self._state.parent[1] if self._state.parent else 0)  # in this attempt
         self._compare_ranks(made)
-        self._heartbeat.pace = self._own_time.step_done() or self._heartbeat.pace
+        self._heartbeat.pace = self._compute_time.step_done() or self._heartbeat.pace
         if made == 1:
             self._group.shorten_timeout(self._settings.timeouts.step_s)
             self._saver.prepare(self._content)

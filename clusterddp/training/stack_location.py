@@ -38,7 +38,7 @@ def place_of(frame: FrameType, sleeping: bool) -> tuple[str, bool]:
     return (line if theirs is frames[0] else f"{line}, {code.co_name}"), False
 
 
-def stand_of(frame: FrameType) -> tuple[tuple[CodeType, int], ...]:
+def position_of(frame: FrameType) -> tuple[tuple[CodeType, int], ...]:
     """A thread's position, to the instruction of each call: unchanged while it waits.
 
     torch's own calls count too: an evaluation may spend all of its time in one line of the user's code.

@@ -114,7 +114,8 @@ class SignalPipe:
                 os.write(self._write, bytes([number]))
 
     def check(self) -> None:
-        """Checks, at each step boundary in the main thread, that the handlers are still installed; takes 0.2 us.
+        """Checks, at each step boundary in the main thread, that the handlers are still installed; takes 0.1 us
+        in a tight loop, 3 to 6 us after a step that has displaced the CPU caches.
 
         A default action or SIG_IGN is replaced by our handler again: asyncio restores the default when it ends. A
         handler of the script is kept and reported once.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.failures.hangs import Search, Sign, Slow, find_hang, find_slow
+from clusterddp.failures.hangs import RankStatus, Search, Slow, find_hang, find_slow
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.trainings import events_of
@@ -112,12 +112,14 @@ IN_BACKWARD: dict[str, Any] = {"place": "the all_reduce of backward", "waits": T
 NOW = 1000.0
 
 
-def sign(rank: int, age: float, silent: float = 1.0, count: int = 90, allowed: float | None = 600, **at: Any) -> Sign:
+def sign(
+    rank: int, age: float, silent: float = 1.0, count: int = 90, allowed: float | None = 600, **at: Any
+) -> RankStatus:
     """Rank r on node n<r>: it moved ``age`` seconds ago, and was heard of ``silent`` seconds ago."""
-    return Sign(rank, f"n{rank}", count, count - 1, allowed, NOW - age, NOW - silent, **at)
+    return RankStatus(rank, f"n{rank}", count, count - 1, allowed, NOW - age, NOW - silent, **at)
 
 
-def what(*signs: Sign) -> str | None:
+def what(*signs: RankStatus) -> str | None:
     hang = find_hang(signs, NOW, beat_s=2.0)
     return hang.what if hang else None
 
@@ -170,7 +172,7 @@ def test_who_holds_the_others_up_is_told_by_what_all_of_them_say() -> None:
         [sign(0, 1200, allowed=4 * 400), sign(1, 1200, allowed=4 * 400)],
     ],
 )
-def test_a_rank_within_its_time_does_not_hang(signs: list[Sign]) -> None:
+def test_a_rank_within_its_time_does_not_hang(signs: list[RankStatus]) -> None:
     """Nor do those that wait for one which may take as long as it likes."""
     assert find_hang(signs, NOW, beat_s=2.0) is None
 

@@ -16,7 +16,7 @@ import torch
 from clusterddp import process
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
-from clusterddp.training.heartbeat import RECORDED, Heartbeat, Pace, flight_record, stands_of
+from clusterddp.training.heartbeat import RECORDED, Heartbeat, Pace, flight_record, positions_of
 from clusterddp.training.stack_location import place_of, sleeping
 from tests import ddp
 from tests.waiting import wait_until
@@ -68,10 +68,10 @@ def test_an_evaluation_in_one_line_of_the_users_moves_and_a_rank_that_waits_does
     assert waits.ident is not None
     try:
         wait_until(
-            lambda: at_rest(waits) and len(stands_of(waits.ident or 0)) == 1, "the one that waits to stand still"
+            lambda: at_rest(waits) and len(positions_of(waits.ident or 0)) == 1, "the one that waits to stand still"
         )
         seen: set[object] = set()
-        wait_until(lambda: seen.update(stands_of(works.ident or 0)) or len(seen) > 1, "the other one to move")
+        wait_until(lambda: seen.update(positions_of(works.ident or 0)) or len(seen) > 1, "the other one to move")
     finally:
         ended.set()
         works.join()
