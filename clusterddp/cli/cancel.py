@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from clusterddp.cli.status import add_arguments as add_arguments
 from clusterddp.cli.status import open_run
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_start, signal_ranks
@@ -20,11 +21,6 @@ from clusterddp.supervisor.lease import held_by_other, holders, reachable
 from clusterddp.supervisor.messages import at_step, over_already
 
 TIMEOUT_S = 60.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``cancel``."""
-    parser.add_argument("run", metavar="RUN", help="a run directory")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:

@@ -16,7 +16,7 @@ from clusterddp.reporter import show
 COMMANDS = {
     "submit": "start a run, or continue one",
     "status": "show a run's state and history",
-    "logs": "show a rank's output",
+    "logs": "print a rank's stdout and stderr",
     "watch": "wait for runs, and help them past holds and lost jobs",
     "cancel": "end a run for good",
     "export": "write a checkpoint's model to a file",
@@ -30,12 +30,9 @@ USAGE = {
 DESCRIPTIONS = {
     "submit": "Start a run, or continue the one in --run-dir. The script's arguments follow --. If stdout is not a "
     "terminal, only the job id is printed there; messages go to stderr.",
-    "status": "Show a run's state, its history, and how to continue it.",
-    "logs": "Print a rank's output: its stdout to stdout, its stderr to stderr.",
     "watch": "Wait until runs are over and show their events. Meanwhile lift the hold that Slurm puts on a requeued "
     "job, and resubmit a run whose job ended without continuing it. Ctrl-C stops watching; the runs continue.",
     "cancel": "End a run for good: cancel its job or processes, and wait until they have ended. It never runs again.",
-    "export": "Write the model of a checkpoint to a file that torch.load or safetensors reads.",
     "drill": "Test what a preemption would do to a run in a partition: with a tiny job, whether the nodes have Slurm's "
     "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",
     "bench": "Submit a packaged benchmark and show its output. The options are those of submit.",
@@ -80,7 +77,7 @@ def parser(complete: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"clusterddp {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        own = commands.add_parser(name, help=text, usage=USAGE.get(name), description=DESCRIPTIONS.get(name))
+        own = commands.add_parser(name, help=text, usage=USAGE.get(name), description=DESCRIPTIONS.get(name, text))
         if name in complete:
             _module(name).add_arguments(own)
     return top

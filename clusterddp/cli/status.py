@@ -19,7 +19,7 @@ from clusterddp.supervisor.messages import at_step, readable, sentence
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``status``."""
+    """The arguments of ``status`` and ``cancel``."""
     parser.add_argument("run", metavar="RUN", help="a run directory")
 
 

@@ -25,24 +25,10 @@ T = TypeVar("T")
 TIMEOUT_S = 60.0
 
 #: Job states in which a job holds, or will hold, its run.
-LIVE_STATES = frozenset(
-    [
-        "PENDING",
-        "CONFIGURING",
-        "RUNNING",
-        "COMPLETING",
-        "STOPPED",
-        "SUSPENDED",
-        "RESIZING",
-        "REQUEUED",
-        "REQUEUE_HOLD",
-        "REQUEUE_FED",
-        "SPECIAL_EXIT",
-        "SIGNALING",
-        "STAGE_OUT",
-    ]
-)
-
+LIVE_STATES = {
+    *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "STOPPED", "SUSPENDED", "RESIZING", "REQUEUED"),
+    *("REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SIGNALING", "STAGE_OUT"),
+}
 
 #: In the output of Slurm's commands, if the controller is not configured here or does not answer.
 #: The last one is from `scontrol requeue` (seen on 22.05.8).
