@@ -122,7 +122,7 @@ dist: .venv/ready
 COVERAGE ?= -m 'not slurm'
 coverage: .venv/coverage
 	rm -rf build/coverage && mkdir -p build/coverage
-	.venv/bin/python -m coverage run -m pytest -q $(COVERAGE)
+	-.venv/bin/python -m coverage run -m pytest -q $(COVERAGE)  # the report comes after a failed test, too
 	.venv/bin/python -m coverage combine -q
 	.venv/bin/python -m coverage html -q -d build/coverage/html
 	.venv/bin/python -m coverage report

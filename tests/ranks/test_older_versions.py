@@ -83,10 +83,8 @@ def older(tmp_path: Path) -> Path:
     """A copy of what 0.1 wrote: ``run`` (2 local ranks, stopped after 6 of 12 steps), ``checkpoints`` (of 5 steps)."""
     folder = tmp_path / "older"
     shutil.copytree(OLDER, folder)
-    for path in folder.glob("*/private/**/*"):  # git keeps no such modes
+    for path in folder.rglob("*"):  # git keeps no modes, and a checkout may be writable by the group
         path.chmod(0o700 if path.is_dir() else 0o600)
-    for private in folder.glob("*/private"):
-        private.chmod(0o700)
     job = folder / "run" / "job.yaml"
     job.write_text(job.read_text().replace("/tmp/older/", f"{folder}/"))
     return folder
