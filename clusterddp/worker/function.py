@@ -26,9 +26,9 @@ from clusterddp.errors import Declined, RunDirectoryError, Stopped, StoppedAlone
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker.signals import STOP_SIGNALS
 
 MODULE = "clusterddp.function"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 def main() -> None:
