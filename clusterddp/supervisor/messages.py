@@ -1,4 +1,4 @@
-"""Messages: the sentence for each event, in `submit --local`, the job's log and `status`. Pure text."""
+"""Messages: one line per event, for `submit --local`, the job's log and `status`, and the box about a failure."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import RankEnd
 
 Event = Mapping[str, Any]
-#: Characters of a reason that a line of the history shows.
+#: The most characters of a reason that a message shows.
 LONGEST_REASON = 500
 
 
 def sentence(event: Event) -> str | None:
-    """One line for an event; None for those that only the file needs."""
+    """One line for an event; None for events that are only recorded."""
     words = _SENTENCES.get(event["event"])
     try:
         text = words(event) if words else None
-    except (KeyError, TypeError, ValueError, AttributeError):  # an event of another version of clusterddp
+    except (KeyError, TypeError, ValueError, AttributeError):  # written by another version of clusterddp
         text = event["event"]
     return f"attempt {event['attempt']}: {readable(text)}" if text else None
 
 
 def readable(text: str) -> str:
-    """Without what would command the terminal that shows it, or cannot be printed: a history may hold anything."""
+    """Replaces control characters and what cannot be encoded: a history may contain anything."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "?", text)
 
 
 def at_step(step: int | None) -> str:
-    """`` at step 7``; nothing for a script that recorded no step, as one that knows nothing of clusterddp."""
+    """`` at step 7``; empty if no step was recorded, as by a script that does not use clusterddp."""
     return "" if step is None else f" at step {step}"
 
 
 def over_already(run: RunDirectory, outcome: Event) -> str:
-    """What a command says of a run that it comes too late for."""
+    """The message of a command that has nothing to do because the run is over."""
     return f"{run}: {outcome['state']}{at_step(outcome['step'])} already"
 
 
@@ -55,20 +55,20 @@ def _started(event: Event) -> str:
 
 
 def _resumed(event: Event) -> str:
-    redone = f", {event['redone']} steps redone" if event.get("redone") is not None else ""
-    doubt = f" (not bit for bit: {'; '.join(event['inexact'])})" if event.get("inexact") else ""
-    return f"resumed from step {event['step']}{redone}{doubt}"
+    repeated = f", {event['redone']} steps repeated" if event.get("redone") is not None else ""
+    inexact = f" (not bit-exact: {'; '.join(event['inexact'])})" if event.get("inexact") else ""
+    return f"resumed from step {event['step']}{repeated}{inexact}"
 
 
 def _ended(event: Event, then: str) -> str:
-    """Why an attempt ended, what is safe, what is not, and how the run goes on."""
+    """Why an attempt ended, what was saved, what was not, and what happens next."""
     step, checkpoint = event.get("step"), event.get("checkpoint")
     if not step:
         return f"{event['reason']}, {'no steps recorded' if step is None else 'nothing new to save'}, {then}"
     if checkpoint is None:
         return f"{event['reason']} at step {step}, no checkpoint committed, {then}"
-    lost = f" ({step - checkpoint} steps are to be redone)" if step > checkpoint else ""
-    return f"{event['reason']} at step {step}, checkpoint {checkpoint} committed{lost}, {then}"
+    repeated = f" ({step - checkpoint} steps will be repeated)" if step > checkpoint else ""
+    return f"{event['reason']} at step {step}, checkpoint {checkpoint} committed{repeated}, {then}"
 
 
 def _stopped(event: Event) -> str:
@@ -82,7 +82,7 @@ def _failed(event: Event) -> str:
 
 
 def _not_finite(event: Event) -> str:
-    """Of many metrics the first."""
+    """Names the first metric, and counts the others."""
     (name, value), *others = event["metrics"].items()
     more = max(len(others), event["count"] - 1)
     also = f", and {more} other metric{'s'[: more != 1]} became NaN or infinite" if more else ""
@@ -92,63 +92,63 @@ def _not_finite(event: Event) -> str:
 _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "submitted": lambda e: f"submitted as job {e['job']}",
     "started": _started,
-    "forked": lambda e: f"begins with checkpoint {e['step']} of {e['source']}",
+    "forked": lambda e: f"starts from checkpoint {e['step']} of {e['source']}",
     "resumed": _resumed,
     "whole_batches": lambda e: (
-        f"each rank takes {e['samples']} samples at a time, more than its batch_size of {e['most']}: "
+        f"each rank takes {e['samples']} samples at once, more than its batch_size of {e['most']}: "
         "the script does not call run.micro()"
     ),
     "diverged": lambda e: e["explanation"],
     "left_loop": lambda e: (
-        f"the script left its loop, by break or an error, after step {e['step']} of {e['steps']}: what is newer than "
-        "the newest checkpoint is not saved; run.finish() makes a step the last one, and saves"
+        f"the script left its loop by break or an exception after step {e['step']} of {e['steps']}: steps since the "
+        "newest checkpoint are not saved; to end a run early, call run.finish(), which saves"
     ),
-    "stopping": lambda e: f"told to stop ({e['reason']}): all ranks stop after step {e['step']}",
-    "checkpoint_failed": lambda e: f"checkpoint {e['step']} was not saved: {e['reason']}; training goes on",
-    "checkpoint_damaged": lambda e: f"{e['reason']}; passed over",
+    "stopping": lambda e: f"stop requested ({e['reason']}): all ranks stop after step {e['step']}",
+    "checkpoint_failed": lambda e: f"checkpoint {e['step']} was not saved: {e['reason']}; training continues",
+    "checkpoint_damaged": lambda e: f"{e['reason']}; skipped",
     "interval": lambda e: (
-        f"saving every {e['seconds']:.0f} s: a save blocks training for {1000 * e['stall_s']:.0f} ms, and it is "
-        f"interrupted every {e['between_s'] / 3600:.1f} hours as far as the history tells"
+        f"saving every {e['seconds']:.0f} s: a save blocks training for {1000 * e['stall_s']:.0f} ms, and this run is "
+        f"interrupted every {e['between_s'] / 3600:.1f} hours on average"
     ),
     "not_finite": _not_finite,
-    "controller_away": lambda e: f"the controller cannot be asked, training goes on: {e['error']}",
+    "controller_away": lambda e: f"Slurm controller unreachable, training continues: {e['error']}",
     "controller_missing": lambda e: (
-        f"{e['error']}: only a signal tells the ranks to stop, and why it came remains unknown"
+        f"{e['error']}: the ranks stop only when they are signalled, and the cause of a stop cannot be determined"
     ),
     "handler_replaced": lambda e: (
         f"the script replaced the {e['signal']} handler of clusterddp.init() with {e['handler']}: if it exits or "
         f"raises when {e['signal']} comes, steps since the last checkpoint are repeated; remove it, as clusterddp "
         "saves and stops the run by itself"
     ),
-    "controller_back": lambda _: "the controller answers again",
+    "controller_back": lambda _: "Slurm controller reachable again",
     "notice": lambda e: f"{e['why']}: telling the ranks to stop",
     "stopped": _stopped,
-    "restarted": lambda e: _ended(e, "starting all ranks anew on the same nodes"),
+    "restarted": lambda e: _ended(e, "restarting all ranks in place"),
     "requeued": lambda e: _ended(e, "requeued"),
-    "requeue_refused": lambda e: f"the requeue was refused ({e['error']}), resubmitting",
+    "requeue_refused": lambda e: f"requeue refused ({e['error']}), resubmitting",
     "resubmitted": lambda e: _ended(e, f"resubmitted as job {e['job']}"),
-    "hung": lambda e: f"{e['what']}; ending all ranks",
+    "hung": lambda e: f"{e['what']}; terminating all ranks",
     "slow": lambda e: (
-        f"rank {e['rank']} ({e['host']}) is slow: {e['own_s']:.3g} s of its own in a step, {e['ratio']:.1f} times the "
+        f"rank {e['rank']} ({e['host']}) is slow: {e['own_s']:.3g} s of compute per step, {e['ratio']:.1f} times the "
         "others' median; they wait for it"
     ),
     "rank_failed": lambda e: f"rank {e['rank']} ({e['host']}) failed first{at_step(e.get('step'))}: {e['error']}",
-    "rejoined": lambda e: f"rank {e['rank']} ({e['host']}) lost its connection to the supervisor, and made it anew",
-    "node_lost": lambda e: f"node {e['node']} lost: it does not answer any more",
+    "rejoined": lambda e: f"rank {e['rank']} ({e['host']}) lost its connection to the supervisor and reconnected",
+    "node_lost": lambda e: f"node {e['node']} lost: it no longer responds",
     "excluded": lambda e: (
         f"{' and '.join(e['nodes'])} failed this run {' and '.join(map(str, e['failures']))} times: "
-        "left out of its jobs for 24 hours"
+        "excluded from its jobs for 24 hours"
     ),
-    "not_excluded": lambda e: f"no further node is left out: {e['reason']}",
+    "not_excluded": lambda e: f"no further node is excluded: {e['reason']}",
     "failed": _failed,
     "cancelled": lambda e: f"cancelled{at_step(e['step'])}; it will not run again",
     "completed": lambda e: f"completed{at_step(e['step'])} after {e['attempts']} attempt{'s'[: e['attempts'] != 1]}",
 }
 
 
-#: How many of the other ranks' ends a box shows.
+#: The most other ranks that a box lists.
 MOST_OTHERS = 8
-#: Bytes of a rank's log, from its end, that are searched for what a box shows.
+#: How many bytes at the end of a rank's log are searched for a stack.
 _LOG_BYTES = 1 << 20
 
 
@@ -161,9 +161,9 @@ def failure_box(
     now: float,
     secrets: Sequence[str] = (),
 ) -> str:
-    """The first failure, boxed: who, where, when, its traceback or the end of its log, and what came of it.
+    """The first failure in a box: rank, host, time, its traceback or the end of its log, and the failures it caused.
 
-    ``step``: how many were done, as far as is known. ``secrets``: what the log may have, and the box must not show.
+    ``step``: the number of completed steps, if known. ``secrets``: values to mask in the log.
     """
     log = run.attempt_logs(attempt) / f"rank-{failure.rank}.err"
     body = failure.traceback or end_of_log(masked(_end_of(log), secrets))
@@ -176,7 +176,7 @@ def failure_box(
 
 
 def _end_of(log: Path) -> str:
-    """The last part of a log, which may be larger than memory; empty when it cannot be read."""
+    """The end of a log, which may be larger than memory; empty if it cannot be read."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
@@ -186,25 +186,25 @@ def _end_of(log: Path) -> str:
 
 
 def _who_waited(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
-    """Where another rank waited for one that had left early, which has no traceback of its own."""
+    """The traceback of a rank that waited for one that exited early, which has none of its own."""
     exited = failure.end in ("early", "unfinished")
     waiting = next((end for end in others if end.traceback), None) if exited else None
     return [f"rank {waiting.rank} waited for it:", *waiting.traceback.splitlines(), ""] if waiting else []
 
 
 def _other_ends(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
-    """The other ranks' ends, those by themselves first."""
+    """How the other ranks ended, independent failures first."""
     ordered = sorted(others, key=lambda end: (not end.own, end.rank))
     lines = [
         f"also failed: {end.sentence()}" if end.own else f"as a result: {_consequence(end, failure)}"
         for end in ordered[:MOST_OTHERS]
     ]
     left = len(ordered) - MOST_OTHERS
-    return ["", *lines, *([f"as a result: {left} ranks more"] if left > 0 else [])] if lines else []
+    return ["", *lines, *([f"as a result: {left} more ranks"] if left > 0 else [])] if lines else []
 
 
 def _consequence(end: RankEnd, failure: RankEnd) -> str:
-    """How a rank ended that did not fail by itself; the launcher kills the peers of one that did."""
+    """How a rank ended that did not fail on its own; the launcher kills the peers of a failed rank."""
     if not end.ended_by_us:
         return end.sentence()
     what = {"hung": "hung", "hung for good": "hung", "early": "exited", "unfinished": "exited"}.get(

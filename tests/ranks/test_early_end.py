@@ -63,7 +63,7 @@ def test_a_loop_that_is_left_by_break_is_said_to_have_saved_nothing_and_loses_no
     command += ["--run-dir", str(run), str(script), "--", "break", "20"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "the script left its loop, by break or an error, after step 5 of 20: what is newer than" in done.stderr
+    assert "the script left its loop by break or an exception after step 5 of 20: steps since the newest" in done.stderr
     (result,) = events_of(run, "result")
     assert result["made"] == 5
     assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3, 4]

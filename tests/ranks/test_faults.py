@@ -43,7 +43,7 @@ def test_a_second_term_changes_nothing(run: RunDirectory, tmp_path: Path) -> Non
     assert process.returncode == 0, err
     (requeued,) = events_of(run, "requeued")
     assert [event["step"] for event in events_of(run, "checkpoint")] == [requeued["checkpoint"], STEPS]
-    assert re.search(r"attempt 1: resumed from step \d+, 0 steps redone", err), err
+    assert re.search(r"attempt 1: resumed from step \d+, 0 steps repeated", err), err
     assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(STEPS))
 
 
@@ -65,7 +65,7 @@ def test_a_connection_to_the_supervisor_that_breaks_alone_costs_nothing(run: Run
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert run.attempts() == [0]
-    assert re.search(r"rank 1 \(\S+\) lost its connection to the supervisor, and made it anew", err), err
+    assert re.search(r"rank 1 \(\S+\) lost its connection to the supervisor and reconnected", err), err
 
 
 def test_rank_0_takes_another_port_than_one_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_a_fork_goes_on_from_another_runs_step_and_leaves_that_run_alone(tmp_pat
     before = {path: path.stat().st_mtime_ns for path in source.path.rglob("*")}
     fork = RunDirectory(tmp_path / "fork")
     done = submit("--fork", f"{source}@20", "--run-dir", fork, steps=40)
-    assert f"begins with checkpoint 20 of {source}" in done.stderr
+    assert f"starts from checkpoint 20 of {source}" in done.stderr
     assert losses(fork) == {step: loss for step, loss in losses(source).items() if step >= 20}
     assert differing(final_state(fork), final_state(source)) == []
     assert fork.outcome() == {"state": "completed", "step": 40, "attempts": 1, "reason": "all ranks finished"}

@@ -64,7 +64,7 @@ def test_a_slow_rank_is_named_once_and_left_alone(slow: tuple[RunDirectory, str]
     ratios = [event["ratio"] for event in events_of(run, "slow") if event["rank"] == 1]
     assert ratios and ratios[0] > 1.5, story(run)
     assert all(later > 2 * former for former, later in itertools.pairwise(ratios))
-    words = r"attempt 0: rank 1 \(\S+\) is slow: \d\.\d+ s of its own in a step, \d+\.\d times the others' median"
+    words = r"attempt 0: rank 1 \(\S+\) is slow: \d\.\d+ s of compute per step, \d+\.\d times the others' median"
     assert re.search(words, said), said
 
 
@@ -79,7 +79,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_all_start_anew_in_place(
     silent = r", no heartbeat since \(stopped, or holding the GIL\)"
     where = r", in hanging.py:\d+ \(misbehave\)" if how == "lock" else silent
     sentence = rf"rank 1 \(\S+\) last at step \d+, \d+ s ago{where}; the others wait in the all_reduce of backward"
-    assert re.search(f"attempt 0: {sentence}; ending all ranks", said), said
+    assert re.search(f"attempt 0: {sentence}; terminating all ranks", said), said
     logs = run.attempt_logs(0)
     assert "_engine_run_backward" in (logs / "rank-0.err").read_text()
     assert "in misbehave" in (logs / "rank-1.err").read_text()

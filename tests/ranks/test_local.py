@@ -93,7 +93,7 @@ def test_a_twice_preempted_run_is_the_uninterrupted_one(
     """Three attempts, no step twice, the same bits."""
     run, said = twice_preempted
     assert re.search(r"attempt 0: preempted at step (\d+), checkpoint \1 committed, requeued", said), said
-    assert re.search(r"attempt 2: resumed from step \d+, 0 steps redone", said)
+    assert re.search(r"attempt 2: resumed from step \d+, 0 steps repeated", said)
     accuracy = re.search(r"test accuracy ([\d.]+)", said)
     assert accuracy is not None
     assert float(accuracy[1]) > 0.95
@@ -145,7 +145,7 @@ def test_a_killed_rank_is_named_and_all_ranks_start_anew_in_place(
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert re.search(rf"attempt 0: rank {rank} \(\S+\) failed first at step \d+: killed by signal 9", err), err
-    assert "starting all ranks anew on the same nodes" in err
+    assert "restarting all ranks in place" in err
     assert re.search(r"attempt 1: resumed from step \d+", err)
     assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in uninterrupted.metrics()]
     assert differing(final_state(run), final_state(uninterrupted)) == []

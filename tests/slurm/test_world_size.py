@@ -67,7 +67,7 @@ def test_a_local_run_goes_from_four_ranks_to_two_and_back(tmp_path: Path, on_fou
     assert first.returncode == 130, first.stderr
     second = local(run, "--change", "--nodes", "1", *KEPT)
     assert second.returncode == 130, second.stderr
-    assert "0 steps redone (not bit for bit: 2 ranks instead of 4)" in second.stderr
+    assert "0 steps repeated (not bit-exact: 2 ranks instead of 4)" in second.stderr
     third = local(run, "--change", "--nodes", "2")
     assert third.returncode == 0, third.stderr
     assert ranks_said(run) == [4, 2, 4, ["2 ranks instead of 4"], ["4 ranks instead of 2"]]
@@ -79,7 +79,7 @@ def test_more_samples_at_a_time_than_the_batch_size_are_said_once(tmp_path: Path
     run = RunDirectory(tmp_path / "run")
     done = local(run, SCRIPT, "--nodes", "1", *SHAPE, *KEPT, "--", "--steps", "3", "--whole")
     assert done.returncode == 0, done.stderr
-    words = "each rank takes 12 samples at a time, more than its batch_size of 6: the script does not call run.micro()"
+    words = "each rank processes 12 samples at once, more than its batch_size of 6: the script does not call run.micro()"
     assert done.stderr.count(words) == 1
     assert len(events_of(run, "whole_batches")) == 1
 

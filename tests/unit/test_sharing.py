@@ -153,7 +153,7 @@ def test_another_member_of_the_group_can_fork_and_export_a_shared_run(open_folde
     )
     for step in (20, 10):
         done = run_as_other(sys.executable, "-c", fork, f"{run}@{step}", f"{mine}-{step}")
-        assert (done.returncode, f"begins with checkpoint {step} of {run}" in done.stdout) == (0, True), done.stderr
+        assert (done.returncode, f"starts from checkpoint {step} of {run}" in done.stdout) == (0, True), done.stderr
     exporting = [sys.executable, "-m", "clusterddp", "export", run]
     assert run_as_other(*exporting, "10", open_folder / "model.pt").returncode == 0
     assert torch.load(open_folder / "model.pt", weights_only=True)["weight"].tolist() == [1, 1]
