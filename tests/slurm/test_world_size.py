@@ -79,7 +79,7 @@ def test_more_samples_at_a_time_than_the_batch_size_are_said_once(tmp_path: Path
     run = RunDirectory(tmp_path / "run")
     done = local(run, SCRIPT, "--nodes", "1", *SHAPE, *KEPT, "--", "--steps", "3", "--whole")
     assert done.returncode == 0, done.stderr
-    words = "each rank processes 12 samples at once, more than its batch_size of 6: the script does not call run.micro()"
+    words = "each rank takes 12 samples at once, more than its batch_size of 6: the script does not call run.micro()"
     assert done.stderr.count(words) == 1
     assert len(events_of(run, "whole_batches")) == 1
 

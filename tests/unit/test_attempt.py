@@ -504,7 +504,7 @@ def test_a_job_that_gets_no_successor_may_be_requeued_again(run: RunDirectory, m
     """Without grace only Slurm itself starts it again after a preemption."""
     asked = []
 
-    def answer(*command: str) -> str:
+    def answer(*command: str, timeout_s: float | None = None) -> str:
         asked.append(command[0] if command[0] == "sbatch" else command[-1])
         if command[0] == "sbatch":
             raise SlurmError("AssocMaxSubmitJobLimit")
