@@ -33,3 +33,8 @@ def test_the_version_is_written_once() -> None:
     project = (REPOSITORY / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in project and 'version = {attr = "clusterddp.__version__"}' in project
     assert not re.search(r'^version = "', project, re.MULTILINE)
+
+
+def test_every_test_has_a_room() -> None:
+    """CONTRIBUTING.md says what belongs in which."""
+    assert not list((REPOSITORY / "tests").glob("test_*.py"))
