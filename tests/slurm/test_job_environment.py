@@ -1,0 +1,35 @@
+"""What a job gets from the shell, from `setup:` and from `env:`, as docs/guide/environment.md has it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from clusterddp.rundir.run_directory import RunDirectory
+from tests.cluster import Cluster
+from tests.waiting import story, wait_for_outcome
+
+SCRIPT = """
+import json, os, sys
+names = ("SHELL_ONLY", "SETUP_ONLY", "BOTH", "OMP_NUM_THREADS")
+print(json.dumps({**{name: os.environ.get(name) for name in names}, "cwd": os.getcwd(), "path": sys.path[0],
+                  "executable": sys.executable}))
+"""
+
+
+def test_ranks_of_all_nodes_have_the_shells_setups_and_jobs_environment(cluster: Cluster, runs: Path) -> None:
+    """A line of setup that fails does not stop the job; `env:` wins; ranks work where the job was submitted."""
+    folder, run = runs / "script", RunDirectory(runs / "run")
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "job.yaml").write_text(
+        "script: train.py\nnodes: 2\ndevice: cpu\npartition: low\ncpus_per_task: 1\n"
+        "setup: ['export SETUP_ONLY=setup BOTH=setup', 'false']\nenv: {BOTH: env}\n"
+    )
+    command = ["env", "SHELL_ONLY=shell", "BOTH=shell", cluster.python, "-m", "clusterddp.submit", folder / "job.yaml"]
+    cluster.run([*command, "--run-dir", run.path], cwd=cluster.source)
+    assert wait_for_outcome(run) == "completed", story(run)
+    seen = [json.loads((run.attempt_logs(0) / f"rank-{rank}.out").read_text()) for rank in range(2)]
+    variables = {"SHELL_ONLY": "shell", "SETUP_ONLY": "setup", "BOTH": "env", "OMP_NUM_THREADS": "1"}
+    expected = {**variables, "cwd": str(cluster.source), "path": str(folder), "executable": str(cluster.python)}
+    assert seen == [expected, expected]
