@@ -40,12 +40,12 @@ def printed(folder: Path) -> list[str]:
 
 def test_the_first_run_is_preempted_and_continues_as_the_page_shows(tmp_path: Path) -> None:
     done = submit(tmp_path / "first", block("first-run.md", "import torch"), "--preempt-after", "120")
-    assert printed(tmp_path / "first") == ["done after 200 steps"]
+    assert printed(tmp_path / "first") == ["done after 2000 steps"]
     shown = re.search(r"--preempt-after 120\n(.*?)```", (GUIDE / "first-run.md").read_text(), re.DOTALL)
     assert shown is not None
-    # Which step the stop falls on differs from run to run, as do process, host and folder.
-    plain = [re.sub(r"\d+|\(.*|/.*", "#", text) for text in (shown[1], done.stderr)]
-    assert plain[0].splitlines() == [line for line in plain[1].splitlines() if line]
+    # The step of the stop differs from run to run, like process, host and folder; a busy machine may add lines.
+    expected, said = (re.sub(r"\d+|\(.*|/.*", "#", text).splitlines() for text in (shown[1], done.stderr))
+    assert [line for line in said if line in expected] == expected
 
 
 def test_the_torchrun_script_runs_unchanged_under_clusterddp(tmp_path: Path) -> None:
@@ -54,8 +54,9 @@ def test_the_torchrun_script_runs_unchanged_under_clusterddp(tmp_path: Path) -> 
 
 
 def test_the_converted_script_prints_the_same_losses_when_it_is_preempted(tmp_path: Path) -> None:
-    submit(tmp_path / "plain", block("converting.md", "# after"))
-    submit(tmp_path / "stopped", block("converting.md", "# after"), "--preempt-after", "25")
+    """2000 steps, so that the preemption comes before the end."""
+    submit(tmp_path / "plain", block("converting.md", "# after"), "--", "--epochs", "100")
+    submit(tmp_path / "stopped", block("converting.md", "# after"), "--preempt-after", "25", "--", "--epochs", "100")
     assert RunDirectory(tmp_path / "stopped" / "run").attempts() == [0, 1]
     assert printed(tmp_path / "plain") == printed(tmp_path / "stopped")
 
