@@ -58,9 +58,10 @@ def launch(
     Args:
         target: A script, a job definition (``.yaml`` or ``.yml``), or a function.
         *args: Arguments of the function, or command-line arguments of the script, converted to text.
-        nodes: Number of nodes, or a range such as ``"2-4"``. Default: 1.
-        gpus_per_node: GPUs per node, one rank each, or ``"TYPE:G"``; with ``device="cpu"``, ranks per node. Default: 1.
-        device: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo). Default: that of the job definition, else ``"cuda"``.
+        nodes: Number of nodes, or a range such as ``"2-4"``. Default: the job definition's, else 1.
+        gpus_per_node: GPUs per node, one rank each, or ``"TYPE:G"``; with ``device="cpu"``, ranks per node. Default:
+            the job definition's, else 1.
+        device: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo). Default: the job definition's, else ``"cuda"``.
         local: Start the ranks as processes on this machine instead of in a Slurm job. They outlive this process.
         run_dir: The run directory. Default: a new one, ``$CLUSTERDDP_RUNS/NAME-N`` or ``./runs/NAME-N``.
         **job_definition: Any other key of a job definition, such as ``time="8:00:00"`` or
@@ -72,7 +73,7 @@ def launch(
     Raises:
         UsageError: An argument or the job definition is invalid, or the function cannot be pickled.
         RunDirectoryError: ``run_dir`` is in use, was cancelled, or was recorded with other arguments.
-        SlurmError: Slurm is unavailable or refused the job. After any of these errors nothing has been started.
+        SlurmError: Slurm is unavailable, or refused the job. Nothing has been started.
 
     Example:
         handle = clusterddp.launch(train, 0.1, nodes=2, gpus_per_node=8, time="8:00:00")
