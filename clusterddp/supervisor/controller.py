@@ -1,4 +1,4 @@
-"""Slurm's controller, or the loop of a local run: why the ranks were stopped, and starting the run again."""
+"""Slurm's controller, or the loop of a local run: why the ranks were stopped, requeue and resubmission."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from clusterddp.supervisor import lease
 
 
 class Stop(enum.Enum):
-    """Why ranks are told to stop; the value is what they and the history call it."""
+    """Why ranks are told to stop; the value is the word for it in messages and in the history."""
 
     PREEMPTION = "preemption"
     TIME_LIMIT = "time limit"
@@ -36,54 +36,54 @@ class Stop(enum.Enum):
 
 @dataclass(frozen=True)
 class Notice:
-    """What is ahead of a job: ``end_time`` in unix seconds (None: no limit), and why it is to stop now, if it is."""
+    """When a job ends: ``end_time`` in unix seconds (None: no time limit), and why it must stop now, if it must."""
 
     end_time: float | None
     stop: Stop | None = None
 
 
 class Controller(Protocol):
-    """What the supervisor needs of whoever started it. Questions raise SlurmError when there is no answer."""
+    """What started the supervisor, and can start it again. Queries raise SlurmError if there is no answer."""
 
-    #: The exit code of an attempt that neither ended the run nor asked for another start.
+    #: The exit code of an attempt after which the run is neither over nor restarted.
     leave_code: int
-    #: The exit code of an attempt that did ask.
+    #: The exit code of an attempt after which the run is restarted.
     again_code: int
-    #: Whether a run can go on in another job.
+    #: Whether a run can continue in another job.
     resubmits: bool
-    #: Whether it starts a run again at all.
+    #: Whether it restarts a run at all.
     starts_again: bool
 
     def holder(self) -> dict[str, Any]:
-        """What names this attempt's process in the run directory."""
+        """The lease entry of this attempt."""
 
     def describe(self) -> dict[str, Any]:
-        """What the history says of this attempt's start."""
+        """The job or process and its nodes, for the event ``started``."""
 
     def notice(self) -> Notice:
-        """What is ahead of the job, as it stands now."""
+        """When the job ends, and whether it must stop now."""
 
     def why(self, notice_s: float) -> Cause:
-        """Why the ranks were told to stop, if they were; ``notice_s`` before the time limit they are."""
+        """Why the ranks were told to stop, if they were. ``notice_s``: how long before the time limit they are told."""
 
     def term_notice_s(self) -> float | None:
-        """How long ranks have from a TERM to a KILL; None: nobody says."""
+        """Seconds from a TERM to the KILL; None if unknown."""
 
     def ends_what_it_preempts(self) -> bool:
-        """Whether a preempted job, left alone, never runs again."""
+        """Whether a preempted job does not run again unless it is resubmitted."""
 
     def requeue(self) -> None:
-        """Asks for another start of this job. The caller ends at once."""
+        """Requeues this job. The caller exits at once."""
 
     def usable_nodes(self) -> list[str]:
         """The nodes that the job could be given, busy ones included."""
 
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
-        """Submits the run again, ``without`` some nodes, to start when this job is over; returns the new job's id."""
+        """Submits the run as a new job ``without`` some nodes, to start after this one; returns the new job's id."""
 
 
 class SlurmController:
-    """slurmctld, asked through scontrol about the job that this process is the batch step of."""
+    """slurmctld, queried with scontrol about the job whose batch step this is."""
 
     leave_code = again_code = 0
     resubmits = starts_again = True
@@ -98,13 +98,13 @@ class SlurmController:
         self._run, self._job_id = run, job_id
         self._restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
         self._nodes = environ.get("SLURM_JOB_NODELIST", "")
-        # What the job got, which SBATCH_PARTITION or an administrator may have made another than was asked for.
+        # SBATCH_PARTITION or an administrator may have changed what the job definition asks for.
         self._partition = environ.get("SLURM_JOB_PARTITION") or job.partition
         self._qos = environ.get("SLURM_JOB_QOS") or job.qos
         self._exclude = job.exclude
 
     def holder(self) -> dict[str, Any]:
-        """The job, whose state the controller knows."""
+        """The job."""
         return lease.of_job(self._job_id)
 
     def describe(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class SlurmController:
         return {"job": self._job_id, "restarts": self._restarts, "nodes": self._nodes}
 
     def notice(self) -> Notice:
-        """EndTime, PreemptTime and the state; an administrator may have moved the first."""
+        """EndTime, which an administrator may change, PreemptTime and the state."""
         job = slurm.show_job(self._job_id)
         if job is None or job.restarts != self._restarts:
             return Notice(None)
@@ -125,7 +125,7 @@ class SlurmController:
         job = slurm.show_job(self._job_id)
         cause = read_cause(job, self._restarts, notice_s, lambda: self._preemption().grace_s)
         if cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE, Cause.NONE):
-            say(f"the controller says: {job}")
+            say(f"Slurm's record of the job: {job}")
         return cause
 
     def term_notice_s(self) -> float | None:
@@ -140,23 +140,23 @@ class SlurmController:
         return preemption_policy.preemption(self._partition, self._qos)
 
     def requeue(self) -> None:
-        """Slurm ends this process then, if it has not left before."""
+        """Slurm then ends this process, if it has not exited before."""
         slurm.requeue(self._job_id)
 
     def usable_nodes(self) -> list[str]:
-        """Those of its partition that work, less those that the job definition excludes."""
+        """The partition's working nodes without those that the job definition excludes."""
         excluded = expand(self._exclude or "")
         return [node for node in slurm.usable_nodes(self._partition) if node not in excluded]
 
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
-        """The new job holds the run from now on, and waits for the end of this one unless told otherwise.
+        """The new job holds the run from now on, and starts after this one unless told otherwise.
 
-        This one must not come back, unless there is no new one: Slurm 24.11 requeues by itself what leaves within a
-        grace.
+        This job must not be requeued once there is a new one: Slurm 24.11 requeues a job that exits within a grace
+        period.
         """
         if not self._run.batch_script.exists():
             raise SlurmError(f"{self._run.batch_script} is missing, which a resubmission needs")
-        with suppress(SlurmError):  # refused where the job is ending already, and comes back no more
+        with suppress(SlurmError):  # refused if the job is ending already, and will not be requeued
             slurm.forbid_requeue(self._job_id)
         dependency = [f"--dependency=afterany:{self._job_id}"] if after_this else []
         try:
@@ -170,18 +170,18 @@ class SlurmController:
 
 
 class AllocationController(SlurmController):
-    """The same for an allocation of one's own (salloc), which Slurm never starts again, and clusterddp neither."""
+    """The same for a user's own allocation (salloc), which is never restarted."""
 
     leave_code = INTERRUPTED
     starts_again = False
 
     def notice(self) -> Notice:
-        """What whoever waits wrote before it sent a signal, else what slurmctld knows."""
+        """What ``submit --here`` wrote before it sent a signal, else slurmctld's answer."""
         said = _stop_said(notice_file(self._run))
         return Notice(None, said) if said else super().notice()
 
     def why(self, notice_s: float) -> Cause:
-        """The same, of the cause."""
+        """The same, for the cause."""
         notice = read_json(notice_file(self._run))
         return Cause(notice["cause"]) if notice else super().why(notice_s)
 
@@ -191,7 +191,7 @@ class AllocationController(SlurmController):
 
 
 class LocalController:
-    """The loop of a local run. It says why in a file before it sends a signal, and restarts on exit code 75."""
+    """The loop of a local run. It writes the cause to a file before it sends a signal, and restarts on exit code 75."""
 
     leave_code = INTERRUPTED
     again_code = STOPPED
@@ -210,37 +210,37 @@ class LocalController:
         return {"pid": os.getpid(), "nodes": socket.gethostname()}
 
     def notice(self) -> Notice:
-        """A local run has no time limit; the loop has said what else before it signalled the ranks."""
+        """The loop's notice; a local run has no time limit."""
         return Notice(None, _stop_said(self._notice))
 
     def why(self, notice_s: float) -> Cause:
-        """What the loop wrote before it sent the signal."""
+        """The cause in the loop's notice."""
         del notice_s
         notice = read_json(self._notice, {"cause": lambda cause: cause in [known.value for known in Cause]})
         return Cause(notice["cause"]) if notice else Cause.NONE
 
     def term_notice_s(self) -> float | None:
-        """The loop never sends a KILL by itself."""
+        """The loop never sends a KILL on its own."""
         return None
 
     def ends_what_it_preempts(self) -> bool:
-        """The loop starts again when asked."""
+        """The loop restarts on request."""
         return False
 
     def requeue(self) -> None:
         """The loop reads the exit code."""
 
     def usable_nodes(self) -> list[str]:
-        """There is this machine alone."""
+        """A local run has no other nodes."""
         return []
 
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
-        """There is no queue."""
-        raise NotImplementedError("a local run is started again by its loop")
+        """A local run has no queue."""
+        raise NotImplementedError("a local run is restarted by its loop")
 
 
 def notice_file(run: RunDirectory) -> Path:
-    """Where the loop of a local run says why it sends a signal."""
+    """Where the loop of a local run writes why it sends a signal."""
     return run.private / "notice.json"
 
 
@@ -250,5 +250,5 @@ def _stop_said(notice: Path) -> Stop | None:
 
 
 def give_notice(run: RunDirectory, cause: Cause) -> None:
-    """Says why the ranks are about to be signalled. To be called before the signal is sent."""
+    """Writes why the ranks are about to be signalled. To be called before the signal is sent."""
     write_json(notice_file(run), {"cause": cause.value}, mode=0o600)

@@ -1,6 +1,12 @@
-"""The writer of a run's history: events, printed as sentences too, and the outcome at the end.
+"""Writes a run's history: events.jsonl, a message for each event, and the outcome.
 
-It is read once, when the attempt starts, and kept: nothing that a supervisor decides later depends on another read.
+The history is read once, when the attempt starts: no later decision depends on another read.
+
+One process writes it at a time. While a supervisor holds the run (``lease.py``), that is the supervisor: the attempt's
+history thread while the ranks run, then the main thread. Otherwise nobody holds the run, and these write a single line:
+``submit --fork`` before the run's first job, ``clusterddp cancel`` after it marked the run and its holder ended, and
+rank 0 of a script that was started without a supervisor, as by torchrun (``training/context.py``). A superseded
+supervisor closes its history before it does anything else.
 """
 
 from __future__ import annotations
@@ -19,14 +25,14 @@ from clusterddp.supervisor.limits import attempts_made
 from clusterddp.supervisor.messages import sentence
 from clusterddp.worker.control_channel import clip
 
-#: Characters of a free text in an event that are kept.
+#: The most characters of a free text in an event.
 _LONGEST_TEXT = 4000
 
 
 class History:
-    """Appends an attempt's events. A disk that does not take them stops nothing: they are kept and written later.
+    """Appends an attempt's events. Events that cannot be written are kept, and retried with the next one.
 
-    ``secrets``: what no event may show.
+    ``secrets``: values to mask in events.
     """
 
     def __init__(self, run: RunDirectory, attempt: int, secrets: Sequence[str] = ()) -> None:
@@ -52,11 +58,11 @@ class History:
         self._write_pending()
         written = not self._pending
         words = sentence(line)
-        if words:  # a local run's terminal shows what is in the file, and the supervisor's standard error
+        if words:  # the terminal of a local run shows the file's events, and the supervisor's standard error
             print(words, file=sys.stdout if written else sys.stderr, flush=True)
 
     def _presentable(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of which the free texts, such as an exception's, are without secrets and not too long."""
+        """Masks secrets in free texts, such as an exception's, and clips them."""
         texts = {name: values[name] for name in ("error", "reason") if isinstance(values.get(name), str)}
         return {**values, **{name: clip(masked(text, self.secrets), _LONGEST_TEXT) for name, text in texts.items()}}
 
@@ -70,14 +76,14 @@ class History:
                 say(f"cannot write the history ({error.strerror}); retrying with the next event")
 
     def close(self) -> None:
-        """Nothing is written any more, from any thread: a newer attempt's supervisor is the file's writer now."""
+        """Stops writing, also in other threads: from now on a newer attempt's supervisor writes the file."""
         self._closed = True
 
     def saved(self) -> dict[str, Any]:
-        """Where this attempt came to (0: no further; None: it records no steps), and its newest checkpoint, if any."""
+        """The step that this attempt reached (0: none; None: the script records none), and its newest checkpoint."""
         try:
             line = self._run.last_metrics()
-        except OSError as error:  # the run continues all the same: its checkpoints are what counts
+        except OSError as error:  # the run continues: only its checkpoints matter
             say(f"cannot read the metrics ({error}): the last step is unknown")
             line = None
         done = line["step"] + 1 if line and line["attempt"] == self._attempt else self.newest_checkpoint
@@ -86,10 +92,9 @@ class History:
         return {"step": done, "checkpoint": self.newest_checkpoint}
 
     def conclude(self, state: str, reason: str) -> bool:
-        """Writes the outcome, once: the run is over. Its step is None where the script recorded none.
+        """Writes the outcome: the run is over. Its step is None if the script recorded none.
 
-        A disk that does not take it is said to be so, and changes nothing of what the attempt came to: the answer is
-        whether it is written.
+        Returns whether it was written; an error is reported, and does not change how the attempt ended.
         """
         events = self.events
         step = _highest(event.get("step") for event in events)
@@ -98,12 +103,11 @@ class History:
         try:
             write_json(self._run.outcome_file, {"state": state, **values})
         except OSError as error:
-            words = f"cannot be written ({error.strerror}): no later start will know that the run is {state}"
-            say(f"{self._run.outcome_file} {words}")
+            say(f"cannot write {self._run.outcome_file} ({error.strerror}): a later start will not see this")
             return False
         return True
 
 
 def _highest(steps: Iterable[int | None]) -> int | None:
-    """The highest of those that are known."""
+    """The highest step; None if there is none."""
     return max((step for step in steps if step is not None), default=None)

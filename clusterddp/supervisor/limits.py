@@ -1,4 +1,4 @@
-"""When a run is ended though it could continue: a pure function of its history and its job definition."""
+"""When a run must not have another attempt: a pure function of its history and its job definition."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from clusterddp.protocol import ATTEMPT_ENDS
 from clusterddp.rundir.records import is_count
 from clusterddp.slurm.cause import Cause
 
-#: Events that an attempt may have which never starts its ranks. By any other it did, even if its `started` is lost.
+#: Events of an attempt that never started its ranks. Any other event shows that it did, even if `started` is missing.
 _WITHOUT_RANKS = frozenset(("submitted", "forked", "failed", "cancelled"))
-#: Attempts in a row that may end at their time limit, or by a failure that may pass, without a checkpoint of their own:
-#: the next would do no better.
+#: So many consecutive attempts may end at their time limit, or by a transient failure, without a new checkpoint: the
+#: next one would not get further.
 FRUITLESS = 3
 
 
 def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:
-    """Why there must be no further attempt, in a sentence; None when there may be one."""
+    """Why there must not be another attempt; None if there may be one."""
     events = list(events)
     made = attempts_made(events)
     if job.limits.attempts is not None and made >= job.limits.attempts:
@@ -39,7 +39,7 @@ def attempts_made(events: Iterable[Mapping[str, Any]]) -> int:
 def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size: int) -> float:
     """Hours times ranks, from each attempt's first event to its last; the newest attempt's last to now.
 
-    ``world_size``: of attempts whose record does not say it.
+    ``world_size``: for attempts whose record lacks it.
     """
     first: dict[int, float] = {}
     last: dict[int, float] = {}
@@ -53,16 +53,15 @@ def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size:
         last[event["attempt"]] = event["time"]
         if event["event"] in ATTEMPT_ENDS:
             ended.add(event["attempt"])
-    if first and max(first) not in ended:  # what comes after an end is time in the queue
+    if first and max(first) not in ended:  # time after the end is time in the queue
         last[max(first)] = now
     return sum((last[attempt] - start) * ranks.get(attempt, world_size) for attempt, start in first.items()) / 3600
 
 
 def _fruitless(events: list[Mapping[str, Any]]) -> int:
-    """How many attempts in a row, up to the newest, ended at their time limit or failed, and committed nothing.
+    """How many consecutive attempts, up to the newest, failed or reached their time limit without a new checkpoint.
 
-    A script that never recorded a step may save by itself: what its attempts that reached their time limit came to is
-    not known here.
+    A script that never recorded a step may save on its own: then attempts that reached their time limit do not count.
     """
     count, records = 0, any(event.get("step") is not None for event in events)
     for attempt in sorted({event["attempt"] for event in events if event["event"] not in _WITHOUT_RANKS}, reverse=True):
@@ -75,7 +74,7 @@ def _fruitless(events: list[Mapping[str, Any]]) -> int:
 
 
 def _failed(event: Mapping[str, Any]) -> bool:
-    """In a new job, for a cause that the controller does not know: a node failed, and is left out."""
+    """A resubmission for a cause unknown to the controller follows the failure of a node, which is excluded."""
     elsewhere = event["event"] == "resubmitted" and event.get("cause") == Cause.NONE.value
     return event["event"] == "restarted" or elsewhere
 
@@ -85,4 +84,4 @@ def _timed(event: Mapping[str, Any]) -> bool:
 
 
 def _ended(events: list[Mapping[str, Any]]) -> str:
-    return "failed" if events[-1]["event"] == "restarted" else "ran into their time limit (ask for more time)"
+    return "failed" if events[-1]["event"] == "restarted" else "reached their time limit (request more time)"

@@ -1,4 +1,4 @@
-"""Recovery: what follows once an attempt's ranks have exited. A restart in place, a requeue, a new job, or the end."""
+"""Recovery from the end of an attempt: restart in place, requeue, resubmit, or end the run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from clusterddp.supervisor.messages import failure_box
 from clusterddp.supervisor.verdict import Action, RankEnd, Verdict, judge
 
 _T = TypeVar("_T")
-#: The answer when the ranks are to be started anew in this very job.
+#: Returned when the ranks are to be restarted in this job.
 RESTART = -1
-#: Pauses between two questions to a controller that does not answer: from the first to the longest, in seconds.
+#: The first and the longest pause before an unreachable controller is asked again, in seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 
@@ -74,10 +74,10 @@ class Recovery:
         return judge(self._result.ends, exit_code, self._result.told, why)
 
     def _why(self) -> Cause:
-        """A newer attempt and the mark that ``clusterddp cancel`` leaves take precedence over the controller's answer.
+        """Why the ranks stopped. A newer attempt and ``clusterddp cancel`` take precedence over the controller.
 
-        An unreachable controller is asked until it answers: nothing is ever requeued without its word, and at the end
-        of the grace period this process is killed.
+        An unreachable controller is asked until it answers, or until this process is killed at the end of the grace
+        period: nothing is requeued without an answer.
         """
 
         def ask() -> Cause:
@@ -114,9 +114,9 @@ class Recovery:
         return verdict.exit_code
 
     def _tell_failure(self, failure: RankEnd, others: Sequence[RankEnd]) -> None:
-        """In the history, and as a box in the job's log."""
+        """Records the first failure, and prints it in a box."""
         step = self._history.saved()["step"]
-        if self._result.hang is None:  # which is in the history already
+        if self._result.hang is None:  # a hang is recorded already
             self._add_failure(failure, step)
         box = failure_box(self._run, self._number, failure, others, step, time.time(), self._history.secrets)
         show(box)
@@ -130,24 +130,24 @@ class Recovery:
         self._history.add("rank_failed", **values)
 
     def _ends_for_good(self) -> bool:
-        """Whether Slurm, which has ended the job for a preemption, will not run it again."""
+        """Whether Slurm will not run the preempted job again."""
         try:
             return self._controller.ends_what_it_preempts()
         except SlurmError as error:
-            say(f"cannot ask whether this partition requeues what it preempts: {error}")
+            say(f"cannot find out whether this partition requeues preempted jobs: {error}")
             return False
 
     def _restart(self, verdict: Verdict) -> int:
-        """The run goes on here and now, from the newest checkpoint, as a new attempt of the same job.
+        """Restarts the ranks in place, as a new attempt of the same job.
 
-        In a new job where a node of this one is to be left out: Slurm changes no nodes of a job that runs.
+        If a node of this job is to be excluded, in a new job: Slurm does not change the nodes of a running job.
         """
         lost = self._result.lost_nodes
         self._record_lost(lost)
         if self._bounded("restarted", verdict):
             return verdict.exit_code
         if lost and not self._controller.starts_again:
-            self._add_end("stopped", verdict)  # no step of this shape starts in what is left of the allocation
+            self._add_end("stopped", verdict)  # the rest of the allocation is too small for the ranks
             return self._controller.leave_code
         if self._controller.resubmits and self._controller.starts_again:
             choice = self._choose_nodes(lost)
@@ -157,14 +157,14 @@ class Recovery:
                 try:
                     return self._hand_over(verdict, self._controller.resubmit(choice.nodes))
                 except SlurmError as error:
-                    self._history.add("not_excluded", reason=f"no new job can be had ({error})")
+                    self._history.add("not_excluded", reason=f"no new job could be submitted ({error})")
         hang = self._result.hang
         hung = f"rank {hang.late[0]} ({hang.host}) hung" if hang else None
         self._add_end("restarted", verdict, hung)
         return RESTART
 
     def _record_lost(self, nodes: Sequence[str]) -> None:
-        """Those that fell silent after the first one, when the ranks were leaving already, are lost as well."""
+        """Records the nodes that fell silent after the first one, while the ranks were exiting."""
         own = [event for event in self._history.events if event["attempt"] == self._number]
         known = [event.get("node") for event in own if event["event"] == "node_lost"]
         for node in nodes:
@@ -172,7 +172,7 @@ class Recovery:
                 self._history.add("node_lost", node=node, suspect=node)
 
     def _choose_nodes(self, lost: Sequence[str]) -> exclusion.Choice:
-        """Which nodes the next job leaves out; says so where that is new, or cannot be."""
+        """Which nodes the next job excludes; records new ones, and those that cannot be excluded."""
         events, now = self._history.events, time.time()
         if not lost and not set(exclusion.failed(events, now)) - set(exclusion.excluded(events, now)):
             return exclusion.Choice()
@@ -192,11 +192,11 @@ class Recovery:
         return exclusion.still_excluded(self._history.events, time.time(), self._usable_nodes, self._needed_nodes)
 
     def _usable_nodes(self) -> list[str] | None:
-        """Those that the job could be given; None when that cannot be told."""
+        """The nodes that the job could be given; None if unknown."""
         try:
             return self._controller.usable_nodes()
-        except ClusterddpError as error:  # Slurm's silence, or the job's `exclude` names a file
-            say(f"cannot tell which nodes there are, none is left out: {error}")
+        except ClusterddpError as error:  # Slurm does not answer, or the job's `exclude` names a file
+            say(f"cannot list the usable nodes, so none is excluded: {error}")
             return None
 
     @property
@@ -204,7 +204,7 @@ class Recovery:
         return self._job.min_nodes or self._job.nodes
 
     def _bounded(self, event: str, verdict: Verdict) -> bool:
-        """Ends the run as failed when it may not have another attempt; whether it did."""
+        """Ends the run as failed if it must not have another attempt; returns whether it did."""
         end = {"event": event, "attempt": self._number, "time": time.time(), "cause": verdict.cause.value}
         reason = exceeded(self._job, [*self._history.events, end], time.time())
         if reason is not None:
@@ -212,7 +212,7 @@ class Recovery:
         return reason is not None
 
     def _again(self, verdict: Verdict) -> int:
-        """The run goes on: by a requeue where that is possible and wanted, else in a new job."""
+        """Continues the run: by a requeue if that is possible and wanted, else in a new job."""
         if self._bounded("stopped", verdict):
             return 1
         if not self._controller.starts_again:
@@ -232,10 +232,10 @@ class Recovery:
         return self._controller.again_code
 
     def _requeue(self, cause: Cause) -> float:
-        """Requeues until the controller answers; each time it is asked just before whether that is still right.
+        """Requeues the job, until the controller answers; before each try it is asked if the cause is still the same.
 
-        A request that got no answer may have been carried out all the same. Returns the seconds between the question
-        and the requeue's answer: a scancel in there is undone, because Slurm requeues what is being cancelled, too.
+        A request without an answer may have been carried out. Returns the seconds from that question to the requeue's
+        answer: a scancel in between is lost, because Slurm also requeues a job that is being cancelled.
         """
 
         def ask() -> float:
@@ -249,9 +249,9 @@ class Recovery:
         return _until_answered(ask)
 
     def _resubmit(self, verdict: Verdict, without: Sequence[str] = (), node_lost: bool = False) -> int:
-        """Continues the run in a new job; where that is refused, the run waits for someone to do so.
+        """Continues the run in a new job; if Slurm refuses it, the run stops and can be continued by hand.
 
-        Slurm may take minutes to end a job with a lost node: the new one does not wait for it.
+        Slurm may take minutes to end a job with a lost node: the new job does not wait for that.
         """
         if node_lost:
             lease.let_go(self._run, self._number)
@@ -266,7 +266,7 @@ class Recovery:
         return self._hand_over(verdict, new)
 
     def _hand_over(self, verdict: Verdict, new: str) -> int:
-        """The run goes on in the job ``new``. scancel of this job at any moment up to here ends that one, too."""
+        """Hands the run over to the job ``new``, which is cancelled if this job was cancelled meanwhile."""
         if self._why() in (Cause.CANCELLED, Cause.ENDED_IN_GRACE):
             slurm.cancel(new)
             self._history.conclude(Action.CANCEL.value, "cancelled while it was being resubmitted")
@@ -275,16 +275,17 @@ class Recovery:
         return self._controller.again_code
 
     def _ask_watcher(self, **why: str) -> None:
-        """Leaves a request for ``clusterddp watch``, which finds out whether the run should go on and resubmits it.
+        """Leaves a request for ``clusterddp watch``, which resubmits the run if it should continue.
 
-        ``refused``: it should, and this is what Slurm said to it.
+        ``refused``: it should, and Slurm refused the job with this message.
         """
         request = {"attempt": self._number, **self._controller.describe(), **why}
         try:
             write_json(self._run.request_file, request, mode=0o600)
         except OSError as error:
-            words = f"{self._run.request_file} cannot be written ({error.strerror}): no watcher will continue this run"
-            say(words)
+            say(
+                f"cannot write {self._run.request_file} ({error.strerror}): clusterddp watch will not continue this run"
+            )
 
     def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
@@ -292,7 +293,7 @@ class Recovery:
 
 
 def _until_answered(ask: Callable[[], _T]) -> _T:
-    """What ``ask`` returns; repeated while the controller, or the run directory, does not answer."""
+    """Calls ``ask`` until the controller and the run directory answer."""
     pause_s = FIRST_PAUSE_S
     while True:
         try:
@@ -306,7 +307,7 @@ def _until_answered(ask: Callable[[], _T]) -> _T:
 
 
 class _Changed(Exception):
-    """What the controller says has changed while it was asked for something."""
+    """The cause changed before the job was requeued."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.reason)

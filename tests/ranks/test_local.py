@@ -315,7 +315,7 @@ def test_on_a_full_disk_the_end_is_said_at_the_terminal(
     done = submit(run, str(script), "--device", "cpu")
     assert done.returncode == code
     assert re.search(f"\n{words}\n", done.stderr), done.stderr
-    assert f"{run.outcome_file} cannot be written (File too large)" in done.stderr
+    assert f"cannot write {run.outcome_file} (File too large)" in done.stderr
     assert "cannot write the history (File too large)" in done.stderr
     assert "Traceback" not in done.stderr
     assert run.outcome() is None
