@@ -402,7 +402,7 @@ def test_a_completed_run_does_not_run_again_but_for_other_arguments_that_are_ask
     assert submit(run, *DIGITS, "--", "--steps", "5").returncode == 0
     again = submit(run, *DIGITS, "--", "--steps", "5")
     assert again.returncode == 0
-    assert "completed at step 5 already" in again.stderr
+    assert "has already completed at step 5: nothing to do" in again.stderr
     assert run.attempts() == [0]
     command = [sys.executable, "-m", "clusterddp", "watch", str(run)]
     watched = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
