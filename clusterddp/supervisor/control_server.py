@@ -1,4 +1,4 @@
-"""The supervisor's end of the control channel; ``worker/control_channel.py`` has the ranks' end and the protocol."""
+"""The supervisor's side of the control channel; ``worker/control_channel.py`` has the ranks' side and the protocol."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from typing import Any
 from clusterddp.reporter import say
 from clusterddp.worker.control_channel import LONGEST_LINE, keep_alive, send_line
 
-# What a stranger may use up: whoever connects is one until it has shown the token, which a rank does at once.
+# Limits for strangers: connections that have not sent the token yet, which a rank does at once.
 _LONGEST_HELLO = 4096
 _HELLO_S = 10.0
 _MOST_STRANGERS, _FEWEST_STRANGERS = 256, 16
-#: File descriptors that the rest of the supervisor needs: logs, the run's files, Slurm's commands.
+#: File descriptors reserved for the rest of the supervisor: logs, the run's files, Slurm's commands.
 _OWN_DESCRIPTORS = 64
-#: Pause before accepting again when no file descriptor is left.
+#: Pause before the next accept if no file descriptor is left.
 _NO_DESCRIPTOR_S = 0.1
-#: How the kernel says that a peer is silent.
+#: The errors of a connection whose peer does not respond.
 _SILENT = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
 _LAST_WORDS_S = 1.0
-#: For how much longer at most what has come by then is heard: ranks may be there that talk on.
+#: The longest time for which reports that have already arrived are read after that.
 _MOST_WORDS_S = 10.0
-#: From so many of the kernel's keepalive probes in a row without an answer, which one on its way is not.
+#: So many unanswered keepalive probes in a row mean that a rank is falling silent; one may just be in flight.
 _FALLING_SILENT = 2
 
 
 @dataclass
 class _Peer:
-    """A connection that the supervisor holds; ``rank`` is None until it has shown the token."""
+    """A connection; ``rank`` is None until it has sent the token."""
 
     connection: socket.socket
     address: str
@@ -47,16 +47,16 @@ class _Peer:
     rank: int | None = None
     pending: bytearray = field(default_factory=bytearray)
     skipping: bool = False
-    """Whether the line that is being received is too long, and skipped."""
+    """Whether the line being received is too long and will be skipped."""
 
 
 class ControlServer:
-    """The supervisor's end. Answers hellos once rank 0's address is known, and hands every event to ``on_event``.
+    """Answers ranks once rank 0's address is known, and passes their events to ``on_event``.
 
     ``on_event(rank, event, values)`` and ``on_lost(rank, silent)`` are called from the server's own thread, one at a
-    time. ``silent``: the rank did not end, it is its node that does not answer.
-    ``ranks``: how many there are, None where any number may join. Each may join once, and again, as the event
-    ``rejoined``, when its connection broke; not when its node was silent, and may be taken for lost.
+    time. ``silent``: the rank did not exit; its node does not respond.
+    ``ranks``: the number of ranks; None: any number may join. Each may join once, and rejoin (event ``rejoined``) after
+    its connection broke, but not after its node was silent, because it may have been declared lost.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class ControlServer:
         ranks: int | None = None,
     ) -> None:
         self._token, self._on_event, self._on_lost, self._ranks = token, on_event, on_lost, ranks
-        self._listener = socket.create_server((host, 0), backlog=4096)  # a thousand ranks come at once
+        self._listener = socket.create_server((host, 0), backlog=4096)  # a thousand ranks may connect at once
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._peers: dict[socket.socket, _Peer] = {}
-        self._strangers: dict[socket.socket, _Peer] = {}  # those of the peers without a rank, the oldest first
-        self._taken: dict[int, Any] = {}  # the process that joined as a rank; None: nobody may any more
+        self._strangers: dict[socket.socket, _Peer] = {}  # peers without a rank, the oldest first
+        self._taken: dict[int, Any] = {}  # the process that joined as a rank; None: it may not rejoin
         self._known: Counter[int] = Counter()  # how many events each rank has reported
         self._store: dict[str, Any] | None = None
         self._told: dict[str, Any] = {}
@@ -110,9 +110,9 @@ class ControlServer:
                         send_line(peer.connection, words)
 
     def close(self) -> None:
-        """Hears out ranks that have ended, then drops all connections.
+        """Reads the last reports of ranks that have exited, then closes all connections.
 
-        At most for a second: a node may be cut off. What has come by then is heard, however late this process looks.
+        Waits at most a second, because a node may be cut off; reports that have arrived by then are read.
         """
         self._wake_write.close()
         self._thread.join()
@@ -137,7 +137,7 @@ class ControlServer:
                 elif (peer := self._peers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                     self._receive(peer)
             self._drop_slow_strangers()
-        self._listener.close()  # first: a rank whose connection breaks sees that nobody listens any more
+        self._listener.close()  # first, so that a rank whose connection breaks cannot reconnect
         for peer in self._peers.values():
             peer.connection.close()
         self._wake_read.close()
@@ -150,14 +150,14 @@ class ControlServer:
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except OSError as error:  # reset by the peer, or no file descriptor left: a rank tries again
+        except OSError as error:  # reset by the peer, or no file descriptor left; a rank retries
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._make_room()
             return
         connection.setblocking(False)
         try:
             keep_alive(connection)
-        except OSError:  # reset already
+        except OSError:  # already reset
             connection.close()
             return
         peer = _Peer(connection, address[0], time.monotonic() + _HELLO_S)
@@ -167,14 +167,14 @@ class ControlServer:
             self._drop(next(iter(self._strangers.values())))
 
     def _make_room(self) -> None:
-        """No descriptor is left: half of the strangers' are freed, and so many are never given out again."""
-        self._most_strangers = max(1, len(self._strangers) // 2)  # a rank is one, too, until its hello is read
+        """No descriptor is left: closes half of the strangers' connections, and never accepts as many again."""
+        self._most_strangers = max(1, len(self._strangers) // 2)  # a rank is one, too, until its first message is read
         for peer in list(self._strangers.values())[: -self._most_strangers]:
             self._drop(peer)
         time.sleep(_NO_DESCRIPTOR_S)  # the listener stays readable
 
     def _until_next_deadline(self) -> float | None:
-        """Seconds until the oldest stranger is to be dropped; None when there is none."""
+        """Seconds until the oldest stranger is dropped; None if there is none."""
         oldest = next(iter(self._strangers.values()), None)
         return None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
 
@@ -201,7 +201,7 @@ class ControlServer:
             self._drop(peer, silent)
 
     def _handle(self, peer: _Peer, line: bytes) -> bool:
-        """Whether the peer may stay. A rank does, whatever it says: it would join again, and repeat what it said."""
+        """Whether to keep the connection. A rank's is kept, whatever it sends: it would reconnect and send it again."""
         if peer.rank is not None:
             self._hear(peer.rank, None if peer.skipping else line)
             peer.skipping = False
@@ -216,7 +216,7 @@ class ControlServer:
             return False
 
     def _hear(self, rank: int, line: bytes | None) -> None:
-        """Hands on what a rank reports; None for a line that was too long. What cannot be understood is skipped."""
+        """Passes a rank's report on; ``line`` is None if it was too long. Malformed reports are skipped."""
         self._known[rank] += 1
         event = "something"
         try:
@@ -239,7 +239,7 @@ class ControlServer:
             return False
         back = rank in self._taken
         for old in [known for known in self._peers.values() if back and known.rank == rank]:
-            old.rank = None  # broken, and not noticed here
+            old.rank = None  # broken, which was not noticed here
             self._drop(old)
         peer.rank = rank
         self._taken[rank] = hello.get("process")
@@ -251,7 +251,7 @@ class ControlServer:
             waiting = self._peers.values() if first else [peer]
             for joined in waiting:
                 if joined.rank is not None:
-                    with suppress(OSError):  # gone meanwhile: its connection reads as ended next
+                    with suppress(OSError):  # exited meanwhile: the next read of its connection shows that
                         answer = {**self._told, **self._store, "known": self._known[joined.rank]}
                         send_line(joined.connection, answer)
         values = {"host": str(hello["host"]), "pid": hello["pid"], "address": peer.address}
@@ -259,7 +259,7 @@ class ControlServer:
         return True
 
     def _refusal(self, rank: Any, port: Any, process: Any) -> str | None:
-        """Why this rank may not join; None when it may."""
+        """Why this rank may not join; None if it may."""
         if type(rank) is not int or rank < 0 or (self._ranks is not None and rank >= self._ranks):
             return f"there is no rank {rank}" + ("" if self._ranks is None else f" among {self._ranks} ranks")
         if rank in self._taken and (process is None or self._taken[rank] != process):
@@ -280,7 +280,7 @@ class ControlServer:
 
 
 def _most_strangers(ranks: int) -> int:
-    """How many connections of strangers leave enough descriptors for the ranks' and for the rest of the process."""
+    """How many strangers leave enough file descriptors for the ranks and the rest of the process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return _MOST_STRANGERS
@@ -288,5 +288,5 @@ def _most_strangers(ranks: int) -> int:
 
 
 def _unanswered_probes(connection: socket.socket) -> int:
-    """How many keepalive probes in a row got no answer: tcpi_probes, the fourth byte of linux/tcp.h's tcp_info."""
+    """The number of unanswered keepalive probes: tcpi_probes, the fourth byte of linux/tcp.h's tcp_info."""
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)[3]

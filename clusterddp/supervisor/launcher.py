@@ -1,4 +1,4 @@
-"""How the ranks of an attempt are started, told to stop, and waited for: with srun, or as processes of this machine."""
+"""Starts the ranks of an attempt, signals them and waits for them: with srun, or as processes of this machine."""
 
 from __future__ import annotations
 
@@ -17,37 +17,36 @@ from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import END_BY_THEMSELVES, adopt_orphans, descendants, module_command
 from clusterddp.rundir.files import create_file
 
-#: How often srun's messages are looked at, in seconds.
+#: How often srun's messages are read, in seconds.
 LOOK_S = 2.0
 
 
 class Launcher(Protocol):
     """The ranks of one attempt."""
 
-    #: The name of the launcher in the rank's environment, and the address that ranks reach the supervisor under (''
-    #: when srun tells them).
+    #: The launcher's name in the ranks' environment, and the supervisor's address ('' if srun tells it to its tasks).
     name: str
     supervisor_host: str
     #: Grace period, in seconds, for reachable ranks to exit before ``abandon``.
     abandon_s: float
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
-        """Starts all ranks; their output goes to ``logs/rank-<r>.out`` and ``.err``."""
+        """Starts all ranks, with their output in ``logs/rank-<r>.out`` and ``.err``."""
 
     def notify(self) -> None:
         """Tells all ranks to stop (USR2)."""
 
     def kill(self) -> None:
-        """Ends all ranks that are within reach, whatever they are at."""
+        """Kills all reachable ranks."""
 
     def abandon(self) -> None:
-        """Gives up waiting for ranks that may be out of reach."""
+        """Stops waiting for ranks that may be unreachable."""
 
     def wait(self) -> int:
-        """Waits until every rank is gone; the first exit code that is not 0, or 0. A failed rank ends its peers."""
+        """Waits until all ranks have exited; the first exit code that is not 0, or 0. A failed rank ends its peers."""
 
     def exit_statuses(self) -> Mapping[int, ExitStatus]:
-        """How ranks ended that did not end well, as far as it is known, when all are gone; the first one in front."""
+        """How ranks failed, as far as known, once all have exited; the first failure comes first."""
 
 
 class SlurmLauncher:
@@ -67,7 +66,7 @@ class SlurmLauncher:
             for rank in range(self._job.world_size):
                 for name in ("out", "err"):
                     os.close(create_file(logs / f"rank-{rank}.{name}", os.O_WRONLY))
-        # srun inherits that TERM is ignored (the batch script's trap), and must: it would end, and the ranks with it.
+        # srun must inherit that TERM is ignored (the batch script's trap): else it would exit, and the ranks with it.
         with open(self._messages, "ab", opener=create_file) as messages:
             self._srun = subprocess.Popen(
                 [*srun_command(self._job, logs), *command],
@@ -77,12 +76,12 @@ class SlurmLauncher:
             )
 
     def notify(self) -> None:
-        """srun hands the signal on to every task."""
+        """srun forwards the signal to every task."""
         self._srun.send_signal(signal.SIGUSR2)
 
     def kill(self) -> None:
-        """srun forces the step to end on a QUIT, also tasks that are stopped (22.05: at once); `scancel -s KILL` of the
-        job would end the batch step, too."""
+        """On a QUIT srun terminates the step, including stopped tasks (22.05: at once). `scancel -s KILL` would end the
+        batch step, too."""
         self._srun.send_signal(signal.SIGQUIT)
 
     def abandon(self) -> None:
@@ -92,8 +91,8 @@ class SlurmLauncher:
     def wait(self) -> int:
         """srun's exit code. It is 137 for a peer killed by --kill-on-bad-exit, whatever the first failure was.
 
-        Where a task cannot be launched, srun says so and waits for the others, which wait for it (seen on 22.05.8 when
-        a cable was cut in that second): they are ended.
+        If a task cannot be launched, srun reports it and waits for the others, which wait for that task (seen on
+        22.05.8 when a cable was cut in that second): they are killed.
         """
         ended = False
         while True:
@@ -105,7 +104,7 @@ class SlurmLauncher:
                     self.kill()
 
     def exit_statuses(self) -> Mapping[int, ExitStatus]:
-        """From srun's messages; nothing where they cannot be read."""
+        """From srun's messages; empty if they cannot be read."""
         try:
             return exit_status.of_tasks(self._messages.read_text(errors="replace"))
         except OSError:
@@ -115,8 +114,8 @@ class SlurmLauncher:
 def srun_command(job: Job, logs: Path) -> list[str]:
     """srun's part of the ranks' command line.
 
-    --cpus-per-task is always given: 22.05 and 23.02 ignore the one of the job. --wait: after a first clean exit the
-    others may take as long as a collective may.
+    --cpus-per-task is always given: in 22.05 and 23.02 srun does not inherit the job's. --wait: after the first clean
+    exit the other ranks may take as long as a collective.
     """
     return [
         "srun",
@@ -135,14 +134,14 @@ def srun_command(job: Job, logs: Path) -> list[str]:
 
 
 def cpus_per_rank(job: Job) -> int:
-    """What the job definition asks for, else what the job got: the share that submit asked for, or Slurm's default."""
+    """From the job definition, else from the job: the share that submit requested, or Slurm's default."""
     return job.cpus_per_task or int(os.environ.get("SLURM_CPUS_PER_TASK", 1))
 
 
 class LocalLauncher:
-    """The same N x G ranks as processes of this machine, each with the numbers it would have on N nodes.
+    """The same N x G ranks as processes of this machine, with the environment that they would have on N nodes.
 
-    ``told``: whether the loop has said that they are to stop. It signals those that are there.
+    ``told``: whether the loop has already requested a stop; it signals only ranks that exist.
     """
 
     name = "local"
@@ -158,8 +157,8 @@ class LocalLauncher:
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts one process per rank.
 
-        The stop signals are blocked in it from its beginning: it inherits that TERM is ignored, and would lose one that
-        arrives before the rank's Python runs.
+        The stop signals are blocked from the start: a rank inherits that TERM is ignored, and would lose one that
+        arrives before its Python runs.
         """
         adopt_orphans()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
@@ -177,7 +176,7 @@ class LocalLauncher:
     ) -> subprocess.Popen[bytes]:
         if rank == self._terminal_rank:
             return subprocess.Popen(command, env=environment)
-        if self._terminal_rank is not None:  # breakpoint() would fail in a rank without a terminal, and end all of them
+        if self._terminal_rank is not None:  # breakpoint() would fail in a rank without a terminal
             environment = {**environment, "PYTHONBREAKPOINT": "0"}
         out_file, err_file = (logs / f"rank-{rank}.{name}" for name in ("out", "err"))
         with open(out_file, "ab", opener=create_file) as out, open(err_file, "ab", opener=create_file) as err:
@@ -188,11 +187,11 @@ class LocalLauncher:
         self._signal_all(signal.SIGUSR2)
 
     def kill(self) -> None:
-        """Even one that is stopped dies of a KILL."""
+        """KILL also ends stopped processes."""
         self._signal_all(signal.SIGKILL)
 
     def abandon(self) -> None:
-        """Kills them: they are within reach."""
+        """Kills the ranks, which are all reachable."""
         self.kill()
 
     def wait(self) -> int:
@@ -220,11 +219,11 @@ class LocalLauncher:
     def _signal_all(self, signum: int) -> None:
         for pid in list(self._ranks):
             with suppress(ProcessLookupError):
-                os.kill(pid, signum)  # Popen.send_signal would reap the rank, whose end only wait() may see
+                os.kill(pid, signum)  # Popen.send_signal would reap the rank before wait() does
 
 
 def _end_orphans() -> None:
-    """Ends what killed ranks have left running, as Slurm does at the end of a step. A save in progress is completed."""
+    """Kills what killed ranks left running, as Slurm does at the end of a step; a save in progress completes."""
     for pid, command in descendants(os.getpid()).items():
         if not any(name in command for name in END_BY_THEMSELVES):
             with suppress(ProcessLookupError):
@@ -232,9 +231,9 @@ def _end_orphans() -> None:
 
 
 def local_variables(job: Job, rank: int) -> dict[str, str]:
-    """What srun's task environment says on a cluster, for a rank of this machine, in torchrun's names.
+    """torchrun's variables for a rank of this machine, as srun's task environment gives them on a cluster.
 
-    Each "node" has its own part of this machine's GPUs: of those in CUDA_VISIBLE_DEVICES, if that is set.
+    Each "node" gets its share of this machine's GPUs, or of CUDA_VISIBLE_DEVICES if that is set.
     """
     node_rank, local_rank = divmod(rank, job.ranks_per_node)
     cores = len(os.sched_getaffinity(0))
@@ -254,7 +253,7 @@ def local_variables(job: Job, rank: int) -> dict[str, str]:
 
 def rank_command(job: Job, attempt: int) -> list[str]:
     """The command of every rank, without the launcher's part."""
-    job = without_secrets(job)[0]  # anyone on the node may see a command line: the shim puts them back
+    job = without_secrets(job)[0]  # command lines are visible to everyone on the node; the rank restores them
     target = ["-m", job.module] if job.module else [str(job.script)]
     resume = job.args_on_resume if attempt > 0 else ()
     return [*module_command("clusterddp.worker", job.python), *target, *job.args, *resume]

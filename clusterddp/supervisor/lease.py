@@ -1,8 +1,8 @@
-"""Who holds a run: at most one live job or process trains it, or waits to.
+"""The lease of a run: at most one live job or process trains it, or waits to.
 
-Two files say who: the submission that has not started an attempt yet (``private/submitted.json``), and the newest
-attempt's supervisor (``private/attempt-N/holder.json``). A holder that is dead, or has let go, holds nothing. An entry
-names the run it was written for: in a copy of the run directory it holds nothing either.
+Two files name the holder: the submission that has not started an attempt yet (``private/submitted.json``), and the
+newest attempt's supervisor (``private/attempt-N/holder.json``). An entry is void if its holder has ended or released
+the run. It names the run that it was written for, so that it is void in a copy of the run directory, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from clusterddp.slurm import commands as slurm
 
 
 def of_job(job_id: str) -> dict[str, Any]:
-    """The entry of a Slurm job. Its number means nothing on another cluster."""
+    """The entry of a Slurm job, with its cluster: job ids are unique only within one."""
     cluster = slurm.cluster_name(os.environ)
     return {"kind": "slurm", "job": job_id, **({"cluster": cluster} if cluster else {})}
 
@@ -41,28 +41,28 @@ def of_this_process() -> dict[str, Any]:
 
 
 def submitted(run: RunDirectory, job_id: str) -> None:
-    """A job that was just submitted holds the run until it starts an attempt."""
+    """Records that a submitted job holds the run until it starts an attempt."""
     _write(run.submitted_file, run, {**of_job(job_id), "time": time.time()})
 
 
 def loop_started(run: RunDirectory) -> None:
-    """This process is the loop of a local run: it holds the run between two attempts, too."""
+    """Records that this process is the loop of a local run, which also holds the run between two attempts."""
     _write(run.loop_file, run, of_this_process())
 
 
 def loop_ended(run: RunDirectory) -> None:
-    """It does no longer."""
+    """Records that the loop has ended."""
     _write(run.loop_file, run, {**of_this_process(), "let_go": True})
 
 
 def local_loop_alive(run: RunDirectory) -> bool:
-    """Whether the loop of a local run is there."""
+    """Whether the loop of a local run is alive."""
     loop = _read(run.loop_file, run)
     return loop is not None and not loop.get("let_go") and _held_by_process(loop) is not None
 
 
 def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, Any] | None:
-    """An attempt's supervisor holds the run from now on; returns the entry of the submission that led to it."""
+    """An attempt's supervisor takes the lease; returns the entry of the submission that led to it."""
     _write(run.holder_file(attempt), run, me)
     pending = _read(run.submitted_file, run)
     if pending is None or not _same(pending, me):
@@ -72,15 +72,15 @@ def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, An
 
 
 def let_go(run: RunDirectory, attempt: int) -> None:
-    """An attempt holds the run no longer: its ranks have ended, or none is left in reach, whatever Slurm says of it."""
+    """Releases an attempt's lease: its ranks have exited or are unreachable, even if Slurm still shows the job."""
     entry = read_json(run.holder_file(attempt)) or {}
     write_json(run.holder_file(attempt), {**entry, "let_go": True}, mode=0o600)
 
 
 def let_go_unreachable(run: RunDirectory) -> None:
-    """What cannot be looked at from here holds the run no longer: somebody knows that it has ended.
+    """Releases the leases of holders that are unreachable from here, which the user knows to have ended.
 
-    Should it run all the same, it ends when it sees the next attempt.
+    One that is still running exits when it sees the next attempt.
     """
     files = (run.submitted_file, *(run.holder_file(number) for number in run.attempts()))
     for file in files:
@@ -90,7 +90,7 @@ def let_go_unreachable(run: RunDirectory) -> None:
 
 
 def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
-    """Whether an attempt was held, to its end, by the job or process with this entry."""
+    """Whether the job or process with this entry held an attempt until its end."""
     entry = _read(run.holder_file(attempt), run)
     return entry is not None and not entry.get("let_go") and _same(entry, me)
 
@@ -98,16 +98,16 @@ def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
 def holders(run: RunDirectory) -> list[dict[str, Any]]:
     """Who may hold the run, the newest claim first."""
     pending = _read(run.submitted_file, run)
-    # An attempt that is just being claimed has no entry yet: the one before still counts.
+    # An attempt that is just being claimed has no entry yet: then the previous one counts.
     taken = (_read(run.holder_file(number), run) for number in reversed(run.attempts()))
     newest = next(filter(None, taken), {})
     return [entry for entry in (pending, newest) if entry and not entry.get("let_go")]
 
 
 def held_by_other(run: RunDirectory, me: Mapping[str, Any] | None = None) -> str | None:
-    """Who else holds the run, as ``held by job 41 (RUNNING on n1,n2)``; None when nobody does.
+    """Who else holds the run, as ``held by job 41 (RUNNING on n1,n2)``; None if nobody does.
 
-    ``me``: the own entry; a requeued job finds its own.
+    ``me``: this job's or process's own entry, which a requeued job finds.
     """
     for entry in holders(run):
         if me is not None and _same(entry, me):
@@ -119,7 +119,7 @@ def held_by_other(run: RunDirectory, me: Mapping[str, Any] | None = None) -> str
 
 
 def reachable(entry: Mapping[str, Any]) -> bool:
-    """Whether it can be found out from here if a holder is alive: on this machine, or from this cluster."""
+    """Whether a holder's state can be queried from here: it is on this machine, or on this cluster."""
     if entry["kind"] == "slurm":
         own, other = slurm.cluster_name(os.environ), entry.get("cluster")
         return None in (own, other) or own == other
@@ -131,16 +131,16 @@ def _write(path: Path, run: RunDirectory, entry: Mapping[str, Any]) -> None:
 
 
 def _read(path: Path, run: RunDirectory) -> dict[str, Any] | None:
-    """An entry; None when there is none, or it came with a copy of another run's directory.
+    """An entry; None if there is none, or it came with a copy of another run's directory.
 
-    RunDirectoryError unless it names a job or a process, which may be ended.
+    RunDirectoryError unless it names a job or a process.
     """
     entry = read_json(path, {"kind": lambda kind: kind in ("slurm", "local")})
     if entry is None:
         return None
     entry = read_json(path, _JOB if entry["kind"] == "slurm" else _PROCESS) or {}
     written_for, here = entry.pop("run", None), _identity(run)
-    # A run that was moved keeps its inode; one that is mounted elsewhere, on another node, may keep its path alone.
+    # A run that was moved keeps its inode; one that is mounted on another node may keep only its path.
     if isinstance(written_for, dict) and not written_for.items() & here.items():
         return None
     return entry
@@ -163,7 +163,7 @@ _PROCESS: Schema = {
 
 
 def _same(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two entries name one job, or one process. Older ones have no cluster and no machine."""
+    """Whether two entries name the same job or process. Older entries have no cluster and no machine."""
     if entry["kind"] != other["kind"]:
         return False
     keys = ("job", "cluster") if entry["kind"] == "slurm" else ("pid", "process_start", "machine")

@@ -1,9 +1,8 @@
 """The supervisor: ``python -m clusterddp.supervisor RUN_DIRECTORY``, one process per attempt, no torch.
 
-In a Slurm job it is the batch step: it starts the ranks with srun, hears their events, and when they are gone asks why,
-requeues or writes the outcome, and ends at once, because a batch step that lingers keeps the nodes. Under ``--local`` a
-loop starts the same program once per attempt. What differs are two objects: the launcher (start, wait) and the
-controller (why, again).
+In a Slurm job it is the batch step: it starts the ranks with srun and handles their events; when they have exited it
+asks Slurm why, requeues or writes the outcome, and exits at once, because a lingering batch step keeps the nodes. Under
+``--local`` a loop starts the same program once per attempt, with another launcher and controller.
 """
 
 from __future__ import annotations
@@ -56,19 +55,19 @@ def supervise_slurm(run_directory: str) -> int:
     job = as_started(load_trusted(run), os.environ)
     if in_batch_step(os.environ):
         return supervise(run, job, lambda: SlurmLauncher(job), SlurmController(os.environ, run, job))
-    notice_file(run).unlink(missing_ok=True)  # of an attempt before
+    notice_file(run).unlink(missing_ok=True)  # of a previous attempt
     return supervise(run, job, lambda: SlurmLauncher(job), AllocationController(os.environ, run, job))
 
 
 def _open_own_log(run: RunDirectory) -> None:
-    """The job's log was made by Slurm, by the umask of who submitted."""
+    """Gives the job's log, which Slurm created, the mode of its folder."""
     with suppress(OSError):
         if Path("/proc/self/fd/1").readlink().parent == run.logs.resolve():
             follow_folder(1, run.logs)
 
 
 def load_trusted(run: RunDirectory) -> Job:
-    """The job to run, if nobody else can have written it, with its secrets. Raises RunDirectoryError."""
+    """The job definition, with its secrets; RunDirectoryError if another user can have written it."""
     check_run(run)
     job = load_resolved(run.job_file)
     check_revealed(job, run.job_file)
@@ -76,9 +75,9 @@ def load_trusted(run: RunDirectory) -> Job:
 
 
 def as_started(job: Job, environ: Mapping[str, str]) -> Job:
-    """The job with the number of nodes that Slurm gave it, where its definition leaves Slurm the choice.
+    """The job with the number of nodes that Slurm allocated, if its definition gives a range.
 
-    It goes on in a new job then: a requeued one waits for as many nodes as it had before (seen on 22.05.8).
+    It continues in a new job then: a requeued job waits for as many nodes as it had before (seen on 22.05.8).
     """
     if job.min_nodes is None:
         return job
@@ -93,36 +92,36 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
     run = RunDirectory(run_directory)
     job = load_trusted(run)
     if debug_rank is not None:
-        signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the debugged rank's
-        job = dataclasses.replace(job, watchdog=None)  # and whoever looks at it may take all day
+        signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the debugged rank
+        job = dataclasses.replace(job, watchdog=None)  # a rank in the debugger is no hang
     scrub_own()
     return supervise(run, job, lambda: LocalLauncher(job, debug_rank, notice_file(run).exists), LocalController(run))
 
 
 def prepare_process() -> None:
-    """TERM is ignored, here and by srun, which inherits it: the ranks need the supervisor while they save.
+    """Sets this process's signals and limits. TERM is ignored, also by srun: ranks need the supervisor while they save.
 
-    USR2 and CONT, which a time-limit warning and a preemption may bring, do nothing here; being handled rather than
-    ignored, they keep their meaning for srun. Every rank holds a connection, and a default of 1024 files is soon used.
+    USR2 and CONT, from a time-limit warning and a preemption, have no effect; they are handled rather than ignored, so
+    that srun does not inherit that. Every rank has a connection: the default limit of 1024 open files may be too low.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for signum in (signal.SIGUSR2, signal.SIGCONT):
         signal.signal(signum, lambda *_: None)
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # ends srun's step; what a shell has put in the background ignores it
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # terminates srun's step; ignored in a shell's background jobs
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     ignore_print_errors()  # the log is in the run directory, whose disk may be full
 
 
 def supervise(run: RunDirectory, job: Job, launcher: Callable[[], Launcher], controller: Controller) -> int:
-    """Supervises one attempt after another, as long as the ranks can be started anew here."""
+    """Supervises one attempt after another, while the ranks are restarted in place."""
     while (code := supervise_one(run, job, launcher(), controller)) == RESTART:
         pass
     return code
 
 
 def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: Controller) -> int:
-    """Claims the next attempt of a run that may go on, and supervises it."""
+    """Claims the next attempt of a run that is not over, and supervises it."""
     code = finished(run, controller)
     if code is not None:
         return code
@@ -133,27 +132,27 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     reason = exceeded(job, run.events(), time.time())
     number = run.create_attempt()
     if (run.outcome() or {}).get("state") == Action.FAIL.value:
-        remove(run.outcome_file)  # whoever starts the run again has seen it
+        remove(run.outcome_file)  # whoever restarts the run has seen it
     elif reason is not None:
         History(run, number).conclude(Action.FAIL.value, reason)
         return 1
     me = controller.holder()
     submission = lease.take(run, number, me)
-    if run.cancelled:  # since it was looked at: whoever cancelled may have seen no holder to end
+    if run.cancelled:  # after the check above: `clusterddp cancel` may have found no holder
         say(f"{run} was cancelled; it will not run again")
         code = 1
     else:
         code = Attempt(run, job, number, launcher, controller, submission).supervise()
     if me["kind"] == "local" and code != RESTART:
-        with suppress(OSError):  # the next start finds no such process, at least on this machine
+        with suppress(OSError):  # the next start on this machine sees that the process has ended
             lease.let_go(run, number)
     return code
 
 
 def finished(run: RunDirectory, controller: Controller) -> int | None:
-    """The exit code for a start that finds the run over; None when it may go on, as a failure may by someone's wish.
+    """The exit code if the run is over; None if it may continue, as a failed run may on a user's request.
 
-    Slurm 24.11 starts a job once more that had been requeued within a grace, however it ended then: nobody wished that.
+    Slurm 24.11 restarts a job that had been requeued within a grace period, however it ended then: that is no request.
     """
     outcome = run.outcome() or {}
     if outcome.get("state") == Action.COMPLETE.value:
@@ -161,7 +160,7 @@ def finished(run: RunDirectory, controller: Controller) -> int | None:
         return 0
     newest = run.newest_attempt()
     same_job = newest is not None and lease.held_before(run, newest, controller.holder())
-    same_job = same_job and controller.starts_again  # else it was someone at a terminal
+    same_job = same_job and controller.starts_again  # else a user restarted it
     if outcome.get("state") == Action.FAIL.value and same_job:
         say(f"{run} has already failed{at_step(outcome['step'])} in this job; a requeue does not restart it")
         return 1
