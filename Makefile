@@ -122,10 +122,9 @@ dist: .venv/ready
 COVERAGE ?= -m 'not slurm'
 coverage: .venv/coverage
 	rm -rf build/coverage && mkdir -p build/coverage
-	-.venv/bin/python -m coverage run -m pytest -q $(COVERAGE)  # the report comes after a failed test, too
-	.venv/bin/python -m coverage combine -q
-	.venv/bin/python -m coverage html -q -d build/coverage/html
-	.venv/bin/python -m coverage report
+	.venv/bin/python -m coverage run -m pytest -q $(COVERAGE); tests=$$?; \
+	.venv/bin/python -m coverage combine -q && .venv/bin/python -m coverage html -q -d build/coverage/html && \
+	.venv/bin/python -m coverage report && exit $$tests  # the report comes after a failed test, too
 
 cluster: .venv/ready slurm
 	.venv/bin/python -m tests.cluster run bash
