@@ -96,12 +96,3 @@ def _undo(run: RunDirectory, created: bool, before: Mapping[Path, bytes], files:
             path.unlink(missing_ok=True)
         elif held != before[path]:
             write_atomically(path, before[path])
-
-
-def record_local(run_dir: str | None, job: Job, plant: Plant | None) -> RunDirectory:
-    """Records a job that is to run on this machine, without Slurm."""
-    run, created = claim(run_dir, job)
-    check_not_held(run)
-    with recorded(run, job, created, plant):
-        pass
-    return run

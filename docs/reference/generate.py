@@ -473,7 +473,8 @@ def _flags(action: argparse.Action) -> str:
     value = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
     if not action.option_strings:
         return _escaped(f"`{value}`" + (" ..." if action.nargs == "+" else ""))
-    shown = {None: f" {value}", 0: "", "?": f" [{value}]"}[action.nargs]  # type: ignore[index]
+    texts: dict[int | str | None, str] = {None: f" {value}", 0: "", "?": f" [{value}]"}
+    shown = texts[action.nargs]
     return _escaped(", ".join(f"`{flag}{shown}`" for flag in action.option_strings))
 
 

@@ -215,7 +215,7 @@ class Forkserver(Spawn):
     method = "forkserver"
 
 
-def fork_in_step(run: Any, child: Callable[[], None]) -> int | None:
+def fork_in_step(run: Any, child: Callable[[], object]) -> int | None:
     """In every tenth step: the wait status of a forked child that does this."""
     if run.step % 10 != 5:
         return None
@@ -370,10 +370,10 @@ class WakeupDescriptorTaken(Behaviour):
     """A library sets the wakeup descriptor for itself."""
 
     def after_init(self, ctx: Any) -> None:
-        self.ends = socket.socketpair()
-        for end in self.ends:
+        self.sockets = socket.socketpair()
+        for end in self.sockets:
             end.setblocking(False)
-        signal.set_wakeup_fd(self.ends[0].fileno())
+        signal.set_wakeup_fd(self.sockets[0].fileno())
 
 
 class AlarmsAllTheTime(Behaviour):
@@ -727,7 +727,8 @@ class OwnLoaderLeftOpen(Behaviour):
     def before_loop(self, run: Any) -> None:
         from torch.utils.data import DataLoader
 
-        loader = DataLoader(range(100_000), num_workers=2, persistent_workers=True)
+        numbers: Any = range(100_000)
+        loader: Any = DataLoader(numbers, num_workers=2, persistent_workers=True)
         self.batches = iter(loader)
 
     def step(self, update: Callable[[], None], run: Any) -> None:
