@@ -102,6 +102,8 @@ class ControlServer:
             self._wake_write.send(b".")
 
     def _send_to_all(self, words: Mapping[str, Any]) -> None:
+        if self._store is None and "stop" in words:
+            return  # all wait for rank 0, and expect its address or the order to exit; USR2 tells them to stop
         for peer in self._peers.values():
             if peer.rank is not None:
                 with suppress(OSError):

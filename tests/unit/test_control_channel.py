@@ -74,6 +74,21 @@ def test_a_rank_that_still_waits_for_rank_0_hears_that_it_is_to_leave(heard: Hea
     assert said.get(timeout=10) == "told to exit before all ranks had joined: rank 2 (n1) is gone"
 
 
+def test_a_stop_does_not_take_the_place_of_the_answer_that_a_rank_waits_for(heard: Heard) -> None:
+    """A rank that has joined before rank 0 has nothing to stop yet; it is signalled as well."""
+    ports: queue.Queue[int] = queue.Queue()
+
+    def wait() -> None:
+        channel = join(heard, 1)
+        ports.put(channel.store_port)
+
+    threading.Thread(target=wait).start()
+    assert heard.events.get(timeout=10)[:2] == (1, "joined")
+    heard.server.broadcast(stop="preemption")
+    join(heard, 0, port=1)
+    assert ports.get(timeout=10) == 1
+
+
 def test_what_the_supervisor_knows_by_then_is_in_the_answer(heard: Heard) -> None:
     """A rank that was answered before knows of no notice, and has no deadline."""
     early = join(heard, 0, port=1)
