@@ -55,7 +55,7 @@ def main():
         discriminator_loss.backward()
         discriminator_optimizer.step()
 
-        # The bare discriminator without gradients of its own: only the generator's are exchanged between the ranks.
+        # The bare discriminator, with frozen parameters: only the generator's gradients are exchanged between ranks.
         discriminator.requires_grad_(False)
         generator_loss = F.softplus(-discriminator.module(fake)).mean()
         generator_optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Reinforcement learning: every rank plays environments of its own, whose state is saved and restored for every rank.
+"""Reinforcement learning: every rank plays its own environments, whose state is saved and restored for every rank.
 
 Advantage actor-critic (A2C) on CartPole (Barto, Sutton and Anderson, 1983; the constants are those of Gymnasium).
 """
@@ -38,7 +38,7 @@ class Rollouts:
     """The run's loader: each batch is a rollout, played with the policy as it is after the steps so far.
 
     ``ctx.run(loader=...)`` saves ``state_dict()`` for every rank. The random numbers come from a generator of the
-    rank's own, which is part of that state: the global generators are seeded anew for every step, after the batch.
+    rank's own, which is part of that state: the global generators are reseeded for every step, after the batch.
     """
 
     def __init__(self, policy, seed, environments=16, length=32):

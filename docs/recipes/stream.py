@@ -67,7 +67,7 @@ def main():
 
     ctx = clusterddp.init()
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[ctx.rank :: ctx.world_size]
-    loader = Batches(Text(files, length=64), batch_size=16)  # each rank has files of its own; its state is saved
+    loader = Batches(Text(files, length=64), batch_size=16)  # each rank has its own files; its state is saved
     model = ctx.wrap(nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 256)))  # from a character to the next one
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run = ctx.run(model=model, optimizer=optimizer, loader=loader)
