@@ -172,7 +172,8 @@ def test_two_single_processes_need_no_port(tmp_path: Path) -> None:
         subprocess.run([sys.executable, str(path)], capture_output=True, text=True, cwd=ddp.REPOSITORY, env=alone())
         for _ in range(2)
     ]
-    assert [done.stdout for done in outputs] == ["0 1 cpu 2.0\n"] * 2
+    # Torch 2.9's gloo prints a line about its connections before.
+    assert [done.stdout.splitlines()[-1:] for done in outputs] == [["0 1 cpu 2.0"]] * 2
     assert [done.returncode for done in outputs] == [0, 0]  # Also after the interpreter's own clean-up.
 
 
