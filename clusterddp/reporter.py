@@ -35,6 +35,11 @@ def say_unlocked(message: str) -> None:
         os.write(2, f"clusterddp: {message}\n".encode(errors="backslashreplace"))
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def ignore_print_errors() -> None:
     """Makes prints to stdout and stderr never fail; output that cannot be written is lost."""
     sys.stdout, sys.stderr = (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.protocol import ATTEMPT_ENDS, RUN_ENDS
+from clusterddp.reporter import counted
 from clusterddp.rundir.records import is_count
 from clusterddp.supervisor.limits import attempts_made
 
@@ -28,8 +29,7 @@ class Cost:
     def sentence(self) -> str:
         """``0 steps repeated, 97% of 2 h 05 min spent training``."""
         part = 100 * self.training_s / self.total_s if self.total_s else 0.0
-        steps = "1 step" if self.repeated == 1 else f"{self.repeated} steps"
-        return f"{steps} repeated, {part:.0f}% of {_duration(self.total_s)} spent training"
+        return f"{counted(self.repeated, 'step')} repeated, {part:.0f}% of {_duration(self.total_s)} spent training"
 
 
 def cost(events: Iterable[Mapping[str, Any]], now: float) -> Cost | None:

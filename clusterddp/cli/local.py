@@ -20,7 +20,7 @@ from clusterddp.cli.progress import Progress
 from clusterddp.errors import INTERRUPTED, STOPPED, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, signal_ranks
-from clusterddp.reporter import show
+from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
@@ -61,7 +61,7 @@ class Moment:
         if self.step is None:
             return f"{self} did not fire: the attempt ended earlier"
         if steps_done:
-            return f"{self} did not fire: the attempt ended after {steps_done} steps"
+            return f"{self} did not fire: the attempt ended after {counted(steps_done, 'step')}"
         return f"{self} did not fire: no steps were recorded; seconds work with any script: --preempt-after 2.5s"
 
 

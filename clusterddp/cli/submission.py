@@ -17,7 +17,7 @@ from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.reporter import show
+from clusterddp.reporter import counted, show
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.messages import at_step
@@ -125,8 +125,8 @@ def check_place(job: Job, place: str | None) -> None:
     most = max(64, 32 * cores)  # each rank is a Python process
     if place == "--local" and job.world_size > most:
         raise UsageError(
-            f"{job.world_size} ranks with --local on this machine's {cores} cores: expected at most {most}; reduce "
-            "--nodes or --gpus"
+            f"{job.world_size} ranks with --local on this machine's {counted(cores, 'core')}: expected at most {most}; "
+            "reduce --nodes or --gpus"
         )
     if place == "--here" and job.gpus_per_rank > 1:
         raise UsageError(

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import yaml
 
+from clusterddp.reporter import counted
+
 
 @dataclass(frozen=True)
 class Keep:
@@ -198,14 +200,14 @@ class Job:
     def shape(self) -> str:
         """The shape in words: ``2 nodes x 8 GPUs per node = 16 ranks``, or ``2 to 4 nodes x ... = 16 to 32 ranks``."""
         if self.device == "cpu":
-            per_node, note = _counted(self.ranks_per_node, "process", "processes"), f"{self.backend or 'gloo'} on CPU"
+            per_node, note = counted(self.ranks_per_node, "process", "processes"), f"{self.backend or 'gloo'} on CPU"
             note += f", each in place of {self.gpus_per_rank} GPUs" if self.gpus_per_rank > 1 else ""
         else:
             kind = f"{self.gpu_type} GPU" if self.gpu_type else "GPU"
-            per_node, note = _counted(self.gpus_per_node, kind), self.backend if self.backend == "gloo" else ""
+            per_node, note = counted(self.gpus_per_node, kind), self.backend if self.backend == "gloo" else ""
             if self.gpus_per_rank > 1:
                 per_node += f" ({self.gpus_per_rank} per rank)"
-        nodes, ranks = _counted(self.nodes, "node"), _counted(self.world_size, "rank")
+        nodes, ranks = counted(self.nodes, "node"), counted(self.world_size, "rank")
         if self.min_nodes is not None:
             nodes, ranks = f"{self.min_nodes} to {nodes}", f"{self.min_nodes * self.ranks_per_node} to {ranks}"
         return f"{nodes} x {per_node} per node = {ranks}{f' ({note})' if note else ''}"
@@ -255,7 +257,7 @@ def _every_text(checkpoint: Checkpointing) -> str | tuple[str, ...]:
         return "auto"
     texts = []
     if checkpoint.every_steps is not None:
-        texts.append(_counted(checkpoint.every_steps, "step"))
+        texts.append(counted(checkpoint.every_steps, "step"))
     if checkpoint.every_s is not None:
         texts.append(f"{repr(checkpoint.every_s).removesuffix('.0')} seconds")
     return tuple(texts) if len(texts) == 2 else (texts or ["never"])[0]
@@ -266,7 +268,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return list(value) if isinstance(value, tuple) else value
-
-
-def _counted(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -11,6 +11,7 @@ from clusterddp.errors import SlurmMissing, SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import MASK, is_secret
 from clusterddp.jobdef.source import calls_method, module_file
+from clusterddp.reporter import counted
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import NodeShape
 from clusterddp.slurm.preemption_policy import preemption
@@ -66,8 +67,8 @@ def check_nodes(job: Job, nodes: list[NodeShape]) -> None:
     """Checks that the partition has enough nodes: sbatch would accept the job, which would never start."""
     if len(nodes) < job.node_counts[0]:
         raise UsageError(
-            f"{_partition(job)} has {len(nodes)} nodes, fewer than --nodes {job.nodes_text}: reduce --nodes, or "
-            "choose another partition with -p"
+            f"{_partition(job)} has {counted(len(nodes), 'node')}, fewer than --nodes {job.nodes_text}: reduce "
+            "--nodes, or choose another partition with -p"
         )
 
 
@@ -83,8 +84,8 @@ def check_gpus(job: Job, nodes: list[NodeShape]) -> None:
     kind = f"{job.gpu_type} GPUs" if job.gpu_type else "GPUs"
     most = max(node.gpus_of(job.gpu_type) for node in nodes)
     raise UsageError(
-        f"{_partition(job)} has {len(fitting)} nodes with {job.gpus_per_node} {kind} ({len(nodes)} nodes in total, at "
-        f"most {most} {kind} per node), and {job.nodes_text} are requested: --gpus counts per node. "
+        f"{_partition(job)} has {counted(len(fitting), 'node')} with {job.gpus_per_node} {kind} ({len(nodes)} in "
+        f"total, at most {most} {kind} per node), and {job.nodes_text} are requested: --gpus counts per node. "
         "Request fewer, or add --device cpu for gloo ranks without GPUs"
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from clusterddp.failures.stacks import end_of_log
 from clusterddp.jobdef.secrets import masked
+from clusterddp.reporter import counted
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import RankEnd
 
@@ -42,7 +43,7 @@ def at_step(step: int | None) -> str:
 
 def over_already(run: RunDirectory, outcome: Event) -> str:
     """The message of a command that has nothing to do because the run is over."""
-    return f"{run}: {outcome['state']}{at_step(outcome['step'])} already"
+    return f"{run}: already {outcome['state']}{at_step(outcome['step'])}"
 
 
 def _started(event: Event) -> str:
@@ -55,7 +56,7 @@ def _started(event: Event) -> str:
 
 
 def _resumed(event: Event) -> str:
-    repeated = f", {event['redone']} steps repeated" if event.get("redone") is not None else ""
+    repeated = f", {counted(event['redone'], 'step')} repeated" if event.get("redone") is not None else ""
     inexact = f" (not bit-exact: {'; '.join(event['inexact'])})" if event.get("inexact") else ""
     return f"resumed from step {event['step']}{repeated}{inexact}"
 
@@ -67,7 +68,7 @@ def _ended(event: Event, then: str) -> str:
         return f"{event['reason']}, {'no steps recorded' if step is None else 'nothing new to save'}, {then}"
     if checkpoint is None:
         return f"{event['reason']} at step {step}, no checkpoint committed, {then}"
-    repeated = f" ({step - checkpoint} steps will be repeated)" if step > checkpoint else ""
+    repeated = f" ({counted(step - checkpoint, 'step')} will be repeated)" if step > checkpoint else ""
     return f"{event['reason']} at step {step}, checkpoint {checkpoint} committed{repeated}, {then}"
 
 
@@ -85,7 +86,7 @@ def _not_finite(event: Event) -> str:
     """Names the first metric, and counts the others."""
     (name, value), *others = event["metrics"].items()
     more = max(len(others), event["count"] - 1)
-    also = f", and {more} other metric{'s'[: more != 1]} became NaN or infinite" if more else ""
+    also = f", and {counted(more, 'other metric')} became NaN or infinite" if more else ""
     return f"{name} became {value} at step {event['step']}{also}; training continues"
 
 
@@ -117,7 +118,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     ),
     "handler_replaced": lambda e: (
         f"the script replaced the {e['signal']} handler of clusterddp.init() with {e['handler']}: if it exits or "
-        f"raises when {e['signal']} comes, steps since the last checkpoint are repeated; remove it, as clusterddp "
+        f"raises when {e['signal']} arrives, steps since the last checkpoint are repeated; remove it, as clusterddp "
         "saves and stops the run by itself"
     ),
     "controller_back": lambda _: "Slurm controller reachable again",
@@ -142,7 +143,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "not_excluded": lambda e: f"no further node is excluded: {e['reason']}",
     "failed": _failed,
     "cancelled": lambda e: f"cancelled{at_step(e['step'])}; it will not run again",
-    "completed": lambda e: f"completed{at_step(e['step'])} after {e['attempts']} attempt{'s'[: e['attempts'] != 1]}",
+    "completed": lambda e: f"completed{at_step(e['step'])} after {counted(e['attempts'], 'attempt')}",
 }
 
 
@@ -200,7 +201,7 @@ def _other_ends(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
         for end in ordered[:MOST_OTHERS]
     ]
     left = len(ordered) - MOST_OTHERS
-    return ["", *lines, *([f"as a result: {left} more ranks"] if left > 0 else [])] if lines else []
+    return ["", *lines, *([f"as a result: {counted(left, 'more rank')}"] if left > 0 else [])] if lines else []
 
 
 def _consequence(end: RankEnd, failure: RankEnd) -> str:

@@ -52,8 +52,8 @@ class Stopping:
         name, of_script = number.name.removeprefix("SIG"), described(handler)
         say(
             f"the script replaced the {name} handler of clusterddp.init() with {of_script}: if it exits or raises when "
-            f"{name} comes, steps since the last checkpoint are repeated; remove it, as clusterddp saves and stops the "
-            "run by itself"
+            f"{name} arrives, steps since the last checkpoint are repeated; remove it, as clusterddp saves and stops "
+            "the run by itself"
         )
         if self._rank == 0:
             self._report("handler_replaced", signal=name, handler=of_script)

@@ -406,7 +406,7 @@ def test_a_completed_run_does_not_run_again_but_for_other_arguments_that_are_ask
     assert run.attempts() == [0]
     command = [sys.executable, "-m", "clusterddp", "watch", str(run)]
     watched = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert (watched.returncode, watched.stderr) == (0, f"{run}: completed at step 5 already\n")
+    assert (watched.returncode, watched.stderr) == (0, f"{run}: already completed at step 5\n")
     refused = submit(run, *DIGITS, "--", "--steps", "9")
     assert refused.returncode == 1
     assert "args" in refused.stderr
@@ -439,7 +439,7 @@ def test_status_logs_and_cancel_tell_of_a_run_without_slurm(twice_preempted: tup
     assert "completed at step 240" in shown
     assert "attempts  3" in shown
     assert "test accuracy" in ask("logs", str(run))
-    assert "completed at step 240 already" in ask("cancel", str(run))
+    assert "already completed at step 240" in ask("cancel", str(run))
 
 
 def test_the_history_says_when_the_code_changed_between_attempts(run: RunDirectory, tmp_path: Path) -> None:
