@@ -40,7 +40,7 @@ def main():
     run = ctx.run(
         model=generator,
         optimizer=generator_optimizer,
-        discriminator=discriminator,  # any further parts, under names of your own
+        discriminator=discriminator,  # any further parts, under names that you choose
         discriminator_optimizer=discriminator_optimizer,
         loader=ctx.loader(points(), batch_size=args.batch_size),
     )

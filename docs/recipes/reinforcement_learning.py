@@ -91,7 +91,7 @@ def main():
     ctx = clusterddp.init()
     model = ctx.wrap(nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 3)))  # two logits and the value
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    rollouts = Rollouts(model.module, seed=1000 * ctx.seed + ctx.rank)  # another seed on each rank
+    rollouts = Rollouts(model.module, seed=1000 * ctx.seed + ctx.rank)  # a different seed on each rank
     run = ctx.run(model=model, optimizer=optimizer, loader=rollouts)
     for batch in run.steps(args.steps):
         observations, actions, fallen = (tensor.to(ctx.device) for tensor in batch)

@@ -16,7 +16,7 @@ import clusterddp
 class Text(IterableDataset):
     """Pieces of ``length`` bytes of files, one file after the other, without end.
 
-    The state is the position behind the last piece that was yielded.
+    The state is the position after the last piece that was yielded.
     """
 
     def __init__(self, files, length):
