@@ -156,7 +156,7 @@ def main():
     ranks = 1
     while ranks <= ctx.world_size:
         if ctx.stop_requested():
-            ctx.requeue()  # to begin anew: times on two machines have no place in one table
+            ctx.requeue()  # start over: one table must not mix times of two machines
         timings.append(measure_on(ctx, ranks, args))
         ranks *= 2
     ctx.print("\n".join(table(timings, args.batch_size)))

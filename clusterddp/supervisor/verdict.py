@@ -1,4 +1,4 @@
-"""What an attempt comes to: a pure function of how its ranks ended and why they were told to stop."""
+"""The verdict on an attempt: a pure function of how its ranks ended and why they were told to stop."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from clusterddp.jobdef.secrets import masked
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, schema_error
 from clusterddp.slurm.cause import Cause
 
-#: Exceptions that tell of a device, a network or a peer rather than of the user's code: another try may go well.
+#: Exceptions of a device, a network or a peer rather than of the user's code: a restart may succeed.
 _MAY_PASS = re.compile(
     r"(Dist(Backend|Network|Store)Error|AcceleratorError|ConnectionError|ConnectionResetError|BrokenPipeError): "
     r"|CUDA error|NCCL error|gloo/transport/|rank 0's store is gone"
 )
-#: Of these, what tells that another rank is gone.
+#: Those of them that mean that another rank has exited.
 _LOST_PEER = re.compile(
     r"gloo/transport/|Connection (closed|reset|refused)|remote process exited|rank 0's store is gone"
     r"|(DistNetworkError|DistStoreError|ConnectionError|ConnectionResetError|BrokenPipeError): "
 )
-#: Of these, what tells of the rank's own device, or of its node's.
+#: Those of them that mean that the rank's device or node is faulty.
 _OF_THE_NODE = re.compile(r"CUDA error|NCCL error|AcceleratorError: ")
 _OUT_OF_MEMORY = re.compile(
     r"^(MemoryError|OutOfMemoryError)\b|can't allocate memory|std::bad_alloc|Cannot allocate memory"
 )
 
-#: Seconds within which the order of two connections' ends tells nothing.
+#: Two connections that end within so many seconds are taken to end together.
 JITTER_S = 0.5
 
 
@@ -42,10 +42,10 @@ class Action(enum.Enum):
     COMPLETE = "completed"
     FAIL = "failed"
     CANCEL = "cancelled"
-    RESTART = "restart"  # all ranks are started anew in the same job, on the same nodes
+    RESTART = "restart"  # all ranks restart in the same job, on the same nodes
     AGAIN = "again"  # the job ends unless it is requeued, or the run is resubmitted
     LEAVE_TO_SLURM = "leave to Slurm"  # which requeues the job by itself, unless it cancels what it preempts
-    LEAVE = "leave"  # the job ends as it is, the run is not over, and someone may continue it
+    LEAVE = "leave"  # the job ends, the run does not: a later submit continues it
 
 
 _RECORD: Schema = {
@@ -131,7 +131,7 @@ class RankEnd:
         )
 
     def without(self, secrets: Sequence[str]) -> RankEnd:
-        """Its words without these values, which no history and no log of ours is to hold."""
+        """The same with these values masked, which must not appear in the history or in logs."""
         return dataclasses.replace(self, error=masked(self.error, secrets), traceback=masked(self.traceback, secrets))
 
     @property
@@ -141,43 +141,43 @@ class RankEnd:
 
     @property
     def may_pass(self) -> bool:
-        """Whether a failure may have come from outside the user's code. A Python exception of its own never does."""
+        """Whether the failure may come from outside the user's code. A Python exception raised by it never does."""
         if self.end == "exception":
             return _MAY_PASS.search(self.error) is not None
         return self.end in ("died", "lost", "silent", "hung", "early")
 
     @property
     def of_the_node(self) -> bool:
-        """Whether the failure may be its node's rather than the script's, or a peer's."""
+        """Whether the failure may be the node's, rather than the script's or a peer's."""
         return self.end in ("died", "lost", "silent") or bool(_OF_THE_NODE.search(self.error))
 
     @property
     def started(self) -> bool:
-        """Whether its process was there at all, as far as it is known."""
+        """Whether its process was started, as far as is known."""
         return self.death is None or not self.death.not_started
 
     @property
     def lost_peer(self) -> bool:
-        """Whether an exception tells that another rank is gone."""
+        """Whether its exception means that another rank has exited."""
         return self.end == "exception" and _LOST_PEER.search(self.error) is not None
 
     @property
     def own(self) -> bool:
-        """Whether the rank failed by itself: not for a lost peer, nor ended by its launcher for a peer's failure."""
+        """Whether the rank failed by itself: not through a lost peer, nor killed after a peer failed."""
         if self.end == "died":
             return self.death is not None and self.death.by_itself
         return self.end in ("exit", "unfinished", "silent") or (self.end == "exception" and not self.may_pass)
 
     @property
     def ended_by_us(self) -> bool:
-        """Whether the supervisor or the launcher ended it, for a peer's failure."""
+        """Whether the supervisor or the launcher ended it because a peer had failed."""
         if self.end == "died":
             return self.death is not None and self.death.signal in KILLS and not self.death.by_itself
         return self.end == "dismissed"
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether an exception says so."""
+        """Whether its exception is an out-of-memory error."""
         return self.end == "exception" and _OUT_OF_MEMORY.search(self.error) is not None
 
     def sentence(self) -> str:
@@ -187,7 +187,7 @@ class RankEnd:
         return f"rank {self.rank} ({self.host}) {self.words()}"
 
     def words(self) -> str:
-        """What happened to it, in one line: a long error's first, and its last, which has a worker's own exception."""
+        """What happened to it, in one line: a long error's first and last line, which has the exception of a worker."""
         what = {"exception": "raised ", "exit": "left with ", "lost": "never joined: ", "dismissed": "ended: "}
         lines = [line.strip() for line in self.error.splitlines() if line.strip()] or [self.end]
         error = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
@@ -206,7 +206,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """The training's exit code: 0 when it completed, a failed rank's own where it chose one, 1 otherwise."""
+        """The training's exit code: 0 if it completed, else the one that the failed rank exited with, else 1."""
         if self.action is Action.COMPLETE:
             return 0
         return (self.first_failure and self.first_failure.exit_code) or 1
@@ -227,10 +227,10 @@ _FOLLOWS = {
 
 
 def judge(ends: Sequence[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cause]) -> Verdict:
-    """Decides what an attempt comes to. ``ask`` queries the controller and is called only where its answer matters.
+    """The verdict. ``ask`` queries the controller and is called only where its answer matters.
 
-    ``exit_code`` is the launcher's (srun's): it shows a death during the interpreter's shutdown, after the records.
-    ``told``: whether ranks were warned at all; a crash just before the time limit is no consequence of the limit.
+    ``exit_code`` is the launcher's (srun's): it shows a crash during the interpreter's shutdown, after the records.
+    ``told``: whether ranks were told to stop; a crash just before the time limit is not a consequence of the limit.
     """
     all_done = exit_code == 0 and all(end.end == "done" for end in ends)
     left_loop = any(end.left_loop for end in ends)
@@ -264,10 +264,10 @@ def judge(ends: Sequence[RankEnd], exit_code: int, told: bool, ask: Callable[[],
 
 
 def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
-    """The failures, the true first one in front: whose connection broke first.
+    """The failures, the first one in front: the rank whose connection ended first.
 
-    Where the order is within the network's jitter, a rank that failed by itself comes before one that tells of a lost
-    peer, or was killed for one, which is likely its consequence.
+    Among those that ended together, a rank that failed by itself comes before one that lost a peer, or was killed after
+    a peer failed: these are likely its consequences.
     """
     failures = sorted(failures, key=lambda end: (end.started, end.lost_at, end.rank))
     near = [end for end in failures if end.lost_at <= failures[0].lost_at + JITTER_S]
@@ -277,9 +277,9 @@ def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
 
 
 def _early_leaver(ends: Sequence[RankEnd], failures: Sequence[RankEnd]) -> RankEnd | None:
-    """The rank that exited with code 0 before the others failed, all of them for the loss of a peer: that was it.
+    """The rank that exited with code 0 before the others failed, if all of those failed because they lost a peer.
 
-    One without a record, of which the launcher tells no failure either, exited by ``os._exit(0)``.
+    A rank without a record, for which the launcher reports no failure either, exited by ``os._exit(0)``.
     """
     silent = [end for end in failures if end.end == "died" and end.death is None]
     consequences = [end for end in failures if end not in silent and not end.ended_by_us]
