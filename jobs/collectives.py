@@ -150,7 +150,8 @@ def check(ctx, name, prepared):
     except RuntimeError as error:
         if "support" not in str(error):
             raise
-        ctx.print(f"{name:15} {dist.get_backend()} of torch {torch.__version__} lacks it: {str(error).splitlines()[0]}")
+        reason = str(error).splitlines()[0]
+        ctx.print(f"{name:15} not supported by {dist.get_backend()} of torch {torch.__version__}: {reason}")
         return False
     right = prepared.output is None or torch.equal(prepared.output, prepared.expected)
     wrong = int(ctx.all_reduce_sum(float(not right)))
@@ -212,7 +213,7 @@ def main():
 
     ctx = clusterddp.init()
     if ctx.world_size < 2:
-        raise SystemExit("needs 2 ranks or more, found 1: say --gpus 2 or --nodes 2")
+        raise SystemExit("needs 2 ranks or more, found 1: use --gpus 2 or --nodes 2")
     ctx.print(f"{ctx.world_size} ranks, {dist.get_backend()}, torch {torch.__version__}; bandwidths as in nccl-tests")
     ctx.print(f"{'collective':15} {'bytes':>12} {'us':>12} {'algbw GB/s':>12} {'busbw GB/s':>12}")
     for collective in COLLECTIVES:

@@ -49,7 +49,7 @@ def check_parts(where: str, parts: Mapping[str, Any]) -> None:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise TypeError(
                 f"{where}({name}=...): expected an object with state_dict() and load_state_dict(), got "
-                f"{type(part).__name__}; wrap values of your own in a class that has them"
+                f"{type(part).__name__}; wrap other values in a class with these methods"
             )
 
 

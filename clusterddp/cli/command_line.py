@@ -17,11 +17,11 @@ COMMANDS = {
     "submit": "start a run, or continue one",
     "status": "show a run's state and history",
     "logs": "print a rank's stdout and stderr",
-    "watch": "wait for runs, and help them past holds and lost jobs",
+    "watch": "wait for runs; release requeue holds and resubmit lost jobs",
     "cancel": "end a run for good",
     "export": "write a checkpoint's model to a file",
-    "drill": "test with a tiny job what a preemption would do",
-    "bench": "measure collectives on the nodes that train",
+    "drill": "test with a tiny job how a run would survive a preemption",
+    "bench": "check and time collectives on the training nodes",
 }
 USAGE = {
     "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",

@@ -122,7 +122,7 @@ def verdict(
     if not second and not preemption.must_resubmit:
         return f"the requeue does not restart the job: {first.get('requeue_error') or 'it did not start again'}"
     if save_s is not None and preemption.notice_s < 2 * save_s + 2:
-        return f"a save takes {save_s:.1f} s, the notice is {preemption.notice_s} s: save more often"
+        return "a save may not finish within the notice: save more often, so that fewer steps are repeated"
     return None
 
 

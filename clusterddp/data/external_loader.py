@@ -47,7 +47,7 @@ class ExternalLoader:
     def inexact(self) -> list[str]:
         """Reasons why a resume may not be exact, as far as is known by now."""
         if getattr(self._loader, "num_workers", 0):
-            return [f"the workers of {self._name} draw random numbers of their own"]
+            return [f"the workers of {self._name} draw their own random numbers"]
         return [f"{self._name} draws from the global random generators"] if self._drew else []
 
     def epoch(self, _step: int, /) -> int:

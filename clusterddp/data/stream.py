@@ -175,7 +175,7 @@ class Loader:
         Raises CheckpointError when the sample order could not be kept.
         """
         if "dataset_length" not in progress:
-            raise CheckpointError("the run started with a loader of your own: pass that one to ctx.run() again")
+            raise CheckpointError("the run started with your own loader: pass that loader to ctx.run() again")
         global_batch, length = progress["global_batch"], progress["dataset_length"]
         if length != self.length:
             raise CheckpointError(
@@ -287,8 +287,8 @@ def _check_options(options: dict[str, Any]) -> None:
         raise TypeError(f"{name!r} is not an option of the loader or of torch's DataLoader{nearest}")
     if clash := _OWN_OPTIONS & options.keys():
         raise TypeError(
-            f"{', '.join(sorted(clash))}: clusterddp orders the samples; leave it out, or loop over a DataLoader "
-            "of your own with ctx.stop_requested()"
+            f"{', '.join(sorted(clash))}: clusterddp orders the samples; leave it out, or loop over your own "
+            "DataLoader with ctx.stop_requested()"
         )
 
 
@@ -297,7 +297,7 @@ def _length(dataset: Dataset[Any]) -> int:
         raise TypeError(
             f"{type(dataset).__name__} has no length and no index, so that a run cannot resume in it: use a dataset "
             "with __len__ and __getitem__, or give ctx.run() a loader with state_dict() and load_state_dict(), or loop "
-            "over a DataLoader of your own with ctx.stop_requested()"
+            "over your own DataLoader with ctx.stop_requested()"
         )
     if not len(dataset):
         raise ValueError(f"the dataset ({type(dataset).__name__}) has no samples")

@@ -43,7 +43,7 @@ def choose_devices(
         return (device,) * per_rank
     if not visible_gpus:
         raise DeviceError(
-            f"device {asked} was asked for, but no GPU is visible on node {host}; request GPUs (--gpus-per-node), "
+            f"device {asked} requested, but no GPU is visible on node {host}; request GPUs (--gpus-per-node), "
             "install a torch with CUDA, or use --device cpu"
         )
     needed, slurm = environment.local_world_size * per_rank, environment.launcher == "slurm"

@@ -32,7 +32,7 @@ def check_own(path: Path, closed: bool = False) -> None:
     if status.st_uid not in (os.geteuid(), 0):
         raise RunDirectoryError(
             f"{path} belongs to user {status.st_uid} (mode {mode}), but clusterddp executes what is in it: expected "
-            f"user {os.geteuid()} or root. Start a run of your own; --fork continues from another user's checkpoint"
+            f"user {os.geteuid()} or root. Start your own run; --fork continues from another user's checkpoint"
         )
     if status.st_mode & 0o022 and not closed:
         raise RunDirectoryError(

@@ -166,7 +166,7 @@ def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise SlurmUnavailable(f"`{' '.join(command)}` did not answer in {timeout_s:.0f} s") from error
+        raise SlurmUnavailable(f"`{' '.join(command)}` did not answer within {timeout_s:.0f} s") from error
     except OSError as error:  # no memory or file descriptor left for it at the moment
         raise SlurmUnavailable(f"`{' '.join(command)}` cannot be started: {error}") from error
     if done.returncode != 0:

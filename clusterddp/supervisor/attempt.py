@@ -236,7 +236,7 @@ class Attempt:
         try:
             self._server.tell(term_notice_s=self._controller.term_notice_s())
         except SlurmError as error:
-            say(f"cannot ask how much notice a preemption gives: {error}")
+            say(f"cannot determine how much notice a preemption gives: {error}")
 
     def _record_start(self) -> None:
         """While the ranks import torch: this runs git, on a disk that may be slow."""

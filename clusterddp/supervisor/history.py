@@ -103,7 +103,7 @@ class History:
         try:
             write_json(self._run.outcome_file, {"state": state, **values})
         except OSError as error:
-            say(f"cannot write {self._run.outcome_file} ({error.strerror}): a later start will not see this")
+            say(f"cannot write {self._run.outcome_file} ({error.strerror}): without it, the run may start again")
             return False
         return True
 

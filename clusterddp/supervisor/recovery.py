@@ -134,7 +134,7 @@ class Recovery:
         try:
             return self._controller.ends_what_it_preempts()
         except SlurmError as error:
-            say(f"cannot find out whether this partition requeues preempted jobs: {error}")
+            say(f"cannot determine whether this partition requeues preempted jobs: {error}")
             return False
 
     def _restart(self, verdict: Verdict) -> int:

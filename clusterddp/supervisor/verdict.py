@@ -290,5 +290,5 @@ def _early_leaver(ends: Sequence[RankEnd], failures: Sequence[RankEnd]) -> RankE
     if not left:
         return None
     first = min(left, key=lambda end: end.lost_at)
-    how = "with code 0" if first.end == "done" else "by os._exit(0), or killed without a trace,"
+    how = "with code 0" if first.end == "done" else "by os._exit(0), or killed without a traceback,"
     return dataclasses.replace(first, end="early", error=f"exited early, {how} while other ranks waited for it")

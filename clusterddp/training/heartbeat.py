@@ -137,8 +137,8 @@ class Heartbeat:
             if time.monotonic() > self._stacks_at:
                 self._stacks_at = math.inf
                 self._say(
-                    "the stacks above were written when the watchdog's timeout was over without a step, in case this "
-                    "rank hangs; if it still works, it is left alone"
+                    "the stacks above were written because no step was completed within the watchdog's timeout: this "
+                    "rank may hang; if it is only slow, it continues"
                 )
             count = self._boundaries()
             age_s = pace.look(clock.now, count, self._begun_at, self._paused > 0)

@@ -105,7 +105,7 @@ class Values:
         if size > MOST_BYTES:
             raise ValueError(
                 f"run.log({_some(values)}): the values of one step would take {size:,} bytes, and the limit is "
-                f"{MOST_BYTES:,}; write them to a file of your own"
+                f"{MOST_BYTES:,}; write them to your own file"
             )
         self._values.update(values)
         self._bytes = size

@@ -124,7 +124,7 @@ class RunState:
         for name, part in self._parts.items():
             for module in ddp_modules(part):
                 if not module.broadcast_buffers and next(module.buffers(), None) is not None:
-                    reasons.append(f"{name} has buffers of its own on each rank (broadcast_buffers=False)")
+                    reasons.append(f"{name} has separate buffers on each rank (broadcast_buffers=False)")
                 if self._group.world_size > 2 and (doubt := wrapping.doubt(module)):
                     reasons.append(f"{name} {doubt}")
         return reasons

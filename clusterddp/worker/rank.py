@@ -327,7 +327,9 @@ def _bind(port: int) -> socket.socket:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError as error:
         held.close()
-        raise LauncherEnvironmentError(f"MASTER_PORT {port} is in use on {socket.gethostname()}: {error}") from error
+        raise LauncherEnvironmentError(
+            f"MASTER_PORT {port} is in use on {socket.gethostname()}: {error}; unset it, or set a free port"
+        ) from error
     return held
 
 

@@ -203,7 +203,7 @@ def test_without_the_throw_away_passes_the_bits_differ_and_the_run_says_so(
         (
             ("--ddp", '{"broadcast_buffers": false}'),
             [
-                "model has buffers of its own on each rank (broadcast_buffers=False)",
+                "model has separate buffers on each rank (broadcast_buffers=False)",
                 "ema differed between ranks, all have rank 0's",
             ],
             "model.body.1.running_mean",

@@ -82,7 +82,7 @@ def test_each_rank_goes_on_where_its_own_loader_was(tmp_path: Path, script: Any,
     ("option", "inexact"),
     [
         ("random", "Letters draws from the global random generators"),  # on rank 1 alone
-        ("workers", "the workers of Letters draw random numbers of their own"),
+        ("workers", "the workers of Letters draw their own random numbers"),
     ],
 )
 def test_a_loader_that_may_not_give_the_same_batches_again_is_said_to(

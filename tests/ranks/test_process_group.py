@@ -67,7 +67,7 @@ def test_a_rank_may_have_several_devices(asked: Any, local_rank: Any, visible: A
         ("cuda", 8, 4, "slurm", "needs 8 GPUs on node n1, Slurm gave 4"),
         ("cuda", 2, 1, "local", "needs 2 GPUs on node n1, there are 1"),
         (None, 2, 1, "torchrun", "needs 2 GPUs on node n1, there are 1"),
-        ("cuda", 1, 0, "slurm", "device cuda was asked for, but no GPU is visible on node n1"),
+        ("cuda", 1, 0, "slurm", "device cuda requested, but no GPU is visible on node n1"),
     ],
 )
 def test_too_few_gpus_are_an_error_and_never_a_cpu_run(
