@@ -68,7 +68,7 @@ def check_record(record: Any) -> None:
 class RankEnd:
     """How one rank ended.
 
-    ``end``: done, stopped (a clusterddp stop), unfinished (exit code 0 with steps left), exit (a code of its own),
+    ``end``: done, stopped (a clusterddp stop), unfinished (exit code 0 with steps left), exit (another exit code),
     exception, lost (it never reached the supervisor), declined (a callable's ``checkpoint()`` returned None), hung (all
     ranks had to be ended), hung for good (and are not to be restarted), dismissed (told to exit, as another was lost),
     silent (its node does not answer), early (it exited with code 0 while others waited for it), or died (no record of
@@ -103,7 +103,7 @@ class RankEnd:
 
     @classmethod
     def read(cls, rank: int, host: str, lost_at: float, path: Path, death: ExitStatus | None = None) -> RankEnd:
-        """From the file that the rank wrote. One that cannot be read tells no more than a missing one."""
+        """From the file that the rank wrote. An unreadable file counts as a missing one."""
         try:
             return cls.from_record(rank, host, lost_at, read_json(path, _RECORD), death)
         except (RunDirectoryError, OSError) as error:

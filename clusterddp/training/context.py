@@ -125,7 +125,7 @@ class Context:
 
     @property
     def attempt(self) -> int:
-        """The number of times that the run was started before, from 0; always 0 without a run directory."""
+        """The number of this attempt, from 0; always 0 without a run directory."""
         return self._history.number
 
     def print(self, *values: object, **options: Any) -> None:
@@ -181,7 +181,7 @@ class Context:
             batch_size: samples per rank and step. If the job sets ``global_batch``, or the number of ranks changed, a
                 rank's share of a step is the global batch divided by the ranks, and ``batch_size`` the most that
                 ``run.micro`` yields at once.
-            shuffle: whether each epoch has a random order of its own.
+            shuffle: whether each epoch has its own random order.
             options: of torch's DataLoader, such as ``num_workers``, except sampler, batch_sampler and drop_last.
 
         Raises TypeError for a dataset without a length and for unknown options, ValueError for an empty dataset or a

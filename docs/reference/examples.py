@@ -6,7 +6,7 @@ EXAMPLES = {
     "Context": 'with clusterddp.init() as ctx:\n    print(f"rank {ctx.rank} of {ctx.world_size} on {ctx.device}")',
     "Context.is_main": 'if ctx.is_main:\n    torch.save(model.module.state_dict(), "model.pt")',
     "Context.run_dir": 'images = ctx.run_dir / "images" if ctx.run_dir else Path("images")',
-    "Context.attempt": 'ctx.print(f"start number {ctx.attempt} of this run")',
+    "Context.attempt": 'ctx.print(f"attempt {ctx.attempt}")',
     "Context.print": 'ctx.print(f"{len(dataset)} samples")',
     "Context.local_first": 'with ctx.local_first():\n    dataset = CIFAR10("data", download=True)',
     "Context.wrap": "model = ctx.wrap(Net(), find_unused_parameters=True)",
