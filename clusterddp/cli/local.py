@@ -48,7 +48,7 @@ class Moment:
         return moment
 
     def reached(self, steps_done: int, elapsed_s: float) -> bool:
-        """Whether the moment has come."""
+        """Whether it is time to preempt."""
         if self.step is not None:
             return steps_done >= self.step
         return elapsed_s >= (self.seconds or 0.0)

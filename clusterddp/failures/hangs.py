@@ -218,7 +218,7 @@ class Watch:
         self._statuses: dict[int, RankStatus] = {}
 
     def hear(self, rank: int, host: str, beat: Mapping[str, Any]) -> None:
-        """A rank's heartbeat has come. ValueError unless it is of the expected form."""
+        """Records a rank's heartbeat. Raises ValueError for a malformed one."""
         if wrong := schema_error(beat, _BEAT):
             raise ValueError(wrong)
         now, told = self._clock.now, {name: beat[name] for name in _TOLD if name in beat}
