@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.stacks import MOST_FRAMES, end_of_log
 from clusterddp.rundir.run_directory import RunDirectory
@@ -69,3 +71,9 @@ def test_the_last_line_of_a_failed_run_has_the_reason() -> None:
     }
     assert sentence(event) == f"attempt 2: failed at step 5: {event['reason']}"
     assert len(sentence({**event, "reason": "x" * 10_000}) or "") < 600
+
+
+@pytest.mark.parametrize(("steps", "words"), [(0, "0 steps repeated"), (1, "1 step repeated"), (2, "2 steps repeated")])
+def test_repeated_steps_are_singular_or_plural(steps: int, words: str) -> None:
+    event = {"event": "resumed", "attempt": 1, "step": 5, "redone": steps}
+    assert sentence(event) == f"attempt 1: resumed from step 5, {words}"
