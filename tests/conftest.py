@@ -73,7 +73,7 @@ class Clusters:
 def _listed_events(request: pytest.FixtureRequest) -> Iterator[None]:
     """No run of a test writes an event with a field that the protocol does not list."""
     yield
-    for name in {"tmp_path", "runs"} & request.node.funcargs.keys():
+    for name in {"tmp_path", "runs"} & (request.node.funcargs or {}).keys():  # None after an interruption
         check_histories(request.node.funcargs[name])
 
 
