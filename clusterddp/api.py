@@ -299,7 +299,7 @@ def _start_local(job: Job, run_dir: str | None, plant: Plant | None) -> Handle:
     run = record_local(job, run_dir, plant)
     command = [*module_command("clusterddp.submit"), "--local", "--run-dir", str(run)]
     with open(_loop_log(run), "ab", opener=create_file) as log:
-        # In a session of its own, out of reach of Ctrl-C.
+        # In its own session, so that Ctrl-C does not reach it.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     handle = Handle(run.path)
     handle._process = process

@@ -115,7 +115,7 @@ def completed(run: RunDirectory, changed: bool) -> bool:
 
 
 def check_place(job: Job, place: str | None) -> None:
-    """Checks what only a job of its own can have (``--here``, ``--local``), and what this machine can start."""
+    """Refuses what ``--here`` and ``--local`` cannot have, and more ranks than this machine can start."""
     if place and job.min_nodes is not None:
         raise UsageError(
             f"nodes {job.nodes_text} is a range for Slurm to choose from: with {place}, expected one number, "

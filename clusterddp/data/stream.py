@@ -38,7 +38,7 @@ class TrainingLoader(Protocol):
 
     @property
     def per_rank_state(self) -> bool:
-        """Whether each rank has state of its own, so that every rank must take part in a save."""
+        """Whether each rank has its own state, so that every rank must take part in a save."""
 
     @property
     def inexact(self) -> list[str]:

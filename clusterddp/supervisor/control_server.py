@@ -203,7 +203,7 @@ class ControlServer:
             self._drop(peer, silent)
 
     def _handle(self, peer: _Peer, line: bytes) -> bool:
-        """Whether to keep the connection. A rank's is kept, whatever it sends: it would reconnect and send it again."""
+        """Whether to keep the connection. A rank's is always kept: it would reconnect and send the line again."""
         if peer.rank is not None:
             self._hear(peer.rank, None if peer.skipping else line)
             peer.skipping = False

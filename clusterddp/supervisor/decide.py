@@ -22,7 +22,7 @@ from clusterddp.worker.control_channel import SILENCE_S
 #: Grace period, in seconds, for the peers of a failed rank to fail with errors of their own, and for hung ranks to exit
 #: on their own. The launcher ends them as well, but Slurm waits for KillWait where they do not react to TERM.
 PEER_GRACE_S = HANG_GRACE_S = 3.0
-#: How often the controller is asked: ranks hear of a stop that no signal announced within 5 s.
+#: How often the controller is asked: ranks are told of a stop within 5 s even if no signal reached them.
 ASK_S = 4.0
 #: How often the time limit is compared with the clock. Ranks that did not confirm a stop are told again as often.
 LOOK_S = 2.0
@@ -302,7 +302,7 @@ def _on_left(state: State, event: RankEvent, now: float) -> _Step:
 
 def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> _Step:
     rank = event.rank
-    # A peer that fails for want of a silent rank may say so before the silence has lasted long enough.
+    # A peer that waits for a silent rank may fail before the silence has lasted long enough.
     state = replace(_lost(state, rank, now - (SILENCE_S if event.silent else 0.0)), watched=False)
     state, actions = _saved(state) if rank == 0 else (state, [])
     if rank in state.ends:
