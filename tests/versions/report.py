@@ -22,19 +22,19 @@ All ran on one machine: {cores} cores ({cpu}), Linux {kernel}.
 PAIRS_HEAD = """## Python and torch
 
 The first row has the oldest versions that pyproject.toml allows, the last the newest that were available. Tests run on
-CPUs with gloo: exact resume, data, gradients, stop agreement, process group, watchdog, local runs, the link between
-supervisor and ranks, run directory and job definition. *On Slurm* is one run that is preempted and comes back, compared
-to the last bit, on the machine's Slurm.
+CPUs with gloo: exact resume, data, gradients, stop agreement, process group, watchdog, local runs, the control channel,
+run directory and job definition. *On Slurm* is one run that is preempted and resumes, compared to the last bit, on the
+machine's Slurm.
 """
 DIFFERENCES = """## What differs
 
 | torch | what | what clusterddp does |
 | --- | --- | --- |
 | 2.4 | gloo ignores a timeout that is changed after the start (2.9 takes it) | rank 0's log says which timeout holds; \
-the watchdog finds a hang all the same |
+the watchdog still detects a hang |
 | 2.4 | `is_backend_available("cpu:gloo")` is false | each part of such a name is checked by itself |
 | 2.4, 2.9 | no flight record of gloo's collectives (2.13 and 2.15 have one) | the log of a rank that hangs says that \
-there is none; its stacks and the place are there |
+there is none; its stacks and its line are there |
 
 PyPI's builds of torch are for CUDA. Where they were tested, CUDA's libraries, which a CPU does not need, were stand-ins
 that report no GPU (`tests/versions/cuda_stubs.py`): nothing here says anything about GPUs.
@@ -42,7 +42,9 @@ that report no GPU (`tests/versions/cuda_stubs.py`): nothing here says anything 
 SLURM_HEAD = """## Slurm
 
 `tests/slurm/test_main_job.py` and `tests/slurm/test_preemption.py` on each: two to four ranks, three nodes in network
-namespaces of one machine.
+namespaces of one machine. 26.05 sets SLURM_STEP_ID to -5 in the batch step, where older releases leave it unset. From
+24.05 on, Slurm requeues a job that exits within its grace period even if nobody asks, and holds it after the fifth time
+(MaxBatchRequeue); a requeue by clusterddp does not count.
 """
 RELEASE_NAMES = {
     "slurm-machine": platform.freedesktop_os_release()["PRETTY_NAME"],
