@@ -6,11 +6,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from clusterddp.cli import submit
-from clusterddp.cli.options import add_arguments as add_arguments
+from clusterddp.cli import options, submit
 from clusterddp.errors import UsageError
 
 BENCHMARKS = Path(__file__).parents[1] / "bench"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``bench``: the name of a benchmark, and the options of ``submit``."""
+    options.add_arguments(parser, "collectives", "the benchmark")
 
 
 def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:

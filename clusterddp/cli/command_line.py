@@ -20,7 +20,7 @@ COMMANDS = {
     "watch": "wait for runs; release requeue holds and resubmit lost jobs",
     "cancel": "end a run for good",
     "export": "write a checkpoint's model to a file",
-    "drill": "test with a tiny job how a run would survive a preemption",
+    "drill": "test with a tiny job what a preemption would do to a run",
     "bench": "check and time collectives on the training nodes",
 }
 USAGE = {
@@ -30,10 +30,13 @@ USAGE = {
 DESCRIPTIONS = {
     "submit": "Start a run, or continue the one in --run-dir. The script's arguments follow --. If stdout is not a "
     "terminal, only the job id is printed there; messages go to stderr.",
+    "status": "Show a run's state and history.",
+    "logs": "Print a rank's stdout and stderr.",
     "watch": "Wait until runs are over and show their events. Meanwhile lift the hold that Slurm puts on a requeued "
     "job, and resubmit a run whose job ended without continuing it. Ctrl-C stops watching; the runs continue.",
     "cancel": "End a run for good: cancel its job or processes, and wait until they have ended. It never runs again.",
-    "drill": "Test what a preemption would do to a run in a partition: with a tiny job, whether the nodes have Slurm's "
+    "export": "Write a checkpoint's model, or more of it, to a file that other programs read.",
+    "drill": "Test with a tiny job what a preemption would do to a run in a partition: whether the nodes have Slurm's "
     "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",
     "bench": "Submit a packaged benchmark and show its output. The options are those of submit.",
 }
@@ -77,7 +80,7 @@ def parser(complete: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"clusterddp {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        own = commands.add_parser(name, help=text, usage=USAGE.get(name), description=DESCRIPTIONS.get(name, text))
+        own = commands.add_parser(name, help=text, usage=USAGE.get(name), description=DESCRIPTIONS[name])
         if name in complete:
             _module(name).add_arguments(own)
     return top

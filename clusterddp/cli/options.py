@@ -43,12 +43,13 @@ JOB_OPTIONS = (
 )  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    target: str = "SCRIPT.py | JOB.yaml",
+    target_help: str = "what to run; default: ./clusterddp.yaml, else the bundled digits example",
+) -> None:
     """The options of ``submit``. What follows ``--`` goes to the script."""
-    parser.add_argument(
-        "target", nargs="?", metavar="SCRIPT.py | JOB.yaml",
-        help="what to run; default: ./clusterddp.yaml, else the bundled digits example",
-    )  # fmt: skip
+    parser.add_argument("target", nargs="?", metavar=target, help=target_help)
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, like python -m")
     job = parser.add_argument_group("job")
     for flags, key, placeholder, text in JOB_OPTIONS:
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "./runs/NAME-N",
     )  # fmt: skip
     run.add_argument(
-        "--change", action="store_true", help="continue a run with arguments that differ from the recorded"
+        "--change", action="store_true", help="continue a run with arguments that differ from its recorded ones"
     )
     run.add_argument("--fork", metavar="RUN[@STEP]", help="start a new run from a checkpoint of another run")
     run.add_argument(

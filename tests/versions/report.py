@@ -18,6 +18,9 @@ HEAD = """# Versions
 
 What clusterddp is tested with. `make test-versions` writes this page; each row says when it last ran.
 All ran on one machine: {cores} cores ({cpu}), Linux {kernel}.
+The rows of 2026-11-21 ran on several commits: Python 3.12 and 3.13 on that evening's, after the modules had been moved
+into packages; Python 3.10 and 3.11, Slurm 22.05 and 24.11 before that; Slurm 26.05 after it, but before one thread
+decided on all events of an attempt.
 """
 PAIRS_HEAD = """## Python and torch
 
@@ -32,9 +35,9 @@ DIFFERENCES = """## What differs
 | --- | --- | --- |
 | 2.4 | gloo ignores a timeout that is changed after the start (2.9 takes it) | rank 0's log says which timeout holds; \
 the watchdog still detects a hang |
-| 2.4 | `is_backend_available("cpu:gloo")` is false | each part of such a name is checked by itself |
-| 2.4, 2.9 | no flight record of gloo's collectives (2.13 and 2.15 have one) | the log of a rank that hangs says that \
-there is none; its stacks and its line are there |
+| 2.4 | `is_backend_available("cpu:gloo")` is false | each part of such a name is checked separately |
+| 2.4, 2.9 | no flight record of gloo's collectives (2.13 and 2.15 have one) | the log of a rank that hangs says so, \
+and has its stacks and its line |
 
 PyPI's builds of torch are for CUDA. Where they were tested, CUDA's libraries, which a CPU does not need, were stand-ins
 that report no GPU (`tests/versions/cuda_stubs.py`): nothing here says anything about GPUs.
