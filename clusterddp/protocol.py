@@ -85,7 +85,11 @@ EVENTS: Mapping[str, Event] = {
 #: this rank's events it has.
 HELLO, ANSWER, REFUSAL = "token rank port host pid process", "host port known term_notice_s?", "refused"
 #: Then the rank sends events, and the supervisor may send an order with its reason.
-ORDERS: Mapping[str, str] = {"stop": "stop at a step boundary", "leave": "exit now"}
+ORDERS: Mapping[str, str] = {
+    "stop": "stop at a step boundary",
+    "flight_record": "write torch's flight record of the last collectives",
+    "leave": "exit now",
+}
 #: Events that are not written into the history.
 CHANNEL_EVENTS: Mapping[str, Event] = {
     "joined": Event("host pid address", "made by the supervisor from a rank's first message"),

@@ -115,7 +115,7 @@ class Say:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Send ``{order: reason}`` to all ranks. The orders are ``stop`` (save first) and ``leave`` (exit at once)."""
+    """Send ``{order: reason}`` to all ranks. ``protocol.ORDERS`` lists the orders."""
 
     order: str
     reason: str
@@ -451,7 +451,8 @@ def _on_hang(state: State, hang: Hang, now: float) -> _Step:
     if not state.watched:
         return state, []
     record = Record("hung", {"rank": hang.late[0], **dataclasses.asdict(hang)})
-    actions: list[Action] = [record, Broadcast("leave", hang.what), StartTimer(Timer.KILL, HANG_GRACE_S)]
+    orders = [Broadcast("flight_record", hang.what), Broadcast("leave", hang.what)]
+    actions: list[Action] = [record, *orders, StartTimer(Timer.KILL, HANG_GRACE_S)]
     return replace(state, hang=hang, hung_at=now, watched=False), actions
 
 

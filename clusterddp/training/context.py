@@ -275,13 +275,16 @@ class Context:
         """Off where no supervisor started this process: nobody would listen."""
         watched, directory = control_channel.current is not None, self._settings.run_dir
         logs = directory.attempt_logs(self.attempt) if directory else Path()
-        return Heartbeat(
+        heartbeat = Heartbeat(
             self._settings.watchdog if watched else None,
             boundaries=lambda: self._agreement.entered,
             step=lambda: self._run.step if self._run is not None else 0,
             send=control_channel.report,
             flight_record=logs / f"rank-{self.rank}.collectives.json",
         )
+        if control_channel.current is not None:
+            control_channel.current.write_flight_record = heartbeat.write_flight_record
+        return heartbeat
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Suspends the watchdog in a ``with`` block that takes long without a step.

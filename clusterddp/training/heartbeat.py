@@ -24,12 +24,15 @@ import torch
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.reporter import say
+from clusterddp.rundir.files import write_atomically
 from clusterddp.training.stack_location import place_of, position_of, sleeping
 
 #: A step may take so many times as long as the longest one so far.
 GAP_FACTOR = 4.0
 #: The number of last collectives in the flight record: torch keeps 2000, a megabyte for each of perhaps 1000 ranks.
 RECORDED = 100
+#: Seconds that the order to exit after a hang waits for the flight record, less than the grace period for hung ranks.
+RECORD_S = 1.5
 #: How many samples of a thread's stack, and how far apart, tell whether it makes progress.
 LOOKS, LOOK_S = 4, 0.01
 
@@ -96,6 +99,9 @@ class Heartbeat:
         #: When the timer will write the stacks, on the monotonic clock.
         self._stacks_at = math.inf
         self._end = threading.Event()
+        #: Writes the flight record of this timeout.
+        self._recording: threading.Thread | None = None
+        self._starting_record = threading.Lock()
         if watchdog is not None:
             threading.Thread(target=self._beat, args=(watchdog,), name="heartbeat", daemon=True).start()
 
@@ -129,7 +135,7 @@ class Heartbeat:
 
     def _beat_on(self, watchdog: Watchdog) -> None:
         pace, clock = Pace(watchdog), RunningClock(watchdog.beat_s)
-        recorded, still_since = False, 0.0
+        still_since = 0.0
         stood: set[object] = set()
         while not self._end.wait(watchdog.beat_s):
             if stood_s := clock.look():
@@ -147,16 +153,15 @@ class Heartbeat:
                 beat["own_s"], beat["step_s"] = self.pace
             if age_s == 0:
                 self._set_timer(pace.allowed_s)
-                recorded = False
+                self._recording = None
             else:
                 beat["place"], beat["waits"] = main_thread_place()
                 before, stood = stood, positions_of(_main_thread())
                 still_since = still_since if len(stood) == 1 and stood == before else clock.now
                 beat["still_s"] = clock.now - still_since
             self._send("alive", **beat)
-            if age_s > (pace.allowed_s or math.inf) and not recorded:
-                recorded = True
-                threading.Thread(target=self._record_flight, name="flight record", daemon=True).start()
+            if age_s > (pace.allowed_s or math.inf):
+                self._start_flight_record()
 
     def _set_timer(self, allowed_s: float | None) -> None:
         if self._end.is_set() or allowed_s is None or math.isinf(allowed_s):
@@ -166,14 +171,27 @@ class Heartbeat:
             faulthandler.dump_traceback_later(allowed_s, file=2)
             self._stacks_at = time.monotonic() + allowed_s
 
+    def write_flight_record(self) -> None:
+        """Writes the last collectives, and which of them are not complete; torch itself does not print them.
+
+        Once per timeout. Waits at most RECORD_S: the file system, or torch, may be what hangs.
+        """
+        self._start_flight_record().join(RECORD_S)
+
+    def _start_flight_record(self) -> threading.Thread:
+        with self._starting_record:  # the heartbeat and an order of the supervisor may coincide
+            if self._recording is None:
+                self._recording = threading.Thread(target=self._record_flight, name="flight record", daemon=True)
+                self._recording.start()
+            return self._recording
+
     def _record_flight(self) -> None:
-        """Writes the last collectives, and which of them are not complete; torch itself does not print them."""
         try:
             record = flight_record(torch._C._distributed_c10d)
             if record is None:
                 self._say(f"torch {torch.__version__} kept no flight record of the last collectives")
             else:
-                self._flight_record.write_text(json.dumps(record) + "\n")
+                write_atomically(self._flight_record, json.dumps(record) + "\n")
         except (OSError, RuntimeError, ValueError) as error:
             self._say(f"torch's flight record was not written: {error}")
 

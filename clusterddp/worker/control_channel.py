@@ -5,7 +5,8 @@ This is the rank's end; the supervisor's is ``supervisor/control_server.py``, an
 - Rendezvous: each rank sends the attempt's token and learns the address of rank 0's store. Rank 0 chooses and reserves
   the port; the address is the peer address of its connection, so no host name is resolved.
 - Events: ranks report them; only the supervisor writes the history.
-- Orders: the supervisor tells ranks to stop at a step boundary, or to exit at once.
+- Orders: the supervisor tells ranks to stop at a step boundary, or to exit at once; before it ends a hang, to write
+  torch's flight record.
 - Failure detection: if the connection breaks and the rank does not reconnect at once, the rank is lost; if it becomes
   silent, the rank's node is lost.
 
@@ -81,6 +82,8 @@ class ControlChannel:
         self._stop: str | None = None
         self._on_stop: Callable[[str], None] | None = None
         self._stopping = threading.Lock()
+        #: Writes torch's flight record, in bounded time.
+        self.write_flight_record: Callable[[], None] = lambda: None
 
     @classmethod
     def join(

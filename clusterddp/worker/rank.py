@@ -135,12 +135,15 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
 
 
 def obey(order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """Carries out an order of the supervisor: stop like on a signal, or exit at once, even if the main thread hangs.
+    """Carries out an order of the supervisor: stop like on a signal, write torch's flight record, or exit at once, even
+    if the main thread hangs.
 
     A script that does not use clusterddp may be saving, and is left to its launcher.
     """
     if "stop" in order and control_channel.current is not None:
         control_channel.current.stop(str(order["stop"]))
+    if "flight_record" in order and control_channel.current is not None:
+        control_channel.current.write_flight_record()
     if "leave" in order and _used_clusterddp():
         say_unlocked(f"told to exit: {order['leave']}")
         control_channel.report("left", **{**end, "end": "dismissed", "error": order["leave"], "used_clusterddp": True})

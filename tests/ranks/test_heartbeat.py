@@ -16,6 +16,8 @@ import torch
 from clusterddp import process
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
+from clusterddp.rundir.records import read_json
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training.heartbeat import RECORDED, Heartbeat, Pace, flight_record, positions_of
 from clusterddp.training.stack_location import place_of, sleeping
 from tests import ddp
@@ -169,6 +171,45 @@ def test_a_rank_that_waits_for_others_names_the_collective(tmp_path: Path) -> No
     assert "seen in all_reduce" in ddp.run(script, ranks=2, folder=tmp_path / "out").output(0)
 
 
+DISMISSED = """
+import sys
+import threading
+import torch
+import torch.distributed as dist
+import clusterddp
+from clusterddp.failures.hangs import Hang
+from clusterddp.jobdef.job import Job
+from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.supervisor.decide import Broadcast, RankEvent, State, step
+from clusterddp.worker import control_channel, rank
+
+server = ControlServer("token", lambda *_: None, host="127.0.0.1")
+control_channel.current = control_channel.ControlChannel.join(f"127.0.0.1:{server.port}", "token", 0, 1, timeout=10)
+control_channel.current.listen(lambda: None, lambda order: rank.obey(order, {"rank": 0}))
+ctx = clusterddp.init(device="cpu", run_dir=sys.argv[1])
+dist.all_reduce(torch.ones(1))
+state, _ = step(State(Job(name="x", module="x"), ("n1",), abandon_s=5.0), RankEvent(0, "joined", {"host": "n1"}), 0.0)
+for action in step(state, Hang((1,), "n1", 7, 606.0, "rank 1 hangs"), 0.0)[1]:
+    if isinstance(action, Broadcast):
+        server.broadcast(**{action.order: action.reason})
+threading.Event().wait()
+"""
+
+
+def test_a_rank_that_is_told_to_exit_after_a_hang_writes_its_flight_record_first(tmp_path: Path) -> None:
+    """Also if its own timeout is not over: another rank's was shorter."""
+    script = tmp_path / "dismissed.py"
+    script.write_text(DISMISSED)
+    run = RunDirectory(tmp_path / "run")
+    said = ddp.start(script, run, ranks=1, folder=tmp_path / "out").expect(1).output(0)
+    assert "told to exit: rank 1 hangs" in said
+    record = read_json(run.attempt_logs(0) / "rank-0.collectives.json")
+    if record is None:  # not every torch keeps it for gloo
+        assert "kept no flight record of the last collectives" in said
+    else:
+        assert record["entries"][-1]["profiling_name"] == "gloo:all_reduce"
+
+
 @pytest.mark.parametrize("nccl", [[], [{"profiling_name": "nccl:all_reduce"}] * (RECORDED + 1)])
 def test_the_flight_record_of_a_cuda_build_is_that_of_the_backend_in_use(nccl: list[object]) -> None:
     """It has one record for NCCL and one for all others."""
@@ -190,6 +231,6 @@ def test_a_torch_without_a_flight_record_is_said(
     """torch 2.4 has no such function; torch 2.9 records nothing for gloo."""
     monkeypatch.setattr(torch._C, "_distributed_c10d", SimpleNamespace(**dump))
     target = tmp_path / "rank-0.collectives.json"
-    Heartbeat(None, lambda: 0, lambda: 0, lambda *_, **__: None, target)._record_flight()
+    Heartbeat(None, lambda: 0, lambda: 0, lambda *_, **__: None, target).write_flight_record()
     assert "kept no flight record of the last collectives" in capsys.readouterr().err
     assert not target.exists()

@@ -283,7 +283,8 @@ def test_a_hang_ends_all_ranks_with_a_grace_period_first() -> None:
     """Those that can exit on their own do."""
     state, todo = step(after(), HANG, NOW)
     record = Record("hung", {"rank": 1, **dataclasses.asdict(HANG)})
-    assert todo == [record, Broadcast("leave", HANG.what), StartTimer(Timer.KILL, HANG_GRACE_S)]
+    orders = [Broadcast("flight_record", HANG.what), Broadcast("leave", HANG.what)]
+    assert todo == [record, *orders, StartTimer(Timer.KILL, HANG_GRACE_S)]
     assert actions(state, Timer.KILL) == [Do.KILL_RANKS]
     assert (state.hang, state.hung_at) == (HANG, NOW)
     assert actions(state, HANG) == []
