@@ -32,7 +32,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 
 @pytest.mark.parametrize("names", [CHILDREN, pytest.param(PROCESS, marks=pytest.mark.product)])
-def test_what_user_code_does_to_its_own_process_costs_no_step_and_leaves_nothing_behind(
+def test_what_user_code_does_to_its_process_costs_no_step_and_leaves_nothing_behind(
     names: str, undisturbed: RunDirectory, tmp_path: Path
 ) -> None:
     plan = draw_plan(SEED, names, 2)

@@ -305,7 +305,7 @@ class Cluster:
 
         A node that was cut off is idle before slurmstepd has done with the job that it had.
         """
-        dead = self._mend()
+        dead = self._repair()
         deadline = time.monotonic() + timeout
         if dead:  # Slurm would ask a node that has died and is back about its job again only minutes later
             self._cancel_all()
@@ -368,7 +368,7 @@ class Cluster:
         self._daemons.stop(f"slurmd-{node}")
         self._daemons.start_slurmd(node)
 
-    def _mend(self) -> list[str]:
+    def _repair(self) -> list[str]:
         """The nodes that were dead."""
         dead = [node for node in self.nodes if not self._daemons.alive(f"slurmd-{node}")]
         for node in self.nodes:

@@ -159,7 +159,7 @@ def test_debian_and_its_children_are_known() -> None:
     assert not install.is_debian("ID=fedora\n")
 
 
-def test_a_policy_of_the_machine_comes_back_after_the_installation(
+def test_a_policy_of_the_machine_is_restored_after_the_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when an earlier installation was killed in the middle."""
@@ -286,7 +286,7 @@ def test_a_cut_node_cannot_be_reached_until_it_is_healed(cluster: Cluster) -> No
 
 
 @pytest.mark.slurm
-def test_a_second_up_says_who_holds_the_first(cluster: Cluster) -> None:
+def test_a_second_up_names_the_holder_of_the_first(cluster: Cluster) -> None:
     """Two never run at once."""
     assert cluster.job(999_999) == {}
     done = subprocess.run(

@@ -78,7 +78,7 @@ def _check(run: RunDirectory, promised: Promised) -> None:
         run.create()
     number = run.create_attempt()
     assert number > promised.get("attempt", -1), f"attempt number {number} was used before"
-    _check_going_on(run, number, promised)
+    _check_that_it_continues(run, number, promised)
 
 
 def _check_files(run: RunDirectory, promised: Promised) -> None:
@@ -110,7 +110,7 @@ def _check_outcome(promised: Promised, found: dict[str, Any] | None) -> None:
     assert state in expected, f"the outcome is {state}, not one of {expected}"
 
 
-def _check_going_on(run: RunDirectory, number: int, promised: Promised) -> None:
+def _check_that_it_continues(run: RunDirectory, number: int, promised: Promised) -> None:
     """A new attempt finds the newest checkpoint, whole, with all metrics before it, and saves the next."""
     damaged: list[str] = []
     saver = saver_of(run, number, lambda event, **values: damaged.append(values["reason"]))

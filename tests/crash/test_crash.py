@@ -161,7 +161,7 @@ def replay(place: Path) -> Replay:
     return Replay(place / "story", place / "scratch")
 
 
-def test_a_machine_that_dies_at_any_call_loses_nothing_that_was_promised(stories: Stories, replay: Replay) -> None:
+def test_a_machine_crash_at_any_call_loses_nothing_that_was_promised(stories: Stories, replay: Replay) -> None:
     """Unsynced data and names are gone, or kept, or torn, each by itself."""
     assert list(itertools.islice(replay.problems(stories.recording), 20)) == []
     print(f"{replay.points} moments, {replay.states} states")
@@ -184,7 +184,7 @@ def test_the_replay_fails_for_each_fsync_that_is_left_out(stories: Stories, repl
     assert len(syncs) > 30 and harmless == []
 
 
-def test_the_replay_fails_for_each_order_that_is_turned_round(stories: Stories, replay: Replay) -> None:
+def test_the_replay_fails_for_each_swapped_order(stories: Stories, replay: Replay) -> None:
     """Sync before rename, metrics before checkpoint, commit before deleting."""
     calls = changing(stories.recording, stories.place)
     harmless, turned = [], 0
@@ -289,7 +289,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_said_and_passed_over(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_reported_and_skipped(tmp_path: Path, damage: str) -> None:
     """The one before is restored; when that is damaged, too, the run does not begin anew."""
     run = RunDirectory(tmp_path / "run")
     run.create()

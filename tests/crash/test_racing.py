@@ -212,7 +212,7 @@ class Race(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-def test_whatever_attempts_do_at_once_the_run_goes_on_from_where_it_is() -> None:
+def test_concurrent_attempts_never_lose_the_runs_position() -> None:
     """Claims, restores, half-written files, fence checks, renames and deletions of up to five attempts in any order."""
     run_state_machine_as_test(Race, settings=settings(max_examples=200, stateful_step_count=30, deadline=None))
 

@@ -190,7 +190,7 @@ def test_real_ranks_of_different_speed_agree_at_random_moments(tmp_path: Path) -
         assert len({line for r in range(3) for line in ranks.output(r).splitlines() if "stopped at" in line}) == 1
 
 
-def test_a_signal_is_acted_on_while_the_main_thread_sits_in_a_collective(tmp_path: Path) -> None:
+def test_a_signal_is_handled_while_the_main_thread_is_in_a_collective(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
     script.write_text(
         "import sys, threading, time, torch, clusterddp\n"

@@ -37,7 +37,7 @@ if "RANK" in os.environ:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loop_of_ones_own_goes_on_where_it_was(tmp_path: Path, ranks: int) -> None:
+def test_a_custom_loop_resumes_where_it_stopped(tmp_path: Path, ranks: int) -> None:
     """Alone, without a launcher, and with torchrun's variables."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -56,7 +56,7 @@ def test_a_loop_of_ones_own_goes_on_where_it_was(tmp_path: Path, ranks: int) -> 
     assert names == [f"step-{step:012d}.attempt-1.safetensors" for step in (6, 7)]
 
 
-def test_a_part_that_was_not_saved_and_a_newer_process_are_said(tmp_path: Path) -> None:
+def test_a_part_that_was_not_saved_and_a_newer_process_are_reported(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     with clusterddp.CheckpointFolder(tmp_path / "folder") as first:
         assert first.restore(model=model) == 0
@@ -84,7 +84,7 @@ def test_what_was_saved_can_be_restored_in_the_same_process_and_in_the_next(tmp_
             folder.save(begins_at + 3, model=model)
 
 
-def test_a_save_that_would_pass_by_what_is_there_is_refused_and_one_without_close_is_not_lost(tmp_path: Path) -> None:
+def test_a_save_that_ignores_existing_checkpoints_is_refused_and_one_without_close_is_not_lost(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, torch, clusterddp\n"
@@ -102,7 +102,7 @@ def test_a_save_that_would_pass_by_what_is_there_is_refused_and_one_without_clos
     assert run("6", "restore").stdout == "at 5\n"
 
 
-def test_checkpoints_that_someone_deleted_are_missed(tmp_path: Path) -> None:
+def test_deleted_checkpoints_are_an_error(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     for step in (1, 2):
         with clusterddp.CheckpointFolder(tmp_path) as folder:
@@ -117,7 +117,7 @@ def test_checkpoints_that_someone_deleted_are_missed(tmp_path: Path) -> None:
         folder.restore(model=model)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_only_damaged_ones_are_an_error(
+def test_a_damaged_checkpoint_is_skipped_and_only_damaged_ones_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = torch.nn.Linear(2, 2)

@@ -105,7 +105,7 @@ if __name__ == "__main__":
 PLAIN = [int(signal.SIG_DFL), int(signal.SIG_IGN), False, -1]
 
 
-def test_children_of_every_kind_have_default_signals_and_exit_by_themselves(
+def test_children_of_every_kind_have_default_signals_and_exit_on_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forked, spawned, served, grandchildren, executors, before and after ``init()``. Nothing that they do reaches the
@@ -172,7 +172,7 @@ for batch in run.steps(6):
 )
 
 
-def test_what_a_killed_local_rank_has_left_running_is_ended(tmp_path: Path) -> None:
+def test_child_processes_of_a_killed_local_rank_are_ended(tmp_path: Path) -> None:
     """As Slurm ends it with the step. Nobody else would: it has lost its parent."""
     script = tmp_path / "orphans.py"
     script.write_text(ORPHANS)

@@ -152,7 +152,7 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-def test_every_row_has_a_message_and_a_mistake_that_makes_it() -> None:
+def test_every_row_has_a_message_and_a_mistake_that_causes_it() -> None:
     """The first is the one that costs most."""
     rows = TEXT[TEXT.index("| what is seen") :].splitlines()[2:]
     assert len([row for row in rows if row.startswith("|")]) == len(TABLE) == len(MISTAKES)

@@ -36,7 +36,7 @@ for _ in run.steps(1):
         ("None", "run.log(confusion=...): expected a number or a tensor of one element, got a Tensor of 4 elements"),
     ],
 )
-def test_a_part_or_a_value_that_cannot_be_kept_is_refused_by_its_name(tmp_path: Path, best: Any, words: str) -> None:
+def test_a_part_or_a_value_that_cannot_be_saved_is_refused_by_name(tmp_path: Path, best: Any, words: str) -> None:
     script = tmp_path / "gives.py"
     script.write_text(SCRIPT)
     ranks = ddp.start(script, best, ranks=1, folder=tmp_path / "out").expect(1)
@@ -80,7 +80,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_that_names_the_part_and_the_
     [np.ones(3), torch.ones(0), object(), {"loss": torch.ones(1)}, {1, 2}, [1.0], "text", None, 1j, torch.tensor(1j),
      np.complex64(1j), np.str_("x"), np.datetime64("2026-01-01"), np.array(None), torch.ones(1, device="meta")],
 )  # fmt: skip
-def test_a_value_that_the_history_has_no_form_for_is_refused_where_it_is_logged(value: Any) -> None:
+def test_a_value_that_cannot_be_recorded_is_refused_at_the_call(value: Any) -> None:
     with pytest.raises(TypeError, match=r"run.log\(loss=...\): expected a number"):
         metrics.check("loss", value)
 
@@ -96,7 +96,7 @@ def test_a_number_in_any_form_is_logged(value: Any, kept: Any) -> None:
     assert metrics.plain("loss", value) == kept
 
 
-def test_values_that_are_too_large_or_too_many_are_refused_where_they_are_logged() -> None:
+def test_too_large_or_too_many_values_are_refused_at_the_call() -> None:
     with pytest.raises(ValueError, match=r"run.log\(n=...\): expected at most 64 bits, got an integer of 101 bits"):
         metrics.check("n", 2**100)
     values = metrics.Values()
@@ -159,7 +159,7 @@ REFUSED = {
 }
 
 
-def test_an_argument_that_cannot_work_is_refused_by_the_call_that_is_given_it(tmp_path: Path) -> None:
+def test_an_argument_that_cannot_work_is_refused_at_the_call(tmp_path: Path) -> None:
     script = tmp_path / "trying.py"
     script.write_text(TRYING.replace("CALLS", repr(list(REFUSED))))
     said = ddp.run(script, ranks=1, folder=tmp_path / "out").output(0)
@@ -167,7 +167,7 @@ def test_an_argument_that_cannot_work_is_refused_by_the_call_that_is_given_it(tm
         assert f"{call} -> {words}" in said
 
 
-def test_a_folder_for_checkpoints_refuses_a_part_without_a_state_and_a_step_that_is_none(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_refuses_a_part_without_a_state_and_an_invalid_step(tmp_path: Path) -> None:
     with clusterddp.CheckpointFolder(tmp_path) as folder:
         with pytest.raises(TypeError, match=r"restore\(best=...\): expected an object with state_dict\(\)"):
             folder.restore(best=1.5)  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ def deadline(acted: tuple[threading.Event, list[float]], **notices: float) -> De
     return Deadline(notices, act)
 
 
-def test_the_notice_less_the_last_save_is_waited_for(acted: Any) -> None:
+def test_the_deadline_is_the_notice_less_the_last_save(acted: Any) -> None:
     deadline(acted, TERM=4.0).begin("signal TERM", last_save_s=0.5)
     assert acted[0].wait(30)
     assert acted[1][0] >= 2.0  # half of the notice at least, however long a save takes

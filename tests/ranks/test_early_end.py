@@ -43,7 +43,7 @@ def made(script: Path, run: Path, total: int) -> str:
     return said.output(1).splitlines()[-1]
 
 
-def test_a_finished_loop_is_done_in_a_resumed_run_too_and_goes_on_where_more_steps_are_asked_for(
+def test_a_finished_loop_stays_done_in_a_resumed_run_and_continues_for_more_steps(
     tmp_path: Path,
 ) -> None:
     script, run = tmp_path / "early.py", tmp_path / "run"
@@ -56,7 +56,7 @@ def test_a_finished_loop_is_done_in_a_resumed_run_too_and_goes_on_where_more_ste
     assert [line["step"] for line in RunDirectory(run).metrics()] == list(range(8))
 
 
-def test_a_loop_that_is_left_by_break_is_said_to_have_saved_nothing_and_loses_no_metrics(tmp_path: Path) -> None:
+def test_a_loop_left_by_break_is_reported_as_unsaved_and_loses_no_metrics(tmp_path: Path) -> None:
     script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "clusterddp.submit", "--local", "--device", "cpu", "--gpus", "2"]

@@ -62,7 +62,7 @@ def test_ctrl_c_ends_logs_that_follow(run: RunDirectory) -> None:
     assert process.returncode == 130
 
 
-def test_logs_of_what_is_not_there_are_refused(run: RunDirectory) -> None:
+def test_logs_of_missing_attempts_and_ranks_are_refused(run: RunDirectory) -> None:
     """With ``-f`` too: nobody waits for an attempt that will not come, or a rank of a run that is over."""
     run.create_attempt()
     for follow in ([], ["-f"]):
@@ -82,7 +82,7 @@ def test_logs_of_what_is_not_there_are_refused(run: RunDirectory) -> None:
          "No space left on device"),
     ],
 )  # fmt: skip
-def test_a_disk_that_takes_nothing_is_one_sentence_that_names_the_file(
+def test_a_full_disk_is_one_sentence_that_names_the_file(
     run: RunDirectory, mount: str, command: list[str], file: str, words: str
 ) -> None:
     """Nothing half-written is left that a later submission would stumble over."""
@@ -102,7 +102,7 @@ def test_a_disk_that_takes_nothing_is_one_sentence_that_names_the_file(
     assert ("run" in lines[lines.index(line) + 1 :]) is False
 
 
-def test_a_deleted_working_directory_is_said(tmp_path: Path) -> None:
+def test_a_deleted_working_directory_is_reported(tmp_path: Path) -> None:
     """By every command that needs it."""
     for words in ("status run", "submit -m this --local", "cancel run", "export run x.pt"):
         gone = tmp_path / "gone"
@@ -111,7 +111,7 @@ def test_a_deleted_working_directory_is_said(tmp_path: Path) -> None:
         assert said(command, 1) == "clusterddp: the working directory was deleted: change to one that exists\n"
 
 
-def test_output_that_takes_no_such_letters_gets_escapes(run: RunDirectory) -> None:
+def test_characters_that_the_output_cannot_encode_are_escaped(run: RunDirectory) -> None:
     """A path with umlauts, on a terminal that has ASCII alone."""
     path = run.path.rename(run.path.with_name("l\u00e4ufe"))
     environ = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
@@ -120,7 +120,7 @@ def test_output_that_takes_no_such_letters_gets_escapes(run: RunDirectory) -> No
     assert said([*CLI, "cancel", str(path)], 0, env=environ) == ""
 
 
-def test_output_that_takes_nothing_is_said() -> None:
+def test_output_that_cannot_be_written_is_reported() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([*CLI, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -210,7 +210,7 @@ def test_without_the_throw_away_passes_the_bits_differ_and_the_run_says_so(
         ),
     ],
 )
-def test_what_else_is_not_exact_differs_and_is_said(
+def test_every_other_inexact_resume_differs_and_is_reported(
     tmp_path: Path, left_alone: Any, options: Any, reasons: Any, where: Any
 ) -> None:
     whole = left_alone(*options, ranks=2)
@@ -220,7 +220,7 @@ def test_what_else_is_not_exact_differs_and_is_said(
     assert any(where in name.replace("module.", "") for name in different), different
 
 
-def test_another_number_of_ranks_keeps_the_samples_and_is_said_to_be_inexact(tmp_path: Path) -> None:
+def test_another_number_of_ranks_keeps_the_samples_and_is_reported_as_inexact(tmp_path: Path) -> None:
     resumed = train(tmp_path / "stopped", ranks=2, stops=(4,), then_ranks=3)
     assert resumed.inexact() == [["3 ranks instead of 2"]]
     assert [line["step"] for line in resumed.raw()] == list(range(STEPS))

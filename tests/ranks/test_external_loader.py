@@ -64,7 +64,7 @@ def taken(ranks: ddp.Ranks, rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stop_at", [13, 9], ids=["in mid-pass", "on the last batch of a pass"])
-def test_each_rank_goes_on_where_its_own_loader_was(tmp_path: Path, script: Any, stop_at: Any) -> None:
+def test_each_rank_resumes_where_its_loader_was(tmp_path: Path, script: Any, stop_at: Any) -> None:
     whole = ddp.run(script, tmp_path / "whole", 25, -1, ranks=2, folder=tmp_path / "out")
     run = tmp_path / "run"
     first = ddp.start(script, run, 25, stop_at, ranks=2, folder=tmp_path / "out").expect(75)
@@ -85,7 +85,7 @@ def test_each_rank_goes_on_where_its_own_loader_was(tmp_path: Path, script: Any,
         ("workers", "the workers of Letters draw their own random numbers"),
     ],
 )
-def test_a_loader_that_may_not_give_the_same_batches_again_is_said_to(
+def test_a_loader_that_may_not_repeat_its_batches_is_reported(
     tmp_path: Path, script: Any, option: Any, inexact: Any
 ) -> None:
     run = tmp_path / "run"
@@ -96,14 +96,12 @@ def test_a_loader_that_may_not_give_the_same_batches_again_is_said_to(
 
 
 @pytest.mark.parametrize(("options", "steps"), [((), {6, 12, 18, 24, 25}), (("by time",), {20, 25})])
-def test_saves_are_made_by_all_ranks_at_steps_that_all_of_them_know(
-    tmp_path: Path, script: Any, options: Any, steps: Any
-) -> None:
+def test_all_ranks_save_at_steps_that_all_of_them_know(tmp_path: Path, script: Any, options: Any, steps: Any) -> None:
     ddp.run(script, tmp_path / "run", 25, -1, *options, ranks=2, folder=tmp_path / "out")
     assert {int(path.name[5:17]) for path in (tmp_path / "run" / "checkpoints").iterdir()} == steps
 
 
-def test_another_number_of_ranks_cannot_share_the_states_and_says_so(tmp_path: Path, script: Any) -> None:
+def test_another_number_of_ranks_cannot_use_the_states_and_is_refused(tmp_path: Path, script: Any) -> None:
     ddp.run(script, tmp_path / "run", 4, -1, ranks=2, folder=tmp_path / "out")
     alone = ddp.start(script, tmp_path / "run", 8, -1, ranks=1, folder=tmp_path / "out").expect(1)
     assert "the checkpoint has the Letters states of 2 ranks, and there are now 1" in alone.output(0)
@@ -146,7 +144,7 @@ def test_the_best_step_is_saved_itself_and_kept_across_attempts(tmp_path: Path) 
     assert steps() == {8, 20}  # 0.7 and 0.2 of the second attempt are no better
 
 
-def test_a_metric_that_no_step_logs_is_said(tmp_path: Path) -> None:
+def test_a_metric_that_no_step_logs_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(POLICIES)
     ranks = ddp.run(script, tmp_path / "run", "misspelt", 9, ranks=2, folder=tmp_path / "out")
@@ -154,7 +152,7 @@ def test_a_metric_that_no_step_logs_is_said(tmp_path: Path) -> None:
     assert "no step has logged" not in ranks.output(1)
 
 
-def test_an_interval_of_its_own_choice_is_said(tmp_path: Path) -> None:
+def test_a_chosen_interval_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(POLICIES)
     ddp.run(script, tmp_path / "run", "auto", 50, ranks=2, folder=tmp_path / "out")

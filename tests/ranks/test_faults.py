@@ -68,7 +68,7 @@ def test_a_connection_to_the_supervisor_that_breaks_alone_costs_nothing(run: Run
     assert re.search(r"rank 1 \(\S+\) lost its connection to the supervisor and reconnected", err), err
 
 
-def test_rank_0_takes_another_port_than_one_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_avoids_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs on one head node choose alike; the second one's first choice is the first one's port."""
     first = rank.reserve_port(None)
     taken = first.getsockname()[1]
@@ -80,7 +80,7 @@ def test_rank_0_takes_another_port_than_one_that_is_taken(monkeypatch: pytest.Mo
     second.close()
 
 
-def test_a_port_that_the_user_chose_and_another_has_is_an_error_that_names_it() -> None:
+def test_a_port_that_the_user_chose_and_that_is_in_use_is_an_error_that_names_it() -> None:
     """MASTER_PORT wins, so that there is no other to take."""
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]

@@ -73,7 +73,7 @@ def test_the_box_names_the_true_first_failure(
     assert set(besides) <= set(numbers), box
 
 
-def test_the_peers_of_a_failed_rank_are_told_to_leave_wherever_they_are(
+def test_the_peers_of_a_failed_rank_are_told_to_exit_on_all_nodes(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm would wait for KillWait for a rank that sits in a collective; a process group, for its time-out."""
@@ -102,7 +102,7 @@ def test_the_peers_of_a_failed_rank_are_told_to_leave_wherever_they_are(
     assert (run.outcome() or {})["reason"] == "rank 1 (n2) raised ValueError: no"
 
 
-def test_an_exception_is_recorded_and_shown_whatever_the_scripts_own_hook_does_with_it(
+def test_an_exception_is_recorded_and_shown_whether_or_not_the_scripts_hook_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

@@ -52,7 +52,9 @@ def test_more_steps_continue_a_completed_run_as_if_it_had_never_stopped(tmp_path
     assert short.outcome()["step"] == 40  # type: ignore[index]
 
 
-def test_a_fork_goes_on_from_another_runs_step_and_leaves_that_run_alone(tmp_path: Path, source: RunDirectory) -> None:
+def test_a_fork_continues_from_another_runs_step_and_does_not_change_that_run(
+    tmp_path: Path, source: RunDirectory
+) -> None:
     before = {path: path.stat().st_mtime_ns for path in source.path.rglob("*")}
     fork = RunDirectory(tmp_path / "fork")
     done = submit("--fork", f"{source}@20", "--run-dir", fork, steps=40)
@@ -78,7 +80,7 @@ def test_without_a_step_a_fork_begins_with_the_newest_whole_checkpoint(tmp_path:
         (("--fork", "{source}", "--change"), "cannot be combined with --here or --change"),
     ],
 )
-def test_a_fork_that_cannot_be_is_refused_and_nothing_is_left(
+def test_an_impossible_fork_is_refused_and_leaves_nothing(
     tmp_path: Path, source: RunDirectory, arguments: Any, words: str
 ) -> None:
     given = [argument.format(source=source) for argument in arguments]
@@ -119,7 +121,7 @@ def test_safetensors_reads_the_export_and_the_checkpoint_itself(tmp_path: Path, 
         (("model.safetensors", "--part", "optimizer"), "safetensors holds parts whose values are all tensors"),
     ],
 )
-def test_an_export_that_cannot_be_says_what_can(
+def test_an_impossible_export_names_the_alternatives(
     tmp_path: Path, source: RunDirectory, capsys: pytest.CaptureFixture[str], arguments: Any, words: str
 ) -> None:
     (tmp_path / "there.pt").touch()

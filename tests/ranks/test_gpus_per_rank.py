@@ -60,7 +60,7 @@ def local(run: RunDirectory, *options: str, visible: str | None = None) -> subpr
         (["--nodes", "2", "--gpus", "2", "--device", "cpu", *SHARED], None, ["0 0 1 none", "1 0 1 none"]),
     ],
 )
-def test_local_nodes_have_each_their_own_of_this_machines_gpus(
+def test_each_local_node_has_its_own_share_of_this_machines_gpus(
     tmp_path: Path, shape: list[str], visible: str | None, expected: list[str]
 ) -> None:
     """So that a script's cuda:LOCAL_RANK is another GPU on each."""
@@ -77,7 +77,7 @@ def test_gpus_that_cannot_be_shared_start_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rank_without_gpus_has_the_cpu_in_place_of_each(launch: Launch) -> None:
+def test_without_gpus_each_device_of_a_rank_is_the_cpu(launch: Launch) -> None:
     """Four of them are two ranks of two, as they would be GPUs; the model's parts stay where the script put them."""
 
     def train() -> tuple[int, list[str], int]:

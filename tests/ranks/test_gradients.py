@@ -86,7 +86,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
         ("evaluation", 7, "{}", LOST),
     ],
 )
-def test_a_run_that_is_stopped_between_two_updates_is_the_same_run_or_says_that_it_is_not(
+def test_a_run_stopped_between_two_updates_is_the_same_run_or_reported_as_inexact(
     tmp_path: Path, how: str, stop: int, options: str, inexact: list[str]
 ) -> None:
     """An update every three steps, on two ranks. Gradients that each rank has for itself cannot be kept."""

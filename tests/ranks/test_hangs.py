@@ -47,7 +47,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, str]:
     return run, finished(start(run, "slow"), run)
 
 
-def test_neither_a_pause_that_was_announced_nor_work_is_a_hang(slow: tuple[RunDirectory, str]) -> None:
+def test_neither_an_announced_pause_nor_work_is_a_hang(slow: tuple[RunDirectory, str]) -> None:
     """The other rank waits for either in a collective, for longer than the watchdog allows."""
     run, _ = slow
     assert run.attempts() == [0], story(run)
@@ -69,7 +69,7 @@ def test_a_slow_rank_is_named_once_and_left_alone(slow: tuple[RunDirectory, str]
 
 
 @pytest.mark.parametrize("how", ["lock", "extension"])
-def test_a_rank_that_hangs_is_named_with_its_stack_and_all_start_anew_in_place(
+def test_a_hung_rank_is_named_with_its_stack_and_all_ranks_restart_in_place(
     run: RunDirectory, slow: tuple[RunDirectory, str], how: str
 ) -> None:
     """Python code that waits for ever; C code that does, and holds Python's lock."""
@@ -124,7 +124,7 @@ def what(*signs: RankStatus) -> str | None:
     return hang.what if hang else None
 
 
-def test_who_holds_the_others_up_is_told_by_what_all_of_them_say() -> None:
+def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
     """The first mark that tells them apart: silence, fewer steps, no waiting for others, the smaller number."""
     waiting = [sign(rank, 610, **IN_BACKWARD) for rank in range(3)]
     silent = "no heartbeat since (stopped, or holding the GIL)"
@@ -177,7 +177,7 @@ def test_a_rank_within_its_time_does_not_hang(signs: list[RankStatus]) -> None:
     assert find_hang(signs, NOW, beat_s=2.0) is None
 
 
-def test_a_rank_that_was_waited_for_and_goes_on_does_not_put_behind_those_that_have_not_spoken_since() -> None:
+def test_a_late_rank_that_continues_does_not_make_ranks_late_that_have_not_reported_since() -> None:
     """Ranks speak in turn: rank 1 has ended its long evaluation and says so; what rank 0 last said is from before."""
     search = Search(beat_s=2.0)
     waited = sign(0, 900, count=90, **IN_BACKWARD)
@@ -186,7 +186,7 @@ def test_a_rank_that_was_waited_for_and_goes_on_does_not_put_behind_those_that_h
     assert search.look([sign(0, 0, count=93), sign(1, 0, count=93)], NOW) is None
 
 
-def test_a_rank_that_is_behind_hangs_when_it_says_the_same_once_more_or_nothing_at_all() -> None:
+def test_a_late_rank_hangs_once_it_reports_the_same_again_or_is_silent() -> None:
     search, others = Search(beat_s=2.0), [sign(0, 900, **IN_BACKWARD)]
     behind = sign(1, 901, count=89, place="x.py:1 (f)")
     assert search.look([*others, behind], NOW) is None
@@ -197,7 +197,7 @@ def test_a_rank_that_is_behind_hangs_when_it_says_the_same_once_more_or_nothing_
     assert hang is not None and hang.late == (1,)
 
 
-def test_a_rank_is_slow_by_its_own_part_of_a_step_against_the_others_median() -> None:
+def test_a_rank_is_slow_by_its_compute_time_against_the_others_median() -> None:
     """What is much in itself, and much of the step: not two milliseconds instead of one in a step of a second."""
 
     def slow(*own: float | None, step: float = 1.0) -> list[Slow]:

@@ -26,7 +26,7 @@ from tests.waiting import wait_until
 WATCHDOG = Watchdog(step_s=600, start_s=1800)
 
 
-def test_the_time_that_a_rank_may_be_without_a_step_follows_what_it_did() -> None:
+def test_the_timeout_of_a_step_follows_the_longest_step_so_far() -> None:
     """Its own until the first step is done; then as set, or four times the longest so far; none when it rests."""
     pace = Pace(WATCHDOG)
     assert (pace.look(5, 0, None, False), pace.allowed_s) == (0.0, None)
@@ -55,7 +55,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytes
     assert (clock.look(counts=False), clock.now) == (3.0, 13.0)
 
 
-def test_an_evaluation_in_one_line_of_the_users_moves_and_a_rank_that_waits_does_not() -> None:
+def test_an_evaluation_in_one_line_makes_progress_and_a_waiting_rank_does_not() -> None:
     """Most of it happens in torch; a tight loop shows itself at few places only."""
     model, ended = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(9))), threading.Event()
 
@@ -131,7 +131,7 @@ say("closed")
 """
 
 
-def test_what_comes_after_a_loop_that_is_left_by_break_is_not_watched(tmp_path: Path) -> None:
+def test_code_after_a_loop_left_by_break_is_not_watched(tmp_path: Path) -> None:
     """Unless the script holds the iterator: nobody can tell then that it was left."""
     script = tmp_path / "left.py"
     script.write_text(LEFT)
@@ -222,7 +222,7 @@ def test_the_flight_record_of_a_cuda_build_is_that_of_the_backend_in_use(nccl: l
 
 
 @pytest.mark.parametrize("dump", [{}, {"_dump_fr_trace_json": lambda: '{"version": "2.10"}'}])
-def test_a_torch_without_a_flight_record_is_said(
+def test_a_torch_without_a_flight_record_is_reported(
     dump: dict[str, Callable[[], str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -36,7 +36,7 @@ os._exit(0 if enough.wait(30) else 1)
 """
 
 
-def test_the_stacks_of_a_rank_whose_time_is_over_are_explained(
+def test_the_stacks_of_a_rank_that_timed_out_are_explained(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be working: nobody has ended it."""

@@ -68,9 +68,7 @@ print("epochs", scheduler.last_epoch, flush=True)
         ("1", 5, []),
     ],
 )
-def test_a_resume_says_what_its_loops_do_not_do_as_the_uninterrupted_run(
-    tmp_path: Path, how: Any, stop: Any, inexact: Any
-) -> None:
+def test_a_resume_reports_what_its_loops_repeat_or_skip(tmp_path: Path, how: Any, stop: Any, inexact: Any) -> None:
     """Stopped after ``stop`` steps, in loops of 4 steps per epoch, or with so many steps per update."""
     script, run = tmp_path / "loops.py", tmp_path / "run"
     script.write_text(SCRIPT.replace("STOP", str(stop)))
@@ -127,7 +125,7 @@ for (x,) in run.steps(12):
 @pytest.mark.parametrize(
     ("model", "parts"), [("wrapped", [["env"], ["late"]]), ("unwrapped", [["model", "optimizer"], ["late"]])]
 )
-def test_parts_that_differ_between_ranks_are_named_when_it_is_seen_and_at_a_resume(
+def test_parts_that_differ_between_ranks_are_named_when_detected_and_at_a_resume(
     tmp_path: Path, model: Any, parts: Any
 ) -> None:
     """An environment, or a model outside DDP, differs after the first step; ``late`` only after some more."""

@@ -27,25 +27,23 @@ def require(package: str) -> None:
 
 @pytest.mark.product  # on Slurm: tests/slurm/test_integrations.py
 @pytest.mark.parametrize("package", ["transformers", "accelerate"])
-def test_a_preempted_run_goes_on_at_the_step_where_it_stopped(launch: Launch, tmp_path: Path, package: str) -> None:
+def test_a_preempted_run_resumes_at_the_step_where_it_stopped(launch: Launch, tmp_path: Path, package: str) -> None:
     """All ranks stop after the same step, the framework saves, the next attempt makes the next step."""
     require(package)
     handle = start_until_step_3(launch, tmp_path, package)
     preempt_local(RunDirectory(handle.path))
     let_go(handle, tmp_path)
-    check_goes_on(handle)
+    check_resumes(handle)
 
 
-def test_a_preempted_lightning_run_goes_on_though_one_rank_alone_has_heard_of_it(
-    launch: Launch, tmp_path: Path
-) -> None:
+def test_a_preempted_lightning_run_resumes_though_only_one_rank_got_the_signal(launch: Launch, tmp_path: Path) -> None:
     """Lightning's own handler would wait there for a broadcast of rank 0."""
     require("lightning")
     handle = start_until_step_3(launch, tmp_path, "lightning")
     give_notice(RunDirectory(handle.path), Cause.PREEMPTED)
     os.kill(int((tmp_path / "marks" / "1").read_text()), signal.SIGTERM)
     let_go(handle, tmp_path)
-    check_goes_on(handle)
+    check_resumes(handle)
 
 
 def start_until_step_3(launch: Launch, tmp_path: Path, package: str) -> clusterddp.Handle:
@@ -67,7 +65,7 @@ def let_go(handle: clusterddp.Handle, tmp_path: Path) -> None:
     (tmp_path / "marks" / "wait").unlink()
 
 
-def check_goes_on(handle: clusterddp.Handle) -> None:
+def check_resumes(handle: clusterddp.Handle) -> None:
     """A second attempt completes the run; each rank has made each step once."""
     run = RunDirectory(handle.path)
     assert handle.wait(timeout=120) == "completed", story(run)

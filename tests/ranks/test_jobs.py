@@ -91,9 +91,7 @@ def test_basic_notices_gradients_that_are_not_the_joined_batchs(
 
 
 @pytest.mark.parametrize("job", ["checkpoint", "checkpoint_folder"])
-def test_checkpoint_a_second_start_goes_on_as_if_there_had_been_one(
-    run: RunDirectory, tmp_path: Path, job: str
-) -> None:
+def test_checkpoint_a_second_start_ends_as_a_single_one(run: RunDirectory, tmp_path: Path, job: str) -> None:
     """On both ranks, with the optimizer's momentum: to the last digit shown."""
     whole = submit(run, job)
     (tmp_path / "files").mkdir()
@@ -112,7 +110,7 @@ def result(output: str) -> str:
     return found[1]
 
 
-def test_checkpoint_folder_saves_the_step_at_which_it_is_told_to_stop(tmp_path: Path) -> None:
+def test_checkpoint_folder_saves_the_step_at_which_it_stops(tmp_path: Path) -> None:
     """All ranks stop together, though one alone was told; what was saved is what that many steps make."""
     file = JOBS / "checkpoint_folder.py"
     endless = ["--steps", 10**9, "--save-every", 10**9, "--folder", tmp_path / "stopped"]
@@ -197,7 +195,7 @@ dist.reduce_scatter = lacking
         (LACKING, 0, r"reduce_scatter +not supported by gloo of torch \S+: ProcessGroupGloo does not support"),
     ],
 )
-def test_collectives_a_wrong_result_ends_it_and_a_missing_one_is_said(
+def test_collectives_a_wrong_result_is_an_error_and_a_missing_one_is_reported(
     tmp_path: Path, statement: str, code: int, words: str
 ) -> None:
     """As older torch refuses it."""
@@ -206,7 +204,7 @@ def test_collectives_a_wrong_result_ends_it_and_a_missing_one_is_said(
     assert re.search(words, ended.output(0)), ended.output(0)
 
 
-def test_bench_names_what_there_is() -> None:
+def test_bench_lists_the_benchmarks() -> None:
     line = [sys.executable, "-m", "clusterddp", "bench", "everything", "--local"]
     refused = subprocess.run(line, capture_output=True, text=True, cwd=ddp.REPOSITORY)
     assert refused.returncode == 2 and "bench: no benchmark 'everything'; available: collectives" in refused.stderr
@@ -231,7 +229,7 @@ def held_out_loss(said: str) -> str:
     return found[1]
 
 
-def test_charlm_learns_more_than_how_often_each_character_comes(charlm: tuple[RunDirectory, str]) -> None:
+def test_charlm_learns_more_than_character_frequencies(charlm: tuple[RunDirectory, str]) -> None:
     """Well below what a model without context can reach on that text, and far below a uniform guess (5.55)."""
     assert charlm[0].attempts() == [0, 1], story(charlm[0])
     text = script("charlm").load_text()
@@ -346,7 +344,7 @@ def macro_f1(actual: str, predicted: str) -> float:
 # ---- all of them
 
 
-def test_a_copy_of_the_folder_is_whole(tmp_path: Path) -> None:
+def test_a_copy_of_the_folder_is_complete(tmp_path: Path) -> None:
     """No job is a link out of it; those that are packaged as well are the same files."""
     copied = shutil.copytree(JOBS, tmp_path / "jobs", symlinks=True)
     assert [path for path in copied.iterdir() if path.is_symlink()] == []

@@ -96,7 +96,7 @@ for batch in run.steps(1_000_000):
 """
 
 
-def test_a_history_that_cannot_be_read_for_a_while_stops_no_training(tmp_path: Path) -> None:
+def test_a_temporarily_unreadable_history_does_not_stop_training(tmp_path: Path) -> None:
     """The interval that `every: auto` asks for is chosen after a later save."""
     script = tmp_path / "auto.py"
     script.write_text(AUTO)

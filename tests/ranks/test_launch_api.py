@@ -36,7 +36,7 @@ def marks(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_function_runs_on_every_rank_and_its_values_come_back(launch: Launch, tmp_path: Path) -> None:
+def test_a_function_runs_on_every_rank_and_its_values_are_returned(launch: Launch, tmp_path: Path) -> None:
     """Rank 0's, or all; another process, or another call, gets them from the run directory alone."""
 
     def train(number: float) -> tuple[int, float]:
@@ -83,7 +83,7 @@ def test_a_preempted_function_is_called_again(launch: Launch, marks: Path) -> No
     assert handle.result(all_ranks=True) == ["1", "1"]
 
 
-def test_a_preempted_training_in_a_function_goes_on_at_its_step(launch: Launch, marks: Path) -> None:
+def test_a_preempted_training_in_a_function_resumes_at_its_step(launch: Launch, marks: Path) -> None:
     """ctx.run() in it saves and resumes as in a script."""
 
     def train() -> tuple[int, int]:
@@ -139,7 +139,7 @@ class Counting:
         return DelayedSubmission(self, word + " again")
 
 
-def test_a_submitit_callable_goes_on_from_its_checkpoint(launch: Launch, marks: Path) -> None:
+def test_a_submitit_callable_continues_from_its_checkpoint(launch: Launch, marks: Path) -> None:
     """checkpoint() is called once, on rank 0; every rank of the next attempt calls what it returned."""
     handle = launch(Counting(marks), "trained")
     wait_for_marks(handle, marks)
@@ -153,7 +153,7 @@ class Ending(Counting):
         return None
 
 
-def test_a_submitit_callable_may_decline_to_go_on(launch: Launch, marks: Path) -> None:
+def test_a_submitit_callable_may_decline_to_continue(launch: Launch, marks: Path) -> None:
     """As with submitit the run is over then, and failed."""
     handle = launch(Ending(marks), "trained", gpus_per_node=1)
     wait_for_marks(handle, marks, 1)
@@ -188,7 +188,7 @@ def test_a_checkpoint_is_called_after_a_stop_of_a_clusterddp_training_too(tmp_pa
     assert function.newest_function(run, attempt) == function.function_file(run)
 
 
-def test_a_rank_that_declines_ends_the_run_whatever_the_cause() -> None:
+def test_a_rank_that_declines_ends_the_run_for_any_cause() -> None:
     """The controller is not asked."""
     ends = [RankEnd(0, "n1", "declined", 1.0, error=str(Declined("no more"))), RankEnd(1, "n1", "died", 2.0)]
     verdict = judge(ends, 1, True, lambda: pytest.fail("asked"))
@@ -216,7 +216,7 @@ def test_a_pickle_that_others_could_have_written_is_not_loaded(tmp_path: Path, w
         function.load_function(path)
 
 
-def test_a_script_is_launched_as_submit_does_it(launch: Launch, tmp_path: Path) -> None:
+def test_a_script_is_launched_as_by_submit(launch: Launch, tmp_path: Path) -> None:
     """Its arguments are text, its result is None, and its failure is raised."""
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint('given', *sys.argv[1:])\nassert sys.argv[1] == '1'\n")

@@ -93,7 +93,7 @@ CASES = [pytest.param(*case, marks=[pytest.mark.product] * (case[0] in TESTED)) 
 
 
 @pytest.mark.parametrize(("launcher", "job"), CASES)
-def test_a_job_comes_to_the_same_under_every_launcher(tmp_path: Path, launcher: str, job: str) -> None:
+def test_a_job_has_the_same_results_under_every_launcher(tmp_path: Path, launcher: str, job: str) -> None:
     """The command is that in the launcher's row."""
     command = launchers.commands(HERE)[launcher]
     port = str(free_port())
@@ -111,7 +111,7 @@ def test_a_job_comes_to_the_same_under_every_launcher(tmp_path: Path, launcher: 
     launchers.check_result(job, 1 if launcher == "none: one rank" else 2, said)
 
 
-def test_the_tables_have_the_launchers_that_are_promised() -> None:
+def test_the_tables_list_all_supported_launchers() -> None:
     """A row that is lost, or cannot be read, would go untested."""
     text = (REPOSITORY / "docs" / "guide" / "launchers.md").read_text()
     assert text.count(" ARGS` |") == len(launchers.commands(HERE)) + len(launchers.commands("On Slurm")) == 11

@@ -101,7 +101,7 @@ def test_a_twice_preempted_run_is_the_uninterrupted_one(
     check_same(run, uninterrupted)
 
 
-def test_ctrl_c_saves_and_stops_and_the_same_command_goes_on(run: RunDirectory, uninterrupted: RunDirectory) -> None:
+def test_ctrl_c_saves_and_stops_and_the_same_command_continues(run: RunDirectory, uninterrupted: RunDirectory) -> None:
     """It says how to continue, leaves no process, and nothing is redone."""
     process = start(run, *DIGITS)
     wait_for_step(run, 5)
@@ -117,7 +117,7 @@ def test_ctrl_c_saves_and_stops_and_the_same_command_goes_on(run: RunDirectory, 
     check_same(run, uninterrupted)
 
 
-def test_ctrl_c_before_the_ranks_are_there_stops_the_run(run: RunDirectory, tmp_path: Path) -> None:
+def test_ctrl_c_before_the_ranks_have_started_stops_the_run(run: RunDirectory, tmp_path: Path) -> None:
     """Their supervisor tells them, which has begun to import: the signal itself reached none of them."""
     script = tmp_path / "endless.py"
     script.write_text("import threading\nthreading.Event().wait()\n")
@@ -134,7 +134,7 @@ def test_ctrl_c_before_the_ranks_are_there_stops_the_run(run: RunDirectory, tmp_
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_named_and_all_ranks_start_anew_in_place(
+def test_a_killed_rank_is_named_and_all_ranks_restart_in_place(
     run: RunDirectory, uninterrupted: RunDirectory, rank: int
 ) -> None:
     """From the newest checkpoint, in the same supervisor; no bit differs in the end."""
@@ -163,7 +163,7 @@ def variable(pid: int, name: str) -> str:
     return next(pair.partition("=")[2] for pair in pairs if pair.startswith(f"{name}="))
 
 
-def test_a_killed_loop_leaves_no_process_and_the_run_goes_on(run: RunDirectory) -> None:
+def test_a_killed_local_command_leaves_no_process_and_the_run_continues(run: RunDirectory) -> None:
     """Supervisor and ranks die with it; the next start recognises the dead holder."""
     process = start(run, *DIGITS)
     wait_for_step(run, 60)
@@ -269,7 +269,7 @@ def test_a_training_that_fails_with_any_exit_code_is_over(run: RunDirectory, tmp
     assert (run.outcome() or {})["state"] == "failed"
 
 
-def test_a_script_that_catches_the_stop_and_goes_on_to_its_end_is_not_done(run: RunDirectory) -> None:
+def test_a_script_that_catches_the_stop_and_runs_to_its_end_is_not_completed(run: RunDirectory) -> None:
     """By a bare ``except:``, in the first attempt; the second makes the other steps."""
     script = run.path.with_name("catches.py")
     script.write_text(CATCHES)
@@ -281,7 +281,7 @@ def test_a_script_that_catches_the_stop_and_goes_on_to_its_end_is_not_done(run: 
     assert "the script caught clusterddp.Stopped: the run is stopped, not completed" in said
 
 
-def test_a_run_that_is_done_in_spite_of_ctrl_c_is_completed(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_run_that_finishes_despite_ctrl_c_is_completed(run: RunDirectory, tmp_path: Path) -> None:
     """Its script makes nothing of the signal: there is nothing to continue."""
     going, go = tmp_path / "going", tmp_path / "go"
     script = tmp_path / "deaf.py"
@@ -303,7 +303,7 @@ def test_a_run_that_is_done_in_spite_of_ctrl_c_is_completed(run: RunDirectory, t
 @pytest.mark.parametrize(
     ("code", "words"), [(0, "attempt 0: completed after 1 attempt"), (3, "attempt 0: failed: rank 0 .*")]
 )
-def test_on_a_full_disk_the_end_is_said_at_the_terminal(
+def test_on_a_full_disk_the_end_is_reported_on_the_terminal(
     run: RunDirectory, tmp_path: Path, code: int, words: str
 ) -> None:
     """With one sentence that it could not be recorded, no traceback, and the training's exit code."""
@@ -373,7 +373,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(run: RunDirectory, options
     assert not run.path.exists()
 
 
-def test_cuda_asked_for_and_absent_is_an_error_not_a_cpu_run(run: RunDirectory) -> None:
+def test_cuda_requested_and_absent_is_an_error_not_a_cpu_run(run: RunDirectory) -> None:
     """Never a silent CPU run."""
     import torch
 
@@ -397,7 +397,7 @@ def test_without_slurm_on_path_submit_says_so_and_never_runs_locally(run: RunDir
     assert not run.path.exists()
 
 
-def test_a_completed_run_does_not_run_again_but_for_other_arguments_that_are_asked_for(run: RunDirectory) -> None:
+def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirectory) -> None:
     """The same command again costs nothing and succeeds; others are listed and refused, and --change applies them."""
     assert submit(run, *DIGITS, "--", "--steps", "5").returncode == 0
     again = submit(run, *DIGITS, "--", "--steps", "5")
@@ -417,7 +417,7 @@ def test_a_completed_run_does_not_run_again_but_for_other_arguments_that_are_ask
     assert [line["step"] for line in run.metrics()] == list(range(9))
 
 
-def test_preemptions_whose_moment_has_come_already_wait_for_their_attempts_ranks(run: RunDirectory) -> None:
+def test_preemptions_that_are_already_due_wait_for_the_attempts_ranks(run: RunDirectory) -> None:
     """A TERM in an attempt's first milliseconds would end the loop's own shell, and the run with it."""
     script = run.path.with_name("waits_twice.py")
     script.write_text("import os, time\ntime.sleep(60 if int(os.environ['CLUSTERDDP_ATTEMPT']) < 2 else 0)\n")
@@ -427,7 +427,7 @@ def test_preemptions_whose_moment_has_come_already_wait_for_their_attempts_ranks
     assert done.stderr.count("preempted, no steps recorded, requeued") == 2
 
 
-def test_status_logs_and_cancel_tell_of_a_run_without_slurm(twice_preempted: tuple[RunDirectory, str]) -> None:
+def test_status_logs_and_cancel_work_without_slurm(twice_preempted: tuple[RunDirectory, str]) -> None:
     """From the run's own files alone."""
     run, _ = twice_preempted
 

@@ -44,7 +44,7 @@ def without(run: RunDirectory, into: Path, *names: str) -> RunDirectory:
     return RunDirectory(into)
 
 
-def test_a_copy_without_logs_and_records_goes_on_from_the_newest_checkpoint(
+def test_a_copy_without_logs_and_records_resumes_from_the_newest_checkpoint(
     trained: RunDirectory, tmp_path: Path
 ) -> None:
     """By the history: no step is trained twice, and no attempt's number used again."""
@@ -59,7 +59,9 @@ def test_a_copy_without_logs_and_records_goes_on_from_the_newest_checkpoint(
     assert "resumed from step 4" in done.stderr
 
 
-def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(trained: RunDirectory, tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_missing_does_not_restart_from_step_0(
+    trained: RunDirectory, tmp_path: Path
+) -> None:
     """It says which is missing and what to do; nothing is written."""
     for missing in (("checkpoints",), ("checkpoints", "private", "logs")):
         run = without(trained, tmp_path / "-".join(missing), *missing)
@@ -107,7 +109,7 @@ def test_without_records_and_history_the_last_attempts_files_count(tmp_path: Pat
     assert [(one.attempt, one.step) for one in Checkpoints(run, 9, Keep()).candidates()] == [(1, 20)]
 
 
-def test_a_fork_without_its_checkpoint_is_missed(tmp_path: Path) -> None:
+def test_a_fork_without_its_checkpoint_is_an_error(tmp_path: Path) -> None:
     """It was never trained, and would begin at step 0."""
     run = RunDirectory(tmp_path / "run")
     run.create()

@@ -25,7 +25,7 @@ def test_a_batch_has_the_fewest_pieces_that_fit_as_equal_as_they_can_be() -> Non
             assert len(parts) == 1 or samples > most * (len(parts) - 1)
 
 
-def test_a_nest_of_columns_is_cut_and_keeps_its_types() -> None:
+def test_a_nested_batch_is_split_and_keeps_its_types() -> None:
     Pair = namedtuple("Pair", "x y")
     x, y, names = torch.arange(10).reshape(5, 2), torch.arange(5).numpy(), ["a", "b", "c", "d", "e"]
     first, second = cut({"pair": Pair(x, y), "names": names, "list": [x, (y,)]}, [3, 2])
@@ -48,7 +48,7 @@ def test_a_nest_of_columns_is_cut_and_keeps_its_types() -> None:
         ([], "got batch of type list and length 0"),
     ],
 )
-def test_what_cannot_be_cut_is_named(batch: Any, words: str) -> None:
+def test_a_batch_that_cannot_be_split_is_named(batch: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         cut(batch, [3, 2])
 
@@ -73,7 +73,7 @@ def test_the_gradients_are_those_of_the_joined_batch(tmp_path: Path, ranks: int,
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "gradient_as_bucket_view", "static_graph"])
-def test_they_are_under_every_option_of_ddp(tmp_path: Path, option: Any) -> None:
+def test_the_gradients_are_those_of_the_joined_batch_under_every_option_of_ddp(tmp_path: Path, option: Any) -> None:
     """Pieces of 3 of which some leave a branch unused; views of buckets; a graph learnt from the first pass."""
     joined = gradients(tmp_path, 24, 24, "--whole", ranks=1)
     assert distance(gradients(tmp_path, 24, 3, "--ddp", option, ranks=2), joined) < 1e-6
@@ -102,7 +102,7 @@ def test_one_piece_changes_no_bit(tmp_path: Path) -> None:
         ("break", "was left before its end"),
     ],
 )
-def test_a_body_that_would_be_wrong_in_several_pieces_is_an_error_in_one_too(
+def test_a_loop_body_that_is_wrong_for_several_pieces_is_an_error_for_one_too(
     tmp_path: Path, body: Any, words: str, batch_size: int
 ) -> None:
     done = ddp.start(SCRIPT, tmp_path / "x.pt", 24, batch_size, "--body", body, ranks=1, folder=tmp_path).expect(1)

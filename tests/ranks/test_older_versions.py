@@ -121,7 +121,7 @@ def test_a_checkpoint_of_the_version_before_resumes_exactly(older: Path) -> None
     assert differing(final_state(resumed), final_state(whole)) == []
 
 
-def test_the_old_name_of_a_rank_starts_the_same() -> None:
+def test_the_old_entry_point_of_a_rank_still_works() -> None:
     """A supervisor that was running during the upgrade restarts its ranks by it."""
     old, new = (ast.parse((PACKAGE / name).read_text()).body[1:] for name in ("rank.py", "worker/__main__.py"))
     assert [ast.dump(node) for node in old] == [ast.dump(node) for node in new]

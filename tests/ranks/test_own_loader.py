@@ -39,7 +39,7 @@ ctx.requeue()
 """
 
 
-def test_a_term_to_the_whole_job_leaves_the_workers_to_the_script_and_none_holds_up_its_end(tmp_path: Path) -> None:
+def test_a_term_to_the_whole_job_spares_the_workers_and_none_delays_the_end(tmp_path: Path) -> None:
     """Loaders and iterators are still there when the process ends, one of them with a worker that is busy."""
     script = tmp_path / "own.py"
     script.write_text(SCRIPT)

@@ -41,7 +41,7 @@ if sys.argv[1] == "raises":
     ("drops", 0, "attempt 0: completed after 1 attempt"),
     ("raises", 1, "raised ValueError: its own mistake"),
 ])  # fmt: skip
-def test_a_script_that_leaves_nothing_as_it_was_ends_as_any_other(
+def test_a_script_that_changes_everything_in_its_process_ends_like_any_other(
     tmp_path: Path, end: str, code: int, said: str
 ) -> None:
     """No directory, output, file descriptor, environment or umask is left to it, nor its run directory's folders."""

@@ -110,7 +110,7 @@ CANNOT_CHANGE = (
 )
 
 
-def test_a_gloo_timeout_that_cannot_be_shortened_is_said_once(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_gloo_timeout_that_cannot_be_shortened_is_reported_once(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """As on torch 2.4, with a group of two of which only this rank is there."""
     monkeypatch.setattr(process_group, "GLOO_TIMEOUT_CHANGES", False)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda timeout: None)
@@ -123,7 +123,7 @@ def test_a_gloo_timeout_that_cannot_be_shortened_is_said_once(monkeypatch: pytes
 
 
 @pytest.mark.skipif(not process_group.GLOO_TIMEOUT_CHANGES, reason="this torch cannot change gloo's timeout")
-def test_the_shorter_time_out_is_taken_by_the_group(tmp_path: Path) -> None:
+def test_the_group_uses_the_shorter_timeout(tmp_path: Path) -> None:
     body = (
         "dist.all_reduce(torch.ones(1))\n"
         "ctx._group.shorten_timeout(1.0)\n"
@@ -152,7 +152,7 @@ def test_a_strangers_store_is_recognised(tmp_path: Path) -> None:
     mine.expect(0)
 
 
-def test_a_store_says_whose_it_is_and_never_the_token() -> None:
+def test_a_store_names_its_owner_and_never_the_token() -> None:
     """It shows what it holds to anyone who connects."""
     environ = {
         "CLUSTERDDP_RUN_DIR": "/home/me/runs/net-3",
@@ -236,7 +236,7 @@ print("all as it was")
 """
 
 
-def test_wrapping_touches_nothing_of_the_users_whatever_the_options(tmp_path: Path) -> None:
+def test_wrapping_does_not_change_the_users_state_under_any_option(tmp_path: Path) -> None:
     ranks = ddp.run(script(tmp_path, WRAP), ranks=2, folder=tmp_path / "out")
     assert ranks.text().count("all as it was") == 2
 
@@ -320,6 +320,6 @@ def test_a_broken_promise_about_a_static_graph_is_an_error_and_a_kept_one_is_not
     assert ranks.text().count("kept to it") == 2
 
 
-def test_the_promise_means_nothing_without_a_static_graph() -> None:
+def test_the_promise_is_refused_without_a_static_graph() -> None:
     with pytest.raises(TypeError, match="all_used_once=True is for static_graph=True"):
         wrap(torch.nn.Linear(1, 1), [torch.device("cpu")], all_used_once=True)

@@ -89,7 +89,7 @@ atexit.register(forever)
 """
 
 
-def test_nothing_of_the_script_keeps_a_rank_after_its_end_or_a_stop(tmp_path: Path) -> None:
+def test_nothing_in_the_script_delays_a_ranks_exit_beyond_its_grace_period(tmp_path: Path) -> None:
     """Children that block TERM, threads, an exit handler, a ``finally`` that never ends: ended, killed, and named."""
     script, run = tmp_path / "lingering.py", RunDirectory(tmp_path / "run")
     script.write_text(LINGERING)
@@ -144,6 +144,6 @@ def test_an_exit_with_steps_left_is_a_stop_when_there_is_a_reason_to_stop(
     assert _judged(cause, end="done") is Action.COMPLETE
 
 
-def test_a_break_after_the_ranks_were_told_is_no_completion_though_the_controller_is_away() -> None:
+def test_a_break_after_a_notice_is_no_completion_while_the_controller_is_unreachable() -> None:
     """What it was for remains unknown."""
     assert _judged(Cause.UNKNOWN, told=True, end="done", left_loop=True) is Action.LEAVE

@@ -113,7 +113,7 @@ def test_signals_before_the_first_step_stop_the_run_at_step_0(tmp_path: Path) ->
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 
-def test_the_newest_checkpoint_is_damaged_and_the_one_before_is_used(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_damaged_and_the_previous_one_is_used(tmp_path: Path) -> None:
     ddp.run(EXACT, tmp_path / "whole", 20, ranks=2, folder=tmp_path / "out")
     ddp.run(EXACT, tmp_path / "run", 10, "--every", 4, ranks=2, folder=tmp_path / "out")
     newest = tmp_path / "run" / "checkpoints" / "step-000000000010.attempt-0.safetensors"
@@ -124,7 +124,7 @@ def test_the_newest_checkpoint_is_damaged_and_the_one_before_is_used(tmp_path: P
     assert [line["step"] for line in values(tmp_path / "run")] == list(range(20))
 
 
-def test_all_checkpoints_are_damaged_and_no_rank_starts_over(tmp_path: Path) -> None:
+def test_all_checkpoints_are_damaged_and_no_rank_restarts_from_step_0(tmp_path: Path) -> None:
     ddp.run(EXACT, tmp_path / "run", 10, "--every", 4, ranks=2, folder=tmp_path / "out")
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
@@ -134,7 +134,7 @@ def test_all_checkpoints_are_damaged_and_no_rank_starts_over(tmp_path: Path) -> 
         assert "begin 0" not in ranks.output(rank)
 
 
-def test_a_full_disk_stops_no_training_and_the_last_good_checkpoint_is_what_the_run_goes_on_from(
+def test_a_full_disk_does_not_stop_training_and_the_run_resumes_from_the_last_good_checkpoint(
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"
@@ -151,7 +151,7 @@ def test_a_full_disk_stops_no_training_and_the_last_good_checkpoint_is_what_the_
     assert "begin 4" in ddp.run(EXACT, run_dir, 6, ranks=2, folder=tmp_path / "out").output(1)
 
 
-def test_a_rank_that_was_superseded_ends_by_itself_and_its_late_write_is_not_restored(tmp_path: Path) -> None:
+def test_a_superseded_rank_exits_on_its_own_and_its_late_write_is_not_restored(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     directory = RunDirectory(run_dir)
     old = ddp.start(EXACT, run_dir, 500, "--every", 40, "--sleep", 0.01, ranks=2, folder=tmp_path / "out")

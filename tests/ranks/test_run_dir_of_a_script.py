@@ -15,7 +15,7 @@ print("directory", ctx.run_dir, "attempt", ctx.attempt)
 """
 
 
-def test_every_rank_of_every_attempt_is_told_both(launch: Launch, tmp_path: Path) -> None:
+def test_every_rank_of_every_attempt_gets_run_dir_and_attempt(launch: Launch, tmp_path: Path) -> None:
     """What rank 0 writes there in the first attempt, all find in the second."""
 
     def where() -> tuple[int, str, str]:
@@ -32,7 +32,7 @@ def test_every_rank_of_every_attempt_is_told_both(launch: Launch, tmp_path: Path
     assert launch(where).result(all_ranks=True) == [expected, expected]
 
 
-def test_without_a_launcher_of_ours_it_is_the_one_that_init_was_given(tmp_path: Path) -> None:
+def test_under_another_launcher_it_is_the_one_given_to_init(tmp_path: Path) -> None:
     """Or none; the attempts are counted there."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -59,7 +59,7 @@ def names(directory: RunDirectory) -> list[str]:
     return sorted(path.name for path in directory.checkpoints.iterdir())
 
 
-def test_a_rank_that_is_gone_with_an_answer_unread_is_gone_like_any_other() -> None:
+def test_the_writer_exits_when_its_rank_exits_with_an_unread_answer() -> None:
     """The socket then breaks instead of ending; the save under way is finished all the same."""
     here, rank = socket.socketpair()
     here.sendall(b"an answer\n")
@@ -69,7 +69,9 @@ def test_a_rank_that_is_gone_with_an_answer_unread_is_gone_like_any_other() -> N
     here.close()
 
 
-def test_what_was_taken_is_saved_whatever_training_does_next(directory: RunDirectory, checkpoint_client: Any) -> None:
+def test_a_snapshot_is_saved_unchanged_while_training_continues(
+    directory: RunDirectory, checkpoint_client: Any
+) -> None:
     live = state(2.0, size=1 << 20)
     checkpoint_client.save(5, live, {}, urgent=False)
     live["model"]["weight"].zero_()
@@ -83,9 +85,7 @@ def test_what_was_taken_is_saved_whatever_training_does_next(directory: RunDirec
     assert content_of(path)["progress"] == {"step": 3}
 
 
-def test_a_state_that_grows_or_changes_its_shape_is_saved_all_the_same(
-    directory: RunDirectory, checkpoint_client: Any
-) -> None:
+def test_a_state_that_grows_or_changes_its_shape_is_saved(directory: RunDirectory, checkpoint_client: Any) -> None:
     checkpoint_client.prepare(state(1.0, size=10))
     for step, size in enumerate((10, 10, 500_000, 7, 0)):
         save(checkpoint_client, step, state(float(step), size))
@@ -110,7 +110,7 @@ def test_a_rank_that_is_killed_right_after_the_snapshot_loses_nothing(tmp_path: 
     assert torch.equal(content_of(path)["model"], torch.arange(10_000_000))
 
 
-def test_a_writer_that_is_killed_is_said_and_the_next_save_has_another(
+def test_a_killed_writer_is_reported_and_the_next_save_starts_another(
     directory: RunDirectory, checkpoint_client: Any
 ) -> None:
     save(checkpoint_client, 1, state())
@@ -121,7 +121,7 @@ def test_a_writer_that_is_killed_is_said_and_the_next_save_has_another(
     assert [name[5:17] for name in names(directory)] == ["000000000001", "000000000003"]
 
 
-def test_a_writer_that_fails_in_a_way_nobody_thought_of_ends_and_is_not_waited_for(
+def test_a_writer_that_fails_unexpectedly_exits_and_is_not_waited_for(
     directory: RunDirectory, checkpoint_client: Any
 ) -> None:
     save(checkpoint_client, 1, state())
@@ -165,7 +165,7 @@ def test_a_save_that_is_answered_leaves_the_next_one_alone() -> None:
     assert list(following) == [None]
 
 
-def test_a_disk_that_does_not_take_a_file_leaves_nothing_behind_and_the_older_one_alone(
+def test_a_failed_write_leaves_no_file_behind_and_keeps_the_previous_one(
     directory: RunDirectory, checkpoint_client: Any
 ) -> None:
     save(checkpoint_client, 1, state())
@@ -233,14 +233,16 @@ def test_the_tightest_control_group_counts(tmp_path: Path) -> None:
     assert 1 << 20 < snapshot.free_memory() < 1 << 50
 
 
-def test_the_writer_is_gone_when_its_rank_is(directory: RunDirectory) -> None:
+def test_the_writer_exits_with_its_rank(directory: RunDirectory) -> None:
     checkpoint_client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
     save(checkpoint_client, 1, state())
     checkpoint_client.close()
     assert checkpoint_client._writer is not None and checkpoint_client._writer.returncode == 0
 
 
-def test_views_of_one_memory_are_apart_when_their_values_are(directory: RunDirectory, checkpoint_client: Any) -> None:
+def test_views_of_one_memory_are_restored_separately_when_their_values_differ(
+    directory: RunDirectory, checkpoint_client: Any
+) -> None:
     """Conjugates and negatives have the address, the dtype, the shape and the strides of the original."""
     numbers, plain = torch.randn(3, dtype=torch.complex64), torch.randn(4, 4)
     views = [numbers, numbers.conj(), numbers.imag, numbers.conj().imag, plain, plain.t(), plain[0], plain[:, 0]]
@@ -286,7 +288,7 @@ def test_the_state_of_a_module_that_was_saved_without_versions_is_loaded_as_befo
     assert module[0].scale.item() == 10.0  # type: ignore[operator]
 
 
-def test_keys_carry_neither_ddp_nor_compile_and_load_back_into_both() -> None:
+def test_keys_have_no_prefix_of_ddp_or_compile_and_load_into_both() -> None:
     plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     compiled = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.compile(torch.nn.Linear(2, 2)))  # type: ignore[call-overload]
     state = state_of(torch.compile(compiled))  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ def _line_of(text: str) -> int:
     return next(number for number, line in enumerate(OWN_HANDLER.splitlines(), 1) if line.startswith(text))
 
 
-def test_a_notice_that_no_signal_brings_comes_from_the_supervisor(tmp_path: Path) -> None:
+def test_a_notice_without_a_signal_comes_from_the_supervisor(tmp_path: Path) -> None:
     """The script's handler does nothing, and the wakeup descriptor is gone; all ranks save and stop."""
     act = "signal.signal(signal.SIGTERM, lambda *_: None); signal.set_wakeup_fd(-1)"
     run = attempt_under(tmp_path, act, signal.SIGTERM)
@@ -93,7 +93,7 @@ def pipe() -> Any:
 
 
 @pytest.mark.parametrize("action", [signal.SIG_DFL, signal.SIG_IGN])
-def test_a_default_or_ignored_term_is_heard_again_after_the_next_step(
+def test_a_default_or_ignored_term_is_handled_again_after_the_next_step(
     pipe: SignalPipe, action: signal.Handlers
 ) -> None:
     """asyncio leaves the default action behind; the wakeup descriptor may be gone, too."""
@@ -106,7 +106,7 @@ def test_a_default_or_ignored_term_is_heard_again_after_the_next_step(
     wait_until(lambda: heard == [signal.SIGTERM], "the signal", timeout=10)
 
 
-def test_a_foreign_wakeup_descriptor_gets_its_bytes_and_the_notice_is_heard_all_the_same(pipe: SignalPipe) -> None:
+def test_another_wakeup_descriptor_gets_its_bytes_and_the_notice_still_arrives(pipe: SignalPipe) -> None:
     """As under asyncio or trio at work."""
     heard: list[signal.Signals] = []
     pipe.listen(heard.append)

@@ -67,7 +67,7 @@ def test_a_seed_that_no_checkpoint_fits_is_refused_and_a_completed_run_stays_so(
     assert (run.outcome(), run.job_file.read_text()) == (outcome, before)
 
 
-def test_a_killed_supervisor_is_said_and_the_run_continues(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_killed_supervisor_is_reported_and_the_run_continues(run: RunDirectory, tmp_path: Path) -> None:
     """With the exit code that a shell gives for a KILL."""
     script = tmp_path / "waits.py"
     script.write_text("import os, time\ntime.sleep(60 if os.environ['CLUSTERDDP_ATTEMPT'] == '0' else 0)\n")
@@ -85,7 +85,9 @@ def test_a_killed_supervisor_is_said_and_the_run_continues(run: RunDirectory, tm
     assert submit(run).returncode == 0
 
 
-def test_a_preemption_after_steps_that_no_script_records_is_said(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_preemption_after_steps_that_the_script_does_not_record_is_reported(
+    run: RunDirectory, tmp_path: Path
+) -> None:
     """At the start, where the script can be seen to know nothing of clusterddp, and at the end."""
     script = tmp_path / "plain.py"
     script.write_text("print('trained')\n")

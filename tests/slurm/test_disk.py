@@ -55,7 +55,7 @@ def disk(cluster: Cluster, runs: Path) -> Iterator[Disk]:
 
 
 @pytest.mark.product
-def test_a_run_on_a_disk_that_became_read_only_goes_on_from_its_last_checkpoint_once_it_is_repaired(
+def test_a_run_on_a_disk_that_became_read_only_resumes_from_its_last_checkpoint_after_the_repair(
     cluster: Cluster, disk: Disk, uninterrupted_training: RunDirectory
 ) -> None:
     """Nothing can be kept any more: the job ends, and is no success."""

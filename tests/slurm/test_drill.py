@@ -17,7 +17,7 @@ FIRST = {"ranks": 2, "signalled": 2, "seconds": 0.02, "missing": []}
 SECOND = {"time": 105.0}
 
 
-def test_a_drill_on_the_cluster_finds_signals_and_requeue_working(cluster: Cluster, runs: Path) -> None:
+def test_a_drill_on_the_cluster_reports_working_signals_and_requeue(cluster: Cluster, runs: Path) -> None:
     """It leaves nothing behind: no job, no folder."""
     done = cluster.run([cluster.python, "-m", "clusterddp", "drill", "-p", "low", "-N", "2"], cwd=runs, timeout=90)
     assert "low preempts with 20 s of notice" in done.stdout
@@ -52,7 +52,7 @@ def test_what_would_lose_a_run_is_named_with_its_remedy(
 
 
 @pytest.mark.parametrize("given", [("low\ntouch x", None, "/f"), (None, "a\rb", "/f"), (None, None, "/a\nb")])
-def test_what_would_leave_its_line_of_the_batch_script_is_refused(given: tuple[Any, Any, str]) -> None:
+def test_line_breaks_in_the_batch_script_are_refused(given: tuple[Any, Any, str]) -> None:
     """The rest of it would be a command."""
     with pytest.raises(UsageError, match="not allowed in a batch script"):
         drill_script(given[0], given[1], 1, Path(given[2]), "python")

@@ -57,7 +57,7 @@ def check_places(ranks: list[dict[str, Any]]) -> None:
     ],
     ids=["uneven", "het"],
 )
-def test_ranks_of_an_uneven_step_and_of_a_het_job_find_their_places_and_each_other(
+def test_ranks_of_an_uneven_step_and_of_a_het_job_find_their_numbers_and_each_other(
     cluster: Cluster, command: str, tasks: list[int]
 ) -> None:
     """Slurm decides where the tasks go, as many on a node as ``tasks`` says."""
@@ -67,7 +67,7 @@ def test_ranks_of_an_uneven_step_and_of_a_het_job_find_their_places_and_each_oth
     check_places(ranks)
 
 
-def test_steps_smaller_than_their_job_have_places_masters_and_ports_of_their_own(cluster: Cluster, runs: Path) -> None:
+def test_steps_smaller_than_their_job_have_their_own_ranks_masters_and_ports(cluster: Cluster, runs: Path) -> None:
     """On the second node alone, on the last two, and on a part of the first one."""
     steps = ("srun -N1 -n1 -w n2 python", "srun -N2 -n2 -r1 python", "srun -N1 -n2 -w n1 python")
     script = runs / "steps.sh"

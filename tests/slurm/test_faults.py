@@ -81,7 +81,7 @@ exec "$(PATH=${{PATH#*:}} command -v scontrol)" "$@"
     return folder
 
 
-def test_a_controller_that_is_away_at_a_requeue_and_in_training_and_a_restarted_slurmd_cost_nothing(
+def test_an_unreachable_controller_and_a_restarted_slurmd_cost_nothing(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
     """The requeue is asked for until it is answered; status asks again, and then tells what the run's files say."""
@@ -142,7 +142,7 @@ def test_a_node_whose_ranks_die_twice_is_not_used_a_third_time(
     assert "Node n2 failed one of our training runs 2 times:" in shown
 
 
-def test_a_dead_node_is_noticed_and_the_run_goes_on_without_it(
+def test_a_dead_node_is_detected_and_the_run_continues_without_it(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
     """Long before Slurm gives it up: its power fails, and nothing of it says goodbye."""
@@ -180,7 +180,7 @@ def test_two_nodes_that_die_at_once_are_both_recorded(cluster: Cluster, runs: Pa
     assert done.returncode == 0, done.stdout + done.stderr + jobs
 
 
-def test_a_cut_that_heals_and_a_slow_network_end_nothing_nor_does_a_requeue_of_the_completed_run(
+def test_a_cut_that_heals_a_slow_network_and_a_requeue_after_completion_cost_nothing(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
     """The ranks wait, and go on, also where others take the CPUs: one attempt, no step redone."""
@@ -211,7 +211,7 @@ def test_a_cut_that_heals_and_a_slow_network_end_nothing_nor_does_a_requeue_of_t
     assert "has already completed at step 40; nothing to do" in log_of(training)
 
 
-def test_a_rank_that_fills_its_jobs_memory_is_told_from_other_kills_and_all_start_anew_in_place(
+def test_a_rank_that_fills_its_jobs_memory_is_reported_as_out_of_memory_and_all_ranks_restart_in_place(
     clusters: Clusters, runs_on: Callable[[Cluster], Path], uninterrupted_training: RunDirectory
 ) -> None:
     """Slurm's limit is a cgroup's: the kernel kills the rank, and srun says of what it died."""

@@ -20,7 +20,7 @@ def ranks_on(cluster: Cluster, node: str) -> list[str]:
 @pytest.mark.parametrize(
     "node", [pytest.param("n2", id="a plain node", marks=pytest.mark.product), pytest.param("n1", id="the batch host")]
 )
-def test_a_node_cut_off_for_long_loses_its_run_to_a_new_attempt_and_ends_its_ranks(
+def test_a_node_cut_off_for_long_loses_its_run_to_a_new_attempt_and_its_ranks_exit(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, node: str
 ) -> None:
     """Slurm gives the node up and starts the run elsewhere; the cut-off ranks, which it cannot end, end themselves."""

@@ -28,7 +28,7 @@ def salloc(cluster: Cluster, command: list[str], **options: object) -> subproces
     return cluster.popen(words, cwd=cluster.source, **pipes, **options)  # type: ignore[arg-type]
 
 
-def test_a_preempted_allocation_ends_the_attempt_and_the_next_one_goes_on(cluster: Cluster, runs: Path) -> None:
+def test_a_preempted_allocation_ends_the_attempt_and_the_next_one_resumes(cluster: Cluster, runs: Path) -> None:
     """All ranks save within the grace; Slurm starts nothing again, and the run is continued by hand, in a batch job."""
     run = RunDirectory(runs / "run")
     script = ["jobs/digits.py", "--device", "cpu", "--", "--steps", STEPS]
@@ -47,7 +47,7 @@ def test_a_preempted_allocation_ends_the_attempt_and_the_next_one_goes_on(cluste
     assert (resumed["step"], resumed["redone"]) == (stopped["step"], 0), story(run)
 
 
-def test_ctrl_c_saves_and_stops_and_the_same_command_goes_on(cluster: Cluster, runs: Path) -> None:
+def test_ctrl_c_saves_and_stops_and_the_same_command_continues(cluster: Cluster, runs: Path) -> None:
     """In one allocation: interrupted, continued, and completed."""
     run = RunDirectory(runs / "run")
     pid = runs / "pid"
@@ -86,7 +86,7 @@ def test_a_failed_training_gives_its_exit_code_and_can_be_tried_again_there(clus
         ("salloc --partition=low --nodes=2 --ntasks=3", "expected the same number of tasks on every node"),
     ],
 )
-def test_a_shell_in_no_allocation_of_its_own_is_refused(cluster: Cluster, runs: Path, around: str, words: str) -> None:
+def test_a_shell_outside_an_allocation_is_refused(cluster: Cluster, runs: Path, around: str, words: str) -> None:
     """With what to do instead; nothing is written."""
     run = RunDirectory(runs / "run")
     command = [*around.split(), *here(cluster, run, "jobs/digits.py", "--device", "cpu")]

@@ -14,7 +14,7 @@ import clusterddp
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.conftest import Clusters
-from tests.ranks.test_integrations import check_goes_on, require
+from tests.ranks.test_integrations import check_resumes, require
 from tests.trainings import events_of
 from tests.waiting import story, wait_until
 
@@ -66,11 +66,11 @@ def start(cluster: Cluster, package: str, folder: Path) -> RunDirectory:
 
 
 @pytest.mark.parametrize("package", NODES)
-def test_a_preempted_run_is_requeued_and_goes_on_at_the_step_where_it_stopped(
+def test_a_preempted_run_is_requeued_and_resumes_at_the_step_where_it_stopped(
     preempted: dict[str, RunDirectory], package: str
 ) -> None:
     """Neither the job nor a step is lost, and no step is made twice."""
     run = preempted[package]
-    check_goes_on(clusterddp.Handle(run.path))
+    check_resumes(clusterddp.Handle(run.path))
     (requeued,) = events_of(run, "requeued")
     assert requeued["cause"] == "preempted", story(run)

@@ -10,7 +10,7 @@ from tests.cluster import Cluster
 from tests.waiting import story, wait_until
 
 
-def test_a_preempted_submitit_callable_goes_on_from_its_checkpoint(cluster: Cluster, runs: Path) -> None:
+def test_a_preempted_submitit_callable_continues_from_its_checkpoint(cluster: Cluster, runs: Path) -> None:
     """Launched, and waited for, by two processes; the second one lifts the hold after the requeue."""
     run, marks = RunDirectory(runs / "run"), runs / "marks"
     marks.mkdir()

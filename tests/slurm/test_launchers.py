@@ -16,7 +16,7 @@ CASES = [pytest.param(*case, marks=[pytest.mark.product] * (case[0] in TESTED)) 
 
 
 @pytest.mark.parametrize(("launcher", "job"), CASES)
-def test_a_job_comes_to_the_same_under_every_launcher(cluster: Cluster, runs: Path, launcher: str, job: str) -> None:
+def test_a_job_has_the_same_results_under_every_launcher(cluster: Cluster, runs: Path, launcher: str, job: str) -> None:
     """The command is that in the launcher's row, for two ranks on two nodes of the test cluster."""
     size = "--partition=low --nodes=2 --gpus-per-node=1 --ntasks-per-node=1 --cpus-per-task=1".split()
     programs = {

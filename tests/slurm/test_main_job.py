@@ -53,7 +53,7 @@ def preempt_in_training(cluster: Cluster, run: RunDirectory, at_step: int) -> st
 
 
 @pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.product)])
-def test_a_preempted_run_comes_back_and_is_the_same_run(
+def test_a_preempted_run_is_requeued_and_is_the_same_run(
     cluster: Cluster, runs: Path, uninterrupted: RunDirectory, grace: int
 ) -> None:
     """The promise: requeued by itself, each step exactly once, the weights equal to the last bit."""
@@ -151,7 +151,7 @@ def test_the_template_ends_with_the_trainings_exit_code(cluster: Cluster, runs: 
 
 
 @pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.product)])
-def test_a_script_that_knows_nothing_of_clusterddp_is_run_again(cluster: Cluster, runs: Path, grace: int) -> None:
+def test_a_script_that_does_not_use_clusterddp_is_restarted(cluster: Cluster, runs: Path, grace: int) -> None:
     """TERM ends it as it would end it anywhere; the supervisor requeues, and the script resumes from its own file."""
     cluster.set_grace(grace)
     run = RunDirectory(runs / "run")

@@ -14,7 +14,7 @@ from tests.waiting import story, wait_for_step, wait_until
 
 
 @pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.product)])
-def test_a_run_preempted_at_every_moment_loses_and_redoes_nothing(
+def test_a_run_preempted_at_every_moment_loses_and_repeats_nothing(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, grace: int
 ) -> None:
     """One run, eight attempts, a preemption at a different moment of each; the last one comes after the last step.
@@ -45,7 +45,7 @@ def test_a_run_is_preempted_with_data_workers_alive_and_none_is_left(
     assert left == []
 
 
-def test_a_lowered_time_limit_is_noticed_and_the_run_goes_on_after_it(
+def test_a_lowered_time_limit_is_noticed_and_the_run_continues_after_it(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
     """By the supervisor's timer or Slurm's own warning, whichever comes first; no step is lost."""
@@ -73,7 +73,7 @@ def test_a_run_whose_attempts_are_used_up_ends_as_failed_and_says_why(cluster: C
 # ---- resubmission
 
 
-def test_a_resubmitted_run_goes_on_in_a_new_job_without_a_hold(
+def test_a_resubmitted_run_continues_in_a_new_job_without_a_hold(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
     """policy: resubmit. The old job ends and stays ended."""

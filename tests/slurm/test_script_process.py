@@ -29,7 +29,7 @@ for batch in run.steps(8):
     ("proctrack", "what"),
     [("linuxproc", "pool"), pytest.param("cgroup", "pool", marks=pytest.mark.product), ("cgroup", "handler")],
 )
-def test_an_open_pool_costs_a_preemption_nothing_and_an_own_handler_does_not_make_it_the_end(
+def test_an_open_pool_delays_no_preemption_and_a_script_handler_does_not_end_the_run(
     clusters: Any, runs_on: Any, proctrack: str, what: str
 ) -> None:
     """Under linuxproc the pool's processes get the TERM, too. The handler exits with code 0: requeued all the same."""

@@ -52,7 +52,7 @@ def check_same_learning(run: RunDirectory, reference: RunDirectory) -> None:
     assert wanted[-1] < 0.5 * wanted[0]
 
 
-def ranks_said(run: RunDirectory) -> list[Any]:
+def reported_ranks(run: RunDirectory) -> list[Any]:
     """The ranks of each attempt, and what the history says of each resume."""
     return [*(e["ranks"] for e in events_of(run, "started")), *(e["inexact"] for e in events_of(run, "resumed"))]
 
@@ -70,11 +70,11 @@ def test_a_local_run_goes_from_four_ranks_to_two_and_back(tmp_path: Path, on_fou
     assert "0 steps repeated (not bit-exact: 2 ranks instead of 4)" in second.stderr
     third = local(run, "--change", "--nodes", "2")
     assert third.returncode == 0, third.stderr
-    assert ranks_said(run) == [4, 2, 4, ["2 ranks instead of 4"], ["4 ranks instead of 2"]]
+    assert reported_ranks(run) == [4, 2, 4, ["2 ranks instead of 4"], ["4 ranks instead of 2"]]
     check_same_learning(run, on_four_ranks)
 
 
-def test_more_samples_at_a_time_than_the_batch_size_are_said_once(tmp_path: Path) -> None:
+def test_a_rank_share_larger_than_the_batch_size_is_reported_once(tmp_path: Path) -> None:
     """A script that never calls run.micro() gets its whole share, if its memory allows."""
     run = RunDirectory(tmp_path / "run")
     done = local(run, SCRIPT, "--nodes", "1", *SHAPE, *KEPT, "--", "--steps", "3", "--whole")
@@ -90,7 +90,7 @@ def submit(cluster: Cluster, run: RunDirectory, nodes: str, *script: str) -> str
     return done.stdout.strip()
 
 
-def test_a_run_takes_the_nodes_that_slurm_has(cluster: Cluster, runs: Path, on_four_ranks: RunDirectory) -> None:
+def test_a_run_uses_the_nodes_that_slurm_allocates(cluster: Cluster, runs: Path, on_four_ranks: RunDirectory) -> None:
     """Two nodes; after a preemption one, the others being drained; after the next two again: a new job each time."""
     run = RunDirectory(runs / "run")
     training = Training(cluster, runs, run, submit(cluster, run, "1-2", "--pause", "0.05"))
@@ -104,7 +104,7 @@ def test_a_run_takes_the_nodes_that_slurm_has(cluster: Cluster, runs: Path, on_f
     cluster.root(["scontrol", "update", f"nodename={others[0]}", "state=resume"])
     cluster.preempt(seconds=0.1, nodes=2)
     assert training.finish() == "completed", story(run)
-    assert ranks_said(run) == [4, 2, 4, ["2 ranks instead of 4"], ["4 ranks instead of 2"]]
+    assert reported_ranks(run) == [4, 2, 4, ["2 ranks instead of 4"], ["4 ranks instead of 2"]]
     assert len(events_of(run, "resubmitted")) == 2
     check_same_learning(run, on_four_ranks)
     shown = cluster.run([cluster.python, "-m", "clusterddp", "status", run.path]).stdout
@@ -119,9 +119,7 @@ def test_a_run_takes_the_nodes_that_slurm_has(cluster: Cluster, runs: Path, on_f
         (["--nodes", "5-9", SCRIPT, "--set", "global_batch=2520"], "has 3 nodes, fewer than --nodes 5-9"),
     ],
 )
-def test_a_range_that_cannot_be_had_is_refused_at_submit(
-    cluster: Cluster, runs: Path, options: list[str], words: str
-) -> None:
+def test_an_impossible_range_is_refused_at_submit(cluster: Cluster, runs: Path, options: list[str], words: str) -> None:
     """In a sentence; nothing is left behind."""
     run = RunDirectory(runs / "run")
     command = [cluster.python, "-m", "clusterddp.submit", "--device", "cpu", "--run-dir", run.path, *options]

@@ -187,7 +187,7 @@ def test_a_disk_that_cannot_be_read_while_an_attempt_ends_delays_the_requeue_alo
     assert [event["event"] for event in run.events()] == ["started", "requeued"]
 
 
-def test_a_controller_that_is_away_at_the_requeue_is_asked_again(run: RunDirectory) -> None:
+def test_an_unreachable_controller_is_queried_again_at_the_requeue(run: RunDirectory) -> None:
     """Twice no answer, then one: requeued once, not resubmitted on top."""
     away = SlurmUnavailable("Unable to contact slurm controller")
     controller = FakeController(Cause.PREEMPTED, requeue=[away, away, None])
@@ -204,7 +204,7 @@ def test_a_requeue_without_an_answer_that_was_carried_out_is_not_repeated(run: R
     assert controller.asked == ["requeue"]
 
 
-def test_a_scancel_just_before_the_requeue_is_heard(run: RunDirectory) -> None:
+def test_a_scancel_just_before_the_requeue_is_respected(run: RunDirectory) -> None:
     """The controller is asked right before the request, not only when the ranks have gone."""
     controller = FakeController(Cause.PREEMPTED, Cause.CANCELLED)
     assert supervised(run, controller) == (1, ["started", "cancelled"])
@@ -217,7 +217,7 @@ def test_a_refused_requeue_becomes_a_resubmission(run: RunDirectory) -> None:
     assert supervised(run, controller) == (4, ["started", "requeue_refused", "resubmitted"])
 
 
-def test_a_controller_that_is_away_is_asked_until_it_answers(run: RunDirectory) -> None:
+def test_an_unreachable_controller_is_queried_until_it_answers(run: RunDirectory) -> None:
     """Nothing is requeued blind, and nothing is given up."""
     away = SlurmUnavailable("Unable to contact slurm controller")
     controller = FakeController(away, away, Cause.PREEMPTED)
@@ -236,7 +236,7 @@ def test_a_full_disk_does_not_prevent_the_requeue(run: RunDirectory, monkeypatch
     assert controller.asked == ["requeue"]
 
 
-def test_a_log_that_takes_no_more_words_does_not_end_the_supervisor(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_does_not_end_the_supervisor(run: RunDirectory, tmp_path: Path) -> None:
     """A full disk: the failed rank's box is lost, and the ranks are started anew all the same, to the end."""
     script = tmp_path / "once.py"
     script.write_text("import os\nif os.environ['CLUSTERDDP_ATTEMPT'] == '0':\n    os._exit(1)\n")
@@ -279,7 +279,7 @@ def test_an_exception_is_shown_even_when_the_job_is_preempted_meanwhile(
     assert "raised ValueError: no" in capsys.readouterr().err
 
 
-def test_a_plain_crash_does_not_wait_for_a_controller_that_is_away(run: RunDirectory) -> None:
+def test_a_plain_crash_does_not_wait_for_an_unreachable_controller(run: RunDirectory) -> None:
     """Nobody was told to stop, so there is nothing to ask; the nodes are free at once."""
     raised = {"end": "exception", "error": "ValueError: no"}
     code, events = supervised(run, FakeController(AssertionError("asked")), raised)
@@ -313,7 +313,7 @@ def test_a_failed_run_is_not_trained_again_by_a_requeue_of_its_own_job(run: RunD
     assert run.attempts() == [0]
 
 
-def test_ranks_that_are_killed_again_and_again_are_started_three_times_without_a_checkpoint(run: RunDirectory) -> None:
+def test_ranks_that_are_killed_repeatedly_are_started_three_times_without_a_checkpoint(run: RunDirectory) -> None:
     """Each start is an attempt of its own in the same job; then the run has failed, and says why."""
     killed = FakeRanks(run, {"end": "died", "error": "killed"})
     assert supervise(run, JOB, lambda: killed, FakeController(Cause.NONE)) == 1
@@ -339,7 +339,7 @@ def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirect
 # ---- nodes that fail
 
 
-def test_a_node_that_failed_twice_is_left_out_of_the_next_job(run: RunDirectory) -> None:
+def test_a_node_that_failed_twice_is_excluded_from_the_next_job(run: RunDirectory) -> None:
     """Restarted in place once; then the run goes on in a new job, and status has a letter to the administrator."""
     killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
     controller = FakeController(Cause.NONE)
@@ -367,7 +367,7 @@ def test_a_rank_is_looked_for_on_its_own_node(hosts: dict[int, str], rank: int, 
     assert State(job, nodes=("n1", "n2"), hosts=hosts).node_of(rank) == node
 
 
-def test_a_bad_node_is_left_out_where_fewer_suffice(run: RunDirectory) -> None:
+def test_a_bad_node_is_excluded_where_fewer_suffice(run: RunDirectory) -> None:
     """A run that began on two of ``nodes: 1-2`` goes on with one."""
     killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
     controller = FakeController(Cause.NONE)
@@ -377,7 +377,7 @@ def test_a_bad_node_is_left_out_where_fewer_suffice(run: RunDirectory) -> None:
     assert controller.asked == ["resubmit n1"]
 
 
-def test_where_too_few_nodes_would_remain_slurms_choice_is_taken_and_that_is_said(
+def test_where_too_few_nodes_would_remain_slurms_choice_is_kept_and_reported(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run goes on where it is."""
@@ -442,7 +442,7 @@ def cut(run: RunDirectory, controller: FakeController, nodes: int = 2) -> int:
     return ranks.attempt.supervise()
 
 
-def test_a_node_that_does_not_answer_is_lost_and_the_run_goes_on_without_it(run: RunDirectory) -> None:
+def test_a_node_that_does_not_answer_is_lost_and_the_run_continues_without_it(run: RunDirectory) -> None:
     """The other ranks are told to leave, srun is not waited for, and the job does not hold the run any more."""
     controller = FakeController(Cause.NONE)
     controller.nodes = ["n1", "n2", "n3"]
@@ -453,7 +453,7 @@ def test_a_node_that_does_not_answer_is_lost_and_the_run_goes_on_without_it(run:
     assert lease.holders(run) == []
 
 
-def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_left_out(
+def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_excluded(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second is noticed while the ranks are being ended for the first; one more failure and either stays out."""
@@ -479,7 +479,7 @@ def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(ru
     assert lease.holders(run) == [controller.holder()]
 
 
-def test_an_allocation_of_ones_own_that_loses_a_node_is_left_and_nothing_submitted(run: RunDirectory) -> None:
+def test_a_users_own_allocation_that_loses_a_node_is_released_and_nothing_is_submitted(run: RunDirectory) -> None:
     """Who has made it continues the run."""
     controller = FakeController(Cause.NONE)
     controller.nodes, controller.starts_again = ["n1", "n2"], False
@@ -488,7 +488,7 @@ def test_an_allocation_of_ones_own_that_loses_a_node_is_left_and_nothing_submitt
     assert run.events()[-1]["event"] == "stopped"
 
 
-def test_a_run_that_gets_no_new_job_without_a_bad_node_goes_on_where_it_is(run: RunDirectory) -> None:
+def test_a_run_that_gets_no_new_job_without_a_bad_node_continues_in_place(run: RunDirectory) -> None:
     """The node is left out of nothing then, which is said."""
     killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
     controller = Refusing(Cause.NONE)
@@ -518,7 +518,7 @@ def test_a_job_that_gets_no_successor_may_be_requeued_again(run: RunDirectory, m
 
 
 @pytest.mark.parametrize(("nodes", "without"), [(["n1", "n7"], " n7"), (["n7"], ""), ("n[1-", "")])
-def test_a_node_that_is_left_out_stays_so_in_a_new_job_where_others_work(
+def test_an_excluded_node_stays_excluded_in_a_new_job_where_others_work(
     run: RunDirectory, nodes: list[str] | str, without: str
 ) -> None:
     """Also where the run goes on in one for another reason. Slurm's own choice is taken, if nobody knows the nodes."""
@@ -540,7 +540,7 @@ def test_a_node_that_is_left_out_stays_so_in_a_new_job_where_others_work(
         (Watchdog(on_hang="end"), 1, ["started", "hung", "failed"]),
     ],
 )
-def test_a_run_that_hangs_is_killed_and_then_started_anew_or_ended_as_its_definition_says(
+def test_a_hung_run_is_killed_and_then_restarted_or_ended_as_its_definition_says(
     run: RunDirectory,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -575,7 +575,7 @@ def test_a_run_that_hangs_is_killed_and_then_started_anew_or_ended_as_its_defini
     assert "as a result: rank 0 (n1) ended by clusterddp after rank 1 hung\n" in capsys.readouterr().err
 
 
-def test_a_disk_that_takes_the_history_late_is_no_hang_of_the_ranks(
+def test_a_disk_that_delays_the_history_is_no_hang_of_the_ranks(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be waiting for the same disk; their time runs again when it answers."""
@@ -610,7 +610,7 @@ def test_a_disk_that_takes_the_history_late_is_no_hang_of_the_ranks(
     assert [event["event"] for event in run.events()] == ["started", "checkpoint", "hung", "restarted"]
 
 
-def test_the_ranks_are_told_to_stop_while_the_disk_does_not_take_the_history(
+def test_the_ranks_are_told_to_stop_while_the_disk_blocks_the_history(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No answer to a rank waits for a file."""
@@ -747,7 +747,7 @@ def test_time_in_the_queue_is_not_charged(run: RunDirectory) -> None:
     assert exceeded(job, events[:1], now=11 * 3600.0) is not None
 
 
-def test_slow_saves_are_told_apart_from_no_reason_to_stop(run: RunDirectory) -> None:
+def test_slow_saves_are_distinguished_from_no_reason_to_stop(run: RunDirectory) -> None:
     """The cause is read with the very lead that the ranks were told with."""
     seen: list[float] = []
 

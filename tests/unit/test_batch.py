@@ -68,7 +68,7 @@ def test_the_script_needs_no_slurm_and_leaves_no_file(tmp_path: Path, monkeypatc
     assert list(inspect.signature(SlurmExecutor._make_submission_file_text).parameters) == ["self", "command", "uid"]
 
 
-def test_cpu_jobs_ask_for_no_gpu_and_no_limit_is_left_to_the_partition() -> None:
+def test_cpu_jobs_request_no_gpu_and_a_missing_limit_is_left_to_the_partition() -> None:
     """submitit by itself would ask for five minutes."""
     text = script(Job(name="net", script="/net.py", device="cpu", gpus_per_node=4))
     assert "gpus" not in text
@@ -90,7 +90,9 @@ def test_a_range_of_nodes_is_slurms_to_choose_from() -> None:
 
 
 @pytest.mark.parametrize(("time_s", "notice"), [(120, 15), (86400, 30), (None, 30)])
-def test_slurms_own_warning_is_a_late_net_and_leaves_a_short_limit_its_time(time_s: int | None, notice: int) -> None:
+def test_slurms_own_warning_is_a_late_fallback_and_leaves_a_short_limit_its_time(
+    time_s: int | None, notice: int
+) -> None:
     """With a limit of two minutes, a warning two minutes before the end would come at the start."""
     job = Job(name="net", script="/net.py", time_s=time_s, timeouts=Timeouts(notice_s=120))
     assert f"--signal=USR2@{notice}\n" in script(job)

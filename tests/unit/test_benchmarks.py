@@ -20,7 +20,7 @@ from clusterddp.training.agreement import Agreement
 from tests.checkpoint_files import file_bytes
 
 
-def test_the_agreement_sends_nothing_while_nobody_wants_to_stop() -> None:
+def test_the_agreement_sends_nothing_while_no_stop_is_requested() -> None:
     """A hundred boundaries, and no call on either of its store connections."""
     tcp = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=30))
     client = TCPStore("127.0.0.1", tcp.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
@@ -130,7 +130,7 @@ def test_a_mixed_soak_has_every_kind_of_fault() -> None:
     assert kinds == set(faults.WORDS)
 
 
-def test_a_fault_costs_the_time_to_the_next_new_step_and_the_steps_redone_after_it() -> None:
+def test_a_fault_costs_the_time_to_the_next_new_step_and_the_repeated_steps() -> None:
     times = [(0, 0, 1.0), (0, 1, 2.0), (0, 2, 2.6), (1, 2, 8.0), (1, 3, 9.0), (1, 4, 14.0)]
     lines = [{"attempt": attempt, "step": step, "time": time} for attempt, step, time in times]
     events = [{"event": "rank_failed", "attempt": 0, "time": 3.0}]
@@ -146,7 +146,7 @@ def test_a_fault_costs_the_time_to_the_next_new_step_and_the_steps_redone_after_
     assert faults.unannounced_redone([{"kind": "preemption", "asked": 2.5}], events, lines) == (1, 0)
 
 
-def test_what_an_attempt_without_a_step_leaves_to_be_redone_is_not_the_next_preemptions() -> None:
+def test_steps_repeated_after_an_attempt_without_a_step_are_not_the_next_preemptions() -> None:
     events = [{"event": "started", "attempt": attempt, "time": 10.0 * attempt} for attempt in range(3)]
     events += [{"event": "resumed", "attempt": attempt, "time": 10.0 * attempt + 1, "redone": 3} for attempt in (1, 2)]
     made = [{"kind": "kill", "asked": 5.0}, {"kind": "preemption", "asked": 12.0}]
@@ -162,7 +162,7 @@ def test_two_attempts_without_a_checkpoint_are_spared_a_third() -> None:
     assert faults.fruitless(attempt(0) + attempt(1, "checkpoint") + attempt(2)) == 0
 
 
-def test_an_interrupted_soak_goes_on_and_another_ones_state_is_refused(tmp_path: Path) -> None:
+def test_an_interrupted_soak_continues_and_another_ones_state_is_refused(tmp_path: Path) -> None:
     settings = {"preemptions": 10, "graces": [0], "proctracks": ["cgroup"], "seed": 1}
     soak.Soak(tmp_path, settings)
     append_line(tmp_path / "progress.jsonl", {**RESULT, "preemptions": 12})
@@ -234,7 +234,7 @@ def test_a_run_that_lost_nothing_has_no_problem(tmp_path: Path, reference: Any) 
     assert judged(run, reference) == good
 
 
-def test_a_redone_step_is_found_though_every_step_counts_once(tmp_path: Path, reference: Any) -> None:
+def test_a_repeated_step_is_found_though_every_step_counts_once(tmp_path: Path, reference: Any) -> None:
     result = judged(made_run(tmp_path / "run", [(0, 0, 100), (1, 98, judging.STEPS)]), reference)
     assert (result.steps_redone, result.samples_wrong, result.doubled) == (2, 0, False)
     assert len(result.problems) == 1

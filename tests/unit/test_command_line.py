@@ -31,12 +31,12 @@ def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture
         ("run", r"no command 'run'; available: submit, "),
     ],
 )
-def test_a_word_that_is_no_command_is_answered_with_the_one_that_was_meant(word: str, answer: str) -> None:
+def test_a_misspelled_command_gets_the_right_one_suggested(word: str, answer: str) -> None:
     with pytest.raises(UsageError, match=answer):
         command([word, "--nodes", "2"])
 
 
-def test_a_scripts_own_option_is_sent_behind_the_dashes() -> None:
+def test_a_script_option_before_the_dashes_gets_a_hint() -> None:
     with pytest.raises(UsageError, match=r"submit: unknown arguments --lr; .*put the script's arguments after --$"):
         command(["submit", "train.py", "--lr"])
 
@@ -55,7 +55,7 @@ def test_a_command_describes_itself_and_its_options(name: str, capsys: pytest.Ca
     assert exited.value.code == 0 and DESCRIPTIONS[name] in shown and shown.startswith(f"usage: clusterddp {name} ")
 
 
-def test_a_machine_without_a_cluster_is_told_of_local_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cluster_the_message_names_local_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's commands are installed there, and find no controller."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     for name in ("sbatch", "srun", "scontrol", "sinfo"):

@@ -49,7 +49,7 @@ def join(heard: Heard, rank: int, port: int | None = None, token: str = TOKEN) -
     return link
 
 
-def test_every_rank_learns_rank_0s_store_whoever_comes_first(heard: Heard) -> None:
+def test_every_rank_learns_rank_0s_store_in_any_order_of_joining(heard: Heard) -> None:
     """Rank 1 says hello before rank 0: it waits, and both get the port that rank 0 chose."""
     answers: queue.Queue[ControlChannel] = queue.Queue()
     early = threading.Thread(target=lambda: answers.put(join(heard, 1)))
@@ -59,7 +59,7 @@ def test_every_rank_learns_rank_0s_store_whoever_comes_first(heard: Heard) -> No
     assert [(link.store_host, link.store_port) for link in links] == [("127.0.0.1", 12345)] * 3
 
 
-def test_a_rank_that_still_waits_for_rank_0_hears_that_it_is_to_leave(heard: Heard) -> None:
+def test_a_rank_that_still_waits_for_rank_0_is_told_to_exit(heard: Heard) -> None:
     """And says so, rather than that a stranger answers."""
     said: queue.Queue[str] = queue.Queue()
 
@@ -74,7 +74,7 @@ def test_a_rank_that_still_waits_for_rank_0_hears_that_it_is_to_leave(heard: Hea
     assert said.get(timeout=10) == "told to exit before all ranks had joined: rank 2 (n1) is gone"
 
 
-def test_a_stop_does_not_take_the_place_of_the_answer_that_a_rank_waits_for(heard: Heard) -> None:
+def test_a_stop_does_not_replace_the_answer_that_a_rank_waits_for(heard: Heard) -> None:
     """A rank that has joined before rank 0 has nothing to stop yet; it is signalled as well."""
     ports: queue.Queue[int] = queue.Queue()
 
@@ -89,7 +89,7 @@ def test_a_stop_does_not_take_the_place_of_the_answer_that_a_rank_waits_for(hear
     assert ports.get(timeout=10) == 1
 
 
-def test_what_the_supervisor_knows_by_then_is_in_the_answer(heard: Heard) -> None:
+def test_the_answer_has_what_the_supervisor_already_knows(heard: Heard) -> None:
     """A rank that was answered before knows of no notice, and has no deadline."""
     early = join(heard, 0, port=1)
     heard.server.tell(term_notice_s=20)
@@ -104,7 +104,7 @@ def test_events_arrive_with_their_rank_and_values(heard: Heard) -> None:
     assert heard.events.get(timeout=10) == (0, "checkpoint", {"step": 7, "bytes": 100})
 
 
-def test_closing_hears_out_what_was_already_sent() -> None:
+def test_closing_reads_what_was_already_sent() -> None:
     """A rank's last words, sent just before it ends, are not dropped when the supervisor closes."""
     heard = Heard()
     link = join(heard, 0, port=1)
@@ -115,7 +115,7 @@ def test_closing_hears_out_what_was_already_sent() -> None:
     assert heard.events.qsize() == 1001
 
 
-def test_closing_hears_out_what_was_already_sent_however_late_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_reads_what_was_already_sent_even_when_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor that waits for a slow disk, or for a CPU, while its time for that passes."""
     monkeypatch.setattr(control_server, "_LAST_WORDS_S", 0.0)
     free, heard = threading.Event(), queue.Queue[str]()
@@ -138,7 +138,7 @@ def test_a_wrong_token_is_refused_and_learns_nothing(heard: Heard) -> None:
 
 
 @pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"{}\n", b"\xff\n", b'{"token": 1}\n'])
-def test_nonsense_is_dropped_and_the_server_lives(heard: Heard, words: bytes) -> None:
+def test_malformed_input_is_dropped_and_the_server_continues(heard: Heard, words: bytes) -> None:
     """A port scanner, or another protocol, costs nothing."""
     with socket.create_connection(("127.0.0.1", heard.server.port)) as stranger:
         stranger.sendall(words)
@@ -153,7 +153,7 @@ def test_a_rank_that_dies_is_noticed(heard: Heard) -> None:
     assert heard.lost.get(timeout=10) == (0, False)
 
 
-def test_a_connection_that_breaks_alone_is_made_anew(heard: Heard) -> None:
+def test_a_broken_connection_is_reopened(heard: Heard) -> None:
     """And carries what both sides say from then on; a process that is not that rank's is still refused."""
     link = join(heard, 0, port=1)
     words: queue.Queue[object] = queue.Queue()
@@ -169,7 +169,7 @@ def test_a_connection_that_breaks_alone_is_made_anew(heard: Heard) -> None:
         join(heard, 0, port=1)
 
 
-def test_events_of_the_time_without_a_connection_are_heard_once_each_and_in_order(heard: Heard) -> None:
+def test_events_sent_while_disconnected_arrive_once_each_and_in_order(heard: Heard) -> None:
     link = join(heard, 0, port=1)
     link.send("checkpoint", step=1)
     link._connection.shutdown(socket.SHUT_RDWR)
@@ -209,7 +209,7 @@ def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(m
     server.close()
 
 
-def test_a_rank_whose_node_was_silent_does_not_come_back(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_node_was_silent_cannot_reconnect(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be taken for lost, and its run be going on elsewhere."""
     monkeypatch.setattr(control_server, "_SILENT", {errno.ECONNRESET})
     link = join(heard, 0, port=1)
@@ -220,7 +220,7 @@ def test_a_rank_whose_node_was_silent_does_not_come_back(heard: Heard, monkeypat
         link._again(10)
 
 
-def test_a_rank_that_is_falling_silent_is_told_nothing(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_falling_silent_gets_no_orders(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's word that its node does not answer would come 15 s later then: too late to be counted."""
     links = [join(heard, 0, port=1), join(heard, 1)]
     words: queue.Queue[object] = queue.Queue()
@@ -238,7 +238,7 @@ def test_a_rank_that_is_falling_silent_is_told_nothing(heard: Heard, monkeypatch
     assert said.count({"leave": "everyone"}) == 2
 
 
-def test_what_the_supervisor_says_reaches_every_rank_that_is_there(heard: Heard) -> None:
+def test_a_broadcast_reaches_every_connected_rank(heard: Heard) -> None:
     """Also before the rank listens."""
     links = [join(heard, 0, port=1), join(heard, 1)]
     heard.server.broadcast(leave="node n2 lost")
@@ -248,7 +248,7 @@ def test_what_the_supervisor_says_reaches_every_rank_that_is_there(heard: Heard)
     assert [words.get(timeout=10) for _ in links] == [{"leave": "node n2 lost"}] * 2
 
 
-def test_a_report_that_is_too_long_costs_itself_alone(heard: Heard, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_is_too_long_is_dropped_alone(heard: Heard, capsys: pytest.CaptureFixture[str]) -> None:
     """Its texts are clipped; one that cannot be is dropped by name. The connection stays, and what follows is heard."""
     link = join(heard, 0, port=1)
     link.send("left", error="E" + "x" * 3_000_000 + "!", rank=0)
@@ -267,7 +267,7 @@ def test_a_report_that_is_too_long_costs_itself_alone(heard: Heard, capsys: pyte
 
 
 @pytest.mark.parametrize("line", [b"x" * 3_000_000, b'{"event": "x", "v": "' + b"x" * (1 << 20) + b'"}', b"nonsense"])
-def test_a_line_of_a_rank_that_cannot_be_read_is_skipped_for_good(heard: Heard, line: bytes) -> None:
+def test_an_unreadable_line_of_a_rank_is_skipped_permanently(heard: Heard, line: bytes) -> None:
     """A rank that was dropped for it would join again, and repeat it for ever."""
     link = join(heard, 0, port=1)
     link.send("checkpoint", step=1)
@@ -285,7 +285,7 @@ def test_a_line_of_a_rank_that_cannot_be_read_is_skipped_for_good(heard: Heard, 
     assert heard.events.get(timeout=10)[2] == {"step": 3}
 
 
-def test_sending_to_a_supervisor_that_is_gone_does_not_stop_training() -> None:
+def test_sending_to_a_supervisor_that_has_exited_does_not_stop_training() -> None:
     """The rank goes on: losing the history's writer is no reason to lose the run."""
     heard = Heard()
     link = join(heard, 0, port=1)
@@ -319,7 +319,7 @@ def unread(connection: socket.socket) -> bytes:
         return b""
 
 
-def test_a_stranger_can_neither_send_much_nor_nest_deeply(heard: Heard) -> None:
+def test_unauthenticated_input_is_limited_in_size_and_depth(heard: Heard) -> None:
     """A line that never ends takes no memory; a thousand brackets would end the thread that hears the ranks."""
     for words in (b"x" * 10_000, b"[" * 4000 + b"\n", b'{"token": "\\ud800"}\n', b'{"token": "\xc3\xa9"}\n'):
         with socket.create_connection(("127.0.0.1", heard.server.port)) as stranger:
@@ -328,7 +328,7 @@ def test_a_stranger_can_neither_send_much_nor_nest_deeply(heard: Heard) -> None:
     assert join(heard, 0, port=1).store_port == 1
 
 
-def test_strangers_who_say_nothing_are_dropped_in_time(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_unauthenticated_connections_are_dropped_in_time(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-open connections would use up the supervisor's file descriptors; ranks stay as long as they live."""
     monkeypatch.setattr(control_server, "_HELLO_S", 0.2)
     rank = join(heard, 0, port=1)
@@ -340,7 +340,7 @@ def test_strangers_who_say_nothing_are_dropped_in_time(heard: Heard, monkeypatch
     assert heard.lost.empty()
 
 
-def test_a_flood_of_strangers_keeps_no_rank_out(heard: Heard) -> None:
+def test_a_flood_of_unauthenticated_connections_keeps_no_rank_out(heard: Heard) -> None:
     """The oldest ones make room; the number of descriptors in use is bounded."""
     rank = join(heard, 0, port=1)
     flood = [socket.create_connection(("127.0.0.1", heard.server.port)) for _ in range(600)]
@@ -354,7 +354,7 @@ def test_a_flood_of_strangers_keeps_no_rank_out(heard: Heard) -> None:
         stranger.close()
 
 
-def test_strangers_cannot_use_up_the_descriptors_that_a_site_allows() -> None:
+def test_unauthenticated_connections_cannot_exhaust_the_file_descriptors() -> None:
     """With a hard limit of 256: the history and Slurm's commands still find some. Where something else has used up all
     of them, ranks join as soon as one is free."""
     code = """
@@ -406,7 +406,7 @@ server.close()
         ("0", 2, "no rank"),
     ],
 )
-def test_a_rank_that_cannot_be_is_refused_with_a_reason(rank: Any, port: int | None, words: str) -> None:
+def test_an_impossible_rank_is_refused_with_a_reason(rank: Any, port: int | None, words: str) -> None:
     """Two processes under one number, or one too many: a launcher's mistake, which must not move rank 0's store."""
     heard = Heard(ranks=4)
     first = join(heard, 0, port=1)
@@ -418,7 +418,7 @@ def test_a_rank_that_cannot_be_is_refused_with_a_reason(rank: Any, port: int | N
     heard.server.close()
 
 
-def test_a_report_that_makes_no_sense_silences_nobody() -> None:
+def test_a_malformed_report_affects_no_other() -> None:
     """The thread that hears the ranks outlives an event without what it should hold."""
     heard: queue.Queue[Any] = queue.Queue()
     server = ControlServer(
@@ -435,7 +435,7 @@ def test_a_report_that_makes_no_sense_silences_nobody() -> None:
 @pytest.mark.parametrize(
     "answer", [b"HTTP/1.1 400\n", b"[]\n", b"{}\n", b'{"host": 1, "port": "x"}\n', b"[" * 9999 + b"\n"]
 )
-def test_a_rank_that_reaches_something_else_says_what_it_heard(answer: bytes) -> None:
+def test_a_rank_that_reaches_another_service_quotes_its_answer(answer: bytes) -> None:
     """A port that another program has taken over."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 
@@ -450,7 +450,7 @@ def test_a_rank_that_reaches_something_else_says_what_it_heard(answer: bytes) ->
             ControlChannel.join(f"127.0.0.1:{other.getsockname()[1]}", TOKEN, 1, None, timeout=10)
 
 
-def test_what_the_supervisor_says_reaches_every_rank(heard: Heard) -> None:
+def test_a_broadcast_reaches_every_rank(heard: Heard) -> None:
     """In a thread of the rank's own, whatever its main thread is at; and the end of the line is heard after it."""
     links = [join(heard, 0, port=1), join(heard, 1)]
     words: queue.Queue[object] = queue.Queue()
@@ -463,7 +463,7 @@ def test_what_the_supervisor_says_reaches_every_rank(heard: Heard) -> None:
 
 
 @pytest.mark.parametrize("words", [b"nonsense", b"[]", b"3", b"[" * 9999, b"\xff", b""])
-def test_a_rank_hears_its_supervisors_end_whatever_was_said_before(words: bytes) -> None:
+def test_a_rank_notices_its_supervisors_exit_after_any_message(words: bytes) -> None:
     """A line that was torn by a full buffer must not end the thread that would notice the loss."""
     with socket.create_server(("127.0.0.1", 0)) as other:
 

@@ -98,7 +98,7 @@ def test_the_peers_of_a_failed_rank_get_a_grace_period_and_are_then_told_to_exit
     assert actions(after(*events), event) == expected
 
 
-def test_the_peers_of_a_rank_that_exits_unfinished_get_time_until_the_controller_was_asked() -> None:
+def test_the_peers_of_a_rank_that_exits_unfinished_get_time_until_the_controller_has_answered() -> None:
     """It may have exited for a signal that only the controller knows of."""
     [timer] = actions(after(), RankEvent(1, "left", {"host": "n2", "end": "unfinished"}))
     assert isinstance(timer, StartTimer) and timer.seconds > PEER_GRACE_S
@@ -110,14 +110,14 @@ def test_the_first_record_of_a_ranks_end_counts() -> None:
     assert state.ends[1]["end"] == "exception"
 
 
-def test_peers_are_told_nothing_when_the_rank_comes_back() -> None:
+def test_peers_are_not_told_to_exit_when_the_rank_reconnects() -> None:
     """Only its connection broke."""
     state = after(ConnectionLost(1), RankEvent(1, "rejoined", {"host": "n2"}))
     assert actions(state, Timer.DISMISS) == []
     assert state.lost_at == {}
 
 
-def test_a_rank_that_comes_back_does_not_hide_that_another_is_lost() -> None:
+def test_a_rank_that_reconnects_does_not_hide_that_another_is_lost() -> None:
     """The grace period begins again, for the other one; heartbeats count again once all are back."""
     lost = after(ConnectionLost(0), ConnectionLost(1))
     back, todo = step(lost, RankEvent(0, "rejoined", {"host": "n1"}), NOW)
@@ -155,7 +155,7 @@ def test_a_silent_node_is_not_called_lost_while_the_controller_is_silent_too() -
     assert recorded(state, FINE) == ["controller_back", "node_lost"]
 
 
-def test_nodes_that_fall_silent_while_the_controller_is_asked_are_lost_together() -> None:
+def test_nodes_that_fall_silent_while_the_controller_is_queried_are_lost_together() -> None:
     """It is asked once."""
     state = State(dataclasses.replace(JOB, nodes=3), ("n1", "n2", "n3"), abandon_s=5.0)
     state = after(RankEvent(2, "joined", {"host": "n3"}), ConnectionLost(2, silent=True), state=state)
@@ -191,7 +191,7 @@ def test_a_peer_that_fails_for_a_silent_node_is_not_the_first_that_was_lost() ->
 # ---- time to stop
 
 
-def test_a_preemption_that_no_rank_heard_of_is_passed_on_until_one_has() -> None:
+def test_a_preemption_that_reached_no_rank_is_forwarded_until_one_confirms() -> None:
     """A signal gets a moment to arrive; the second time the launcher signals the ranks, too."""
     stop = Broadcast("stop", "preemption")
     state, todo = step(after(), PREEMPTED, NOW)
@@ -259,14 +259,14 @@ def test_slow_saves_get_more_notice_and_short_limits_keep_most_of_their_time(
         ([ControllerFailed("scontrol: not found", missing=True)], ControllerFailed("same", missing=True), []),
     ],
 )
-def test_a_controller_that_is_away_is_recorded_once_each_time(
+def test_an_unreachable_controller_is_recorded_once_each_time(
     events: Sequence[Event], event: Event, expected: list[str]
 ) -> None:
     """The ranks train on."""
     assert recorded(after(*events), event) == expected
 
 
-def test_a_superseded_attempt_writes_nothing_tells_its_ranks_nothing_and_exits() -> None:
+def test_a_superseded_attempt_writes_nothing_sends_nothing_and_exits() -> None:
     """The ranks see the newer attempt when their connection breaks."""
     state, todo = step(after(), Superseded(), NOW)
     assert todo == [Do.FENCE, StartTimer(Timer.ABANDON, 5.0)]

@@ -35,6 +35,6 @@ def test_the_version_is_written_once() -> None:
     assert not re.search(r'^version = "', project, re.MULTILINE)
 
 
-def test_every_test_has_a_room() -> None:
+def test_every_test_is_in_a_folder_of_its_kind() -> None:
     """CONTRIBUTING.md says what belongs in which."""
     assert not list((REPOSITORY / "tests").glob("test_*.py"))

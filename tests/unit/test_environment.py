@@ -86,7 +86,7 @@ def test_the_local_launcher_wins_inside_a_job() -> None:
     assert (place(found), found.launcher) == ((5, 1, 8, 4, 1), "local")
 
 
-def test_processes_spawned_within_a_task_can_say_so() -> None:
+def test_processes_spawned_within_a_task_can_override_the_launcher() -> None:
     """CLUSTERDDP_LAUNCHER=torchrun settles which of two complete sets counts."""
     spawned = {**step(), **without(TORCHRUN, "TORCHELASTIC_RUN_ID"), "CLUSTERDDP_LAUNCHER": "torchrun"}
     assert read(spawned) == read(TORCHRUN)
@@ -134,7 +134,7 @@ def test_a_home_made_launcher_may_leave_out_what_follows(environ: dict[str, str]
         ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port"),
     ],
 )
-def test_a_half_set_or_contradictory_place_is_named(environ: dict[str, str], message: str) -> None:
+def test_incomplete_or_contradictory_variables_are_named(environ: dict[str, str], message: str) -> None:
     """The message says which variables are set, which are missing, and what to do."""
     with pytest.raises(LauncherEnvironmentError, match=re.escape(message)):
         read(environ)
@@ -152,7 +152,7 @@ OPENMPI = {
 OPENMPI_ON_ONE_NODE = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
 
 
-def test_open_mpis_place_is_read_also_in_a_slurm_step() -> None:
+def test_open_mpis_variables_are_read_also_in_a_slurm_step() -> None:
     """mpirun starts its daemons in a step, whose variables the ranks inherit. NODE_RANK is no node's number."""
     found = read({**step(), **OPENMPI, "MASTER_ADDR": "n1", "MASTER_PORT": "5000"})
     assert (place(found), found.launcher) == ((2, 0, 4, 2, 1), "openmpi")
@@ -175,7 +175,7 @@ def test_open_mpis_ranks_of_one_node_find_each_other_by_the_jobs_name() -> None:
         (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), "launcher openmpi: WORLD_SIZE not set"),
     ],
 )
-def test_what_open_mpi_does_not_tell_is_asked_for(environ: dict[str, str], message: str) -> None:
+def test_what_open_mpi_does_not_set_must_be_given(environ: dict[str, str], message: str) -> None:
     """Ranks dealt out round-robin, several nodes without an address: no guess."""
     with pytest.raises(LauncherEnvironmentError, match=re.escape(message)):
         read(environ)
@@ -260,7 +260,7 @@ def test_a_slurm_step_is_read_from_its_own_variables(
     assert found.launcher == "slurm"
 
 
-def test_slurms_port_is_worked_out_alone_unless_the_user_sets_one() -> None:
+def test_every_rank_computes_slurms_port_unless_the_user_sets_one() -> None:
     """All ranks of a step find the same port; MASTER_ADDR and MASTER_PORT that are set win."""
     assert read(step()).master_port == default_port(41, 2, 0)
     assert read(step(RESTART_COUNT=3)).master_port == default_port(41, 2, 3)
@@ -304,7 +304,7 @@ def test_a_contradictory_slurm_step_is_named(environ: dict[str, str], message: s
 
 
 @pytest.mark.parametrize("names", [{"WORLD_SIZE": "16"}, {"RANK": "0"}, {"RANK": "2", "WORLD_SIZE": "4"}])
-def test_a_half_set_or_equal_place_does_not_disturb_slurms(names: dict[str, str]) -> None:
+def test_incomplete_or_equal_variables_do_not_disturb_slurms(names: dict[str, str]) -> None:
     """Batch scripts often export WORLD_SIZE; a rank exports all."""
     assert read({**step(), **names}) == read(step())
 
@@ -322,14 +322,14 @@ def test_a_half_set_or_equal_place_does_not_disturb_slurms(names: dict[str, str]
         ({"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "n1"}, "a shell of job 41"),
     ],
 )
-def test_a_jobs_shell_is_no_rank(environ: dict[str, str], words: str) -> None:
+def test_a_batch_shell_is_not_a_rank(environ: dict[str, str], words: str) -> None:
     """The batch shell's SLURM_PROCID=0 would otherwise make a world of one, or of a rank that never comes."""
     with pytest.raises(LauncherEnvironmentError, match=f"this is {words}, not a rank: start with srun"):
         read(environ)
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, STEP, {}, {"RANK": "1", "WORLD_SIZE": "2"}])
-def test_exports_read_back_as_the_same_place(environ: dict[str, str]) -> None:
+def test_exported_variables_read_back_as_the_same_environment(environ: dict[str, str]) -> None:
     """A script that only knows torchrun's names sees the same ranks; what is not known is left out."""
     found = read(environ)
     again = read({**found.exports()})
@@ -362,7 +362,7 @@ def test_a_new_submission_inherits_only_what_was_exported_on_purpose() -> None:
     assert list(scrub(dict.fromkeys([*KEPT, *DROPPED, *FORMATS], "x"))) == [*KEPT, *FORMATS]
 
 
-def test_output_to_parse_has_its_default_form() -> None:
+def test_output_to_parse_has_its_default_format() -> None:
     """The variables that change Slurm's output are dropped as well."""
     assert list(for_parsing(dict.fromkeys([*KEPT, *DROPPED, *FORMATS], "x"))) == KEPT
 

@@ -43,14 +43,14 @@ def left_out(*nodes: str, age_s: float = 30.0) -> dict[str, Any]:
         (failed("n3", "n3"), ["n2", "n3"], ALL, Choice(("n2", "n3"), ("n3",))),
     ],
 )
-def test_a_node_is_left_out_after_two_failures_within_a_day_or_while_it_is_lost(
+def test_a_node_is_excluded_after_two_failures_within_a_day_or_while_it_is_lost(
     events: list[dict[str, Any]], lost: list[str], usable: list[str], choice: Choice
 ) -> None:
     """Of a run that needs two nodes, on a partition of four."""
     assert choose(events, lost, usable, 2, NOW) == choice
 
 
-def test_of_more_lost_nodes_than_may_be_left_out_some_are() -> None:
+def test_of_more_lost_nodes_than_may_be_excluded_some_are() -> None:
     """They come before a node that failed and answers."""
     words = "n4 and n1 failed, but n2 and n3 are already excluded (2 nodes at most)"
     assert choose(failed("n1", "n1"), ["n2", "n3", "n4"], ALL, 2, NOW) == Choice(("n2", "n3"), (), words)
@@ -70,7 +70,7 @@ def test_two_events_of_one_attempt_are_one_failure() -> None:
          "n2 failed, but n1 and n3 are already excluded (2 nodes at most)"),
     ],
 )  # fmt: skip
-def test_slurms_own_choice_is_taken_where_leaving_out_would_leave_too_few(
+def test_slurms_choice_is_kept_where_excluding_would_leave_too_few(
     events: list[dict[str, Any]], lost: list[str], usable: list[str], words: str
 ) -> None:
     """What was left out before stays so."""
@@ -78,7 +78,7 @@ def test_slurms_own_choice_is_taken_where_leaving_out_would_leave_too_few(
     assert (choice.nodes, choice.new, choice.refused) == (tuple(excluded(events, NOW)), (), words)
 
 
-def test_the_administrator_is_told_what_failed_and_when() -> None:
+def test_the_text_for_the_administrator_says_what_failed_and_when() -> None:
     """Ready to be sent."""
     started = [{"event": "started", "attempt": number, "time": NOW - 90, "job": "41"} for number in range(2)]
     text = letter([*started, *failed("n2", "n2")], "n2", NOW)

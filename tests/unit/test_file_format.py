@@ -78,14 +78,14 @@ def written(path: Path, content: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_state_is_restored_as_it_was(tmp_path: Path) -> None:
     assert same(content_of(written(tmp_path / "file", STATE)), STATE)
     read = content_of(written(tmp_path / "nan", {"best": float("nan")}))
     assert read["best"] != read["best"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back(tmp_path: Path, dtype: Any) -> None:
+def test_every_dtype_is_restored(tmp_path: Path, dtype: Any) -> None:
     tensor = torch.randint(0, 2, (3, 5)).to(dtype)
     read = content_of(written(tmp_path / "file", {"odd": torch.ones(3, dtype=torch.uint8), "model": tensor}))["model"]
     assert read.dtype == dtype and torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
@@ -115,7 +115,7 @@ def test_tied_weights_are_there_once_and_stay_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensor", [torch.randn(4, 5, 5, 3).permute(0, 3, 1, 2), torch.randn(2, 3).t()])
-def test_the_order_of_dimensions_in_memory_comes_back(tmp_path: Path, tensor: Any) -> None:
+def test_the_order_of_dimensions_in_memory_is_restored(tmp_path: Path, tensor: Any) -> None:
     """A fused optimizer pairs a parameter with its state by address, whatever the strides of both."""
     state = {"one": tensor, "again": tensor, "other": tensor[:1].clone()}
     read = content_of(written(tmp_path / "file", state))
@@ -216,7 +216,7 @@ def test_a_flipped_bit_anywhere_is_detected(tmp_path: Path) -> None:
             file_format.verify(path)
 
 
-def test_what_is_no_checkpoint_is_called_one_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_is_no_checkpoint_is_reported_as_unreadable(tmp_path: Path) -> None:
     for data in (b"", b"text that is no checkpoint", b"\xff" * 100, struct.pack("<Q", 2) + b"{}"):
         (tmp_path / "file").write_bytes(data)
         with pytest.raises(file_format.Damaged):
@@ -250,7 +250,7 @@ def liar(path: Path, change: Any) -> Path:
         lambda header: header["__metadata__"].pop("state"),
     ],
 )
-def test_a_header_that_lies_is_damage(tmp_path: Path, change: Any) -> None:
+def test_a_wrong_header_is_damage(tmp_path: Path, change: Any) -> None:
     """Whoever wrote it had the check sums right; no memory is taken, and nothing crashes."""
     with pytest.raises(file_format.Damaged):
         file_format.read(liar(tmp_path / "x", change))
@@ -276,7 +276,7 @@ def test_a_state_that_does_not_fit_its_tensors_is_refused(tmp_path: Path, change
         content_of(liar(tmp_path / "x", change))
 
 
-def test_brackets_without_end_are_no_header(tmp_path: Path) -> None:
+def test_endless_brackets_are_not_a_header(tmp_path: Path) -> None:
     """Python's reader of JSON gives up with an error of its own."""
     (tmp_path / "x").write_bytes(struct.pack("<Q", 50_000) + b"[" * 60_000)
     with pytest.raises(file_format.Damaged):

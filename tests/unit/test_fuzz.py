@@ -219,7 +219,7 @@ COUNTS = (
 
 @fuzz(150)
 @given(st.sampled_from([STEP, TORCHRUN]), st.dictionaries(st.sampled_from([*STEP, *TORCHRUN]), COUNTS, max_size=4))
-def test_any_environment_is_a_place_or_refused(base: dict[str, str], changed: dict[str, str]) -> None:
+def test_any_environment_is_read_or_refused(base: dict[str, str], changed: dict[str, str]) -> None:
     """Each variable by itself, and together."""
     with own_errors_only():
         environment.read({**base, **changed})
@@ -234,7 +234,7 @@ SINFO = "low|low*|n1|2|3900|gpu:a100:4(S:0-1)\nlow|low*|n2|2+|3900+|(null)\n"
 
 @fuzz(150)
 @given(damaged(RUNNING) | TEXTS)
-def test_any_word_of_scontrol_is_a_job_or_an_error_of_slurms(text: str) -> None:
+def test_any_output_of_scontrol_is_a_job_or_a_slurm_error(text: str) -> None:
     """What is read is also judged."""
     with own_errors_only():
         job = slurm.parse_job(text)
@@ -243,7 +243,7 @@ def test_any_word_of_scontrol_is_a_job_or_an_error_of_slurms(text: str) -> None:
 
 @fuzz(100)
 @given(damaged(CONFIG), damaged(PARTITION), damaged(SINFO), damaged("requeue|00:00:20"))
-def test_any_word_of_slurm_about_a_partition_is_read_or_an_error(
+def test_any_output_about_a_partition_is_read_or_a_slurm_error(
     config: str, partition: str, nodes: str, qos: str
 ) -> None:
     """Other versions' forms are an error that names the command."""
@@ -450,7 +450,7 @@ def test_any_file_of_a_run_is_read_or_named(tmp_path_factory: Any, files: dict[s
 
 @fuzz(100)
 @given(st.lists(VALUES.map(json.dumps) | TEXTS | damaged('{"event": "x", "step": 1}'), max_size=4), st.booleans())
-def test_any_words_of_a_rank_or_a_stranger_leave_the_supervisor_listening(words: list[str], knows_token: bool) -> None:
+def test_any_input_leaves_the_supervisor_listening(words: list[str], knows_token: bool) -> None:
     """The next rank is heard as ever."""
     server, heard = echo_server()
     hello = {"token": "secret" if knows_token else "guess", "rank": 1, "port": None, "host": "h", "pid": 1}
@@ -497,7 +497,7 @@ def echo_server() -> tuple[ControlServer, threading.Event]:
 
 @fuzz(60)
 @given(st.binary(max_size=40) | VALUES.map(lambda value: json.dumps(value).encode() + b"\n"))
-def test_any_answer_to_a_rank_is_the_stores_place_or_an_error(answer: bytes) -> None:
+def test_any_answer_to_a_rank_is_the_stores_address_or_an_error(answer: bytes) -> None:
     """Also when another program listens there, and hangs up."""
     listener = socket.create_server(("127.0.0.1", 0))
 

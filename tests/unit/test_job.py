@@ -125,7 +125,7 @@ def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp
     assert user_defaults("alps", tmp_path / "config.yaml").keys() == {"account", "watchdog", "partition"}
 
 
-def test_little_needs_to_be_said(folder: Path) -> None:
+def test_only_the_script_is_required(folder: Path) -> None:
     """A script is enough; the job is named after it, and a null leaves the default."""
     expected = Job(name="train", script=str(folder / "train.py"))
     assert read(folder, "script: train.py\npartition:\nnodes: ~\ncheckpoint: {every: }\n") == expected
@@ -304,7 +304,7 @@ def test_checkpoints_come_by_steps_or_time(folder: Path, every: str, steps: int 
     assert job.checkpoint == Checkpointing(steps, seconds)
 
 
-def test_which_checkpoints_stay_is_a_number_or_three_wishes(folder: Path) -> None:
+def test_keep_is_a_number_or_up_to_three_rules(folder: Path) -> None:
     """And both come back from the recorded definition."""
     whole = read(folder, "script: train.py\ncheckpoint: {every: auto, keep: {last: 2, every: 50, best: f1 max}}\n")
     assert whole.checkpoint == Checkpointing(None, None, auto=True, keep=Keep(2, 50, "f1", "max"))
@@ -340,7 +340,7 @@ def test_which_checkpoints_stay_is_a_number_or_three_wishes(folder: Path) -> Non
         ({"nodes": "1-2", "global_batch": 2}, "1 to 2 nodes x 1 GPU per node = 1 to 2 ranks"),
     ],
 )
-def test_the_shape_is_said_in_words(values: dict[str, Any], shape: str) -> None:
+def test_the_shape_is_stated_in_words(values: dict[str, Any], shape: str) -> None:
     """Nodes, devices and ranks, each in its number."""
     assert from_values({"module": "m", **values}).shape == shape
 
@@ -383,7 +383,7 @@ def test_a_global_batch_that_cannot_be_kept_is_refused_with_the_choices(folder: 
     assert message in mistakes(folder, f"{lines}\nscript: train.py\n")[0]
 
 
-def test_a_range_of_nodes_is_slurms_and_one_of_a_single_number_is_none(folder: Path) -> None:
+def test_a_range_of_nodes_is_read_as_slurm_does_and_a_single_number_is_no_range(folder: Path) -> None:
     """A number in an upper layer takes the place of the whole range."""
     job = read(folder, "script: train.py\nnodes: 2-4\nglobal_batch: 12\n")
     assert (job.nodes, job.min_nodes, list(job.node_counts), job.nodes_text) == (4, 2, [2, 3, 4], "2-4")
@@ -608,7 +608,7 @@ def test_reading_a_definition_leaves_torch_alone() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_name_that_no_file_can_have_is_a_script_that_is_not_there(folder: Path) -> None:
+def test_an_impossible_file_name_is_a_missing_script(folder: Path) -> None:
     """The system's own error for it is no reason for a traceback."""
     with pytest.raises(JobDefinitionError, match="not found"):
         from_values({"script": "x" * 5000}, folder=folder)

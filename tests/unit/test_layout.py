@@ -93,19 +93,19 @@ def test_no_imports_form_a_circle(in_functions: bool) -> None:
     layers(by_room(graph))
 
 
-def test_the_house_is_not_too_high() -> None:
+def test_the_number_of_layers_is_limited() -> None:
     """Whoever reads down from the command line comes to the ground soon."""
     assert len(layers(by_room(imports(in_functions=True)))) <= MOST_PACKAGE_LAYERS
     assert len(layers(imports(in_functions=False))) <= MOST_MODULE_LAYERS
 
 
-def test_no_folder_is_crowded() -> None:
+def test_the_number_of_files_per_folder_is_limited() -> None:
     """A folder can be read at a glance."""
     for folder in {path.parent for path in MODULES.values()}:
         assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder
 
 
-def test_each_room_says_what_belongs_there() -> None:
+def test_each_package_says_what_belongs_there() -> None:
     """In its ``__init__``: one sentence, which says what does not belong there too, and no code."""
     for name, path in MODULES.items():
         if path.name == "__init__.py" and name != "clusterddp":
@@ -124,7 +124,7 @@ def without_torch() -> set[str]:
     return found
 
 
-def test_only_rooms_for_ranks_import_torch() -> None:
+def test_only_packages_for_ranks_import_torch() -> None:
     """Named by file, which says more than the process that loads it in the end."""
     assert [name for name in sorted(without_torch()) if "torch" in top_level_packages(MODULES[name])] == []
 
@@ -148,7 +148,7 @@ def test_no_process_without_torch_loads_it() -> None:
     "old",
     ["clusterddp.launch.supervisor", "clusterddp.rank", "clusterddp.function", "clusterddp.submit", "clusterddp"],
 )
-def test_a_name_that_jobs_and_users_start_is_a_few_lines(old: str) -> None:
+def test_entry_points_are_a_few_lines(old: str) -> None:
     """Each only starts the module that does the work: jobs queued by an older version name them."""
     name = known(old) or "__main__"
     path = MODULES["__main__" if name == "clusterddp" else name]

@@ -72,7 +72,7 @@ def test_a_local_run_that_was_stopped_can_be_continued_under_another_host_name(
     assert "stopped; continue with" in status.state_of(run)[1]
 
 
-def test_a_run_of_a_machine_out_of_reach_can_be_taken_over(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_an_unreachable_machine_can_be_taken_over(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """When it did not end cleanly, nobody here can know: whoever does says so, and the run is not lost."""
     for _ in range(2):
         lease.take(run, run.create_attempt(), lease.of_this_process())
@@ -84,7 +84,7 @@ def test_a_run_of_a_machine_out_of_reach_can_be_taken_over(run: RunDirectory, mo
     check_not_held(run)
 
 
-def test_a_process_is_known_by_its_machine_whatever_the_host_is_called(
+def test_a_process_is_identified_by_its_machine_under_any_host_name(
     run: RunDirectory, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host was renamed: alive is alive and dead is dead, and nothing alive is taken over."""

@@ -49,7 +49,7 @@ def test_the_controllers_answers_are_posted_as_they_change() -> None:
     assert posted(3, *answers) == [ControllerAnswered(answer) for answer in answers]
 
 
-def test_a_controller_that_does_not_answer_is_asked_again() -> None:
+def test_a_controller_that_does_not_answer_is_queried_again() -> None:
     """An error is an answer, too: the controller is reachable."""
     away = SlurmUnavailable("Unable to contact slurm controller")
     assert posted(4, away, SlurmError("Invalid job id"), SlurmMissing("scontrol"), Notice(None)) == [
@@ -60,7 +60,7 @@ def test_a_controller_that_does_not_answer_is_asked_again() -> None:
     ]
 
 
-def test_the_controller_is_asked_at_once_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_controller_is_queried_at_once_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a node is silent, the answer decides whether it is lost."""
     monkeypatch.setattr(monitor, "LOOK_S", 600.0)
     monkeypatch.setattr(monitor, "ASK_S", 600.0)

@@ -58,7 +58,7 @@ def test_private_is_closed_to_others(run: RunDirectory) -> None:
     assert run.private.stat().st_mode & 0o777 == 0o700
 
 
-def test_metrics_redone_by_a_later_attempt_do_not_count(run: RunDirectory) -> None:
+def test_metrics_repeated_by_a_later_attempt_do_not_count(run: RunDirectory) -> None:
     """Attempt 1 resumed at 3: attempt 0's steps 3 and 4 are history that was thrown away."""
     for attempt, steps in ((0, range(5)), (1, range(3, 7))):
         for step in steps:
@@ -78,7 +78,7 @@ def test_a_torn_last_line_is_dropped_and_cut_off_before_the_next(tmp_path: Path)
     assert list(read_lines(path)) == [{"a": 1}, {"a": 3}]
 
 
-def test_a_line_that_the_disk_did_not_take_whole_is_not_there_at_all(tmp_path: Path) -> None:
+def test_a_partially_written_line_is_removed(tmp_path: Path) -> None:
     """Half a line in the middle of a history would make it unreadable for ever."""
     code = f"""
 import resource, signal, pathlib
@@ -98,7 +98,7 @@ append_line(path, {{"b": 2}})
     assert list(read_lines(tmp_path / "events.jsonl")) == [{"a": 1}, {"b": 2}]
 
 
-def test_lines_that_a_machine_died_before_writing_are_dropped(tmp_path: Path) -> None:
+def test_lines_lost_in_a_machine_crash_are_dropped(tmp_path: Path) -> None:
     """They read as NUL, in the middle, too, when lines after them were written; the rest of a lost line is no line."""
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
@@ -122,7 +122,7 @@ def test_metrics_count_by_the_record_when_the_event_was_never_written(run: RunDi
     assert [(line["step"], line["attempt"]) for line in run.metrics()] == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 1)]
 
 
-def test_a_folder_is_made_with_those_above_it_and_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_is_created_with_its_parents_and_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:
     """As mkdir -p does."""
     make_folder(tmp_path / "a" / "b")
     make_folder(tmp_path / "a" / "b")
@@ -138,7 +138,7 @@ def test_a_folder_is_made_with_those_above_it_and_a_file_in_its_place_is_an_erro
     ["nonsense", "1", "[]", "null", '{"attempt": 0}', '{"step": "1", "attempt": 0}', '{"step": -1, "attempt": 0}',
      "[" * 9999, '{"step": 1, "att{"step": 1, "attempt": 0}'],
 )  # fmt: skip
-def test_a_line_that_something_else_wrote_is_skipped_with_one_warning(
+def test_a_line_that_another_program_wrote_is_skipped_with_one_warning(
     run: RunDirectory, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two writers on NFS garble a line: the lines around it count, and the warning names the place and the remedy."""
@@ -229,7 +229,7 @@ def test_a_read_error_that_passes_is_retried(run: RunDirectory, monkeypatch: pyt
         run.events()
 
 
-def test_an_unseen_logs_folder_supersedes_nobody(run: RunDirectory) -> None:
+def test_an_unreadable_logs_folder_supersedes_no_attempt(run: RunDirectory) -> None:
     """A disk that is away for a moment is no newer attempt."""
     assert run.create_attempt() == 0
     assert not run.superseded(0)
@@ -237,7 +237,9 @@ def test_an_unseen_logs_folder_supersedes_nobody(run: RunDirectory) -> None:
     assert not run.superseded(0)
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A full disk at the worst moment: the file is the old one, and nothing else stands beside it."""
     path = tmp_path / "job.yaml"
     write_atomically(path, "old")
@@ -293,9 +295,7 @@ def test_a_ranks_record_that_cannot_be_read_is_a_rank_that_died(run: RunDirector
     assert (end.end, end.failed, "rank-1.json" in end.sentence()) == ("died", True, True)
 
 
-def test_who_only_looks_on_passes_over_a_line_that_is_none(
-    run: RunDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reader_skips_a_line_that_is_not_json(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     """The loop of a local run must not end for it."""
     progress = Progress(run, None)
     run.events_file.write_text('nonsense\n[]\n{"time": 1.0, "attempt": 0, "event": "submitted", "job": "7"}\n')

@@ -76,7 +76,7 @@ def test_arguments_reach_every_part_and_results_are_kept(tmp_path: Path) -> None
     assert cost["test"] == "test_some.py::test_on_a_cluster" and cost["part"].startswith("slurm")
 
 
-def test_the_files_are_shared_out_by_what_they_took() -> None:
+def test_the_files_are_distributed_by_their_duration() -> None:
     """The longest first; a file stays whole, as its tests share fixtures."""
     tests = ["a::1", "a::2", "b::1", "c::1", "d::1"]
     assert file_shares(tests, {"a::1": 5, "a::2": 60, "b::1": 40, "c::1": 20}, 2) == [{"a"}, {"b", "c", "d"}]

@@ -79,12 +79,12 @@ def any_umask(request: pytest.FixtureRequest) -> Iterator[None]:
         ],
     ],
 )
-def test_a_secret_is_known_by_its_name(name: str, secret: bool) -> None:
+def test_a_secret_is_recognized_by_its_name(name: str, secret: bool) -> None:
     """The last word of it, or a password anywhere; not where a secret is to be found."""
     assert is_secret(name) == secret
 
 
-def test_secrets_are_left_out_and_come_back() -> None:
+def test_secrets_are_masked_and_restored() -> None:
     """What may be seen has none of them, and both together are the job."""
     shown, secrets = without_secrets(JOB)
     assert shown.args == ("--lr", "0.1", "--api-key", MASK, f"db.password={MASK}", "--sort-keys")
@@ -107,7 +107,7 @@ def test_a_recorded_job_has_its_secrets_in_the_private_folder_alone(tmp_path: Pa
         load_trusted(run)
 
 
-def test_what_differs_is_said_without_the_secrets() -> None:
+def test_differences_are_listed_without_the_secrets() -> None:
     """`submit` lists it on the terminal."""
     other = Job(
         name="net", module="net", args=("--api-key", "s3cret-other"), env={"HF_TOKEN": "s3cret-new"}, device="cpu"
@@ -150,7 +150,7 @@ def test_a_setup_line_may_read_a_secret_from_a_file() -> None:
     assert load.from_values({"module": "net", "setup": lines}).setup == tuple(lines)
 
 
-def test_a_failures_words_are_shown_without_the_secrets(tmp_path: Path) -> None:
+def test_a_failure_is_shown_without_the_secrets(tmp_path: Path) -> None:
     """An exception's text often has the address it was about."""
     write_json(
         tmp_path / "rank-0.json",
@@ -229,7 +229,7 @@ def modes(run: RunDirectory) -> dict[str, int]:
 
 @pytest.mark.usefixtures("any_umask")
 @pytest.mark.parametrize(("share", "folder", "file"), [("private", 0o700, 0o600), ("group", 0o2750, 0o640)])
-def test_a_run_is_as_open_as_it_says_whatever_the_umask(tmp_path: Path, share: str, folder: int, file: int) -> None:
+def test_permissions_follow_share_under_any_umask(tmp_path: Path, share: str, folder: int, file: int) -> None:
     """Nobody but the owner may write; `private` is closed in any case."""
     run = RunDirectory(tmp_path / "run")
     job = Job(name="net", module="net", share=share, device="cpu")  # type: ignore[arg-type]
@@ -254,7 +254,7 @@ def test_a_run_is_as_open_as_it_says_whatever_the_umask(tmp_path: Path, share: s
     assert {modes(run)[name] & 0o777 for name in ("private", "private/attempt-0")} == {0o700}
 
 
-def test_a_run_that_is_shared_later_is_shared_with_all_that_it_has(tmp_path: Path) -> None:
+def test_sharing_a_run_later_shares_its_existing_files(tmp_path: Path) -> None:
     """And the other way round."""
     run = RunDirectory(tmp_path / "run")
     for share, folder, file in (("private", 0o700, 0o600), ("group", 0o2750, 0o640), ("private", 0o700, 0o600)):
@@ -300,7 +300,7 @@ def test_what_another_user_has_written_is_not_run(tmp_path: Path) -> None:
         check_own(path)
 
 
-def test_a_run_that_others_may_write_is_neither_continued_nor_resubmitted(tmp_path: Path) -> None:
+def test_a_run_that_others_can_write_is_neither_continued_nor_resubmitted(tmp_path: Path) -> None:
     """Said at once by submit; the job that Slurm starts later says the same."""
     run = RunDirectory(tmp_path / "run")
     with recorded(run, SHARED, created=True):
@@ -314,7 +314,7 @@ def test_a_run_that_others_may_write_is_neither_continued_nor_resubmitted(tmp_pa
     assert json.loads((run.private / "secrets.json").read_text())
 
 
-def test_who_may_not_look_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_without_permission_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A closed run names the remedy; a shared one shows all but who holds it, which is in `private`."""
     run = RunDirectory(tmp_path / "run")
     with recorded(run, dataclasses.replace(JOB, share="group"), created=True):
@@ -334,7 +334,9 @@ def test_who_may_not_look_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
-def test_anothers_history_does_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_anothers_history_sends_no_control_characters_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Clearing the screen, setting a title: control characters are shown as question marks."""
     run = RunDirectory(tmp_path / "run")
     with recorded(run, JOB, created=True):

@@ -82,7 +82,7 @@ def test_a_mode_that_cannot_be_changed_is_one_sentence_and_the_next_call_does_th
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 @pytest.mark.parametrize("name", ["private", "logs", "checkpoints"])
-def test_a_folder_that_somebody_else_planted_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, name: str) -> None:
     """In a run directory that its group could write until now."""
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()

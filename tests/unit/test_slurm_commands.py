@@ -23,7 +23,7 @@ RUNNING = (
 )
 
 
-def test_a_jobs_fields_are_read_between_the_users_own_words() -> None:
+def test_a_jobs_fields_are_read_despite_the_users_own_text() -> None:
     """Name and command are the user's text and must not pass for Slurm's."""
     job = slurm.parse_job(RUNNING)
     assert job is not None
@@ -83,7 +83,7 @@ def test_no_answer_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         slurm.requeue("1")
 
 
-def test_a_controller_that_does_not_answer_is_asked_again_and_that_is_said(
+def test_a_controller_that_does_not_answer_is_queried_again_and_that_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With growing pauses; an answer, or another error, ends it."""
@@ -119,22 +119,20 @@ def test_a_missing_command_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -
     ("old", "new"),
     [("JobState=RUNNING", "JobState RUNNING"), ("Restarts=2", "Restarts=two"), ("Restarts=2", "Restarts=")],
 )
-def test_an_answer_in_an_unknown_form_is_slurms_error_with_its_words(old: str, new: str) -> None:
+def test_an_answer_in_an_unknown_form_is_a_slurm_error_that_quotes_it(old: str, new: str) -> None:
     """Of a version to come: the supervisor goes on asking, and does not end on the way."""
     with pytest.raises(SlurmError, match="cannot parse the output of scontrol.*JobId=12"):
         slurm.parse_job(RUNNING.replace(f" {old} ", f" {new} "))
 
 
-def test_a_partition_in_an_unknown_form_is_slurms_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partition_in_an_unknown_form_is_a_slurm_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a ValueError at submit time."""
     monkeypatch.setattr(slurm, "run", lambda *_: "low|low*|n1|many|3900|gpu:2\n")
     with pytest.raises(SlurmError, match="cannot parse the output of sinfo"):
         slurm.partition_nodes("low")
 
 
-def test_a_command_that_cannot_be_started_just_now_may_be_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_temporarily_cannot_start_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As without memory or file descriptors: it is no reason for a supervisor to end."""
     broken = tmp_path / "scontrol"
     broken.write_text("#!/nowhere/sh\n")
@@ -144,7 +142,7 @@ def test_a_command_that_cannot_be_started_just_now_may_be_asked_again(
         slurm.run("scontrol", "show", "job")
 
 
-def test_words_of_others_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An administrator's comment in Latin-1 is no end of a run."""
     told = tmp_path / "scontrol"
     told.write_bytes(b"#!/bin/sh\nprintf 'AdminComment=gr\\374n'\n")
@@ -153,7 +151,7 @@ def test_words_of_others_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.
     assert slurm.run("scontrol") == "AdminComment=gr\N{REPLACEMENT CHARACTER}n"
 
 
-def test_nodes_in_a_form_that_is_not_known_are_no_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_in_an_unknown_form_do_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor that asks goes on without an answer."""
     monkeypatch.setattr(slurm, "run", lambda *_: "low n1 idle\n")
     with pytest.raises(SlurmError, match="cannot parse the output of sinfo"):

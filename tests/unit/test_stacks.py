@@ -30,7 +30,7 @@ def test_the_thread_that_crashed_is_shown_and_no_other() -> None:
     assert shown == f"{head}\n{USER.rstrip()}"
 
 
-def test_a_crash_in_a_thread_without_python_shows_what_it_said_and_the_main_threads_stack() -> None:
+def test_a_crash_in_a_thread_without_python_shows_its_message_and_the_main_threads_stack() -> None:
     """Such as gloo's, which aborts the process."""
     said = "terminate called after throwing an instance of 'X'\n  what():  12 vs 8\n"
     log = (
@@ -47,7 +47,7 @@ def test_a_deep_stack_is_cut_and_a_log_without_one_shows_its_end() -> None:
     assert end_of_log("\n".join(map(str, range(20)))) == "\n".join(map(str, range(8, 20)))
 
 
-def test_ranks_that_were_ended_for_a_peer_do_not_read_like_out_of_memory(tmp_path: object) -> None:
+def test_ranks_that_were_ended_for_a_peer_are_not_reported_as_out_of_memory(tmp_path: object) -> None:
     """Killed by the launcher, or told to leave; one whose node ran out of memory still does."""
     others = [
         RankEnd(0, "n1", "died", 2.0, death=ExitStatus(signal=9)),

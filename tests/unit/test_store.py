@@ -73,7 +73,7 @@ def test_a_half_written_file_of_a_killed_attempt_is_removed_and_never_a_candidat
     assert not leftover.exists()
 
 
-def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_passed_over(
+def test_a_temporarily_unreadable_checkpoint_is_not_skipped(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one before would cost the steps between them."""
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_passed_over(
     assert newest.read().facts["step"] == "2" and not errors
 
 
-def test_what_an_attempt_left_that_was_killed_in_its_first_save_is_removed(directory: RunDirectory) -> None:
+def test_the_remains_of_an_attempt_killed_in_its_first_save_are_removed(directory: RunDirectory) -> None:
     """It is in nobody's lineage; and what a newer attempt writes is not touched."""
     attempt(directory)
     left, newer = (directory.checkpoints / f".step-000000000002.attempt-{n}.safetensors.0f.tmp" for n in (0, 9))
@@ -102,7 +102,7 @@ def test_what_an_attempt_left_that_was_killed_in_its_first_save_is_removed(direc
     assert not left.exists() and newer.exists()
 
 
-def test_one_that_cannot_be_deleted_is_said_and_the_new_one_counts(
+def test_a_checkpoint_that_cannot_be_deleted_is_reported_and_the_new_one_counts(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     number = attempt(directory)
@@ -115,9 +115,7 @@ def test_one_that_cannot_be_deleted_is_said_and_the_new_one_counts(
     assert steps(directory) == [3]
 
 
-def test_a_folder_that_cannot_be_seen_hides_no_failure(
-    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_folder_hides_no_failure(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(directory, attempt(directory), Keep())
     directory.checkpoints.rename(directory.path / "away")
     words = r"checkpoint needs 1\.0 MiB \(No space left on device\); cannot list the others \(No such file"
@@ -136,7 +134,7 @@ def test_a_superseded_attempt_neither_commits_nor_deletes(directory: RunDirector
     assert not list(directory.checkpoints.glob(".*"))
 
 
-def test_the_lineage_leaves_out_what_was_written_after_a_run_went_on_elsewhere(directory: RunDirectory) -> None:
+def test_the_lineage_excludes_what_was_written_after_the_run_continued_elsewhere(directory: RunDirectory) -> None:
     first = attempt(directory)
     save(directory, first, 10, CONTENT)
     second = attempt(directory, (0, 10))

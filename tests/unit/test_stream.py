@@ -51,7 +51,7 @@ def take(source: Loader, count: int, step: int = 0) -> list[Any]:
         batches.close()  # type: ignore[attr-defined]
 
 
-def test_every_epoch_has_each_sample_once_in_an_order_of_its_own() -> None:
+def test_every_epoch_has_each_sample_once_in_its_own_order() -> None:
     order = SampleOrder(10, seed=1, shuffle=True)
     epochs = [order.samples(10 * epoch, 10 * epoch + 10) for epoch in range(3)]
     for number, epoch in enumerate(epochs):
@@ -60,13 +60,13 @@ def test_every_epoch_has_each_sample_once_in_an_order_of_its_own() -> None:
     assert epochs[0] != epochs[1] and SampleOrder(10, seed=2, shuffle=True).samples(0, 10) != epochs[0]
 
 
-def test_any_step_is_found_at_once_and_is_what_it_was() -> None:
+def test_any_step_is_found_at_once_and_is_the_same() -> None:
     whole = take(loader(), 12)
     assert take(loader(), 5, step=7) == whole[7:]
     take(loader(), 1, step=10**9)  # by going through all steps before it would outlast the test's time-out
 
 
-def test_ranks_share_the_global_batch_whatever_their_number_and_nobody_is_short() -> None:
+def test_any_number_of_ranks_shares_the_global_batch_evenly() -> None:
     def indices(ranks: int, batch_size: int) -> list[list[int]]:
         per_rank = [take(loader(batch_size=batch_size, rank=rank, ranks=ranks), 5) for rank in range(ranks)]
         return [[i for rank in per_rank for i in rank[step][0]] for step in range(5)]
@@ -109,7 +109,7 @@ def test_epochs_and_steps() -> None:
     assert [step for step in range(10) if data.ends_epoch(step)] == [3, 6, 9]
 
 
-def test_evaluation_sees_each_sample_once_and_every_rank_comes_to_as_many_stops() -> None:
+def test_evaluation_sees_each_sample_once_and_every_rank_has_as_many_stop_points() -> None:
     for length, ranks, batch_size in itertools.product((1, 2, 7, 8, 9), (1, 2, 3), (1, 2, 4)):
         seen, stops = [], []
         for rank in range(ranks):
@@ -168,7 +168,7 @@ def test_workers_that_are_not_forked_ignore_a_term_too(method: str, tmp_path: Pa
     assert done.returncode == 0 and done.stdout == "2 workers, 20 batches\n", done.stdout + done.stderr
 
 
-def test_a_worker_that_is_stuck_does_not_hold_up_the_end() -> None:
+def test_a_stuck_worker_does_not_delay_the_end() -> None:
     others = children()
     source = Loader(Numbers(1000, pause=600), 4, shuffle=False, seed=1, rank=0, world_size=1, num_workers=2, timeout=1)
     batches = source.batches(0)
@@ -219,7 +219,7 @@ def test_a_resume_keeps_the_global_batch_or_says_why_not() -> None:
         loader(ranks=2, global_batch=12).restore({"global_batch": 8, "dataset_length": 10})
 
 
-def test_a_global_batch_that_is_given_is_shared_whatever_the_batch_size() -> None:
+def test_a_given_global_batch_is_shared_for_any_batch_size() -> None:
     for ranks, share in ((1, 12), (2, 6), (4, 3)):
         data = loader(batch_size=5, ranks=ranks, global_batch=12)
         assert (data.global_batch, data.share, len(take(data, 1)[0][0])) == (12, share, share)

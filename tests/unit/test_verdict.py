@@ -38,7 +38,9 @@ def job(
         (job("RUNNING", preempt_time=NOW, end_time=NOW + 10), Cause.PREEMPTED),
     ],
 )
-def test_the_controllers_words_mean_what_slurm_was_seen_to_mean(info: JobInfo | None, cause: Cause) -> None:
+def test_the_controllers_answers_are_interpreted_as_slurm_was_seen_to_behave(
+    info: JobInfo | None, cause: Cause
+) -> None:
     """Each row was seen on 22.05.8."""
     assert read_cause(info, restarts=0, notice_s=120, grace_s=lambda: 0, now=NOW) is cause
 
@@ -68,14 +70,14 @@ def end(what: str, rank: int = 0, lost_at: float = 1.0, **values: object) -> Ran
         (["stopped", "done"], 0, Cause.PREEMPTED, Action.AGAIN),
     ],
 )
-def test_an_attempt_comes_to_what_its_ranks_and_the_controller_say(
+def test_the_verdict_follows_from_the_ranks_and_the_controller(
     ends: list[str], exit_code: int, cause: Cause, action: Action
 ) -> None:
     """Completed means that every rank left without being stopped; requeued only on the controller's word."""
     assert judge([end(what, rank) for rank, what in enumerate(ends)], exit_code, True, lambda: cause).action is action
 
 
-def test_a_completed_run_does_not_ask_the_controller() -> None:
+def test_a_completed_run_does_not_query_the_controller() -> None:
     """Nothing that Slurm says makes finished work unfinished."""
 
     def ask() -> Cause:
@@ -84,7 +86,7 @@ def test_a_completed_run_does_not_ask_the_controller() -> None:
     assert judge([end("done")], 0, True, ask).action is Action.COMPLETE
 
 
-def test_exit_0_after_a_notice_is_stopped_not_done_for_a_script_that_knows_nothing_of_clusterddp() -> None:
+def test_exit_0_after_a_notice_is_stopped_not_done_for_a_script_without_clusterddp() -> None:
     """Its own TERM handler may have saved and left with 0; without a notice it is done."""
     plain = [RankEnd(0, "n1", "done", 1.0)]
     assert judge(plain, 0, True, lambda: Cause.PREEMPTED).action is Action.AGAIN
@@ -148,7 +150,7 @@ def test_the_users_own_exception_comes_before_a_lost_connection_at_the_same_mome
         (RankEnd(1, "n1", "exit", 1.0, exit_code=3), Action.FAIL),
     ],
 )
-def test_what_may_pass_is_tried_again_in_place_and_the_users_own_errors_never(failure: RankEnd, action: Action) -> None:
+def test_transient_failures_restart_in_place_and_the_users_own_errors_never(failure: RankEnd, action: Action) -> None:
     """And what the controller ends is not started anew in the job that is being ended."""
     assert judge([failure], 1, False, lambda: Cause.NONE).action is action
     assert judge([failure], 1, True, lambda: Cause.CANCELLED).action is not Action.RESTART
@@ -233,7 +235,7 @@ def test_a_task_that_could_not_be_launched_is_the_first_failure() -> None:
     assert exit_statuses[1].words() == "was not started: Slurmd could not connect IO"
 
 
-def test_a_segfault_comes_before_the_kills_that_it_led_to() -> None:
+def test_a_segfault_comes_before_the_kills_that_it_caused() -> None:
     """The launcher's KILL of a peer arrives within the jitter; so does the peer's word of a closed connection."""
     peer = end("exception", 0, lost_at=4.0, error="RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed")
     ended = end("died", 2, lost_at=4.1, death=ExitStatus(signal=9))

@@ -77,7 +77,7 @@ def look(run: RunDirectory, job: JobInfo | None, monkeypatch: pytest.MonkeyPatch
         (None, REFUSED, False),
     ],
 )
-def test_a_run_whose_job_ended_is_resubmitted_unless_somebody_wanted_its_end(
+def test_a_run_whose_job_ended_is_resubmitted_unless_it_was_ended_on_purpose(
     run: RunDirectory,
     submitted: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -97,7 +97,7 @@ def test_a_run_whose_job_ended_is_resubmitted_unless_somebody_wanted_its_end(
 
 
 @pytest.mark.parametrize(("usable", "options"), [(["n1", "n2"], " --exclude=n2"), (["n2"], "")])
-def test_a_node_that_failed_the_run_twice_stays_left_out(
+def test_a_node_that_failed_the_run_twice_stays_excluded(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, usable: list[str], options: str
 ) -> None:
     """Where another one works."""
@@ -113,7 +113,7 @@ def test_an_attempt_that_is_just_being_claimed_leaves_no_gap_in_who_holds_the_ru
     assert lease.holders(run) == [lease.of_job("41")]
 
 
-def test_a_run_that_another_job_has_gone_on_with_is_left_to_it(
+def test_a_run_that_another_job_continues_is_left_to_it(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job whose submission got no answer was there all the same: the one submitted in its place has left."""
@@ -126,7 +126,7 @@ def test_a_run_that_another_job_has_gone_on_with_is_left_to_it(
     assert (submitted, watcher.result) == ([], None)
 
 
-def test_what_slurm_refuses_a_watcher_it_asks_for_again(
+def test_a_watcher_retries_what_slurm_refuses(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And says Slurm's reason, once."""
@@ -160,7 +160,7 @@ def test_a_cancelled_run_is_never_resubmitted(
     assert submitted == []
 
 
-def test_a_hold_is_lifted_only_after_slurmds_memory_of_the_old_start_has_passed(
+def test_a_hold_is_lifted_only_after_slurmd_accepts_a_new_credential(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lifted within the second of the requeue, the job would be FAILED for good: credential revoked."""

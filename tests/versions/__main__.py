@@ -29,7 +29,7 @@ TESTS = (
     "ranks/hangs ranks/local unit/control_channel unit/run_directory unit/job unit/batch"
 ).split()
 #: Each pair's run on the cluster: its ranks are started by srun as an ordinary user.
-ON_SLURM = "tests/slurm/test_main_job.py::test_a_preempted_run_comes_back_and_is_the_same_run"
+ON_SLURM = "tests/slurm/test_main_job.py::test_a_preempted_run_is_requeued_and_is_the_same_run"
 SLURM_TESTS = ("slurm/main_job", "slurm/preemption")
 MACHINE = "machine"
 """The Slurm that is installed here, beside RELEASES."""
