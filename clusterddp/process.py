@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-#: Child processes of a rank, by their command, that exit by themselves after the rank: a save in progress, and those of
+#: Child processes of a rank, by their command, that exit on their own after the rank: a save in progress, and those of
 #: multiprocessing.
 END_BY_THEMSELVES = ("clusterddp.checkpoint.writer", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
 #: The folder on sys.path that contains this package.

@@ -30,7 +30,7 @@ RANK_EVENTS: Mapping[str, Event] = {
     "interval": Event("step seconds stall_s between_s", "`every: auto` chose a new interval between checkpoints"),
     "checkpoint": Event("step blocked_s durable_s bytes", "a checkpoint is committed"),
     "checkpoint_failed": Event("step reason", "a checkpoint was not saved; training continues"),
-    "checkpoint_damaged": Event("step reason", "a checkpoint cannot be read; the one before it is tried"),
+    "checkpoint_damaged": Event("step reason", "a checkpoint cannot be read; the previous one is tried"),
     "not_finite": Event("step metrics count", "metrics became NaN or infinite"),
     "diverged": Event("step parts explanation", "the state differs between ranks"),
     "handler_replaced": Event("signal handler", "the script replaced a signal handler of clusterddp"),

@@ -295,7 +295,7 @@ def _check_options(options: dict[str, Any]) -> None:
 def _length(dataset: Dataset[Any]) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"{type(dataset).__name__} has no length and no index, so that a run cannot resume in it: use a dataset "
+            f"{type(dataset).__name__} has no length and no index, so a run cannot resume in it: use a dataset "
             "with __len__ and __getitem__, or give ctx.run() a loader with state_dict() and load_state_dict(), or loop "
             "over your own DataLoader with ctx.stop_requested()"
         )

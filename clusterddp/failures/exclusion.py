@@ -40,7 +40,8 @@ def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], 
     nodes, over = [*before, *fresh[:room]], fresh[room:]
     left = set(usable) - set(nodes)
     if nodes != before and len(left) < needed:
-        reason = f"without {' and '.join(nodes)} the partition has {len(left)} usable nodes, and the run needs {needed}"
+        remain = counted(len(left), "usable node")
+        reason = f"without {' and '.join(nodes)} the partition has {remain}, and the run needs {needed}"
         return Choice(tuple(before), refused=reason)
     reason = f"{' and '.join(over)} failed, but {' and '.join(nodes)} are already excluded ({MOST} nodes at most)"
     return Choice(tuple(nodes), tuple(node for node in new if node in nodes), reason if over else None)

@@ -42,11 +42,13 @@ class Preemption:
         if self.mode == "OFF":
             return f"{self.partition} does not preempt"
         if self.mode.startswith("SUSPEND") or self.mode == "GANG":
-            return f"{self.partition} suspends preempted jobs: they keep their memory and resume by themselves"
+            return f"{self.partition} suspends preempted jobs: they keep their memory and resume on their own"
         if self.grace_s:
             notice = f"{self.partition} preempts with {self.grace_s} s of notice"
         else:
-            notice = f"{self.partition} preempts without grace: a run has KillWait, {self.kill_wait_s} s, to save"
+            notice = (
+                f"{self.partition} preempts without a grace time: a run has {self.kill_wait_s} s (KillWait) to save"
+            )
         return f"{notice}; {self._continuation(job)}"
 
     def _continuation(self, job: Job) -> str:

@@ -434,7 +434,7 @@ def _due(state: State, now: float) -> tuple[Stop, str] | None:
 
 
 def _on_superseded(state: State, _event: Superseded, _now: float) -> _Step:
-    """The ranks see the newer attempt when their connection breaks, and exit by themselves. srun may wait forever for a
+    """The ranks see the newer attempt when their connection breaks, and exit on their own. srun may wait forever for a
     node that it cannot reach."""
     return replace(state, superseded=True), [Do.FENCE, StartTimer(Timer.ABANDON, state.abandon_s)]
 

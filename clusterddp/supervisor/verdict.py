@@ -19,11 +19,11 @@ from clusterddp.slurm.cause import Cause
 #: Exceptions of a device, a network or a peer rather than of the user's code: a restart may succeed.
 _MAY_PASS = re.compile(
     r"(Dist(Backend|Network|Store)Error|AcceleratorError|ConnectionError|ConnectionResetError|BrokenPipeError): "
-    r"|CUDA error|NCCL error|gloo/transport/|rank 0's store is gone"
+    r"|CUDA error|NCCL error|gloo/transport/|rank 0's store is unreachable"
 )
 #: Those of them that mean that another rank has exited.
 _LOST_PEER = re.compile(
-    r"gloo/transport/|Connection (closed|reset|refused)|remote process exited|rank 0's store is gone"
+    r"gloo/transport/|Connection (closed|reset|refused)|remote process exited|rank 0's store is unreachable"
     r"|(DistNetworkError|DistStoreError|ConnectionError|ConnectionResetError|BrokenPipeError): "
 )
 #: Those of them that mean that the rank's device or node is faulty.

@@ -136,7 +136,7 @@ class Agreement:
         self._known.wait()
         if self._stop_vote.last is None:
             raise ClusterddpError(
-                f"rank {self._rank} was asked to stop ({self.reason}), but rank 0's store is gone "
+                f"rank {self._rank} was asked to stop ({self.reason}), but rank 0's store is unreachable "
                 f"({self._lost}): rank 0 has failed or exited early"
             )
         return self._stop_vote.stops_at(number)

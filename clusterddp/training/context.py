@@ -296,7 +296,7 @@ class Context:
     # --- stopping
 
     def stop_requested(self) -> bool:
-        """Whether to stop here: for loops that save by themselves. All ranks call it equally often.
+        """Whether to stop here: for loops with their own saving. All ranks call it equally often.
 
         Returns the same answer on all ranks. Takes microseconds while no stop is requested.
 
@@ -333,7 +333,7 @@ class Context:
     def requeue(self) -> NoReturn:
         """Ends this attempt as stopped rather than completed, so that the run continues later.
 
-        For scripts that save by themselves, after ``stop_requested`` and their save.
+        For scripts with their own saving, after ``stop_requested`` and their save.
 
         Raises Stopped, always.
         """

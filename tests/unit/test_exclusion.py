@@ -65,7 +65,7 @@ def test_two_events_of_one_attempt_are_one_failure() -> None:
 @pytest.mark.parametrize(
     ("events", "lost", "usable", "words"),
     [
-        (failed("n2", "n2"), [], ["n1", "n2"], "without n2 the partition has 1 usable nodes, and the run needs 2"),
+        (failed("n2", "n2"), [], ["n1", "n2"], "without n2 the partition has 1 usable node, and the run needs 2"),
         ([left_out("n1", "n3")], ["n2"], ["n1", "n2", "n3", "n4", "n5"],
          "n2 failed, but n1 and n3 are already excluded (2 nodes at most)"),
     ],
