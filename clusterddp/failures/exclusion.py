@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clusterddp.reporter import counted
+
 Event = Mapping[str, Any]
 
 #: After this many failures within FOR_S seconds a node is excluded for FOR_S seconds; at most MOST nodes at a time.

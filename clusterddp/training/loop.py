@@ -82,17 +82,17 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The number of completed steps; inside the loop, therefore, the number of the step being made, from 0."""
+        """The number of completed steps; inside the loop, therefore, the number of the current step, from 0."""
         return self._state.step
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, that the step being made takes its first sample from."""
+        """The epoch, from 0, that the current step takes its first sample from."""
         return self._loader.epoch(self.step)
 
     @property
     def end_of_epoch(self) -> bool:
-        """Whether the step being made takes the last sample of an epoch.
+        """Whether the current step takes the last sample of an epoch.
 
         Raises TypeError with a loader that is not ``ctx.loader()``'s.
         """
@@ -172,7 +172,7 @@ class Run:
         return self._micro.pieces(batch)
 
     def log(self, **values: Any) -> None:
-        """Logs metrics of the step being made to metrics.jsonl: rank 0's values, merged over the calls in a step.
+        """Logs metrics of the current step to metrics.jsonl: rank 0's values, merged over the calls in a step.
 
         Outside a step they are recorded in the history as a ``result``.
 
@@ -192,7 +192,7 @@ class Run:
             self._report("result", step=self.step, **result)
 
     def finish(self) -> None:
-        """Ends the loop after the step being made: early stopping. All ranks call it in the same step.
+        """Ends the loop after the current step: early stopping. All ranks call it in the same step.
 
         The loop ends as it does after ``total`` steps, with a checkpoint, and a resumed run does not repeat it.
 
@@ -340,7 +340,7 @@ class Run:
             self._report("left_loop", step=self.step + stepped, steps=self._goal)
 
     def _note_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None, *_: Any) -> None:
-        """An optimizer has stepped: from now on, the state is the one after the step being made.
+        """An optimizer has stepped: from now on, the state is the one after the current step.
 
         That holds too when a GradScaler has skipped the optimizer's step after an overflow and updated its scale.
         """

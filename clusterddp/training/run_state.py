@@ -51,7 +51,7 @@ class RunState:
         self._partly_saved = self._check_saved() if group.rank == 0 else []
 
     def content(self, before_step: bool) -> dict[str, Any]:
-        """The content of a checkpoint. ``before_step``: a step is being made, and the state is the one before it."""
+        """The content of a checkpoint. ``before_step``: a step is in progress, and the state is the one before it."""
         progress = {
             "step": self.step,
             **self._loader.progress(self.step),
