@@ -187,23 +187,28 @@ def show_job(job_id: str) -> JobInfo | None:
         raise
 
 
-def patiently(ask: Callable[[], T], patience_s: float = 20.0) -> T:
-    """The result of ``ask``, which is retried, with a message, while the controller does not answer.
+def patiently(
+    ask: Callable[[], T],
+    patience_s: float = 20.0,
+    pause_s: float = 1.0,
+    errors: tuple[type[Exception], ...] = (SlurmUnavailable,),
+) -> T:
+    """The result of ``ask``, which is retried, with a message, after these errors: the controller does not answer.
 
-    Slurm's commands retry for 9 to 18 s themselves (22.05.8).
+    Slurm's commands retry for 9 to 18 s themselves (22.05.8). The pauses double, up to 30 s.
     """
-    deadline, pause_s = time.monotonic() + patience_s, 1.0
+    deadline = time.monotonic() + patience_s
     while True:
         try:
             return ask()
         except SlurmMissing:
             raise
-        except SlurmUnavailable as error:
+        except errors as error:
             if time.monotonic() + pause_s > deadline:
                 raise
             say(f"retrying in {pause_s:g} s: {error}")
             time.sleep(pause_s)
-            pause_s *= 2
+            pause_s = min(30.0, 2 * pause_s)
 
 
 def requeue(job_id: str) -> None:

@@ -29,28 +29,13 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor import decide
 from clusterddp.supervisor.control_server import ControlServer
 from clusterddp.supervisor.controller import Controller
-from clusterddp.supervisor.decide import (
-    Action,
-    Broadcast,
-    ConnectionLost,
-    Do,
-    Event,
-    Heartbeat,
-    RankEvent,
-    RanksExited,
-    Record,
-    Say,
-    StartTimer,
-    State,
-    Timer,
-    step,
-)
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.monitor import Monitor
-from clusterddp.supervisor.recovery import AttemptResult, Recovery
+from clusterddp.supervisor.recovery import Recovery
 from clusterddp.supervisor.verdict import RankEnd
 
 #: What a rank's report may raise that is not of the expected form.
@@ -71,12 +56,11 @@ class Attempt:
     ) -> None:
         self._run, self._job, self._number, self._submission = run, job, number, submission
         self._launcher, self._controller = launcher, controller
-        self._secrets = secret_values(job, os.environ)
-        self._history = History(run, number, self._secrets)
-        self._state = State(job, _nodes_of(controller), steps_made(run), launcher.abandon_s)
-        self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
+        self._history = History(run, number, secret_values(job, os.environ))
+        self._state = decide.State(job, _nodes_of(controller), steps_made(run), launcher.abandon_s)
+        self._events: queue.SimpleQueue[tuple[float, decide.Event | BaseException]] = queue.SimpleQueue()
         #: When each timer that runs expires, on the monotonic clock.
-        self._timers = {Timer.LOOK: 0.0, Timer.WATCHDOG: 0.0}
+        self._timers = {decide.Timer.LOOK: 0.0, decide.Timer.WATCHDOG: 0.0}
         self._watch = self._new_watch()
         #: What the thread of the history has to do; None: nothing more.
         self._writes: queue.Queue[Callable[[], Any] | None] = queue.Queue()
@@ -87,10 +71,9 @@ class Attempt:
     def supervise(self) -> int:
         """Runs the attempt to its end; returns this process's exit code, or RESTART."""
         self._run_ranks()
-        result = self._result()
-        return Recovery(self._run, self._job, self._number, self._controller, self._history, result).act()
+        return Recovery(self._run, self._number, self._controller, self._history, self._state, self._ends()).act()
 
-    def post(self, event: Event) -> None:
+    def post(self, event: decide.Event) -> None:
         """Adds an event to the queue; from any thread."""
         self._events.put((time.time(), event))
 
@@ -100,8 +83,8 @@ class Attempt:
         token = secrets.token_hex(16)
         self._server = ControlServer(
             token,
-            lambda rank, name, values: self.post(RankEvent(rank, name, values)),
-            lambda rank, silent: self.post(ConnectionLost(rank, silent)),
+            lambda rank, name, values: self.post(decide.RankEvent(rank, name, values)),
+            lambda rank, silent: self.post(decide.ConnectionLost(rank, silent)),
             self._launcher.supervisor_host,
             self._job.world_size,
         )
@@ -152,9 +135,9 @@ class Attempt:
         return thread
 
     def _wait(self) -> None:
-        self.post(RanksExited(self._launcher.wait()))
+        self.post(decide.RanksExited(self._launcher.wait()))
 
-    def _next_event(self) -> tuple[float, Event | BaseException]:
+    def _next_event(self) -> tuple[float, decide.Event | BaseException]:
         """The next event and when it came; an expired timer comes before what is in the queue."""
         timer = min(self._timers, key=lambda timer: self._timers[timer], default=None)
         if timer is None:
@@ -168,53 +151,48 @@ class Attempt:
         del self._timers[timer]
         return time.time(), timer
 
-    def _handle(self, now: float, event: Event | BaseException) -> None:
+    def _handle(self, now: float, event: decide.Event | BaseException) -> None:
         if isinstance(event, BaseException):
             raise event
         try:
-            self._state, actions = step(self._state, event, now)
+            self._state, actions = decide.step(self._state, event, now)
             for action in actions:
                 self._carry_out(action)
         except _MALFORMED as error:
-            if not isinstance(event, RankEvent):
+            if not isinstance(event, decide.RankEvent):
                 raise
             skipped = f"skipped what rank {event.rank} reported ({event.name!r}): {error!r}"
-            self._carry_out(Say(f"{skipped}\n{traceback.format_exc()}"))
+            self._carry_out(decide.Say(f"{skipped}\n{traceback.format_exc()}"))
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: decide.Action) -> None:
         """Does something about an event. Nothing here waits: for no disk, no rank and no controller."""
         match action:
-            case Record(event, values):
+            case decide.Record(event, values):
                 self._writes.put(partial(self._record, event, values))
-            case Say(text):
+            case decide.Say(text):
                 self._writes.put(partial(say, text))
-            case Broadcast(order, reason):
+            case decide.Broadcast(order, reason):
                 self._server.broadcast(**{order: reason})
-            case StartTimer(timer, seconds):
+            case decide.StartTimer(timer, seconds):
                 self._timers[timer] = time.monotonic() + seconds
-            case Heartbeat(rank, host, values):
+            case decide.Heartbeat(rank, host, values):
                 if self._watch:
                     self._watch.hear(rank, host, values)
-            case Do():
-                self._do(action)
-
-    def _do(self, action: Do) -> None:
-        match action:
-            case Do.ASK_CONTROLLER:
+            case decide.Do.ASK_CONTROLLER:
                 self._monitor.ask()
-            case Do.NOTIFY_RANKS:
+            case decide.Do.NOTIFY_RANKS:
                 self._launcher.notify()
-            case Do.KILL_RANKS:
+            case decide.Do.KILL_RANKS:
                 self._launcher.kill()
-            case Do.ABANDON_RANKS:
+            case decide.Do.ABANDON_RANKS:
                 self._launcher.abandon()
-            case Do.RUN_WATCHDOG:
+            case decide.Do.RUN_WATCHDOG:
                 # While a disk does not answer, ranks may wait for it, too: that time does not count.
                 for found in self._watch.look(self._writes.unfinished_tasks == 0) if self._watch else ():
                     self.post(found)
-            case Do.RESET_WATCHDOG:
+            case decide.Do.RESET_WATCHDOG:
                 self._watch = self._new_watch()
-            case Do.FENCE:
+            case decide.Do.FENCE:
                 self._history.close()
                 self._server.close()
 
@@ -253,7 +231,8 @@ class Attempt:
 
     # --- once the ranks have exited
 
-    def _result(self) -> AttemptResult:
+    def _ends(self) -> tuple[RankEnd, ...]:
+        """How each rank ended."""
         state, hang = self._state, self._state.hang
         statuses = self._launcher.exit_statuses()
         if hang is None:  # else all were killed
@@ -262,15 +241,7 @@ class Attempt:
         if hang is not None and ends[hang.late[0]].failed:  # it comes first
             end = "hung" if self._job.watchdog and self._job.watchdog.on_hang == "restart" else "hung for good"
             ends[hang.late[0]] = RankEnd(hang.late[0], hang.host, end, state.hung_at, hang.what, used_clusterddp=True)
-        return AttemptResult(
-            exit_code=state.exit_code or 0,
-            told=state.told,
-            hang=hang,
-            ends=tuple(end.without(self._secrets) for end in ends),
-            nodes=tuple(state.node_of(rank) for rank in range(self._job.world_size)),
-            lost_nodes=state.lost_nodes,
-            stop_margin_s=state.stop_margin_s,
-        )
+        return tuple(end.without(self._history.secrets) for end in ends)
 
     def _end_of(self, rank: int, status: ExitStatus | None) -> RankEnd:
         """How a rank ended: by its last report, else its record, else what the launcher knows of its process."""

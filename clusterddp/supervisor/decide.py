@@ -14,7 +14,7 @@ from typing import Any
 
 from clusterddp.failures.hangs import Hang, Slow
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.records import Schema, is_count, optional, schema_error
+from clusterddp.rundir.records import is_count, optional, schema_error
 from clusterddp.supervisor.controller import Notice, Stop
 from clusterddp.supervisor.verdict import check_record
 from clusterddp.worker.control_channel import SILENCE_S
@@ -53,13 +53,6 @@ class ConnectionLost:
 
 
 @dataclass(frozen=True)
-class ControllerAnswered:
-    """The controller was asked what is ahead of the job."""
-
-    notice: Notice
-
-
-@dataclass(frozen=True)
 class ControllerFailed:
     """The controller gave no answer, or an error (``reachable``). ``missing``: it can never be asked from here."""
 
@@ -91,9 +84,7 @@ class Timer(enum.Enum):
     ABANDON = "stop waiting for the launcher"
 
 
-Event = (
-    RankEvent | ConnectionLost | ControllerAnswered | ControllerFailed | Superseded | RanksExited | Timer | Hang | Slow
-)
+Event = RankEvent | ConnectionLost | Notice | ControllerFailed | Superseded | RanksExited | Timer | Hang | Slow
 
 # --- actions
 
@@ -184,10 +175,9 @@ class State:
     abandon: str = ""
     #: From when all ranks stop, or are done, until rank 0 has saved or is lost.
     saving: bool = False
-    #: Whether the ranks were told to stop, one has confirmed it, and the launcher's signal is due, too.
+    #: Whether the ranks were told to stop, and one has confirmed it.
     told: bool = False
     heard: bool = False
-    notified: bool = False
     #: What the controller said last, and whether that called for a stop at the last look.
     notice: Notice = field(default_factory=lambda: Notice(None))
     due: bool = False
@@ -207,8 +197,10 @@ class State:
 
     @property
     def stop_margin_s(self) -> float:
-        """How many seconds before the time limit to stop."""
-        return stop_margin_s(self.job, self.last_save_s)
+        """How many seconds before the time limit to stop: as requested, more if saves are slow, less if the limit is
+        short. A save may take three times as long as the last one on a shared disk."""
+        wanted = max(self.job.timeouts.notice_s, 10.0 + 3.0 * self.last_save_s)
+        return wanted if self.job.time_s is None else min(wanted, self.job.time_s / 4)
 
     @property
     def lost_nodes(self) -> tuple[str, ...]:
@@ -219,15 +211,6 @@ class State:
         """The node of a rank: its host where Slurm uses that name, else the node that the launcher puts the rank on."""
         host, index = self.hosts.get(rank, "unknown"), rank // self.job.ranks_per_node
         return self.nodes[index] if host not in self.nodes and index < len(self.nodes) else host
-
-
-def stop_margin_s(job: Job, last_save_s: float) -> float:
-    """How many seconds before the time limit to stop: as requested, more if saves are slow, less if the limit is short.
-
-    A save may take three times as long as the last one on a shared disk.
-    """
-    wanted = max(job.timeouts.notice_s, 10.0 + 3.0 * last_save_s)
-    return wanted if job.time_s is None else min(wanted, job.time_s / 4)
 
 
 # --- decisions
@@ -261,16 +244,13 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> _Step:
         return state, [Heartbeat(rank, state.hosts[rank], values)]
     if event.name == "left":
         return _on_left(state, event, now)
-    if wrong := schema_error(values, _REPORT):
+    if wrong := schema_error(values, {"step": optional(is_count)}):
         raise ValueError(wrong)
     values = {"rank": rank, **values}
     if event.name == "resumed" and state.steps_before:
         values["redone"] = max(0, state.steps_before - values["step"])
     state, actions = _note(state, event)
     return state, [*actions, Record(event.name, values)]
-
-
-_REPORT: Schema = {"step": optional(is_count)}
 
 
 def _note(state: State, event: RankEvent) -> _Step:
@@ -281,7 +261,7 @@ def _note(state: State, event: RankEvent) -> _Step:
     if event.name in ("stopping", "finishing"):
         return replace(state, saving=True), []
     if event.name == "progress":
-        return _saved(replace(state, unfinished=values["step"] < values["steps"]))
+        return _abandon(replace(state, unfinished=values["step"] < values["steps"], saving=False))
     if event.name in ("signal", "notified"):
         return replace(state, told=True, heard=True), []
     if event.name == "checkpoint":
@@ -297,14 +277,16 @@ def _on_left(state: State, event: RankEvent, now: float) -> _Step:
         return state, []
     # A rank that exits with 0 in its loop may do so for a signal that only the controller knows of; so may its peers.
     more_s = ASK_S if event.values["end"] == "unfinished" else 0.0
-    return _dismiss_peers(_lost(state, event.rank, now), f"rank {event.rank} ({event.values['host']}) failed", more_s)
+    state = replace(state, lost_at={event.rank: now, **state.lost_at})
+    return _dismiss_peers(state, f"rank {event.rank} ({event.values['host']}) failed", more_s)
 
 
 def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> _Step:
     rank = event.rank
     # A peer that waits for a silent rank may fail before the silence has lasted long enough.
-    state = replace(_lost(state, rank, now - (SILENCE_S if event.silent else 0.0)), watched=False)
-    state, actions = _saved(state) if rank == 0 else (state, [])
+    lost_at = now - SILENCE_S if event.silent else now
+    state = replace(state, lost_at={rank: lost_at, **state.lost_at}, watched=False)
+    state, actions = _abandon(replace(state, saving=False)) if rank == 0 else (state, [])
     if rank in state.ends:
         return state, actions
     if not event.silent:
@@ -331,10 +313,6 @@ def _exited(state: State, rank: int) -> str:
     return f"rank {rank} ({state.hosts[rank]}) exited"
 
 
-def _lost(state: State, rank: int, at: float) -> State:
-    return replace(state, lost_at={rank: at, **state.lost_at})
-
-
 def _dismiss_peers(state: State, why: str, more_s: float = 0.0) -> _Step:
     """Tells the other ranks to exit, soon. In a stop they may be saving, and need nobody to tell them."""
     if state.dismissal or state.told:
@@ -345,10 +323,6 @@ def _dismiss_peers(state: State, why: str, more_s: float = 0.0) -> _Step:
 def _on_dismiss(state: State, _now: float) -> _Step:
     wanted = state.dismissal and not state.told and not state.saving
     return state, [Broadcast("leave", state.dismissal)] if wanted else []
-
-
-def _saved(state: State) -> _Step:
-    return _abandon(replace(state, saving=False))
 
 
 def _abandon(state: State) -> _Step:
@@ -362,9 +336,9 @@ def _abandon(state: State) -> _Step:
 # The controller, the time limit, newer attempts
 
 
-def _on_controller_answered(state: State, event: ControllerAnswered, now: float) -> _Step:
+def _on_notice(state: State, notice: Notice, now: float) -> _Step:
     back: list[Action] = [Record("controller_back", {})] if state.controller_away else []
-    state = replace(state, notice=event.notice, controller_away=False)
+    state = replace(state, notice=notice, controller_away=False)
     state, lost = _lose_nodes(state) if state.confirming else (state, [])
     # A stop that was due before is not told any sooner.
     state, actions = (state, []) if state.due else _look(state, now)
@@ -409,11 +383,11 @@ def _look(state: State, now: float) -> _Step:
     # Python function with a ``checkpoint()``, which waits for a signal. Under proctrack/linuxproc the signal goes to
     # their children, too.
     actions: list[Action] = [Broadcast("stop", stop.value)]
-    if state.notified or len(state.hosts) < state.job.world_size:
+    if state.told or len(state.hosts) < state.job.world_size:
         actions.append(Do.NOTIFY_RANKS)
     if not state.told:
         actions.append(Record("notice", {"why": why}))
-    return replace(state, told=True, notified=True), [*actions, StartTimer(Timer.LOOK, LOOK_S)]
+    return replace(state, told=True), [*actions, StartTimer(Timer.LOOK, LOOK_S)]
 
 
 _WORDS = {
@@ -439,10 +413,6 @@ def _on_superseded(state: State, _event: Superseded, _now: float) -> _Step:
     return replace(state, superseded=True), [Do.FENCE, StartTimer(Timer.ABANDON, state.abandon_s)]
 
 
-def _on_exited(state: State, event: RanksExited, _now: float) -> _Step:
-    return replace(state, exit_code=event.exit_code, saving=False), []
-
-
 # Hangs
 
 
@@ -456,10 +426,6 @@ def _on_hang(state: State, hang: Hang, now: float) -> _Step:
     return replace(state, hang=hang, hung_at=now, watched=False), actions
 
 
-def _on_slow(state: State, slow: Slow, _now: float) -> _Step:
-    return state, [Record("slow", dataclasses.asdict(slow))]
-
-
 def _on_watchdog(state: State, _now: float) -> _Step:
     if state.job.watchdog is None:
         return state, []
@@ -470,12 +436,12 @@ def _on_watchdog(state: State, _now: float) -> _Step:
 _HANDLERS: Mapping[type, Callable[[State, Any, float], _Step]] = {
     RankEvent: _on_rank_event,
     ConnectionLost: _on_connection_lost,
-    ControllerAnswered: _on_controller_answered,
+    Notice: _on_notice,
     ControllerFailed: _on_controller_failed,
     Superseded: _on_superseded,
-    RanksExited: _on_exited,
+    RanksExited: lambda state, event, _: (replace(state, exit_code=event.exit_code, saving=False), []),
     Hang: _on_hang,
-    Slow: _on_slow,
+    Slow: lambda state, slow, _: (state, [Record("slow", dataclasses.asdict(slow))]),
 }
 _TIMERS: Mapping[Timer, Callable[[State, float], _Step]] = {
     Timer.LOOK: _look,

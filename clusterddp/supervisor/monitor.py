@@ -15,7 +15,7 @@ from collections.abc import Callable
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.reporter import say
 from clusterddp.supervisor.controller import Controller
-from clusterddp.supervisor.decide import ASK_S, ControllerAnswered, ControllerFailed, Event, Superseded
+from clusterddp.supervisor.decide import ASK_S, ControllerFailed, Event, Superseded
 
 #: How often to look for a newer attempt, in seconds.
 LOOK_S = 2.0
@@ -60,7 +60,7 @@ class Monitor:
 
     def _asked(self) -> Event:
         try:
-            return ControllerAnswered(self._controller.notice())
+            return self._controller.notice()
         except (SlurmError, RunDirectoryError, OSError) as error:
             reachable = isinstance(error, SlurmError) and not isinstance(error, SlurmUnavailable)
             return ControllerFailed(str(error), reachable, missing=isinstance(error, SlurmMissing))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from clusterddp.errors import ClusterddpError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.failures import exclusion
-from clusterddp.failures.hangs import Hang
-from clusterddp.jobdef.job import Job
 from clusterddp.reporter import say, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -19,6 +17,7 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.controller import Controller
+from clusterddp.supervisor.decide import State
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.messages import failure_box
@@ -27,51 +26,28 @@ from clusterddp.supervisor.verdict import Action, RankEnd, Verdict, judge
 _T = TypeVar("_T")
 #: Returned when the ranks are to be restarted in this job.
 RESTART = -1
-#: The first and the longest pause before an unreachable controller is asked again, in seconds.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-
-
-@dataclass(frozen=True)
-class AttemptResult:
-    """How an attempt ended: its ranks have exited."""
-
-    exit_code: int
-    """The launcher's."""
-    told: bool
-    """Whether the ranks were told to stop."""
-    hang: Hang | None
-    """The hang that they were killed for."""
-    ends: tuple[RankEnd, ...]
-    """How each rank ended."""
-    nodes: tuple[str, ...]
-    """The node of each rank."""
-    lost_nodes: tuple[str, ...]
-    """The nodes that were lost with their ranks."""
-    stop_margin_s: float
-    """How many seconds before the time limit the ranks are told to stop."""
+#: The first pause before an unreachable controller is asked again, in seconds.
+FIRST_PAUSE_S = 0.5
 
 
 class Recovery:
-    """What follows once the ranks of attempt ``number`` have exited."""
+    """What follows once the ranks of attempt ``number`` have exited: ``state`` is its last, ``ends`` how they ended."""
 
     def __init__(
         self,
         run: RunDirectory,
-        job: Job,
         number: int,
         controller: Controller,
         history: History,
-        result: AttemptResult,
+        state: State,
+        ends: Sequence[RankEnd],
     ) -> None:
-        self._run, self._job, self._number = run, job, number
-        self._controller, self._history, self._result = controller, history, result
+        self._run, self._number, self._controller, self._history = run, number, controller, history
+        self._state, self._job, self._ends = state, state.job, ends
 
     def act(self) -> int:
         """Restarts, requeues, resubmits or ends the run; returns this process's exit code, or RESTART."""
-        return self._act(self._judge(self._result.exit_code, self._why))
-
-    def _judge(self, exit_code: int, why: Callable[[], Cause]) -> Verdict:
-        return judge(self._result.ends, exit_code, self._result.told, why)
+        return self._act(judge(self._ends, self._state.exit_code or 0, self._state.told, self._why))
 
     def _why(self) -> Cause:
         """Why the ranks stopped. A newer attempt and ``clusterddp cancel`` take precedence over the controller.
@@ -83,14 +59,13 @@ class Recovery:
         def ask() -> Cause:
             if self._run.superseded(self._number):
                 return Cause.SUPERSEDED
-            return Cause.CANCELLED if self._run.cancelled else self._controller.why(self._result.stop_margin_s)
+            return Cause.CANCELLED if self._run.cancelled else self._controller.why(self._state.stop_margin_s)
 
         try:
             return _until_answered(ask)
-        except SlurmMissing:
-            return Cause.UNKNOWN
         except SlurmError as error:
-            say(str(error))
+            if not isinstance(error, SlurmMissing):
+                say(str(error))
             return Cause.UNKNOWN
 
     def _act(self, verdict: Verdict) -> int:
@@ -116,18 +91,14 @@ class Recovery:
     def _tell_failure(self, failure: RankEnd, others: Sequence[RankEnd]) -> None:
         """Records the first failure, and prints it in a box."""
         step = self._history.saved()["step"]
-        if self._result.hang is None:  # a hang is recorded already
-            self._add_failure(failure, step)
-        box = failure_box(self._run, self._number, failure, others, step, time.time(), self._history.secrets)
-        show(box)
-
-    def _add_failure(self, failure: RankEnd, step: int | None) -> None:
-        values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
-        if step is not None:
-            values["step"] = step
-        if failure.of_the_node and self._controller.resubmits:
-            values["suspect"] = self._result.nodes[failure.rank]
-        self._history.add("rank_failed", **values)
+        if self._state.hang is None:  # a hang is recorded already
+            values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
+            if step is not None:
+                values["step"] = step
+            if failure.of_the_node and self._controller.resubmits:
+                values["suspect"] = self._state.node_of(failure.rank)
+            self._history.add("rank_failed", **values)
+        show(failure_box(self._run, self._number, failure, others, step, time.time(), self._history.secrets))
 
     def _ends_for_good(self) -> bool:
         """Whether Slurm will not run the preempted job again."""
@@ -142,7 +113,7 @@ class Recovery:
 
         If a node of this job is to be excluded, in a new job: Slurm does not change the nodes of a running job.
         """
-        lost = self._result.lost_nodes
+        lost = self._state.lost_nodes
         self._record_lost(lost)
         if self._bounded("restarted", verdict):
             return verdict.exit_code
@@ -153,12 +124,12 @@ class Recovery:
             choice = self._choose_nodes(lost)
             if lost:
                 return self._resubmit(verdict, choice.nodes, node_lost=True)
-            if set(self._result.nodes) & set(choice.nodes):
+            if any(self._state.node_of(rank) in choice.nodes for rank in range(self._job.world_size)):
                 try:
                     return self._hand_over(verdict, self._controller.resubmit(choice.nodes))
                 except SlurmError as error:
                     self._history.add("not_excluded", reason=f"no new job could be submitted ({error})")
-        hang = self._result.hang
+        hang = self._state.hang
         hung = f"rank {hang.late[0]} ({hang.host}) hung" if hang else None
         self._add_end("restarted", verdict, hung)
         return RESTART
@@ -241,7 +212,7 @@ class Recovery:
         def ask() -> float:
             now = self._why()
             if now is not cause:
-                raise _Changed(self._judge(0, lambda: now))
+                raise _Changed(judge(self._ends, 0, self._state.told, lambda: now))
             asked = time.monotonic()
             self._controller.requeue()
             return round(time.monotonic() - asked, 4)
@@ -293,17 +264,8 @@ class Recovery:
 
 
 def _until_answered(ask: Callable[[], _T]) -> _T:
-    """Calls ``ask`` until the controller and the run directory answer."""
-    pause_s = FIRST_PAUSE_S
-    while True:
-        try:
-            return ask()
-        except SlurmMissing:
-            raise
-        except (SlurmUnavailable, OSError) as error:
-            say(f"retrying in {pause_s:g} s: {error}")
-            time.sleep(pause_s)
-            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+    """The result of ``ask``, once the controller and the run directory answer."""
+    return slurm.patiently(ask, math.inf, FIRST_PAUSE_S, (SlurmUnavailable, OSError))
 
 
 class _Changed(Exception):

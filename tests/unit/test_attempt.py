@@ -33,7 +33,7 @@ from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import decide, lease, recovery
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import Notice, SlurmController, give_notice, notice_file
-from clusterddp.supervisor.decide import ConnectionLost, ControllerAnswered, RankEvent, State
+from clusterddp.supervisor.decide import ConnectionLost, RankEvent, State
 from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
@@ -631,7 +631,7 @@ def test_the_ranks_are_told_to_stop_while_the_disk_blocks_the_history(
             channel = ControlChannel.join(address, token, 0, 1, timeout=10)
             assert channel is not None
             channel.listen(lambda: None, told.put)
-            attempt.post(ControllerAnswered(Notice(0.0)))  # the time limit is over
+            attempt.post(Notice(0.0))  # the time limit is over
 
     monkeypatch.setattr("clusterddp.supervisor.history.append_line", append)
     attempt = Attempt(run, JOB, run.create_attempt(), Listening(run, STOPPED), FakeController(Cause.TIME_LIMIT))

@@ -20,7 +20,6 @@ from clusterddp.supervisor.decide import (
     Action,
     Broadcast,
     ConnectionLost,
-    ControllerAnswered,
     ControllerFailed,
     Do,
     Event,
@@ -34,7 +33,6 @@ from clusterddp.supervisor.decide import (
     Superseded,
     Timer,
     step,
-    stop_margin_s,
 )
 from clusterddp.worker.control_channel import SILENCE_S
 
@@ -43,9 +41,9 @@ NOW = 1000.0
 FAILED = RankEvent(1, "left", {"host": "n2", "end": "exception", "error": "ValueError: no"})
 STOPPED = RankEvent(0, "left", {"host": "n1", "end": "stopped"})
 LET_GO = [StartTimer(Timer.DISMISS, PEER_GRACE_S)]
-FINE = ControllerAnswered(Notice(None))
+FINE = Notice(None)
 AWAY = ControllerFailed("Unable to contact slurm controller")
-PREEMPTED = ControllerAnswered(Notice(None, Stop.PREEMPTION))
+PREEMPTED = Notice(None, Stop.PREEMPTION)
 TOLD = RankEvent(0, "signal", {"signal": "TERM"})
 HANG = Hang((1,), "n2", 7, 606.0, "rank 1 (n2) last at step 7, 606 s ago")
 AGAIN = StartTimer(Timer.LOOK, LOOK_S)
@@ -221,14 +219,14 @@ def test_ranks_that_have_not_joined_are_signalled_by_the_launcher() -> None:
 )
 def test_the_ranks_are_told_in_time_for_the_time_limit(end_time: float | None, why: str | None) -> None:
     """Also when an administrator has lowered it meanwhile."""
-    state = after(ControllerAnswered(Notice(NOW + 9000)))
-    todo = actions(state, ControllerAnswered(Notice(end_time)))
+    state = after(Notice(NOW + 9000))
+    todo = actions(state, Notice(end_time))
     assert todo == [*([Broadcast("stop", "time limit"), Record("notice", {"why": why})] if why else []), AGAIN]
 
 
 def test_the_time_limit_is_watched_while_the_controller_does_not_answer() -> None:
     """As far as it was known."""
-    state = after(ControllerAnswered(Notice(NOW + 9000)), AWAY)
+    state = after(Notice(NOW + 9000), AWAY)
     assert actions(state, Timer.LOOK) == [AGAIN]
     assert Broadcast("stop", "time limit") in actions(state, Timer.LOOK, NOW + 8990)
 
@@ -241,7 +239,7 @@ def test_slow_saves_get_more_notice_and_short_limits_keep_most_of_their_time(
 ) -> None:
     """Three times the last save and ten seconds, at least as asked for, at most a quarter of the limit."""
     job = Job(name="x", module="x", time_s=time_s, timeouts=Timeouts(notice_s=120))
-    assert stop_margin_s(job, last_save_s) == margin
+    assert State(job, last_save_s=last_save_s).stop_margin_s == margin
 
 
 # ---- the controller, newer attempts

@@ -10,7 +10,7 @@ import pytest
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.supervisor import monitor
 from clusterddp.supervisor.controller import Notice, Stop
-from clusterddp.supervisor.decide import ControllerAnswered, ControllerFailed, Event, Superseded
+from clusterddp.supervisor.decide import ControllerFailed, Event, Superseded
 from clusterddp.supervisor.monitor import Monitor
 
 
@@ -46,7 +46,7 @@ def posted(count: int, *answers: Notice | Exception) -> list[Event]:
 def test_the_controllers_answers_are_posted_as_they_change() -> None:
     """An administrator may lower the time limit; a preemption may have signalled nobody."""
     answers = [Notice(9000.0), Notice(30.0), Notice(30.0, Stop.PREEMPTION)]
-    assert posted(3, *answers) == [ControllerAnswered(answer) for answer in answers]
+    assert posted(3, *answers) == answers
 
 
 def test_a_controller_that_does_not_answer_is_queried_again() -> None:
@@ -56,7 +56,7 @@ def test_a_controller_that_does_not_answer_is_queried_again() -> None:
         ControllerFailed(str(away)),
         ControllerFailed("Invalid job id", reachable=True),
         ControllerFailed("scontrol", missing=True),
-        ControllerAnswered(Notice(None)),
+        Notice(None),
     ]
 
 
@@ -68,7 +68,7 @@ def test_the_controller_is_queried_at_once_on_request(monkeypatch: pytest.Monkey
     watch = Monitor(Clockwork(Notice(None)), lambda: False, events.put)  # type: ignore[arg-type]
     events.get(timeout=10)
     watch.ask()
-    assert events.get(timeout=10) == ControllerAnswered(Notice(None))
+    assert events.get(timeout=10) == Notice(None)
     watch.close()
 
 
