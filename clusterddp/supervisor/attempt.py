@@ -250,8 +250,11 @@ class Attempt:
         if rank in state.ends:
             return RankEnd.from_record(rank, host, lost_at, state.ends[rank])
         end = RankEnd.read(rank, host, lost_at, self._run.rank_record(self._number, rank), status)
-        if end.end == "died" and state.exit_code == 0:
-            return RankEnd.without_record(rank, host, lost_at, state.unfinished)
+        if end.end == "died" and state.exit_code == 0:  # by os._exit(0); unfinished is None without a training loop
+            if state.unfinished:
+                words = "exited with code 0 in its loop, by os._exit"
+                return RankEnd(rank, host, "unfinished", lost_at, error=words, used_clusterddp=True)
+            return RankEnd(rank, host, "done", lost_at, used_clusterddp=state.unfinished is False)
         if rank in state.silent and end.end == "died":
             return RankEnd(rank, host, "silent", lost_at, error=f"lost with its node {node}")
         return end

@@ -10,7 +10,6 @@ import selectors
 import socket
 import threading
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -123,10 +122,12 @@ class ControlServer:
         deadline: float | None = None
         while deadline is None or len(self._peers) > len(self._strangers):
             over_s = -1.0 if deadline is None else time.monotonic() - deadline
-            ready = self._selector.select(timeout=0.1 if deadline else self._until_next_deadline())
-            come = over_s < _MOST_WORDS_S and any(self._is_rank(key.fileobj) for key, _ in ready)
-            if over_s >= 0 and not come:
-                break
+            look_s = 0.1 if deadline else _HELLO_S / 10  # strangers' deadlines wake nobody
+            ready = self._selector.select(look_s if deadline or self._strangers else None)
+            if over_s >= 0:
+                ranks = self._peers.keys() - self._strangers.keys()
+                if over_s >= _MOST_WORDS_S or not any(key.fileobj in ranks for key, _ in ready):
+                    break
             for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept()
@@ -138,16 +139,13 @@ class ControlServer:
                         self._requests.popleft()()
                 elif (peer := self._peers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                     self._receive(peer)
-            self._drop_slow_strangers()
+            for slow in [peer for peer in self._strangers.values() if peer.deadline <= time.monotonic()]:
+                self._drop(slow)
         self._listener.close()  # first, so that a rank whose connection breaks cannot reconnect
         for peer in self._peers.values():
             peer.connection.close()
         self._wake_read.close()
         self._selector.close()
-
-    def _is_rank(self, connection: Any) -> bool:
-        peer = self._peers.get(connection)
-        return peer is not None and peer.rank is not None
 
     def _accept(self) -> None:
         try:
@@ -174,16 +172,6 @@ class ControlServer:
         for peer in list(self._strangers.values())[: -self._most_strangers]:
             self._drop(peer)
         time.sleep(_NO_DESCRIPTOR_S)  # the listener stays readable
-
-    def _until_next_deadline(self) -> float | None:
-        """Seconds until the oldest stranger is dropped; None if there is none."""
-        oldest = next(iter(self._strangers.values()), None)
-        return None if oldest is None else max(0.0, oldest.deadline - time.monotonic())
-
-    def _drop_slow_strangers(self) -> None:
-        now = time.monotonic()
-        for peer in [peer for peer in self._strangers.values() if peer.deadline <= now]:
-            self._drop(peer)
 
     def _receive(self, peer: _Peer) -> None:
         silent = False
@@ -229,8 +217,6 @@ class ControlServer:
             self._on_event(rank, event, message)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             say(f"skipped what rank {rank} reported ({event!r}): {error!r}")
-            if event != "something":
-                traceback.print_exc()
 
     def _greet(self, peer: _Peer, hello: Mapping[str, Any]) -> bool:
         rank, port = hello["rank"], hello["port"]

@@ -68,21 +68,24 @@ class Controller(Protocol):
 
     def term_notice_s(self) -> float | None:
         """Seconds from a TERM to the KILL; None if unknown."""
+        return None
 
     def ends_what_it_preempts(self) -> bool:
         """Whether a preempted job does not run again unless it is resubmitted."""
+        return False
 
     def requeue(self) -> None:
         """Requeues this job. The caller exits at once."""
 
     def usable_nodes(self) -> list[str]:
-        """The nodes that the job could be given, busy ones included."""
+        """The nodes that the job could be given, busy ones included; none if it cannot be resubmitted."""
+        return []
 
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
         """Submits the run as a new job ``without`` some nodes, to start after this one; returns the new job's id."""
 
 
-class SlurmController:
+class SlurmController(Controller):
     """slurmctld, queried with scontrol about the job whose batch step this is."""
 
     leave_code = again_code = 0
@@ -190,8 +193,11 @@ class AllocationController(SlurmController):
         return True
 
 
-class LocalController:
-    """The loop of a local run. It writes the cause to a file before it sends a signal, and restarts on exit code 75."""
+class LocalController(Controller):
+    """The loop of a local run. It writes the cause to a file before it sends a signal, and restarts on exit code 75.
+
+    It never sends a KILL on its own.
+    """
 
     leave_code = INTERRUPTED
     again_code = STOPPED
@@ -219,20 +225,8 @@ class LocalController:
         notice = read_json(self._notice, {"cause": lambda cause: cause in [known.value for known in Cause]})
         return Cause(notice["cause"]) if notice else Cause.NONE
 
-    def term_notice_s(self) -> float | None:
-        """The loop never sends a KILL on its own."""
-        return None
-
-    def ends_what_it_preempts(self) -> bool:
-        """The loop restarts on request."""
-        return False
-
     def requeue(self) -> None:
         """The loop reads the exit code."""
-
-    def usable_nodes(self) -> list[str]:
-        """A local run has no other nodes."""
-        return []
 
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
         """A local run has no queue."""

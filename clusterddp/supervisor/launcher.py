@@ -150,8 +150,7 @@ class LocalLauncher:
 
     def __init__(self, job: Job, terminal_rank: int | None = None, told: Callable[[], bool] = lambda: False) -> None:
         self._job, self._terminal_rank, self._told = job, terminal_rank, told
-        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
-        self._numbers: dict[int, int] = {}
+        self._ranks: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by pid
         self._exit_statuses: dict[int, ExitStatus] = {}
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
@@ -165,7 +164,7 @@ class LocalLauncher:
         try:
             for rank in range(self._job.world_size):
                 process = self._start_rank(rank, command, {**environment, **local_variables(self._job, rank)}, logs)
-                self._ranks[process.pid], self._numbers[process.pid] = process, rank
+                self._ranks[process.pid] = rank, process
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self._told():
@@ -199,13 +198,12 @@ class LocalLauncher:
         first = 0
         while self._ranks:
             pid, status = os.wait()
-            process = self._ranks.pop(pid, None)
-            if process is None:
+            if pid not in self._ranks:
                 continue
-            code = os.waitstatus_to_exitcode(status)
-            process.returncode = code
+            rank, process = self._ranks.pop(pid)
+            process.returncode = code = os.waitstatus_to_exitcode(status)
             if code != 0:
-                self._exit_statuses[self._numbers[pid]] = ExitStatus.of_code(code)
+                self._exit_statuses[rank] = ExitStatus.of_code(code)
             if code != 0 and first == 0:
                 first = code if code > 0 else 128 - code
                 self._signal_all(signal.SIGKILL)

@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from clusterddp.checkpoint.store import check_present, of_run
@@ -122,11 +123,10 @@ def supervise(run: RunDirectory, job: Job, launcher: Callable[[], Launcher], con
 
 def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: Controller) -> int:
     """Claims the next attempt of a run that is not over, and supervises it."""
-    code = finished(run, controller)
-    if code is not None:
+    if (code := finished(run, controller)) is not None:
         return code
-    held = lease.held_by_other(run, controller.holder())
-    if held:
+    me = controller.holder()
+    if held := lease.held_by_other(run, me):
         raise RunDirectoryError(f"{run} is {held}; two jobs must not train one run")
     check_present(of_run(run))
     reason = exceeded(job, run.events(), time.time())
@@ -136,7 +136,6 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     elif reason is not None:
         History(run, number).conclude(Action.FAIL.value, reason)
         return 1
-    me = controller.holder()
     submission = lease.take(run, number, me)
     if run.cancelled:  # after the check above: `clusterddp cancel` may have found no holder
         say(f"{run} was cancelled; it will not run again")
@@ -154,17 +153,16 @@ def finished(run: RunDirectory, controller: Controller) -> int | None:
 
     Slurm 24.11 restarts a job that had been requeued within a grace period, however it ended then: that is no request.
     """
-    outcome = run.outcome() or {}
-    if outcome.get("state") == Action.COMPLETE.value:
+    outcome = run.outcome() or {"state": None}
+    if outcome["state"] == Action.COMPLETE.value:
         say(f"{run} has already completed{at_step(outcome['step'])}; nothing to do")
         return 0
     newest = run.newest_attempt()
     same_job = newest is not None and lease.held_before(run, newest, controller.holder())
-    same_job = same_job and controller.starts_again  # else a user restarted it
-    if outcome.get("state") == Action.FAIL.value and same_job:
+    if outcome["state"] == Action.FAIL.value and same_job and controller.starts_again:  # else a user restarted it
         say(f"{run} has already failed{at_step(outcome['step'])} in this job; a requeue does not restart it")
         return 1
-    if run.cancelled or outcome.get("state") == Action.CANCEL.value:
+    if run.cancelled or outcome["state"] == Action.CANCEL.value:
         say(f"{run} was cancelled; it will not run again")
         return 1
     return None
@@ -177,10 +175,6 @@ def main() -> None:
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--debug", type=int, default=None)
     arguments = parser.parse_args()
-
-    def supervised() -> int:
-        if arguments.local:
-            return supervise_local(arguments.run_directory, arguments.debug)
-        return supervise_slurm(arguments.run_directory)
-
-    exit_with(supervised, RunDirectory(arguments.run_directory).private)
+    path = arguments.run_directory
+    work = partial(supervise_local, path, arguments.debug) if arguments.local else partial(supervise_slurm, path)
+    exit_with(work, RunDirectory(path).private)

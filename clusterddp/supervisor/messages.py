@@ -47,12 +47,10 @@ def over_already(run: RunDirectory, outcome: Event) -> str:
 
 
 def _started(event: Event) -> str:
-    where = (
-        f"job {event['job']} on {event['nodes']}" if "job" in event else f"process {event['pid']} on {event['nodes']}"
-    )
+    who = f"job {event['job']}" if "job" in event else f"process {event['pid']}"
     again = f", restart {event['restarts']}" if event.get("restarts") else ""
     changed = f"; the code changed since the last attempt: {', '.join(event['changed'])}" if event["changed"] else ""
-    return f"started ({where}{again}){changed}"
+    return f"started ({who} on {event['nodes']}{again}){changed}"
 
 
 def _resumed(event: Event) -> str:
@@ -70,10 +68,6 @@ def _ended(event: Event, then: str) -> str:
         return f"{event['reason']} at step {step}, no checkpoint committed, {then}"
     repeated = f" ({counted(step - checkpoint, 'step')} will be repeated)" if step > checkpoint else ""
     return f"{event['reason']} at step {step}, checkpoint {checkpoint} committed{repeated}, {then}"
-
-
-def _stopped(event: Event) -> str:
-    return _ended(event, event.get("then", "stopped"))
 
 
 def _failed(event: Event) -> str:
@@ -123,7 +117,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     ),
     "controller_back": lambda _: "Slurm controller reachable again",
     "notice": lambda e: f"{e['why']}: telling the ranks to stop",
-    "stopped": _stopped,
+    "stopped": lambda e: _ended(e, e.get("then", "stopped")),
     "restarted": lambda e: _ended(e, "restarting all ranks in place"),
     "requeued": lambda e: _ended(e, "requeued"),
     "requeue_refused": lambda e: f"requeue refused ({e['error']}), resubmitting",
@@ -196,19 +190,18 @@ def _who_waited(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
 def _other_ends(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
     """How the other ranks ended, independent failures first."""
     ordered = sorted(others, key=lambda end: (not end.own, end.rank))
-    lines = [
-        f"also failed: {end.sentence()}" if end.own else f"as a result: {_consequence(end, failure)}"
-        for end in ordered[:MOST_OTHERS]
-    ]
-    left = len(ordered) - MOST_OTHERS
-    return ["", *lines, *([f"as a result: {counted(left, 'more rank')}"] if left > 0 else [])] if lines else []
+    lines = [_other_end(end, failure) for end in ordered[:MOST_OTHERS]]
+    if len(ordered) > MOST_OTHERS:
+        lines.append(f"as a result: {counted(len(ordered) - MOST_OTHERS, 'more rank')}")
+    return ["", *lines] if lines else []
 
 
-def _consequence(end: RankEnd, failure: RankEnd) -> str:
-    """How a rank ended that did not fail on its own; the launcher kills the peers of a failed rank."""
+def _other_end(end: RankEnd, failure: RankEnd) -> str:
+    """How another rank ended; the launcher kills the peers of a failed rank."""
+    if end.own:
+        return f"also failed: {end.sentence()}"
     if not end.ended_by_us:
-        return end.sentence()
-    what = {"hung": "hung", "hung for good": "hung", "early": "exited", "unfinished": "exited"}.get(
-        failure.end, "failed"
-    )
-    return f"rank {end.rank} ({end.host}) ended by clusterddp after rank {failure.rank} {what}"
+        return f"as a result: {end.sentence()}"
+    hung, exited = failure.end.startswith("hung"), failure.end in ("early", "unfinished")
+    what = "hung" if hung else "exited" if exited else "failed"
+    return f"as a result: rank {end.rank} ({end.host}) ended by clusterddp after rank {failure.rank} {what}"

@@ -91,17 +91,6 @@ class RankEnd:
     """Whether it is done with steps left, as after ``break``."""
 
     @classmethod
-    def without_record(cls, rank: int, host: str, lost_at: float, unfinished: bool | None) -> RankEnd:
-        """A rank that exited with code 0 and left no record: by ``os._exit(0)``.
-
-        ``unfinished``: whether the training had steps left; None: it never began, or is not one of clusterddp's.
-        """
-        if unfinished:
-            words = "exited with code 0 in its loop, by os._exit"
-            return cls(rank, host, "unfinished", lost_at, error=words, used_clusterddp=True)
-        return cls(rank, host, "done", lost_at, used_clusterddp=unfinished is False)
-
-    @classmethod
     def read(cls, rank: int, host: str, lost_at: float, path: Path, death: ExitStatus | None = None) -> RankEnd:
         """From the file that the rank wrote. An unreadable file counts as a missing one."""
         try:
@@ -117,18 +106,11 @@ class RankEnd:
         if record is None:
             error = death.words() if death else "killed without a traceback, or exited by os._exit"
             return cls(rank, host, "died", lost_at, error=error, death=death)
-        return cls(
-            rank,
-            record["host"],
-            record["end"],
-            lost_at,
-            error=record.get("error") or (f"exit code {record['exit_code']}" if "exit_code" in record else ""),
-            traceback=record.get("traceback", ""),
-            step=record.get("step"),
-            exit_code=record.get("exit_code"),
-            used_clusterddp=record.get("used_clusterddp", False),
-            left_loop=record.get("left_loop") is True,
-        )
+        error = record.get("error") or (f"exit code {record['exit_code']}" if "exit_code" in record else "")
+        names = ("traceback", "step", "exit_code", "used_clusterddp")
+        known = {name: record[name] for name in names if record.get(name) is not None}
+        left_loop = record.get("left_loop") is True
+        return cls(rank, record["host"], record["end"], lost_at, error, left_loop=left_loop, **known)
 
     def without(self, secrets: Sequence[str]) -> RankEnd:
         """The same with these values masked, which must not appear in the history or in logs."""
@@ -212,17 +194,13 @@ class Verdict:
         return (self.first_failure and self.first_failure.exit_code) or 1
 
 
+#: After any other cause the job ends, and the run does not.
 _FOLLOWS = {
     Cause.PREEMPTED: Action.AGAIN,
     Cause.TIME_LIMIT: Action.AGAIN,
     Cause.TIMED_OUT: Action.AGAIN,
     Cause.PREEMPTED_WITHOUT_GRACE: Action.LEAVE_TO_SLURM,
     Cause.CANCELLED: Action.CANCEL,
-    Cause.ENDED_IN_GRACE: Action.LEAVE,
-    Cause.INTERRUPTED: Action.LEAVE,
-    Cause.SUPERSEDED: Action.LEAVE,
-    Cause.UNKNOWN: Action.LEAVE,
-    Cause.ENDED_OTHERWISE: Action.LEAVE,
 }
 
 
@@ -249,8 +227,8 @@ def judge(ends: Sequence[RankEnd], exit_code: int, told: bool, ask: Callable[[],
     # A script that does not use clusterddp, or that left its loop, ends with exit code 0 after a notice, too: stopped.
     if all_done and (cause is Cause.UNKNOWN and not told if left_loop else cause is Cause.INTERRUPTED):
         cause = Cause.NONE
-    if cause in _FOLLOWS and not (raised and cause is Cause.UNKNOWN):
-        return Verdict(_FOLLOWS[cause], cause.value, cause, raised, others if raised else ())
+    if cause is not Cause.NONE and not (raised and cause is Cause.UNKNOWN):
+        return Verdict(_FOLLOWS.get(cause, Action.LEAVE), cause.value, cause, raised, others if raised else ())
     if all_done:
         return Verdict(Action.COMPLETE, "all ranks finished")
     if failures:
