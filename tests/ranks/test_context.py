@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,23 @@ run = ctx.run(model=model, optimizer=optimizer, loader=loader, ema=None, best=ev
 for _ in run.steps(1):
     run.log(confusion=torch.ones(2, 2))
 """
+
+
+FREEZES = """
+import gc
+import clusterddp
+assert gc.get_freeze_count() == 0
+clusterddp.init(device="cpu")
+print(gc.get_freeze_count(), "objects frozen")
+"""
+
+
+def test_init_takes_the_objects_of_imported_modules_out_of_garbage_collection(tmp_path: Path) -> None:
+    """Every full collection would traverse them, in start-up and in training."""
+    script = tmp_path / "freezes.py"
+    script.write_text(FREEZES)
+    (frozen,) = re.findall(r"(\d+) objects frozen", ddp.run(script, ranks=1, folder=tmp_path).output(0))
+    assert int(frozen) > 100_000
 
 
 @pytest.mark.parametrize(
