@@ -413,7 +413,9 @@ def _tables(figures: Mapping[str, Any]) -> str:
         for ranks, kinds in restored.items()
         for name, one in kinds.items()
     ]
-    restores += [[ranks, "all", "too little memory here", "-"] for ranks, kinds in restored.items() if not kinds]
+    restores += [
+        [ranks, "all", "not measured: too little memory", "-"] for ranks, kinds in restored.items() if not kinds
+    ]
     memory = figures["memory"]
     state = memory["state_bytes"]
     return f"""
@@ -424,8 +426,8 @@ def _tables(figures: Mapping[str, Any]) -> str:
 {report.table(["ranks", "restore of", "until all have it", "bytes read / file"], restores)}
 
 Memory: the trainer's peak grows by {memory["trainer_growth"] / state:.2f} states. The writer's peak is
-{memory["writer"]["VmHWM"] / 1e6:.0f} MB; but for {memory["writer"]["RssAnon"] / 1e6:.0f} MB of its own, that is the
-snapshot, which it shares with the trainer, and the interpreter's files.
+{memory["writer"]["VmHWM"] / 1e6:.0f} MB, of which {memory["writer"]["RssAnon"] / 1e6:.0f} MB are private; the rest is
+the snapshot, which it shares with the trainer, and the interpreter's files.
 """
 
 

@@ -248,7 +248,7 @@ def table(results: Sequence[Any]) -> str:
         )
     head = [
         "fault",
-        "made",
+        "injected",
         "runs lost",
         "steps repeated",
         "most at once",

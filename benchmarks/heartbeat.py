@@ -2,7 +2,7 @@
 
 As in ``benchmarks.agreement``: two gloo ranks on this machine in steps of about 10 ms, blocks of 100 steps in pairs,
 and pairs without anything (A/A). With it, a rank has its heartbeat thread, which talks to a supervisor's link in a
-third process, and measures its own time in each step. Its heart beats four times as often as by default.
+third process, and measures its compute time in each step. Heartbeats are four times as frequent as by default.
 
 The bar: the interval's upper end is below 1.02.
 """
@@ -84,7 +84,7 @@ def measure(pairs: int, steps: int, step_s: float) -> dict[str, Any]:
 
 
 def supervised(arguments: list[str]) -> dict[str, Any]:
-    """Runs the ranks with a supervisor's control channel and watchdog in this process; counts the beats."""
+    """Runs the ranks with a supervisor's control channel and watchdog in this process; counts the heartbeats."""
     beats = hangs = 0
     watch = Watch(WATCHDOG.beat_s)
 
@@ -110,12 +110,12 @@ def describe(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     text = f"""# What the watchdog costs per step
 
 {report.place()} {RANKS} gloo ranks, steps of {figures["step_ms"]:.1f} ms,
-blocks of {figures["steps"]} steps, `python -m benchmarks.heartbeat`. With it, every rank beats each
-{WATCHDOG.beat_s:g} s (by default: each {Watchdog().beat_s:g} s) and measures its own time in each step.
+blocks of {figures["steps"]} steps, `python -m benchmarks.heartbeat`. With it, every rank sends a heartbeat
+every {WATCHDOG.beat_s:g} s (by default: {Watchdog().beat_s:g} s) and measures its compute time in each step.
 
 {table}
 
-Beats heard in {watched} steps: {figures["beats"]}. Hangs seen: {figures["hangs"]}.
+Heartbeats received in {watched} steps: {figures["beats"]}. Hangs reported: {figures["hangs"]}.
 
 The bar, an upper end below {BAR}, is {report.verdict(met)}."""
     return text, {**figures, "summary": summary, "met": met}

@@ -433,8 +433,8 @@ def describe(soak: Soak) -> tuple[str, dict[str, Any]]:
 {report.table(head, rows)}
 
 {"" if mixed else "A preemption is counted when a new attempt followed."}
-Times in seconds. Handover: from the TERM to the ranks until the preempting job runs. Taking: the same from that job's
-submission, including scheduling, also where there were no ranks to signal. Resume: from the first line of the restarted
+Times in seconds. Handover: from the TERM to the ranks until the preempting job runs. Taking: the same from the
+submission of that job, scheduling included, also where there were no ranks to signal. Resume: from the first line of the restarted
 batch script to the first new step.
 {"Problems" if mixed else "Faults"}: {"none." if not problems else ""}
 {chr(10).join(problems)}""".rstrip()
@@ -447,13 +447,13 @@ def _faults_text(soak: Soak) -> str:
     return f"""
 {faults.table(soak.results)}
 
-Runs lost: runs that did not complete in which such a fault was made. A checkpoint is taken every {EVERY} steps; a
+Runs lost: runs with such a fault that did not complete. A checkpoint is taken every {EVERY} steps; a
 preemption is announced, the other faults are not. A repeated step is attributed to the newest fault before the attempt
 that repeats it (to each of several, if an attempt between them made no step); one repeated after preemptions alone is a
-problem. The next new step is one that was not done before the fault: its time includes the repeated steps, the hold
-after a requeue (7 s here) and the duration of the fault; faults followed by another one before that step are left out.
-An empty DDP script takes {report.median(soak.empty):.1f} s from its batch script's first line to its first step (median
-of {len(soak.empty)}, in the same minutes).
+problem. The next new step is the first that was not done before the fault: its time includes the repeated steps, the
+hold after a requeue (7 s here) and the duration of the fault; faults followed by another one before that step are left
+out. An empty DDP script takes {report.median(soak.empty):.1f} s from its batch script's first line to its first step
+(median of {len(soak.empty)}, measured in the same minutes).
 """
 
 

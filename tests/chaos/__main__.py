@@ -126,7 +126,7 @@ def newest(state: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {(line["name"], line["how"]): line for line in read_lines(state / "results.jsonl") if line["name"] in ALL}
 
 
-WAYS = {"alone": "left alone", "disturbed": "preempted and killed", "slurm": "the same on Slurm"}
+WAYS = {"alone": "undisturbed", "disturbed": "preempted and killed", "slurm": "the same on Slurm"}
 
 
 def describe(results: dict[tuple[str, str], dict[str, Any]]) -> str:

@@ -108,7 +108,7 @@ class Together(Behaviour):
 
 
 class Plain(Behaviour):
-    """Nothing but the training itself: what the others are compared with."""
+    """The training alone, for comparison with the others."""
 
 
 # ---- children
@@ -144,7 +144,7 @@ class PoolOpenAcrossTheStop(Behaviour):
 
 
 class PoolPerStep(Behaviour):
-    """A pool of its own for every tenth step; closing it sends its workers a TERM."""
+    """A new pool in every tenth step; closing it sends its workers a TERM."""
 
     def step(self, update: Callable[[], None], run: Any) -> None:
         update()
@@ -154,7 +154,7 @@ class PoolPerStep(Behaviour):
 
 
 class ExecutorLeftOpen(Behaviour):
-    """An executor that is never shut down, with a task that is never done."""
+    """An executor that is never shut down, with a task that never ends."""
 
     def after_init(self, ctx: Any) -> None:
         self.executor = ProcessPoolExecutor(2)
@@ -166,28 +166,28 @@ class ExecutorLeftOpen(Behaviour):
 
 
 class DaemonicProcess(Behaviour):
-    """A helper process that multiprocessing ends with a TERM at exit."""
+    """A helper process that multiprocessing ends with TERM at exit."""
 
     def after_init(self, ctx: Any) -> None:
         multiprocessing.Process(target=forever, daemon=True).start()
 
 
 class ProcessLeftRunning(Behaviour):
-    """A process that multiprocessing would wait for, for ever."""
+    """A process that multiprocessing would wait for forever."""
 
     def after_init(self, ctx: Any) -> None:
         multiprocessing.Process(target=forever).start()
 
 
 class ProcessIgnoringTerm(Behaviour):
-    """A daemonic process that does not end by a TERM."""
+    """A daemonic process that ignores TERM."""
 
     def after_init(self, ctx: Any) -> None:
         multiprocessing.Process(target=ignore_term_forever, daemon=True).start()
 
 
 class ProcessTerminated(Behaviour):
-    """Children that the script ends by ``terminate()``, and that have to end by it."""
+    """Children that the script ends with ``terminate()``."""
 
     def step(self, update: Callable[[], None], run: Any) -> None:
         update()
@@ -200,7 +200,7 @@ class ProcessTerminated(Behaviour):
 
 
 class Spawn(Behaviour):
-    """Workers by spawn, with the resource tracker that this brings along."""
+    """Workers by spawn, with their resource tracker."""
 
     method = "spawn"
 
@@ -210,7 +210,7 @@ class Spawn(Behaviour):
 
 
 class Forkserver(Spawn):
-    """The same by forkserver, whose server stays."""
+    """The same by forkserver, whose server keeps running."""
 
     method = "forkserver"
 
@@ -226,7 +226,7 @@ def fork_in_step(run: Any, child: Callable[[], object]) -> int | None:
 
 
 class ForkThenSysExit(Behaviour):
-    """The forked child raises SystemExit, which runs through the parent's frames."""
+    """The forked child raises SystemExit, which passes through the parent's frames."""
 
     def step(self, update: Callable[[], None], run: Any) -> None:
         update()
@@ -242,7 +242,7 @@ class ForkThenOsExit(Behaviour):
 
 
 class ForkWhoseChildRaises(Behaviour):
-    """The child's exception runs through the parent's frames: it is the child's failure alone."""
+    """The forked child raises an exception, which passes through the parent's frames."""
 
     def step(self, update: Callable[[], None], run: Any) -> None:
         update()
@@ -250,7 +250,7 @@ class ForkWhoseChildRaises(Behaviour):
 
 
 class Grandchildren(Behaviour):
-    """A forked child that leaves a child of its own behind, whose parent is gone."""
+    """A forked child that leaves a child behind when it exits."""
 
     def after_init(self, ctx: Any) -> None:
         if os.fork() == 0:
@@ -261,7 +261,7 @@ class Grandchildren(Behaviour):
 
 
 class SubprocessWithPreexec(Behaviour):
-    """A program with a function between fork and exec, in a session of its own."""
+    """A program started with ``preexec_fn``, in its own session."""
 
     def step(self, update: Callable[[], None], run: Any) -> None:
         update()
@@ -277,7 +277,7 @@ class SubprocessIgnoringTerm(Behaviour):
 
 
 class SubprocessInItsOwnSession(Behaviour):
-    """A program that no signal to the rank's session or process group reaches."""
+    """A program outside of the rank's session and process group."""
 
     def after_init(self, ctx: Any) -> None:
         self.process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
@@ -294,7 +294,7 @@ class ChildrenReapedByTheSystem(Behaviour):
 
 
 class TermHandlerThatExits(Behaviour):
-    """As many scripts have it: TERM means sys.exit(0)."""
+    """A handler that calls sys.exit(0) on TERM, as in many scripts."""
 
     hears_notice = False
 
@@ -315,7 +315,7 @@ class TermHandlerThatRaises(Behaviour):
 
 
 class TermHandlerBeforeInit(Behaviour):
-    """A handler of the script's own that ``init()`` finds."""
+    """A handler that the script installs before ``init()``."""
 
     def before_init(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -329,7 +329,7 @@ class IgnoresTerm(Behaviour):
 
 
 class BlocksSignals(Behaviour):
-    """All signals are blocked in the main thread, as around a critical section that is never left."""
+    """All signals are blocked in the main thread for good."""
 
     def after_init(self, ctx: Any) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -344,7 +344,7 @@ class OwnUserSignals(Behaviour):
 
 
 class AsyncioSignalHandler(Behaviour):
-    """An event loop takes TERM and gives it back; a loop that has had handlers leaves no wakeup descriptor."""
+    """An event loop handles TERM for a while; when it closes, it removes the wakeup descriptor."""
 
     def after_init(self, ctx: Any) -> None:
         async def work() -> None:
@@ -357,7 +357,7 @@ class AsyncioSignalHandler(Behaviour):
 
 
 class TrainsInAnEventLoop(Behaviour):
-    """The whole loop runs inside ``asyncio.run``, which takes INT."""
+    """The whole loop runs inside ``asyncio.run``, which handles INT."""
 
     def train(self, steps: Callable[[], None]) -> None:
         async def main() -> None:
@@ -464,14 +464,14 @@ class ExitHandlerThatRaises(Behaviour):
 
 
 class ThreadThatNeverEnds(Behaviour):
-    """A thread that Python would wait for, for ever."""
+    """A thread that Python would wait for forever."""
 
     def after_init(self, ctx: Any) -> None:
         threading.Thread(target=forever).start()
 
 
 class ThreadThatLogs(Behaviour):
-    """Another thread logs and prints without end."""
+    """Another thread logs and prints all the time."""
 
     def before_loop(self, run: Any) -> None:
         def log() -> None:
@@ -485,7 +485,7 @@ class ThreadThatLogs(Behaviour):
 
 
 class ThreadsThatUseTorch(Behaviour):
-    """Other threads compute, and are inside torch when the process ends."""
+    """Other threads compute, and are inside torch when the process exits."""
 
     def after_init(self, ctx: Any) -> None:
         import torch
@@ -545,7 +545,7 @@ class NotFinite(Behaviour):
 
 
 class HugeResult(Behaviour):
-    """More than a mebibyte outside of a step."""
+    """More than 1 MiB logged outside of a step."""
 
     ends, says = "failed", r"run\.log\("
 
@@ -599,7 +599,7 @@ class ReplacesItsOutput(Behaviour):
 
 
 class PrintsToBrokenPipe(Behaviour):
-    """Whoever read the output is gone."""
+    """The reader of the output has exited."""
 
     def after_init(self, ctx: Any) -> None:
         read, write = os.pipe()
@@ -614,14 +614,14 @@ class PrintsToBrokenPipe(Behaviour):
 
 
 class ChangesDirectory(Behaviour):
-    """To another folder, after ``init()``."""
+    """The script changes the working directory after ``init()``."""
 
     def after_init(self, ctx: Any) -> None:
         os.chdir(tempfile.gettempdir())
 
 
 class RemovesItsDirectory(Behaviour):
-    """The working directory is gone; after the optimizer is made, which has torch ask for it."""
+    """The working directory is deleted, after the optimizer is made, for which torch reads it."""
 
     def before_loop(self, run: Any) -> None:
         folder = tempfile.mkdtemp()
@@ -630,7 +630,7 @@ class RemovesItsDirectory(Behaviour):
 
 
 class UmaskThatClosesFiles(Behaviour):
-    """New files are closed to their own owner."""
+    """A umask under which new files are unreadable for their owner."""
 
     def before_init(self) -> None:
         os.umask(0o777)
@@ -647,7 +647,7 @@ class SetsTheLocale(Behaviour):
 
 
 class FewDescriptors(Behaviour):
-    """A low limit of open files, reached by the script, which then closes its own."""
+    """A low limit of open files, which the script reaches before it closes its files."""
 
     def after_init(self, ctx: Any) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -660,14 +660,14 @@ class FewDescriptors(Behaviour):
 
 
 class ClearsTheEnvironment(Behaviour):
-    """No variable is left."""
+    """All environment variables are removed."""
 
     def after_init(self, ctx: Any) -> None:
         os.environ.clear()
 
 
 class DeletesItsLogs(Behaviour):
-    """Rank 0 clears the run's logs away in the middle."""
+    """Rank 0 deletes the run's logs during training."""
 
     ends = "completed or refused"
     says = "logs"
@@ -685,7 +685,7 @@ class DeletesItsLogs(Behaviour):
 
 
 class NoGarbageCollection(Behaviour):
-    """No garbage collector, no fault handler."""
+    """Garbage collector and fault handler are disabled."""
 
     def after_init(self, ctx: Any) -> None:
         gc.disable()
@@ -700,7 +700,7 @@ class WarningsAreErrors(Behaviour):
 
 
 class LowRecursionLimit(Behaviour):
-    """Little stack is left to whatever is called; torch's own imports, which need more, are over."""
+    """A low recursion limit, set after torch's imports, which need more."""
 
     def before_loop(self, run: Any) -> None:
         sys.setrecursionlimit(200)
@@ -722,7 +722,7 @@ class LoaderWithSpawnedWorkers(Behaviour):
 
 
 class OwnLoaderLeftOpen(Behaviour):
-    """An iterator with workers over a DataLoader of the script's own."""
+    """An iterator with workers over the script's own DataLoader."""
 
     def before_loop(self, run: Any) -> None:
         from torch.utils.data import DataLoader
