@@ -434,8 +434,8 @@ def describe(soak: Soak) -> tuple[str, dict[str, Any]]:
 
 {"" if mixed else "A preemption is counted when a new attempt followed."}
 Times in seconds. Handover: from the TERM to the ranks until the preempting job runs. Taking: the same from the
-submission of that job, scheduling included, also where there were no ranks to signal. Resume: from the first line of the restarted
-batch script to the first new step.
+submission of that job, scheduling included, also where there were no ranks to signal. Resume: from the first line of
+the restarted batch script to the first new step.
 {"Problems" if mixed else "Faults"}: {"none." if not problems else ""}
 {chr(10).join(problems)}""".rstrip()
     figures = {"empty_ddp_s": soak.empty} if mixed else {}

@@ -31,20 +31,20 @@ def check_gradients(ctx, model, inputs, targets):
         of_ranks = ctx.gather(parameter.grad[None])
         for rank, gradient in enumerate(of_ranks):
             if not torch.equal(gradient, of_ranks[0]):
-                raise SystemExit(f"the gradients of {name} on ranks 0 and {rank} differ: is DDP's forward by-passed?")
+                raise SystemExit(f"the gradients of {name} on ranks 0 and {rank} differ: is DDP's forward bypassed?")
         if not torch.allclose(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6):
             worst = (parameter.grad - expected.grad).abs().max()
-            raise SystemExit(f"the gradient of {name} is not the joined batch's: off by {worst:.3g} at most")
+            raise SystemExit(f"the gradient of {name} is not the joined batch's: the largest difference is {worst:.3g}")
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=20, help="per rank")
-    parser.add_argument("--local-rank", "--local_rank", type=int, help="of torch.distributed.launch; not needed")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="set by torch.distributed.launch; ignored")
     args = parser.parse_args()
 
-    ctx = clusterddp.init()  # seeds all ranks alike: they make the same data and the same model
+    ctx = clusterddp.init()  # seeds all ranks equally, so that they create the same data and the same model
     dataset = TensorDataset(torch.randn(1000, 10), torch.randn(1000, 5))
     model = ctx.wrap(ToyModel())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -18,7 +18,7 @@ import clusterddp
 
 
 def load_text(most=2_000_000):
-    """The standard library's modules, joined by name, as a tensor of bytes (uint8): the first ``most`` of them."""
+    """The standard library's modules, joined by name, as a tensor of bytes (uint8): the first ``most`` bytes."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)[:most]), dtype=torch.uint8)
 
@@ -38,7 +38,7 @@ class Blocks(Dataset):
 
 
 class Layer(nn.Module):
-    """Causal attention and a feed-forward part, each added to what comes in: (samples, length, width)."""
+    """Causal attention and a feed-forward part, each with a residual connection: (samples, length, width)."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -72,7 +72,7 @@ class GPT(nn.Module):
 
 
 def loss_of(ctx, model, characters, following):
-    """The mean over the piece, in nats per character."""
+    """The mean loss over the piece, in nats per character."""
     with torch.autocast("cuda", torch.bfloat16, enabled=ctx.device.type == "cuda"):
         logits = model(characters.to(ctx.device))
     return F.cross_entropy(logits.float().flatten(0, 1), following.to(ctx.device).flatten())

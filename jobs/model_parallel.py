@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def two_devices(cuda, local_rank, local_world_size, gpus):
-    """The devices of a rank's two halves. SystemExit where the node's ``gpus`` are not two for each of its ranks."""
+    """The devices of a rank's two halves. SystemExit if the node has fewer than two GPUs per rank."""
     if not cuda:
         return torch.device("cpu"), torch.device("cpu")
     if gpus < 2 * local_world_size:

@@ -1,11 +1,11 @@
 """What DDP costs: a step on 1, 2, 4, ... ranks, with DDP and without, at the same batch per rank.
 
-alone     a step of the same model without DDP, while as many other ranks make theirs: nothing is exchanged
-DDP       a step with DDP; on one rank, what it takes longer is DDP's own work
-exposed   how long a rank waits in backward after its last own gradient: communication that nothing hides
-samples/s and efficiency    against that many times one rank alone
+alone     a step of the same model without DDP, on that many ranks at the same time: nothing is exchanged
+DDP       a step with DDP; on one rank, the difference to ``alone`` is DDP's overhead
+exposed   how long a rank waits in backward after its last gradient: communication that is not overlapped
+samples/s and efficiency    compared with that many times one rank alone
 
-A time is the median of a rank's steps, and of the ranks' times the longest.
+A time is the median of a rank's steps, and the longest of the ranks' medians.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import clusterddp
 
 
 class Timing(NamedTuple):
-    """Of the steps on so many ranks; in milliseconds."""
+    """The times of a step on ``ranks`` ranks, in milliseconds."""
 
     ranks: int
     alone: float
@@ -33,12 +33,12 @@ class Timing(NamedTuple):
         return self.ranks * batch_size / self.ddp * 1e3
 
     def efficiency(self, one):
-        """The part of the ideal throughput that is reached: ``ranks`` times that of ``one`` rank without DDP."""
+        """The throughput as a part of the ideal one: ``ranks`` times that of ``one`` rank without DDP."""
         return one.alone / self.ddp
 
 
 class Clock:
-    """Marks moments, on a GPU those at which its work gets there."""
+    """Measures time: with CUDA events on a GPU, which has not finished a step when the CPU has."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -102,7 +102,7 @@ def measure_on(ctx, ranks, args):
         weights = sum(parameter.double().abs().sum().item() for parameter in model.parameters())
     of_ranks = ctx.gather(torch.tensor([[alone, ddp, exposed, weights]], dtype=torch.float64))[:ranks]
     if not (of_ranks[:, 3] == of_ranks[0, 3]).all():
-        raise SystemExit(f"after the same steps the weights of {ranks} ranks differ: nothing here is worth comparing")
+        raise SystemExit(f"after the same steps the weights of {ranks} ranks differ: the times cannot be compared")
     return Timing(ranks, *of_ranks[:, :3].max(0).values.tolist())
 
 
@@ -138,14 +138,14 @@ def plot(timings, batch_size, path):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--warm-up", type=int, default=5, help="steps before those")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps before the timed ones")
     parser.add_argument("--batch-size", type=int, default=64, help="per rank")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb")
     parser.add_argument("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view")
     parser.add_argument("--static-graph", action="store_true", help="DDP's static_graph")
-    parser.add_argument("--bf16", action="store_true", help="gradients travel as bfloat16")
+    parser.add_argument("--bf16", action="store_true", help="reduce the gradients as bfloat16")
     parser.add_argument("--plot", metavar="FILE", help="draw throughput over ranks, too (needs clusterddp[plots])")
     args = parser.parse_args()
 

@@ -71,8 +71,12 @@ def test_basic_two_ranks_train_as_one_process_does_on_the_joined_batch(run: RunD
 @pytest.mark.parametrize(
     ("right", "wrong", "words"),
     [
-        ("model(inputs)", "model.module(inputs)", "0.weight on ranks 0 and 1 differ: is DDP's forward by-passed?"),
-        ("model(inputs), targets)", "model(inputs), targets, reduction='sum')", "is not the joined batch's: off by"),
+        ("model(inputs)", "model.module(inputs)", "0.weight on ranks 0 and 1 differ: is DDP's forward bypassed?"),
+        (
+            "model(inputs), targets)",
+            "model(inputs), targets, reduction='sum')",
+            "is not the joined batch's: the largest difference is",
+        ),
     ],
 )
 def test_basic_notices_gradients_that_are_not_the_joined_batchs(
