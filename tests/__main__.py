@@ -48,8 +48,11 @@ APART = f"""
     freezer=/sys/fs/cgroup/freezer
     ! [ -d $freezer ] || {{ mkdir -p $freezer/$2; mount --bind $freezer/$2 $freezer; }}
     shift 2
-    exec "$@"
+    "$@"
+    exit $?  # bash stays as the namespace's init process, which reaps orphans
 """
+#: With a process namespace, too: the kernel ends all of its processes with the runner, however that ends.
+UNSHARE = "setpriv --pdeathsig KILL unshare --mount --net --pid --fork --kill-child --mount-proc bash -c".split()
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Part:
             folder = self.folder / "var-lib"
             folder.mkdir(mode=0o755, exist_ok=True)
             arguments = [str(folder), f"clusterddp-tests-{self.number}", *command]
-            command = ["unshare", "--mount", "--net", "bash", "-c", APART, "bash", *arguments]
+            command = [*UNSHARE, APART, "bash", *arguments]
             environment["CLUSTERDDP_TEST_USER"] = f"ddpuser{self.number}"
         else:
             command = ["nice", "-n", "5", *command]
@@ -139,7 +142,12 @@ def run(parts: Sequence[Part], options: Sequence[str]) -> int:
     readers = [threading.Thread(target=show, args=(part.name, one)) for part, one in zip(parts, running, strict=True)]
     for reader in readers:
         reader.start()
-    codes = {one.wait() for one in running}
+    try:
+        codes = {one.wait() for one in running}
+    except KeyboardInterrupt:  # which the parts got, too: they take their clusters down
+        for one in running:
+            one.wait()
+        raise
     for reader in readers:
         reader.join()
     failed = [test for part in parts for test in part.failed()]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import unavailable
 from tests.plugin import file_shares
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -35,9 +36,15 @@ def test_other(number):
 
 def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """``python -m tests`` on the tests in a folder."""
+    with start_tests(folder, *options) as runner:
+        out, err = runner.communicate()
+    return subprocess.CompletedProcess(runner.args, runner.returncode, out, err)
+
+
+def start_tests(folder: Path, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests", *options]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    environment, pipe = {**os.environ, "PYTHONPATH": str(REPOSITORY)}, subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +81,30 @@ def test_arguments_reach_every_part_and_results_are_kept(tmp_path: Path) -> None
     assert [case.get("name") for case in cases] == ["test_on_a_cluster"]
     (cost,) = map(json.loads, (results / "costs.jsonl").read_text().splitlines())
     assert cost["test"] == "test_some.py::test_on_a_cluster" and cost["part"].startswith("slurm")
+
+
+DAEMON = """
+import subprocess
+import threading
+import pytest
+
+@pytest.mark.slurm
+def test_on_a_cluster():
+    with open("pipe", "w") as pipe:
+        subprocess.Popen(["sleep", "600"], stdout=pipe, start_new_session=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.skipif(unavailable() is not None, reason="needs the test cluster")
+def test_no_daemon_outlives_a_runner_that_is_killed(tmp_path: Path) -> None:
+    """Nor one in a session of its own, as those of the test clusters are."""
+    (tmp_path / "pytest.ini").write_text(INI)
+    (tmp_path / "test_some.py").write_text(DAEMON)
+    os.mkfifo(tmp_path / "pipe")
+    with start_tests(tmp_path) as runner, (tmp_path / "pipe").open() as pipe:  # opened once the test opens it
+        runner.kill()
+        assert pipe.read() == ""  # at its end: no process has it open
 
 
 def test_the_files_are_distributed_by_their_duration() -> None:
