@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from numbers import Integral
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -113,9 +112,8 @@ class CheckpointFolder:
             CheckpointError: the save failed; earlier checkpoints are not affected.
             Superseded: a newer process uses the folder.
         """
-        if self._checkpoints is None or not self._checkpoint_client.busy:
+        if self._checkpoints is None:
             return None
-        self._checkpoint_client.hurry()
         try:
             return self._checkpoint_client.result(wait=True)
         except NotSaved as error:
@@ -134,7 +132,5 @@ class CheckpointFolder:
     def __enter__(self) -> CheckpointFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -86,13 +86,8 @@ class CheckpointClient:
         # The thread also frees the state: each tensor freed here could hand the GIL to it.
         self._requests.put((step, plain, facts, urgent, state, tensors))
 
-    def hurry(self) -> None:
-        """Raises the priority of the save in progress: the caller waits for it."""
-        self._sent.wait()
-        self._say({"hurry": True})
-
     def result(self, wait: bool) -> Saved | None:
-        """The result of the save; None while it is in progress, or if there is none.
+        """The result of the save; None while it is in progress, or if there is none. ``wait`` raises its priority.
 
         Raises NotSaved if it failed, Superseded if a newer attempt exists.
         """
@@ -100,6 +95,7 @@ class CheckpointClient:
             return None
         if wait:
             self._sent.wait()
+            self._say({"hurry": True})
         try:
             line = self._replies.readline() if wait else self._peek()
         except BlockingIOError:

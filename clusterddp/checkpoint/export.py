@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -35,23 +34,20 @@ def export(run: RunDirectory, target: Path, part: str | None, step: int | None =
         parts = ", ".join(name for name, value in content.items() if isinstance(value, dict) and name != "progress")
         raise CheckpointError(f"{checkpoint.path.name} has no part {part!r}; it has {parts}")
     value = copied(content if part is None else content[part])  # torch.save writes all memory that a tensor shares
-    folder = None
+    beside = target.absolute().parent
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.absolute().parent))  # mode 0700
-        temporary = folder / target.name
-        if target.suffix == ".safetensors":
-            _write_safetensors(temporary, value, target)
-        else:
-            torch.save(value, temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        temporary.rename(target)
-        fsync_directory(target.absolute().parent)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=beside, ignore_cleanup_errors=True) as folder:
+            temporary = Path(folder, target.name)
+            if target.suffix == ".safetensors":
+                _write_safetensors(temporary, value, target)
+            else:
+                torch.save(value, temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            temporary.rename(target)
+        fsync_directory(beside)
     except (OSError, RuntimeError) as error:  # torch turns system errors into RuntimeError
         raise UsageError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
     return f"{target}: {part or 'everything'} of step {checkpoint.step}"
 
 

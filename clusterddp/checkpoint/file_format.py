@@ -10,6 +10,7 @@ data, and one of each 4 MiB of the data before itself. Nothing in the file is ex
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -51,10 +52,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """The tensor's size in bytes."""
-        size = self.item_bytes
-        for length in self.shape:
-            size *= length
-        return size
+        return self.item_bytes * math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from clusterddp.reporter import say
 
 #: Bytes per broadcast: 2000 tensors of 20 KB one by one take 3.6 times as long.
 _PORTION = 1 << 25
-
-
 #: A checkpoint: the attempt that wrote it, and its step.
 Place = tuple[int, int]
 
@@ -40,11 +38,18 @@ def restore(
         found = _newest_whole(checkpoints, on_damaged) if checkpoints is not None else None
     except CheckpointError as error:
         failure = error
-    if dist.is_initialized():
-        return _broadcast(found, failure, device)
-    if failure is not None:
-        raise failure
-    return found and (unpacked(found[0]), found[1])
+    content, place = found or (None, None)
+    described = content and [content.entries, content.facts, content.state, len(content.data)]
+    reason, place, described = broadcast_json([failure and str(failure), place, described], device)
+    if reason is not None:
+        raise failure or CheckpointError(reason)
+    if described is None:
+        return None
+    entries, facts, state, size = described
+    content = content or Content(entries, facts, state, file_format.memory(size))
+    if size and dist.is_initialized() and dist.get_world_size() > 1:
+        _broadcast_data(torch.frombuffer(content.data, dtype=torch.uint8), device)
+    return unpacked(content), (place[0], place[1])
 
 
 def _newest_whole(
@@ -69,26 +74,6 @@ def _newest_whole(
     )
 
 
-def _broadcast(
-    found: tuple[Content, Place] | None, error: CheckpointError | None, device: torch.device
-) -> tuple[Any, Place] | None:
-    """Broadcasts what rank 0 found, in portions; its error is raised on all ranks."""
-    rank = dist.get_rank()
-    described = found and [found[0].entries, found[0].facts, found[0].state, len(found[0].data)]
-    message = [str(error), None, None] if error else [None, found and found[1], described]
-    reason, place, described = broadcast_json(message, device)
-    if reason is not None:
-        raise error or CheckpointError(reason)
-    if place is None or described is None:
-        return None
-    entries, facts, state, size = described
-    content = found[0] if found else None
-    data = content.data if content is not None else file_format.memory(size)
-    if size and dist.get_world_size() > 1:
-        _broadcast_data(torch.frombuffer(data, dtype=torch.uint8), rank, device)
-    return unpacked(Content(entries, facts, state, data)), (place[0], place[1])
-
-
 def unpacked(content: Content) -> Any:
     """The nested state in a checkpoint's content. Its tensors share the content's memory; ``load_state`` copies.
 
@@ -104,11 +89,11 @@ def unpacked(content: Content) -> Any:
         ) from error
 
 
-def _broadcast_data(data: torch.Tensor, rank: int, device: torch.device) -> None:
+def _broadcast_data(data: torch.Tensor, device: torch.device) -> None:
     for portion in torch.split(data, _PORTION):
         moved = portion.to(device)
         dist.broadcast(moved, src=0)
-        if rank != 0 and moved is not portion:
+        if moved is not portion and dist.get_rank() != 0:
             portion.copy_(moved)
 
 

@@ -36,21 +36,17 @@ class Snapshot:
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self._device, self._folder = device, folder
-        self._file: int | None = None
+        #: The file's descriptor, valid after ``prepare`` or ``take``.
+        self.file = -1
         self._map: mmap.mmap | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         #: The header entries of the tensors that the memory is laid out for, and their total size in bytes.
         self.described, self.nbytes = file_format.described([]), 0
         self._views: list[torch.Tensor] = []
+        #: The name, dtype and shape of each tensor that the memory is laid out for.
         self._kinds: list[tuple[str, torch.dtype, torch.Size]] = []
         self._copied: list[torch.cuda.Event] = []
         self._preparing: threading.Thread | None = None
-
-    @property
-    def file(self) -> int:
-        """The file descriptor, valid after ``prepare`` or ``take``."""
-        assert self._file is not None
-        return self._file
 
     def prepare(self, layout: list[Tensor]) -> None:
         """Allocates memory for this layout in the background, so that the first save is fast, too.
@@ -63,8 +59,10 @@ class Snapshot:
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copies the tensors; copies from GPUs are complete after ``wait``."""
-        self._finish_preparing()
-        if not self._fits(tensors):
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        if self._kinds != [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]:
             layout = tensor_facts(tensors)
             self._reserve(layout)
             self._resize(layout)
@@ -81,15 +79,6 @@ class Snapshot:
         """Waits until all copies are complete."""
         for copied in self._copied:
             copied.synchronize()
-
-    def _fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the memory is laid out for these tensors."""
-        return self._kinds == [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
-
-    def _finish_preparing(self) -> None:
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
 
     def _try_resize(self, layout: list[Tensor]) -> None:
         with suppress(CheckpointError):  # `take` tries again and raises it
@@ -110,8 +99,8 @@ class Snapshot:
         """Opens the file. Raises CheckpointError if there is not enough memory."""
         size = offsets(layout)[1]
         check_memory(size - len(self._memory))
-        if self._file is None:
-            self._file, self._kind = _anonymous_file(size, self._folder)
+        if self.file < 0:
+            self.file, self._kind = _anonymous_file(size, self._folder)
 
     def _grow(self, size: int) -> None:
         self._release()

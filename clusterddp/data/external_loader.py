@@ -7,11 +7,12 @@ gather their states before a save, at a step known to all of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch.distributed as dist
 
 from clusterddp.data import randomness
+from clusterddp.data.stream import Loader
 from clusterddp.data.workers import close
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
@@ -29,7 +30,10 @@ class StatefulLoader(Protocol):
 
 
 class ExternalLoader:
-    """A StatefulLoader as a ``TrainingLoader``, resumed by its own state rather than by the step."""
+    """A StatefulLoader with the methods of ``Loader``, resumed by its own state rather than by the step.
+
+    Raises TypeError for a loader without a state.
+    """
 
     per_rank_state = True
     #: The number of samples per rank and step is the loader's own business: nothing is ever split.
@@ -38,6 +42,11 @@ class ExternalLoader:
     def __init__(self, loader: StatefulLoader, group: ProcessGroup) -> None:
         self._loader, self._group = loader, group
         self._name = type(loader).__name__
+        if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+            raise TypeError(
+                f"run(loader=...) was given a {self._name}, in which a run cannot resume: expected ctx.loader(), or a "
+                "loader with state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader"
+            )
         self._passes = 0
         self._states: list[dict[str, Any]] = []
         #: Whether the loader has drawn from the global generators, whose state is not the loader's.
@@ -50,22 +59,22 @@ class ExternalLoader:
             return [f"the workers of {self._name} draw their own random numbers"]
         return [f"{self._name} draws from the global random generators"] if self._drew else []
 
-    def epoch(self, _step: int, /) -> int:
+    def epoch(self, _step: int) -> int:
         """The number of completed passes over the loader."""
         return self._passes
 
-    def ends_epoch(self, _step: int, /) -> bool:
+    def ends_epoch(self, _step: int) -> bool:
         """Unknown before the loader ends: raises TypeError."""
         raise TypeError(f"run.end_of_epoch is not available with {self._name}: use ctx.loader()")
 
-    def steps_in(self, epochs: float, /) -> int:
+    def steps_in(self, epochs: float) -> int:
         """The number of steps in so many passes over the loader, by its length."""
         try:
             return -int(-epochs * len(self._loader))  # type: ignore[arg-type]
         except TypeError:
             raise TypeError(f"{self._name} has no length: use run.steps() instead of run.epochs()") from None
 
-    def batches(self, _step: int, /) -> Iterator[Any]:
+    def batches(self, _step: int) -> Iterator[Any]:
         """Pass after pass, from the loader's current position."""
         empty = False
         while True:
@@ -102,11 +111,11 @@ class ExternalLoader:
             self._states = [state for state, _ in states]
             self._drew = any(drew for _, drew in states)
 
-    def progress(self, _step: int, /) -> dict[str, Any]:
+    def progress(self, _step: int) -> dict[str, Any]:
         """What a checkpoint stores about the loader: the passes, and the gathered states."""
         return {"epoch": self._passes, "loaders": self._states, "loaders_drew": self._drew}
 
-    def restore(self, progress: Mapping[str, Any], /) -> None:
+    def restore(self, progress: Mapping[str, Any]) -> None:
         """Restores this rank's state. Raises CheckpointError at another world size."""
         states = progress.get("loaders")
         if states is None:
@@ -120,3 +129,7 @@ class ExternalLoader:
             )
         self._passes, self._drew = progress["epoch"], progress.get("loaders_drew", True)
         self._loader.load_state_dict(states[self._group.rank])
+
+
+#: What a run trains from. The argument ``step`` of its methods is the step to be made, from 0.
+TrainingLoader: TypeAlias = Loader | ExternalLoader

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -23,47 +24,6 @@ from clusterddp.data.workers import ShieldedDataLoader, close
 from clusterddp.errors import CheckpointError
 
 _OWN_OPTIONS = {"sampler", "batch_sampler", "drop_last"}
-
-
-class TrainingLoader(Protocol):
-    """What a run needs of a loader. ``step`` is the step to be made, from 0."""
-
-    @property
-    def share(self) -> int:
-        """Samples per rank and step."""
-
-    @property
-    def batch_size(self) -> int:
-        """The largest number of samples that a rank takes at once."""
-
-    @property
-    def per_rank_state(self) -> bool:
-        """Whether each rank has its own state, so that every rank must take part in a save."""
-
-    @property
-    def inexact(self) -> list[str]:
-        """Reasons why a resume may not be exact."""
-
-    def epoch(self, step: int, /) -> int:
-        """The epoch that the first sample of a step belongs to."""
-
-    def ends_epoch(self, step: int, /) -> bool:
-        """Whether a step takes the last sample of an epoch."""
-
-    def steps_in(self, epochs: float, /) -> int:
-        """The number of steps in so many epochs, rounded up."""
-
-    def batches(self, step: int, /) -> Iterator[Any]:
-        """This rank's batches from a step on, without end. Closing the iterator ends its workers."""
-
-    def gather(self) -> None:
-        """Brings the state of all ranks to rank 0 before a save. Collective."""
-
-    def progress(self, step: int, /) -> dict[str, Any]:
-        """What a checkpoint stores about the loader."""
-
-    def restore(self, progress: Mapping[str, Any], /) -> None:
-        """The inverse of ``progress``. Raises CheckpointError when the sample order could not be kept."""
 
 
 class SampleOrder:
@@ -101,21 +61,6 @@ class _SeededSamples(Dataset[Any]):
     def __getitem__(self, sample: tuple[int, int]) -> Any:
         randomness.seed_all(randomness.hash32("sample", self._seed, *sample))
         return self._dataset[sample[1]]
-
-
-class _Batches:
-    """The batch sampler of one rank: the samples of each step from ``step`` on, without end."""
-
-    def __init__(self, order: SampleOrder, step: int, global_batch: int, rank: int, world_size: int) -> None:
-        self._order, self._step, self._global_batch = order, step, global_batch
-        self._rank, self._share = rank, global_batch // world_size
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        step = self._step
-        while True:
-            start = step * self._global_batch + self._rank * self._share
-            yield self._order.samples(start, start + self._share)
-            step += 1
 
 
 class Loader:
@@ -211,10 +156,15 @@ class Loader:
         """The number of steps in so many epochs; the last one is filled from the next epoch."""
         return -int(-epochs * self.length // self.global_batch)
 
+    def _batches(self, step: int) -> Iterator[list[tuple[int, int]]]:
+        """This rank's samples of each step from ``step`` on, without end."""
+        for number in itertools.count(step):
+            start = number * self.global_batch + self._rank * self.share
+            yield self._order.samples(start, start + self.share)
+
     def batches(self, step: int) -> Iterator[Any]:
         """This rank's batches from ``step`` on, without end. Closing the iterator ends its workers."""
-        batches = _Batches(self._order, step, self.global_batch, self._rank, self._world_size)
-        iterator = iter(ShieldedDataLoader(self._samples, batch_sampler=batches, **self._options))
+        iterator = iter(ShieldedDataLoader(self._samples, batch_sampler=self._batches(step), **self._options))
         try:
             while True:
                 # Samples fetched in this process would leave their seeds in the script's generators.

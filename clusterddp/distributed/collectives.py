@@ -35,7 +35,12 @@ def gather(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def broadcast_json(value: Any, device: torch.device) -> Any:
-    """Rank 0's JSON value on every rank. Unlike torch's ``broadcast_object_list``, it never unpickles."""
+    """Rank 0's JSON value on every rank; without a process group, the value itself.
+
+    Unlike torch's ``broadcast_object_list``, it never unpickles.
+    """
+    if not dist.is_initialized():
+        return value
     data = json.dumps(value).encode() if dist.get_rank() == 0 else b""
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, src=0)

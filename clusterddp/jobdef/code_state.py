@@ -38,17 +38,10 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, errors="replace", timeout=10)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def _hash_of(path: Path) -> str | None:

@@ -63,6 +63,11 @@ def _field(name: str, read: Callable[[Node], Any]) -> Reader:
     return lambda node, _: {name: read(node)}
 
 
+def _fields(**readers: Callable[[Node], Any]) -> dict[str, Reader]:
+    """Keys with the names of their fields."""
+    return {name: _field(name, read) for name, read in readers.items()}
+
+
 def _section(name: str, make: Callable[..., Any], readers: Mapping[str, Reader]) -> Reader:
     """A mapping with fixed keys, read into a dataclass."""
 
@@ -162,17 +167,9 @@ def _watchdog(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     return {"watchdog": None}
 
 
-_WATCHDOG: dict[str, Reader] = {
-    **{name: _field(name, value.positive("seconds")) for name in ("step_s", "start_s")},
-    "on_hang": _field("on_hang", value.choice("restart", "end")),
-}
-
-_KEEP: dict[str, Reader] = {
-    "last": _field("last", value.whole(1)),
-    "every": _field("every", value.whole(1)),
-    "best": _best,
-}
-
+_SECONDS = value.positive("seconds")
+_WATCHDOG = _fields(step_s=_SECONDS, start_s=_SECONDS, on_hang=value.choice("restart", "end"))
+_KEEP: dict[str, Reader] = {**_fields(last=value.whole(1), every=value.whole(1)), "best": _best}
 _UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 
 
@@ -191,8 +188,9 @@ def _check_option(name: str, node: Node) -> None:
         raise Wrong(f"expected the option without dashes: {name.lstrip('-')}")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
         raise Wrong("expected a long option of Slurm: lower-case letters, digits and dashes")
-    if name in _INSTEAD_OF_OPTION:
-        raise Wrong(f"not allowed here: {_INSTEAD_OF_OPTION[name]}")
+    key = name.replace("-", "_")
+    if instead := f"use the key {key}" if key in READERS else _INSTEAD_OF_OPTION.get(name):
+        raise Wrong(f"not allowed here: {instead}")
     if name == "export" and (
         secret := next((word for word in ASSIGNMENT.findall(node.text.replace(",", " ")) if is_secret(word)), None)
     ):
@@ -212,15 +210,8 @@ _STOPS = "clusterddp stops and requeues the run itself; timeouts.notice_s is the
 _LOGS = "the outputs are in the run directory, below logs/"
 _SUBMITS = "clusterddp submit runs sbatch and parses its output"
 
-#: Options of sbatch that clusterddp sets or relies on, and what to use instead.
+#: Options of sbatch, other than those with a key of their own, that clusterddp sets or relies on: what to use instead.
 _INSTEAD_OF_OPTION = {
-    **{
-        name: f"use the key {name.replace('-', '_')}"
-        for name in (
-            *("nodes", "job-name", "time", "partition", "account", "qos", "constraint", "reservation", "exclude"),
-            *("nodelist", "mem", "cpus-per-task", "gpus-per-node"),
-        )
-    },
     "nodefile": "use the key nodelist",
     "array": "a run is one job; submit one run per array task",
     **dict.fromkeys(
@@ -234,58 +225,43 @@ _INSTEAD_OF_OPTION = {
 }
 #: The same for unknown top-level keys: users try the names of sbatch options there.
 _INSTEAD_OF_KEY = {
-    **{
-        name.replace("-", "_"): reason
-        for name, reason in _INSTEAD_OF_OPTION.items()
-        if not reason.startswith("use the key") or name == "nodefile"
-    },
+    **{name.replace("-", "_"): reason for name, reason in _INSTEAD_OF_OPTION.items()},
     "gpu_type": "write gpus_per_node: TYPE:NUMBER",
-    "gpus": _GPUS,
     **dict.fromkeys(("time_limit", "walltime"), "use the key time"),
 }
 
+_WORDS = ("partition", "account", "qos", "constraint", "reservation", "exclude", "nodelist")
 READERS: dict[str, Reader] = {
     "job_name": _field("name", value.name),
-    "script": _field("script", value.text),
-    "module": _field("module", value.matching(r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a module such as package.train")),
-    "args": _field("args", value.arguments),
-    "args_on_resume": _field("args_on_resume", value.arguments),
+    **_fields(
+        script=value.text,
+        module=value.matching(r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a module such as package.train"),
+        args=value.arguments,
+        args_on_resume=value.arguments,
+    ),
     "nodes": _nodes,
     "gpus_per_node": _gpus_per_node,
-    "gpus_per_rank": _field("gpus_per_rank", value.whole(1)),
-    "device": _field("device", value.choice("cuda", "cpu")),
+    **_fields(gpus_per_rank=value.whole(1), device=value.choice("cuda", "cpu")),
     "time": _field("time_s", value.time),
-    **{
-        name: _field(name, value.word)
-        for name in ("partition", "account", "qos", "constraint", "reservation", "exclude", "nodelist")
-    },
-    "mem": _field(
-        "mem",
-        value.matching(r"[0-9]+([KMGTkmgt][Bb]?)?", "memory such as 64G, with a unit and no space"),
+    **_fields(
+        **dict.fromkeys(_WORDS, value.word),
+        mem=value.matching(r"[0-9]+([KMGTkmgt][Bb]?)?", "memory such as 64G, with a unit and no space"),
+        cpus_per_task=value.whole(1),
+        setup=value.shell_lines,
     ),
-    "cpus_per_task": _field("cpus_per_task", value.whole(1)),
-    "setup": _field("setup", value.shell_lines),
     "env": _table("env", _check_variable, value.variable),
-    "python": _field("python", value.matching(r"[^-].*", "the path or name of a Python interpreter")),
+    **_fields(python=value.matching(r"[^-].*", "the path or name of a Python interpreter")),
     "sbatch": _table("sbatch", _check_option, value.option),
     "srun": _table("srun", _check_srun_option, value.option),
-    "steps": _field("steps", value.whole(1)),
-    "seed": _field("seed", value.whole(0)),
-    "global_batch": _field("global_batch", value.whole(1)),
+    **_fields(steps=value.whole(1), seed=value.whole(0), global_batch=value.whole(1)),
     "checkpoint": _section("checkpoint", Checkpointing, {"every": _every, "keep": _keep}),
-    "timeouts": _section(
-        "timeouts",
-        Timeouts,
-        {name: _field(name, value.positive("seconds")) for name in ("start_s", "step_s", "notice_s")},
-    ),
+    "timeouts": _section("timeouts", Timeouts, _fields(start_s=_SECONDS, step_s=_SECONDS, notice_s=_SECONDS)),
     "watchdog": _watchdog,
-    "limits": _section(
-        "limits",
-        Limits,
-        {"attempts": _field("attempts", value.whole(1)), "gpu_hours": _field("gpu_hours", value.positive("hours"))},
+    "limits": _section("limits", Limits, _fields(attempts=value.whole(1), gpu_hours=value.positive("hours"))),
+    **_fields(
+        policy=value.choice("requeue", "resubmit"),
+        lift_hold=value.truth,
+        backend=value.backend,
+        share=value.choice("private", "group"),
     ),
-    "policy": _field("policy", value.choice("requeue", "resubmit")),
-    "lift_hold": _field("lift_hold", value.truth),
-    "backend": _field("backend", value.backend),
-    "share": _field("share", value.choice("private", "group")),
 }

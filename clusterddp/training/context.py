@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +18,7 @@ from torch.utils.data import Dataset
 from clusterddp.checkpoint.state import Stateful
 from clusterddp.data import randomness
 from clusterddp.data.external_loader import ExternalLoader, StatefulLoader
-from clusterddp.data.stream import EvalLoader, Loader, TrainingLoader
+from clusterddp.data.stream import EvalLoader, Loader
 from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed import collectives, process_group, wrapping
 from clusterddp.errors import Stopped
@@ -95,14 +94,14 @@ class Context:
         ranks = read.ranks
         self.rank, self.local_rank, self.node_rank = ranks.rank, ranks.local_rank, ranks.node_rank
         self.world_size, self.local_world_size = ranks.world_size, ranks.local_world_size
-        self.seed = read.seed
-        self.devices = process_group.devices_of(ranks, read.device, read.gpus_per_rank)
+        self.seed = read.job.seed
+        self.devices = process_group.devices_of(ranks, read.device, read.job.gpus_per_rank)
         self.device = self.devices[0]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._settings = read
         backend = process_group.choose_backend(read.backend, self.device)
-        self._group = process_group.ProcessGroup(ranks, self.device, backend, read.store, read.timeouts.start_s)
+        self._group = process_group.ProcessGroup(ranks, self.device, backend, read.store, read.job.timeouts.start_s)
         self._history = AttemptHistory(read, self._group)
         self._stopping = Stopping(read, self._group, self._history.report)
         self._agreement = self._stopping.agreement
@@ -198,7 +197,7 @@ class Context:
             seed=self.seed,
             rank=self.rank,
             world_size=self.world_size,
-            global_batch=self._settings.global_batch,
+            global_batch=self._settings.job.global_batch,
             **{"pin_memory": self.device.type == "cuda", **options},
         )
 
@@ -254,24 +253,14 @@ class Context:
         optional = {"scheduler": scheduler, **others}
         parts = {"model": model, "optimizer": optimizer}
         parts |= {name: part for name, part in optional.items() if part is not None}
-        read = self._settings
-        report, deadline = self._history.report, self._stopping.deadline
-        self._saver = Saver(read.run_dir, self.attempt, self._group, report, read.checkpoint)
+        read, report = self._settings, self._history.report
+        self._saver = Saver(read.run_dir, self.attempt, self._group, report, read.job.checkpoint)
         self._stopping.saver = self._saver
-        services = Services(read, self._group, self._agreement, self._saver, deadline, self._heartbeat, report)
-        self._run = Run(parts, self._training_loader(loader), rng, services)
+        training_loader = loader if isinstance(loader, Loader) else ExternalLoader(loader, self._group)
+        deadline = self._stopping.deadline
+        services = Services(read.job, self._group, self._agreement, self._saver, deadline, self._heartbeat, report)
+        self._run = Run(parts, training_loader, rng, services)
         return self._run
-
-    def _training_loader(self, loader: Loader | StatefulLoader) -> TrainingLoader:
-        if isinstance(loader, Loader):
-            return loader
-        if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-            raise TypeError(
-                f"run(loader=...) was given a {type(loader).__name__}, in which a run cannot resume: expected "
-                "ctx.loader(), or a loader with state_dict() and load_state_dict(), such as torchdata's "
-                "StatefulDataLoader"
-            )
-        return ExternalLoader(loader, self._group)
 
     # --- hanging
 
@@ -280,7 +269,7 @@ class Context:
         watched, directory = control_channel.current is not None, self._settings.run_dir
         logs = directory.attempt_logs(self.attempt) if directory else Path()
         heartbeat = Heartbeat(
-            self._settings.watchdog if watched else None,
+            self._settings.job.watchdog if watched else None,
             boundaries=lambda: self._agreement.entered,
             step=lambda: self._run.step if self._run is not None else 0,
             send=control_channel.report,
@@ -382,9 +371,7 @@ class Context:
     def __enter__(self) -> Context:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
         stopped = isinstance(error, Stopped)
         self._close(clean=error is None or stopped, restore_handlers=error is None)
 

@@ -18,11 +18,12 @@ import torch
 
 from clusterddp.checkpoint.state import Stateful
 from clusterddp.data import randomness
+from clusterddp.data.external_loader import TrainingLoader
 from clusterddp.data.microbatch import MicroBatches
-from clusterddp.data.stream import TrainingLoader
 from clusterddp.data.workers import close_workers
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError, Stopped, Superseded
+from clusterddp.jobdef.job import Job
 from clusterddp.reporter import say
 from clusterddp.training import metrics
 from clusterddp.training.agreement import Agreement
@@ -31,7 +32,6 @@ from clusterddp.training.divergence import explanation
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.run_state import Randomness, RunState
 from clusterddp.training.saving import Saver
-from clusterddp.training.settings import Settings
 from clusterddp.worker import completion
 from clusterddp.worker.deadline import Deadline
 
@@ -40,7 +40,7 @@ from clusterddp.worker.deadline import Deadline
 class Services:
     """What a run uses of its context."""
 
-    settings: Settings
+    job: Job
     group: ProcessGroup
     agreement: Agreement
     saver: Saver
@@ -61,11 +61,11 @@ class Run:
     """One attempt of a run: made by ``Context.run``, with the newest checkpoint restored."""
 
     def __init__(self, parts: dict[str, Stateful], loader: TrainingLoader, rng: Randomness, services: Services) -> None:
-        self._settings, self._group, self._agreement = services.settings, services.group, services.agreement
+        self._job, self._group, self._agreement = services.job, services.group, services.agreement
         self._saver, self._deadline, self._heartbeat = services.saver, services.deadline, services.heartbeat
         self._report = services.report
         self._loader, self._rng = loader, rng
-        self._state = RunState(parts, loader, rng, self._settings.seed, self._group)
+        self._state = RunState(parts, loader, rng, self._job.seed, self._group)
         self._making: _Step | None = None
         self._goal = 0  # of the current loop
         self._begun = self._stopping = False
@@ -229,7 +229,7 @@ class Run:
     # --- the parts of a step
 
     def _total(self, total: int | None) -> int:
-        total = self._settings.steps if total is None else total
+        total = self._job.steps if total is None else total
         if total is None:
             raise TypeError("run.steps() needs a number of steps, as the job definition has no `steps`")
         if not isinstance(total, Real) or not (0 <= total < math.inf and total == int(total)):
@@ -255,7 +255,7 @@ class Run:
 
     def _start_step(self) -> None:
         if self._rng == "step":
-            seed = randomness.hash32("step", self._settings.seed, self.step, self._group.rank)
+            seed = randomness.hash32("step", self._job.seed, self.step, self._group.rank)
             randomness.seed_all(seed, self._group.device)
         self._state.gradients.begin_step()
         self._state.buffers.begin_step()
@@ -274,7 +274,7 @@ class Run:
         self._compare_ranks(made)
         self._heartbeat.pace = self._compute_time.step_done() or self._heartbeat.pace
         if made == 1:
-            self._group.shorten_timeout(self._settings.timeouts.step_s)
+            self._group.shorten_timeout(self._job.timeouts.step_s)
             self._saver.prepare(self._content)
 
     def evaluating(self) -> None:

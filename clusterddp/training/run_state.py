@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from clusterddp.checkpoint.gradients import Gradients
+from clusterddp.checkpoint.restore import Place
 from clusterddp.checkpoint.state import Stateful, check_parts, load_state, pack, state_of
-from clusterddp.data.stream import TrainingLoader
+from clusterddp.data.external_loader import TrainingLoader
 from clusterddp.distributed import wrapping
 from clusterddp.distributed.buffers import LARGEST_COPY_BYTES, Buffers
 from clusterddp.distributed.modules import ddp_modules
@@ -37,8 +38,8 @@ class RunState:
         self._parts, self._loader, self._rng, self._seed, self._group = parts, loader, rng, seed, group
         #: The number of completed steps.
         self.step = 0
-        #: The attempt and step that this attempt resumed from.
-        self.parent: tuple[int, int] | None = None
+        #: The checkpoint that this attempt resumed from.
+        self.parent: Place | None = None
         #: The goals of loops that ``Run.finish`` ended.
         self.finished: list[int] = []
         #: Why the resume is not exact, where it is not.
@@ -62,14 +63,15 @@ class RunState:
             **self.stopped_in_step,
             **self.gradients.progress(before_step),
         }
-        parent = None if self.parent is None else {"attempt": self.parent[0], "step": self.parent[1]}
+        parent = self.parent and {"attempt": self.parent[0], "step": self.parent[1]}
         return {"parent": parent, "progress": progress, **{name: state_of(part) for name, part in self._parts.items()}}
 
-    def restore(self, found: tuple[dict[str, Any], int, int] | None) -> None:
-        """Loads a checkpoint's content, of an attempt and step; nothing if None. Raises CheckpointError."""
+    def restore(self, found: tuple[dict[str, Any], Place] | None) -> None:
+        """Loads a checkpoint's content, and notes its place; nothing if None. Raises CheckpointError."""
         if found is None:
             return
-        content, attempt, step = found
+        content, self.parent = found
+        self.step = step = self.parent[1]
         self._check_parts(content.keys() - _RESERVED)
         progress = content["progress"]
         if progress["seed"] != self._seed:
@@ -91,7 +93,7 @@ class RunState:
         if progress.get("buffers_changed"):
             size = f"{LARGEST_COPY_BYTES >> 20} MiB"
             self.inexact.append(f"step {step} was stopped after a forward that changed a buffer of over {size}")
-        self.step, self.parent, self.finished = step, (attempt, step), list(progress.get("finished", []))
+        self.finished = list(progress.get("finished", []))
 
     def _check_parts(self, saved: set[str]) -> None:
         if missing := self._parts.keys() - saved:

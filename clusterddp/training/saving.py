@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved
-from clusterddp.checkpoint.restore import restore
+from clusterddp.checkpoint.restore import Place, restore
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, best_of
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup
@@ -57,7 +57,10 @@ class Saver:
         self._said_s = 0.0
         #: The events so far, read once, for ``every: auto``: those of this attempt cost no steps.
         self._history: list[dict[str, Any]] | None = None
-        self._stall_s = self._durable_s = 0.0
+        #: Seconds that the last save blocked training.
+        self._stall_s = 0.0
+        #: Seconds until the last save was durable; 0 before the first.
+        self.last_save_s = 0.0
         #: The metric of ``keep.best``: its best value so far (as an order), and the one of the last step.
         self._best = float("inf")
         self._value: float | None = None
@@ -66,21 +69,20 @@ class Saver:
         #: Held while taking the writer's answer: by the main thread, or by the one that acts at the deadline.
         self._answering = threading.Lock()
 
-    def restore(self) -> tuple[dict[str, Any], int, int] | None:
-        """The newest complete checkpoint with its attempt and step, on all ranks; None on a fresh start. Collective.
+    def restore(self) -> tuple[dict[str, Any], Place] | None:
+        """The newest complete checkpoint and its place, on all ranks; None on a fresh start. Collective.
 
         Only rank 0 reads the disk. Raises CheckpointError, on all ranks, if there are checkpoints but none is complete.
         """
         if not self.saves:
             return None
         restored = restore(self._checkpoints, self._group.collective_device, self._report_damaged)
-        if restored is None:
-            return None
-        state, (attempt, self._committed) = restored
-        return state, attempt, self._committed
+        if restored is not None:
+            self._committed = restored[1][1]
+        return restored
 
-    def record_resume(self, parent: tuple[int, int] | None) -> None:
-        """Rank 0 records, before the first step, what this attempt resumed from: an attempt and step, or None."""
+    def record_resume(self, parent: Place | None) -> None:
+        """Rank 0 records, before the first step, what this attempt resumed from."""
         if self._checkpoints is not None:
             self._checkpoints.record_resume(parent)
             if (best := best_of(self._checkpoints.candidates(), self._settings.keep)) is not None:
@@ -145,17 +147,13 @@ class Saver:
             return None, "there is no run directory"
         key = f"commit/{self._commits}"
         self._commits += 1
-        if self._group.rank != 0:
-            self._group.store.wait([key], NO_TIMEOUT)
-            return _unpack(json.loads(self._group.store.get(key)))
-        verdict = self._try_commit(step, state)
-        self._group.store.set(key, json.dumps(verdict))
-        return _unpack(verdict)
-
-    @property
-    def last_save_s(self) -> float:
-        """Seconds until the last save was durable; 0 before the first."""
-        return self._durable_s
+        if self._group.rank == 0:
+            self._group.store.set(key, json.dumps(self._try_commit(step, state)))
+        self._group.store.wait([key], NO_TIMEOUT)
+        verdict = json.loads(self._group.store.get(key))
+        if "error" in verdict:
+            raise {"Superseded": Superseded}.get(verdict["error"], CheckpointError)(verdict["message"])
+        return verdict["step"], verdict["problem"]
 
     def finish_newest(self) -> int | None:
         """For rank 0, called by another thread when the main one hangs: the step of the newest checkpoint.
@@ -164,7 +162,7 @@ class Saver:
         """
         waiting = threading.Thread(target=self._take_answer, args=(True,), name="last save", daemon=True)
         waiting.start()
-        waiting.join(1.0 + CAUTION * self._durable_s)
+        waiting.join(1.0 + CAUTION * self.last_save_s)
         return self._committed
 
     def close(self) -> None:
@@ -203,32 +201,26 @@ class Saver:
     def _take_answer(self, wait: bool = False) -> str | None:
         """Takes the writer's answer if the save under way is done; returns why it failed, if it did."""
         with self._answering:
-            return self._take_answer_now(wait) if self._checkpoint_client.busy else None
-
-    def _take_answer_now(self, wait: bool) -> str | None:
-        asked_at = time.monotonic()
-        if wait:
-            self._checkpoint_client.hurry()
-        try:
-            saved = self._checkpoint_client.result(wait)
-        except NotSaved as error:
-            if error.metrics:
-                self._metrics.doubt()
-            return self._say_failed(error.step, str(error))
-        if saved is None:
+            asked_at = time.monotonic()
+            try:
+                saved = self._checkpoint_client.result(wait)
+            except NotSaved as error:
+                if error.metrics:
+                    self._metrics.doubt()
+                return self._say_failed(error.step, str(error))
+            if saved is None:
+                return None
+            self._committed, self.last_save_s = saved.step, saved.at - self._saved_at
+            self._report(
+                "checkpoint",
+                step=saved.step,
+                blocked_s=round(self._stall_s + (time.monotonic() - asked_at if wait else 0.0), 4),
+                durable_s=round(self.last_save_s, 4),
+                bytes=saved.bytes,
+            )
+            if self._settings.auto:
+                self._choose_interval(saved.step)
             return None
-        self._committed = saved.step
-        self._durable_s = durable_s = saved.at - self._saved_at
-        self._report(
-            "checkpoint",
-            step=saved.step,
-            blocked_s=round(self._stall_s + (time.monotonic() - asked_at if wait else 0.0), 4),
-            durable_s=round(durable_s, 4),
-            bytes=saved.bytes,
-        )
-        if self._settings.auto:
-            self._choose_interval(saved.step, durable_s)
-        return None
 
     def _try_commit(self, step: int, state: State) -> dict[str, Any]:
         problem = None
@@ -240,7 +232,7 @@ class Saver:
             return {"error": type(error).__name__, "message": str(error)}
         return {"step": self._committed, "problem": problem}
 
-    def _choose_interval(self, step: int, durable_s: float) -> None:
+    def _choose_interval(self, step: int) -> None:
         if self._history is None:
             try:
                 self._history = self._directory.events()
@@ -248,7 +240,7 @@ class Saver:
                 say(f"cannot read the history ({error}); still saving every {self._every_s:.0f} s")
                 return
         between_s = between_interruptions_s(self._history, time.time())
-        self._every_s = interval_s(self._stall_s, durable_s, between_s)
+        self._every_s = interval_s(self._stall_s, self.last_save_s, between_s)
         if not 0.5 < self._every_s / (self._said_s or 1e-9) < 2:
             self._said_s = self._every_s
             values = {"seconds": round(self._every_s, 1), "stall_s": round(self._stall_s, 4), "between_s": between_s}
@@ -269,12 +261,6 @@ class Saver:
         return reason
 
 
-def _unpack(verdict: dict[str, Any]) -> tuple[int | None, str | None]:
-    if "error" in verdict:
-        raise {"Superseded": Superseded}.get(verdict["error"], CheckpointError)(verdict["message"])
-    return verdict["step"], verdict["problem"]
-
-
 def interval_s(stall_s: float, durable_s: float, between_s: float) -> float:
     """Seconds from one save to the next: sqrt(2 x stall x time between interruptions).
 
@@ -291,14 +277,12 @@ def between_interruptions_s(events: Iterable[Mapping[str, Any]], now: float) -> 
 
     An announced interruption costs no steps and does not count. Starts from the assumption of one a day.
     """
-    first: dict[int, float] = {}
-    last: dict[int, float] = {}
+    times: dict[int, list[float]] = {}  # of each attempt's events
     interruptions = 0
     for event in events:
-        first.setdefault(event["attempt"], event["time"])
-        last[event["attempt"]] = event["time"]
+        times.setdefault(event["attempt"], []).append(event["time"])
         interruptions += event["event"] == "resumed" and bool(event.get("redone"))
-    if last:
-        last[max(last)] = now
-    trained = sum(last[attempt] - first[attempt] for attempt in first)
+    if times:
+        times[max(times)].append(now)
+    trained = sum(found[-1] - found[0] for found in times.values())
     return (trained + EXPECTED_S) / (interruptions + 1)

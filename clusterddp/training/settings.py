@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterddp import environment, protocol
 from clusterddp.distributed.process_group import StoreAddress
-from clusterddp.jobdef.job import Checkpointing, Timeouts, Watchdog
+from clusterddp.jobdef.job import Checkpointing, Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.run_directory import RunDirectory
 
@@ -23,6 +23,7 @@ _NOTICES = {
 class Settings:
     """``attempt`` is None without a supervisor; ``run_dir`` is None if there is nowhere to save.
 
+    ``job``: with the script's seed, if it gives one. Without a supervisor it has the defaults, and no watchdog.
     ``notices``: for a stop signal, or the supervisor's reason, the seconds until this process is killed, if known.
     """
 
@@ -30,14 +31,8 @@ class Settings:
     run_dir: RunDirectory | None
     attempt: int | None
     device: str | None
-    gpus_per_rank: int
     backend: str | None
-    seed: int
-    steps: int | None
-    global_batch: int | None
-    checkpoint: Checkpointing
-    timeouts: Timeouts
-    watchdog: Watchdog | None
+    job: Job
     store: StoreAddress
     notices: Mapping[str, float]
 
@@ -57,20 +52,19 @@ def read(
     supervised = environ.get(protocol.RUN_DIR)
     path = supervised or run_dir
     directory = RunDirectory(path) if path else None
-    job = load_resolved(directory.job_file) if directory and supervised else None
+    if directory and supervised:
+        job = load_resolved(directory.job_file)
+    else:
+        job = Job("script", checkpoint=checkpoint or Checkpointing(), watchdog=None)
+    if environ.get(protocol.WATCHDOG) == "off":
+        job = replace(job, watchdog=None)
     return Settings(
         ranks=ranks,
         run_dir=directory,
         attempt=int(environ[protocol.ATTEMPT]) if supervised else None,
         device=environ.get(protocol.DEVICE) or device,
-        gpus_per_rank=job.gpus_per_rank if job else 1,
-        backend=backend or (job.backend if job else None),
-        seed=seed if seed is not None else job.seed if job else 0,
-        steps=job.steps if job else None,
-        global_batch=job.global_batch if job else None,
-        checkpoint=job.checkpoint if job else checkpoint or Checkpointing(),
-        timeouts=job.timeouts if job else Timeouts(),
-        watchdog=job.watchdog if job and environ.get(protocol.WATCHDOG) != "off" else None,
+        backend=backend or job.backend,
+        job=job if seed is None else replace(job, seed=seed),
         store=_store(environ, ranks),
         notices={name: float(environ[variable]) for name, variable in _NOTICES.items() if variable in environ},
     )

@@ -116,7 +116,7 @@ def _check_that_it_continues(run: RunDirectory, number: int, promised: Promised)
     saver = saver_of(run, number, lambda event, **values: damaged.append(values["reason"]))
     found = saver.restore()
     assert not damaged, damaged
-    parent = found[1:] if found else None
+    parent = found[1] if found else None
     step = parent[1] if parent else 0
     assert step >= promised.saved, f"restored step {step}, saved was {promised.saved}"
     if found is not None:

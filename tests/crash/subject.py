@@ -141,7 +141,7 @@ class Story:
 
         saver = self._saver = saver_of(self._run, number, report, keep)
         found = saver.restore()
-        parent = found[1:] if found else None
+        parent = found[1] if found else None
         saver.record_resume(parent)
         self.promise(resumed=number)
         first = parent[1] if parent else 0

@@ -300,7 +300,7 @@ def test_a_damaged_checkpoint_is_reported_and_skipped(tmp_path: Path, damage: st
     saver = saver_of(run, run.create_attempt(), lambda event, **values: told.append(f"{event} {values['step']}"))
     for newest in (8, 4):
         found = saver.restore()
-        assert found is not None and found[1:] == (first, newest) and len(told) == (newest == 4)
+        assert found is not None and found[1] == (first, newest) and len(told) == (newest == 4)
         path = files.pop()
         path.write_bytes(DAMAGES[damage](path.read_bytes()))
     with pytest.raises(CheckpointError, match="never restarts from step 0 on its own"):

@@ -77,7 +77,6 @@ def test_a_snapshot_is_saved_unchanged_while_training_continues(
     live["model"]["weight"].zero_()
     live["progress"]["step"] = 4
     assert checkpoint_client.busy
-    checkpoint_client.hurry()
     saved = checkpoint_client.result(wait=True)
     (path,) = directory.checkpoints.iterdir()
     assert path.name == "step-000000000005.attempt-0.safetensors" and saved.bytes == path.stat().st_size
