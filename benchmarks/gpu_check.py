@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from clusterddp.rundir.run_directory import RunDirectory, read_json
+from clusterddp.rundir.records import read_json
+from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of
 from tests.waiting import flatten
 

@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,16 @@ def _drop_exit_handlers() -> None:
 
 
 os.register_at_fork(after_in_child=_drop_exit_handlers)
+
+
+@contextmanager
+def signals_blocked(*signals: int) -> Iterator[None]:
+    """Blocks signals in this thread; processes that are started inside inherit the mask."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def process_namespace() -> str:

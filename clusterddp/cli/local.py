@@ -98,29 +98,25 @@ class LocalRun:
                 notice_file(self.run).unlink(missing_ok=True)  # of an earlier attempt
                 if self.interrupts:
                     return INTERRUPTED
-                with self._supervisor() as process:
-                    code = self._watch(process, progress)
+                code = self._attempt(progress)
                 if self.run.outcome() is not None:  # even if the script itself exited with one of these codes
                     for moment in self.preemptions:
                         show(f"{moment} did not fire: the run was already over")
                     return code
-                if self.interrupts:
-                    return INTERRUPTED
-                if code != STOPPED:
+                if code != STOPPED and not self.interrupts:
                     return code
 
-    @contextmanager
-    def _supervisor(self) -> Iterator[subprocess.Popen[bytes]]:
+    def _attempt(self, progress: Progress) -> int:
+        """Runs the supervisor of one attempt; returns its exit code."""
         # Like the batch script: TERM is ignored before Python starts.
         shell = ["/bin/sh", "-c", "trap '' TERM; exec \"$@\"", "sh"]
         command = [*shell, *module_command("clusterddp.supervisor"), str(self.run), *self._options()]
         debugging = self.debug_rank is not None
         # A debugged rank keeps the terminal, which it would lose in another session.
         stdout: IO[Any] | None = None if debugging else open(self.run.logs / "supervisor.log", "ab", opener=create_file)
-        process = subprocess.Popen(command, start_new_session=not debugging, stdout=stdout)
-        self._process = process
+        self._process = process = subprocess.Popen(command, start_new_session=not debugging, stdout=stdout)
         try:
-            yield process
+            return self._watch(process, progress)
         finally:
             if process.poll() is None:
                 self._kill()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.reporter import show
-from clusterddp.rundir.records import EVENT, METRICS, Schema, is_count, schema_error
+from clusterddp.rundir.records import EVENT, METRICS, Schema, is_count, parse
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.messages import sentence
 
@@ -42,11 +41,8 @@ class Tail:
 def _objects(lines: list[str], form: Schema) -> Iterator[dict[str, Any]]:
     """The objects in lines of JSON. Invalid lines are skipped: they must not end a command that only watches."""
     for line in lines:
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if schema_error(value, form) is None:
+        value, _ = parse(line.encode(), form)
+        if value is not None:
             yield value
 
 

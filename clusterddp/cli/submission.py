@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from clusterddp.checkpoint.store import check_present, of_run
@@ -17,6 +15,7 @@ from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.process import signals_blocked
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
@@ -153,7 +152,8 @@ def submit_to_slurm(job: Job, run_dir: str | None, plant: Plant | None) -> tuple
     fitted = fit_to_cluster(job, required=True)
     run, created = claim(run_dir, job)
     check_not_held(run)
-    with _interrupts_deferred(), recorded(run, job, created, plant):
+    # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
+    with signals_blocked(signal.SIGINT), recorded(run, job, created, plant):
         job_id = batch.submit(fitted, run, Path.cwd())
         submitted(run, job_id)
         run.loop_file.unlink(missing_ok=True)
@@ -170,13 +170,3 @@ def fit_to_cluster(job: Job, required: bool) -> Job:
     for remark in [*remarks, *more]:
         show(remark)
     return fitted
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Blocks Ctrl-C: between sbatch's answer and our record of it, the job id would be lost."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

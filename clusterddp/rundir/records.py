@@ -127,17 +127,12 @@ def read_lines(path: Path, schema: Schema | None = None) -> Iterator[dict[str, A
         return
     skipped: list[tuple[int, str]] = []
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        value, wrong = _parse(line, schema)
+        value, wrong = parse(line, schema)
         if value is not None:
             yield value
         elif wrong:
             skipped.append((number, wrong))
     _warn(path, skipped)
-
-
-def last_line(path: Path, schema: Schema | None = None) -> dict[str, Any] | None:
-    """The newest object of a JSON lines file, or None; reads only the end of the file."""
-    return next(read_backwards(path, schema), None)
 
 
 def read_backwards(path: Path, schema: Schema | None = None) -> Iterator[dict[str, Any]]:
@@ -152,7 +147,7 @@ def read_backwards(path: Path, schema: Schema | None = None) -> Iterator[dict[st
     warned = False
     with file:
         for start, line in _lines_backwards(path, file):
-            value, wrong = _parse(line, schema)
+            value, wrong = parse(line, schema)
             if value is not None:
                 yield value
             elif wrong and not warned:
@@ -200,7 +195,7 @@ def drop_torn_line(path: Path) -> None:
             file.truncate(end)
 
 
-def _parse(line: bytes, schema: Schema | None) -> tuple[dict[str, Any] | None, str | None]:
+def parse(line: bytes, schema: Schema | None) -> tuple[dict[str, Any] | None, str | None]:
     """A line's object, or what is wrong with the line; neither if the line was lost in a machine crash."""
     written = line.rpartition(b"\0")[2]  # what the machine did not write reads as NUL, which JSON never contains
     try:

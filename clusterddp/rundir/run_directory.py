@@ -5,23 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError
+from clusterddp.rundir import records
 from clusterddp.rundir.files import create_folder, fsync_directory, make_folder, write_atomically
-from clusterddp.rundir.records import (
-    EVENT,
-    METRICS,
-    OUTCOME,
-    RESUMED,
-    last_line,
-    read_backwards,
-    read_json,
-    read_lines,
-    retrying,
-    with_floats,
-)
 from clusterddp.rundir.sharing import make_private, share_run
 
 _ATTEMPT = re.compile(r"attempt-(\d{1,18})")
@@ -75,11 +65,9 @@ class RunDirectory:
 
     def attempts(self) -> list[int]:
         """The numbers of all attempts so far, ascending: each has a folder in ``logs`` and one in ``private``."""
-        try:
-            records = _names_in(self.private)
-        except PermissionError:  # another user's run
-            records = []
-        names = {*_names_in(self.logs), *records}
+        names = set(_names_in(self.logs))
+        with suppress(PermissionError):  # another user's run
+            names.update(_names_in(self.private))
         return sorted(int(match[1]) for match in map(_ATTEMPT.fullmatch, names) if match)
 
     def newest_attempt(self) -> int | None:
@@ -129,7 +117,7 @@ class RunDirectory:
 
     def resumed(self, attempt: int) -> dict[str, Any] | None:
         """An attempt's resume record: "step", and "parent" with "attempt" and "step"; None if it has none."""
-        record = read_json(self.resume_record(attempt), RESUMED)
+        record = records.read_json(self.resume_record(attempt), records.RESUMED)
         if record and record.get("parent") and record["parent"]["attempt"] >= attempt:
             raise RunDirectoryError(f"{self.resume_record(attempt)}: an attempt cannot resume from a later attempt")
         return record
@@ -138,25 +126,25 @@ class RunDirectory:
 
     def events(self) -> list[dict[str, Any]]:
         """The run's history, oldest first."""
-        return list(read_lines(self.events_file, EVENT))
+        return list(records.read_lines(self.events_file, records.EVENT))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics lines that count, ordered by step, with floats for "NaN" and the infinities.
 
         A line (attempt a, step s) counts unless a later attempt resumed at a checkpoint S <= s.
         """
-        lines = list(read_lines(self.metrics_file, METRICS))
-        counted = map(with_floats, filter(self._counts(lines), lines))
+        lines = list(records.read_lines(self.metrics_file, records.METRICS))
+        counted = map(records.with_floats, filter(self._counts(lines), lines))
         return sorted(counted, key=lambda line: (line["step"], line["attempt"]))
 
     def newest_metrics(self) -> dict[str, Any] | None:
         """The last of ``metrics()``, or None; reads only the end of the file."""
-        lines = filter(self._counts(), read_backwards(self.metrics_file, METRICS))
-        return next(map(with_floats, lines), None)
+        lines = filter(self._counts(), records.read_backwards(self.metrics_file, records.METRICS))
+        return next(map(records.with_floats, lines), None)
 
     def last_metrics(self) -> dict[str, Any] | None:
         """The last metrics line, whether or not it counts; None before the first."""
-        return last_line(self.metrics_file, METRICS)
+        return next(records.read_backwards(self.metrics_file, records.METRICS), None)
 
     def _counts(self, lines: Iterable[Mapping[str, Any]] = ()) -> Callable[[Mapping[str, Any]], bool]:
         """Whether a metrics line counts: no later attempt began at its step or before.
@@ -170,16 +158,13 @@ class RunDirectory:
         for event in self.events():
             if event["event"] in ("training", "resumed") and "step" in event:
                 begun[event["attempt"]] = event["step"]
-        try:
-            records = {number: self.resumed(number) for number in self.attempts()}
-        except PermissionError:
-            records = {}
-        begun |= {number: record["step"] for number, record in records.items() if record}
+        with suppress(PermissionError):
+            begun |= {number: record["step"] for number in self.attempts() if (record := self.resumed(number))}
         return lambda line: all(line["step"] < step for later, step in begun.items() if later > line["attempt"])
 
     def outcome(self) -> dict[str, Any] | None:
         """How the run ended ("state", "step", "reason"); None until then."""
-        outcome = read_json(self.outcome_file, OUTCOME)
+        outcome = records.read_json(self.outcome_file, records.OUTCOME)
         return outcome and {"step": None, **outcome}
 
     def mark_cancelled(self) -> None:
@@ -195,6 +180,6 @@ class RunDirectory:
 def _names_in(folder: Path) -> list[str]:
     """The names in a folder; none if it does not exist."""
     try:
-        return retrying(folder, lambda: os.listdir(folder))
+        return records.retrying(folder, lambda: os.listdir(folder))
     except FileNotFoundError:
         return []

@@ -68,14 +68,13 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
     None leaves a parameter to Slurm's defaults (submitit's default time limit is 5 minutes).
     """
     log = str(run.logs / "job-%j.log")
-    additional: dict[str, Any] = {
-        "requeue": True,
-        "chdir": str(folder),
-        "output": log,
-        "error": log,
-        **{key.replace("_", "-"): value for key, value in _optional(job).items()},
-        **{key: value for key, value in job.sbatch.items() if value is not False},
-    }
+    additional: dict[str, Any] = {"requeue": True, "chdir": str(folder), "output": log, "error": log}
+    if job.device == "cuda":
+        additional["gpus-per-node"] = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else str(job.gpus_per_node)
+    for key in ("account", "qos", "constraint", "reservation", "exclude", "nodelist", "mem"):
+        if (value := getattr(job, key)) is not None:
+            additional[key] = value
+    additional |= {key: value for key, value in job.sbatch.items() if value is not False}
     return {
         "job_name": job.name,
         "time": job.time_text,
@@ -97,18 +96,3 @@ def fallback_signal_s(job: Job) -> int:
     Only a fallback for the supervisor's own timer, which comes first.
     """
     return min(30, int(job.timeouts.notice_s), (job.time_s or 86400) // 8)
-
-
-def _optional(job: Job) -> dict[str, Any]:
-    gpus = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else str(job.gpus_per_node)
-    values = {
-        "gpus_per_node": gpus if job.device == "cuda" else None,
-        "account": job.account,
-        "qos": job.qos,
-        "constraint": job.constraint,
-        "reservation": job.reservation,
-        "exclude": job.exclude,
-        "nodelist": job.nodelist,
-        "mem": job.mem,
-    }
-    return {key: value for key, value in values.items() if value is not None}

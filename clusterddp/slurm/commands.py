@@ -230,14 +230,9 @@ def lift_hold(job_id: str) -> None:
     run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
 
-def forbid_requeue(job_id: str) -> None:
-    """Stops Slurm from requeueing the job by itself (24.11 requeues one that ends within a grace time)."""
-    run("scontrol", "update", f"JobId={job_id}", "Requeue=0")
-
-
-def allow_requeue(job_id: str) -> None:
-    """Lets Slurm requeue the job again, as in its batch script."""
-    run("scontrol", "update", f"JobId={job_id}", "Requeue=1")
+def set_requeue(job_id: str, allowed: bool) -> None:
+    """Whether Slurm may requeue the job by itself (24.11 requeues one that ends within a grace time)."""
+    run("scontrol", "update", f"JobId={job_id}", f"Requeue={allowed:d}")
 
 
 def cancel(job_id: str) -> None:

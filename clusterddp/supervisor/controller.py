@@ -160,13 +160,13 @@ class SlurmController(Controller):
         if not self._run.batch_script.exists():
             raise SlurmError(f"{self._run.batch_script} is missing, which a resubmission needs")
         with suppress(SlurmError):  # refused if the job is ending already, and will not be requeued
-            slurm.forbid_requeue(self._job_id)
+            slurm.set_requeue(self._job_id, allowed=False)
         dependency = [f"--dependency=afterany:{self._job_id}"] if after_this else []
         try:
             new = slurm.submit(self._run.batch_script, *dependency, *exclusion.option(self._exclude, without))
         except SlurmError:
             with suppress(SlurmError):
-                slurm.allow_requeue(self._job_id)
+                slurm.set_requeue(self._job_id, allowed=True)
             raise
         lease.submitted(self._run, new)
         return new

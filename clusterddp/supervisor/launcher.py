@@ -14,7 +14,7 @@ from clusterddp.failures import exit_status
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import without_secrets
-from clusterddp.process import END_BY_THEMSELVES, adopt_orphans, descendants, module_command
+from clusterddp.process import END_BY_THEMSELVES, adopt_orphans, descendants, module_command, signals_blocked
 from clusterddp.rundir.files import create_file
 
 #: How often srun's messages are read, in seconds.
@@ -160,13 +160,10 @@ class LocalLauncher:
         arrives before its Python runs.
         """
         adopt_orphans()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
-        try:
+        with signals_blocked(signal.SIGTERM, signal.SIGUSR2):
             for rank in range(self._job.world_size):
                 process = self._start_rank(rank, command, {**environment, **local_variables(self._job, rank)}, logs)
                 self._ranks[process.pid] = rank, process
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self._told():
             self._signal_all(signal.SIGTERM)
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, TracebackType
+from types import CodeType
 
 
 @dataclass
@@ -33,7 +34,8 @@ class Loop:
 
     def ended_by(self, error: BaseException) -> bool:
         """Whether ``error`` was raised inside the loop, rather than after a ``break``."""
-        return self.left_at is None or self.left_at in _places(error.__traceback__)
+        places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        return self.left_at is None or self.left_at in places
 
 
 #: The newest loop, until it is complete.
@@ -59,11 +61,3 @@ def stop(reason: str) -> None:
     """``ctx.stop_requested()`` returned True, in a loop of the script's own."""
     global told_to_stop
     told_to_stop = reason
-
-
-def _places(trace: TracebackType | None) -> list[tuple[CodeType, int]]:
-    places = []
-    while trace is not None:
-        places.append((trace.tb_frame.f_code, trace.tb_lineno))
-        trace = trace.tb_next
-    return places

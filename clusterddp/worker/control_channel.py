@@ -57,28 +57,21 @@ _KEEPALIVE = {
 class ControlChannel:
     """A rank's connection. ``store_host`` and ``store_port``: the address of rank 0's store.
 
-    ``term_notice_s``: seconds from TERM to KILL, None if unknown. ``known``: how many of this rank's events the
-    supervisor received before the connection broke.
+    ``term_notice_s``: seconds from TERM to KILL, None if unknown. ``answer``: these, and how many of this rank's events
+    the supervisor received before the connection broke. ``heard``: what it sent after that.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        store_host: str,
-        store_port: int,
-        term_notice_s: float | None = None,
-        known: int = 0,
-        heard: bytes = b"",
-    ) -> None:
+    def __init__(self, connection: socket.socket, answer: tuple[str, int, float | None, int], heard: bytes) -> None:
+        self.store_host, self.store_port, self.term_notice_s, self._known = answer
         self._connection, self._heard = connection, heard
-        self.term_notice_s = term_notice_s
-        self._known, self._said = known, 0
+        #: This host's address on the network to the supervisor.
+        self.local_address: str = connection.getsockname()[0]
+        self._said = 0
         self._last: deque[bytes] = deque(maxlen=_KEPT)
         self._lock = threading.Lock()
         self._closed = False
         #: Reconnects as the same rank, within the given seconds.
         self._again: Callable[[float], ControlChannel | None] = lambda _: None
-        self.store_host, self.store_port = store_host, store_port
         self._stop: str | None = None
         self._on_stop: Callable[[str], None] | None = None
         self._stopping = threading.Lock()
@@ -128,15 +121,9 @@ class ControlChannel:
         connection.settimeout(None)
         keep_alive(connection)
         answer, _, more = line.partition(b"\n")
-        channel = cls(connection, *_answer(answer, address), more)
+        channel = cls(connection, _answer(answer, address), more)
         channel._again = lambda timeout: cls.join(address, token, rank, port, timeout, lambda: channel._closed, process)
         return channel
-
-    @property
-    def local_address(self) -> str:
-        """This host's address on the network to the supervisor."""
-        address: str = self._connection.getsockname()[0]
-        return address
 
     def listen(self, on_lost: Callable[[], None], on_order: Callable[[Mapping[str, Any]], None]) -> None:
         """Starts a thread that passes the supervisor's orders to ``on_order``; ``on_lost`` is called once when the
@@ -177,8 +164,7 @@ class ControlChannel:
             for data in chain([self._heard], iter(lambda: self._connection.recv(4096), b"")):
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    order = _order(line)
-                    if order:
+                    if order := _order(line):
                         on_order(order)
                 if len(rest) > LONGEST_LINE:
                     break
@@ -204,8 +190,7 @@ class ControlChannel:
 
     def send(self, event: str, **values: Any) -> None:
         """Reports an event. Errors are ignored: training continues without a supervisor."""
-        line = _encoded({"event": event, **values})
-        if line is None:
+        if (line := _encoded({"event": event, **values})) is None:
             return
         with self._lock, suppress(OSError):
             self._last.append(line)
@@ -240,13 +225,13 @@ def _encoded(message: Mapping[str, Any]) -> bytes | None:
         if len(line) > LONGEST_LINE:
             clipped = {name: clip(value, _CLIPPED) for name, value in message.items() if isinstance(value, str)}
             line = _line({**message, **clipped})
-        problem = f"{len(line):,} bytes, the limit is {LONGEST_LINE:,}" if len(line) > LONGEST_LINE else None
+        if len(line) <= LONGEST_LINE:
+            return line
+        problem = f"{len(line):,} bytes, the limit is {LONGEST_LINE:,}"
     except (TypeError, ValueError, RecursionError) as error:
         problem = f"not JSON: {error}"
-    if problem is not None:
-        say(f"event {message.get('event')!r} dropped: {problem}")
-        return None
-    return line
+    say(f"event {message.get('event')!r} dropped: {problem}")
+    return None
 
 
 def _line(message: Mapping[str, Any]) -> bytes:
@@ -271,7 +256,7 @@ def _order(line: bytes) -> dict[str, Any]:
 
 
 def _answer(line: bytes, address: str) -> tuple[str, int, float | None, int]:
-    """The supervisor's answer, as arguments of ControlChannel. Raises LauncherEnvironmentError."""
+    """The supervisor's answer, for ControlChannel. Raises LauncherEnvironmentError."""
     try:
         answer = json.loads(line)
         if "refused" in answer:

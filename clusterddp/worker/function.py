@@ -46,14 +46,9 @@ class PreemptibleCall:
     def __init__(self, run: RunDirectory, attempt: int, rank: int, delayed: DelayedSubmission) -> None:
         self.rank = rank
         self._run, self._attempt, self._delayed = run, attempt, delayed
-        self._checkpoint: Callable[..., DelayedSubmission | None] | None = next(
-            (
-                getattr(delayed.function, name)
-                for name in ("__submitit_checkpoint__", "checkpoint")
-                if hasattr(delayed.function, name)
-            ),
-            None,
-        )
+        checkpoint = getattr(delayed.function, "checkpoint", None)
+        checkpoint = getattr(delayed.function, "__submitit_checkpoint__", checkpoint)
+        self._checkpoint: Callable[..., DelayedSubmission | None] | None = checkpoint
         self._process = os.getpid()
         self._told = False
 

@@ -32,6 +32,7 @@ from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import completion, control_channel, rank_exit
+from clusterddp.worker.control_channel import ControlChannel
 
 #: A rank that uses clusterddp has imported one of these.
 USING_CLUSTERDDP = {"clusterddp.training.context", "clusterddp.worker.function"}
@@ -100,19 +101,17 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     held = reserve_port(os.environ.get("MASTER_PORT")) if ranks.rank == 0 else None
     port = held.getsockname()[1] if held else None
     token = os.environ[protocol.TOKEN]
-    control_channel.current = control_channel.ControlChannel.join(
-        address, token, ranks.rank, port, JOIN_TIMEOUT_S, give_up=_notified
-    )
-    if control_channel.current is None:
+    channel = ControlChannel.join(address, token, ranks.rank, port, JOIN_TIMEOUT_S, give_up=_notified)
+    control_channel.current = channel
+    if channel is None:
         return None
     # The peer address of rank 0's connection, so that no name is resolved. A MASTER_ADDR of the user has precedence.
-    master = {"MASTER_ADDR": os.environ.get("MASTER_ADDR", control_channel.current.store_host)}
-    os.environ.update({**ranks.exports(), **master, "MASTER_PORT": str(control_channel.current.store_port)})
-    if control_channel.current.term_notice_s is not None:
-        os.environ[protocol.TERM_NOTICE_S] = str(control_channel.current.term_notice_s)
+    master = os.environ.get("MASTER_ADDR", channel.store_host)
+    os.environ.update({**ranks.exports(), "MASTER_ADDR": master, "MASTER_PORT": str(channel.store_port)})
+    if channel.term_notice_s is not None:
+        os.environ[protocol.TERM_NOTICE_S] = str(channel.term_notice_s)
     # gloo resolves the host name, which on many clusters gives 127.0.1.1 or fails.
-    interface = _interface_of(control_channel.current.local_address)
-    if interface is not None:
+    if interface := _interface_of(channel.local_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # When rank 0's store is lost, every peer prints C++ stacks, which would bury the first failure.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -247,9 +246,8 @@ def _short(text: str, longest: int) -> str:
     """A text with secrets masked (first, as truncating could leave a part of one) and truncated."""
     from clusterddp.jobdef.secrets import known_secrets, masked
 
-    return control_channel.clip(
-        masked(text, known_secrets(os.environ, [str(word) for word in sys.argv or ()])), longest
-    )
+    secrets = known_secrets(os.environ, [str(word) for word in sys.argv or ()])
+    return control_channel.clip(masked(text, secrets), longest)
 
 
 def _below_the_script(file: str) -> bool:

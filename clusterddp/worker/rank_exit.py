@@ -91,8 +91,7 @@ def finish_child(exit_code: int) -> NoReturn:
 
 def exit_now(exit_code: int) -> NoReturn:
     """Ends this process and its children now."""
-    left = end_children()
-    if left:
+    if left := end_children():
         say(f"ended child processes at exit: {_listed(left)}")
     _exit(exit_code)
 

@@ -20,6 +20,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+from clusterddp.process import signals_blocked
+
 #: Slurm's TERM (preemption, time limit, scancel) and the warning signal; USR1 is taken by NCCL.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 #: Every how many checks the wakeup descriptor is checked, too, which takes 1.5 us; handlers take 0.1 us.
@@ -41,13 +43,12 @@ def blocked(loader: object = None) -> Iterator[None]:
     """
     if getattr(loader, "num_workers", 0) and _start_method(loader) != "fork":
         resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     shielded, _thread.shielded = _thread.shielded, True
     try:
-        yield
+        with signals_blocked(*STOP_SIGNALS):
+            yield
     finally:
         _thread.shielded = shielded
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start_method(loader: object) -> str:
@@ -56,8 +57,8 @@ def _start_method(loader: object) -> str:
     return context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
-def _ignore(number: signal.Signals, handler: object) -> None:
-    """Ignores that the script has installed a handler."""
+def _do_nothing(number: int, _: object) -> None:
+    """Handles the signals of a process that is ending, and the script's handlers where nobody asks for them."""
 
 
 class SignalPipe:
@@ -77,7 +78,7 @@ class SignalPipe:
         self._handlers_before = {number: signal.signal(number, self._handler) for number in STOP_SIGNALS}
         self._thread: threading.Thread | None = None
         self._replaced: set[signal.Signals] = set()
-        self._on_replaced: Callable[[signal.Signals, object], None] = _ignore
+        self._on_replaced: Callable[[signal.Signals, object], None] = _do_nothing
         self._checks = 0
         _active = self
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -85,7 +86,7 @@ class SignalPipe:
     def listen(
         self,
         on_signal: Callable[[signal.Signals], None],
-        on_replaced: Callable[[signal.Signals, object], None] = _ignore,
+        on_replaced: Callable[[signal.Signals, object], None] = _do_nothing,
     ) -> None:
         """Starts a thread that calls ``on_signal`` for every stop signal, in order.
 
@@ -167,10 +168,6 @@ class SignalPipe:
                 signal.signal(number, signal.SIG_IGN if unhandled else before)
         os.close(self._write)
         os.close(self._read)
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    """The handler of a process that is ending."""
 
 
 def described(handler: object) -> str:
