@@ -132,7 +132,7 @@ def measure_saves(size: Size, folder: Path) -> dict[str, Any]:
 
 
 def rotated(savers: Sequence[Saver], number: int) -> list[Saver]:
-    """So that nobody always follows the same one."""
+    """The order changes, so that no saver always follows the same one."""
     first = number % len(savers)
     return [*savers[first:], *savers[:first]]
 
@@ -171,7 +171,7 @@ def measure_memory(size: Size, folder: Path) -> dict[str, Any]:
     """By how much the trainer's peak memory grows by three saves, and what the writer has, in bytes."""
     model, optimizer = make_training(size.bytes)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory("self", "VmHWM")
     saver = Ours(folder, model, optimizer)
     for step in range(3):

@@ -44,7 +44,7 @@ WAIT_S = 120.0
 
 @dataclass(frozen=True)
 class Fault:
-    """One to be made: ``delay`` seconds after an attempt's start, on one of the job's nodes, for so many seconds."""
+    """A planned fault: ``delay`` seconds after an attempt's start, on one of the job's nodes, for so many seconds."""
 
     kind: str
     delay: float
@@ -72,13 +72,13 @@ def ranks_of(up: Cluster, node: str) -> list[Process]:
 
 
 class Maker:
-    """Makes faults around one run."""
+    """Injects faults into one run."""
 
     def __init__(self, up: Cluster, training: Training) -> None:
         self._up, self._training = up, training
 
     def make(self, fault: Fault) -> bool:
-        """Makes it, and mends what is to be mended; whether it could be made: the run may be over, or between jobs."""
+        """Injects it, and repairs the damage; whether it could be injected: the run may be over, or between jobs."""
         nodes = expand(self._up.job(self._training.job_id).get("NodeList", "").replace("(null)", ""))
         if len(nodes) < 2 or self._training.run.outcome() is not None:
             return False
@@ -140,7 +140,7 @@ class Maker:
         return True
 
     def _power(self, node: str, seconds: float) -> bool:
-        """The cable first: nothing of the node says goodbye."""
+        """The cable first: the node closes no connection."""
         self._up.cut(node)
         self._up.kill_node(node)
         time.sleep(seconds)

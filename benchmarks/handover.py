@@ -150,7 +150,7 @@ def watched_resume(up: Cluster, folder: Path) -> float:
 
 
 def resubmitted_resume(up: Cluster, folder: Path) -> float:
-    """The same for a run that goes on in a new job."""
+    """The same for a run that continues in a new job."""
     with training_run(up, folder, policy="resubmit") as training:
         return resume_after_hold(up, training, folder)
 

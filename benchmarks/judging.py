@@ -1,4 +1,4 @@
-"""What became of one run of the soak, by its own files, beside an uninterrupted run's: every step, sample and bit."""
+"""The result of one run of the soak, from its files, compared with an uninterrupted run: every step, sample and bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAVING = 10
 
 @dataclass
 class Result:
-    """What became of one run; ``problems`` is empty when it is as the uninterrupted one."""
+    """The result of one run; ``problems`` is empty if it equals the uninterrupted one."""
 
     case: str
     grace: int

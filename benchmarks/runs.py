@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class TooLong(Exception):
-    """What was waited for did not come."""
+    """The condition did not become true in time."""
 
 
 def until(condition: Callable[[], T | None], what: str, seconds: float, look_s: float = 0.02) -> T:

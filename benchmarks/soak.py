@@ -167,13 +167,13 @@ class Preempter:
             self._attempt = attempt if fault.kind in faults.ENDING else attempt - 1
 
     def _follow(self) -> None:
-        """The run may go on in another job."""
+        """The run may continue in another job."""
         jobs = [event["job"] for event in self.training.run.events() if "job" in event]
         if jobs:
             self.training.job_id = str(jobs[-1])
 
     def _await(self, begun: Callable[[], bool]) -> None:
-        """Until the run goes on, or is over."""
+        """Until the run continues, or is over."""
         self.until(lambda: begun() or self.training.run.outcome() is not None, f"what follows attempt {self._attempt}")
 
     def until(self, condition: Callable[[], T | None], what: str) -> T:
@@ -247,7 +247,7 @@ def srun(process: Process) -> bool:
 
 
 def none_left(up: Cluster) -> bool | None:
-    """Whether nothing of the run lives on any node; None, for ``until``, if something does."""
+    """Whether no process of the run is left on any node; None, for ``until``, if one is."""
     return True if not job_processes(up) else None
 
 

@@ -123,7 +123,7 @@ def uninterrupted_training(clusters: Clusters, tmp_path_factory: pytest.TempPath
     os.chown(folder, cluster.uid, -1)
     training = Training.submit(cluster, folder)
     assert training.finish() == "completed", story(training.run)
-    kept = tmp_path_factory.mktemp("reference") / "run"  # the cluster's own folders go with it
+    kept = tmp_path_factory.mktemp("reference") / "run"  # the cluster's folders are deleted with it
     shutil.copytree(training.run.path, kept)
     return RunDirectory(kept)
 

@@ -55,7 +55,7 @@ class Ranks:
         self.processes[rank].send_signal(number)
 
     def wait(self, timeout: float = 60) -> Ranks:
-        """Waits for all; kills them when the time is over."""
+        """Waits for all; kills them after the timeout."""
         deadline = time.monotonic() + timeout
         while any(process.poll() is None for process in self.processes):
             if time.monotonic() > deadline:
@@ -161,7 +161,7 @@ def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
 
 
 def _clean_environment() -> dict[str, str]:
-    """Nothing of a surrounding job leaks in."""
+    """Without the variables of a surrounding job."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
     return {
         **kept,

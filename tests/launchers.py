@@ -22,7 +22,7 @@ ARGUMENTS = {
 
 
 def commands(section: str) -> dict[str, str]:
-    """By launcher, the command in its row of the section's table."""
+    """The command in each launcher's row of the section's table."""
     text = (REPOSITORY / "docs" / "guide" / "launchers.md").read_text()
     table = text[text.index(f"## {section}\n") :].partition("\n## ")[0]
     return dict(re.findall(r"^\| ([^|]+) \| `([^`|]+)` \|", table, re.MULTILINE))
@@ -58,7 +58,7 @@ def check_result(job: str, ranks: int, said: str) -> None:
 
 @functools.cache
 def sum_of_weights(ranks: int) -> float:
-    """What jobs/checkpoint.py's model comes to, trained in this process on the joined batches of so many ranks."""
+    """The result of jobs/checkpoint.py's model, trained in this process on the joined batches of so many ranks."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = torch.nn.Linear(10, 5)

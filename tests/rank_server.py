@@ -39,7 +39,7 @@ def serve() -> dict[str, Any] | None:
 
 
 def become(start: dict[str, Any]) -> None:
-    """Takes over a rank's environment, arguments and outputs."""
+    """Applies a rank's environment, arguments and outputs."""
     output = os.open(start["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (output, 1), (output, 2)):

@@ -1,4 +1,4 @@
-"""What jobs/checkpoint.py and model_parallel.py come to, trained in this process without DDP."""
+"""The results of jobs/checkpoint.py and model_parallel.py, trained in this process without DDP."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Training:
         self.wait(lambda: number in self.run.attempts(), f"attempt {number}")
 
     def wait(self, condition: Callable[[], object], what: str, timeout: float = 60) -> None:
-        """Until the condition is true, lifting holds; a failure tells all that is known of the run and its job."""
+        """Until the condition is true, lifting holds; a failure shows all that is known of the run and its job."""
         try:
             wait_until(lambda: self.lift_hold() or condition(), what, timeout)
         except AssertionError as error:

@@ -39,7 +39,7 @@ SECRET = "correct-horse'battery\\staple"
 
 
 class Behaviour:
-    """Nothing but the training itself."""
+    """The training alone."""
 
     #: How the run ends; where it ends as failed, a pattern in the first failure.
     ends, says = "completed", ""
@@ -49,10 +49,10 @@ class Behaviour:
     loader: dict[str, Any] = {}
 
     def before_init(self) -> None:
-        """Before ``clusterddp.init()``."""
+        """Called before ``clusterddp.init()``."""
 
     def after_init(self, ctx: Any) -> None:
-        """After it."""
+        """Called after ``clusterddp.init()``."""
 
     def before_loop(self, run: Any) -> None:
         """The run is restored."""

@@ -27,9 +27,9 @@ from tests.trainings import Training
 
 SCRIPT = Path(__file__).with_name("training.py")
 REPOSITORY = SCRIPT.parents[2]
-#: For how long processes may outlive their run.
+#: Seconds for which processes may outlive their run.
 LEFT_S = 20.0
-#: For how long a rank that is to be killed is waited for.
+#: Seconds to wait for the rank that is to be killed.
 START_S = 10.0
 
 
@@ -50,7 +50,7 @@ def definition(name: str, script: Path, nodes: int, ranks_per_node: int) -> dict
 
 @dataclass
 class Made:
-    """A run that is over, or was ended: its directory, what its command wrote, and what is wrong already."""
+    """A finished or ended run: its directory, what its command wrote, and what is wrong already."""
 
     run: RunDirectory
     problems: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Made:
 
 
 def run_locally(name: str, ranks: int, plan: Plan, folder: Path, limit_s: float) -> Made:
-    """``submit --local``, in FOLDER/run; processes that are left are named, and killed."""
+    """``submit --local``, in FOLDER/run; remaining processes are named and killed."""
     made = Made(RunDirectory(folder / "run"))
     folder.mkdir(parents=True)
     (folder / "job.yaml").write_text(yaml.safe_dump(definition(name, SCRIPT, 1, ranks)))
@@ -126,7 +126,7 @@ def _shown(command: bytes) -> str:
 
 
 def run_on_slurm(up: Cluster, name: str, ranks: int, plan: Plan, limit_s: float) -> Made:
-    """The same on two nodes; its folder is on the cluster. Jobs and processes that are left are named, and ended."""
+    """The same on two nodes; its folder is on the cluster. Remaining jobs and processes are named and ended."""
     folder = folder_for(up, f"chaos-{name}-{time.monotonic_ns()}")
     training = Training(up, folder, RunDirectory(folder / "run"))
     made = Made(training.run)
@@ -177,7 +177,7 @@ def _kill_on(up: Cluster, kill: Kill) -> bool:
 
 
 def _left_on(up: Cluster, training: Training) -> list[str]:
-    """Processes of the user's on the nodes, once the job has ended."""
+    """The user's processes on the nodes, once the job has ended."""
 
     def left() -> list[Process]:
         return [p for node in up.nodes for p in up.processes(node) if p.uid() == up.uid]
@@ -194,7 +194,7 @@ def _left_on(up: Cluster, training: Training) -> list[str]:
 
 
 def _await_moment(run: RunDirectory, kill: Kill, over: Callable[[], object]) -> bool:
-    """Waits for it; False when the run is over before."""
+    """Waits for it; False if the run is over before."""
     started: float | None = None
     while not over():
         if started is None and kill.attempt in run.attempts():
@@ -208,7 +208,7 @@ def _await_moment(run: RunDirectory, kill: Kill, over: Callable[[], object]) -> 
 
 
 def _kill_one(ranks: Callable[[], list[Process]], number: str, kill: Kill) -> bool:
-    """Whether there was one to be killed: the attempt may have no ranks yet, or be over."""
+    """Whether a rank was killed: the attempt may have no ranks yet, or be over."""
     wanted = {number.encode(), f"CLUSTERDDP_ATTEMPT={kill.attempt}".encode()}
     try:
         until(lambda: next((r for r in ranks() if wanted <= set(r.environment())), None), number, START_S).kill()

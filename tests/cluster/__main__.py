@@ -140,7 +140,7 @@ def _folder_of(cluster: Cluster) -> Path:
 
 
 def _interrupt_on_term() -> None:
-    """A polite kill and a hang-up take the cluster down as Ctrl-C does."""
+    """TERM and HUP take the cluster down, as Ctrl-C does."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -62,7 +62,7 @@ class Cluster:
 
     @classmethod
     def attach(cls) -> Cluster | None:
-        """The cluster that is up, whoever brought it up, to look at and to talk to; None when none is."""
+        """The cluster that is up, started by any process, for queries and commands; None if there is none."""
         state = State.load(ROOT)
         cluster = cls(state, None) if state and state.ready else None
         return cluster if cluster and cluster.living() else None
@@ -102,7 +102,7 @@ class Cluster:
         return set(self.root(["sinfo", "--noheader", "--Node", "--format=%T"]).stdout.split())
 
     def down(self) -> None:
-        """Ends every process of the cluster and takes away all that it made on this machine."""
+        """Ends every process of the cluster and removes all that it created on this machine."""
         with uninterrupted():
             try:
                 machine.clear(self._state)
@@ -127,7 +127,7 @@ class Cluster:
         self.down()
 
     def living(self) -> list[str]:
-        """The names of the daemons that run."""
+        """The names of the running daemons."""
         return [name for name in self._state.daemons if self._daemons.alive(name)]
 
     # ---- what it is
@@ -198,7 +198,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The user's: nothing of the caller's own leaks into a job."""
+        """The user's environment: no variable of the caller leaks into a job."""
         root, libraries = self._state.site.root, self._state.library_path
         return {
             **({"LD_LIBRARY_PATH": libraries} if libraries else {}),
@@ -345,14 +345,14 @@ class Cluster:
     # ---- faults
 
     def cut(self, node: str) -> None:
-        """Pulls the node's network cable; its processes live on."""
+        """Pulls the node's network cable; its processes keep running."""
         network.set_cable(node, up=False)
 
     def heal(self, node: str) -> None:
         network.set_cable(node, up=True)
 
     def kill_node(self, node: str) -> None:
-        """Power off: slurmd, its stepds and every task of the node are gone at once; `restart_slurmd` boots it."""
+        """Power off: slurmd, its stepds and every task of the node are killed at once; `restart_slurmd` boots it."""
         kill_all(lambda: self.processes(node))
         self._daemons.stop(f"slurmd-{node}")
 
@@ -364,7 +364,7 @@ class Cluster:
         self._daemons.start_slurmctld()
 
     def restart_slurmd(self, node: str) -> None:
-        """Its jobs run on meanwhile."""
+        """Its jobs keep running meanwhile."""
         self._daemons.stop(f"slurmd-{node}")
         self._daemons.start_slurmd(node)
 

@@ -18,7 +18,7 @@ RELEASES = ("trixie", "sid")
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What the cluster is asked to be."""
+    """The configuration of a cluster."""
 
     nodes: int = 2
     """Nodes n1 to nN, each in a network namespace."""
@@ -68,7 +68,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class Site:
-    """What the machine gives: decided at `up`, then fixed."""
+    """What depends on the machine: decided at `up`, then fixed."""
 
     root: Path
     """The state folder."""

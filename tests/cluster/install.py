@@ -28,7 +28,7 @@ PACKAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "shellcheck": (("shellcheck",), ()),
 }
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-PROBE = "ip link add bridge type bridge && ip link add cable type veth peer name other"  # gone with its namespace
+PROBE = "ip link add bridge type bridge && ip link add cable type veth peer name other"  # ends with its namespace
 MARKER = Path("/var/lib/clusterddp-test-slurm")
 POLICY = Path("/usr/sbin/policy-rc.d")
 DAEMONS = {"slurmctld", "slurmd", "slurmdbd", "munged", "mysqld", "mariadbd"}
@@ -100,7 +100,7 @@ def _read(path: Path) -> str:
 
 @contextlib.contextmanager
 def services_off() -> Iterator[None]:
-    """While it lasts, packages start no service; a policy that was there before comes back."""
+    """In the block, packages start no service; a previous policy is restored."""
     if POLICY.exists() and POLICY.read_text() != KEEP_OFF:  # else: ours, of an installation that was killed
         POLICY.rename(POLICY_SAVED)
     POLICY.write_text(KEEP_OFF)

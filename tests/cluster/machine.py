@@ -1,4 +1,4 @@
-"""What `up` makes on the machine beside daemons and network, and how all of it is taken away again."""
+"""What `up` creates on the machine besides daemons and network, and how all of it is removed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make_folders(state: State) -> None:
 
 
 def make_user(state: State) -> None:
-    """An ordinary user; one that is there already is used and stays."""
+    """An ordinary user; an existing one is used and kept."""
     if not _user_exists():
         state.user_made = True
         state.save()
@@ -164,7 +164,7 @@ def node_cgroups(nodes: list[str]) -> list[Path]:
 
 
 def clear(state: State) -> None:
-    """Takes away all that this cluster made. The state file goes last, so that a killed `down` can be repeated."""
+    """Removes all that this cluster created. The state file goes last, so that a killed `down` can be repeated."""
     root, nodes = state.site.root, state.config.node_names
     kill_all(lambda: ours(state))
     network.clear(nodes)

@@ -54,7 +54,7 @@ def lay(config: ClusterConfig, site: Site) -> None:
 
 
 def clear(nodes: list[str]) -> None:
-    """Takes the cables and the bridge away; the namespaces go with their last process and mount."""
+    """Removes the cables and the bridge; the namespaces end with their last process and mount."""
     for name in [*map(cable, nodes), BRIDGE]:
         subprocess.run(["ip", "link", "delete", name], capture_output=True)
 

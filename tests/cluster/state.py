@@ -19,7 +19,7 @@ from .errors import ClusterError
 from .system import Process
 
 ROOT = Path("/var/lib/clusterddp-cluster")  # only root writes there, and it is short: socket paths end at 107 bytes
-LOCK = "\0clusterddp-test-cluster"  # an abstract socket: gone with the process that holds it, however that ends
+LOCK = "\0clusterddp-test-cluster"  # an abstract socket: closed with the process that holds it, however that ends
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -92,7 +92,7 @@ class Lock:
 
 
 def lock_holder() -> str | None:
-    """The process that holds the lock, in words; None when nobody does."""
+    """The process that holds the lock, in words; None if none does."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as client:
         try:
             client.connect(LOCK)

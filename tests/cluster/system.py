@@ -27,7 +27,7 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        """None when it is gone, or dead and not yet reaped."""
+        """None if it has exited, also when it is not yet reaped."""
         try:
             stat = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
@@ -47,7 +47,7 @@ class Process:
         return _read_bytes(f"/proc/{self.pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
 
     def parent(self) -> int | None:
-        """Its parent's pid; None when it is gone."""
+        """Its parent's pid; None if it has exited."""
         stat = _read_bytes(f"/proc/{self.pid}/stat").rpartition(b")")[2].split()
         return int(stat[1]) if stat else None
 
@@ -91,7 +91,7 @@ def network_processes(namespace: Path) -> list[Process]:
 
 
 def kill_all(find: Callable[[], list[Process]], timeout: float = 10) -> None:
-    """Kills what `find` finds, again and again until it finds nothing: the killed may have been forking."""
+    """Kills what `find` finds until it finds nothing: a process may have forked before it was killed."""
     deadline = time.monotonic() + timeout
     while found := find():
         if time.monotonic() > deadline:
@@ -125,7 +125,7 @@ def bind_read_only(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C and polite kills wait until it is over: a second one must not stop the clearing that the first began."""
+    """Defers Ctrl-C and TERM to the end of the block: a second one must not stop the cleanup that the first began."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield

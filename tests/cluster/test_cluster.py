@@ -1,4 +1,4 @@
-"""The test cluster itself: what it writes, what it runs, and that it leaves nothing behind."""
+"""The test cluster itself: what it writes, what it runs, and that it cleans up."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_a_job_survives_the_controller_and_slurmd(cluster: Cluster) -> None:
 
 @pytest.mark.slurm
 def test_a_node_that_loses_its_power_has_no_process_left(cluster: Cluster) -> None:
-    """It comes back with the next `drain_jobs`."""
+    """The next `drain_jobs` restores it."""
     low = cluster.run(
         ["sbatch", "--parsable", "--output=/dev/null", "--nodelist=n2", "--wrap=sleep 300"]
     ).stdout.strip()
@@ -272,7 +272,7 @@ def test_a_node_that_loses_its_power_has_no_process_left(cluster: Cluster) -> No
 
 @pytest.mark.slurm
 def test_a_cut_node_cannot_be_reached_until_it_is_healed(cluster: Cluster) -> None:
-    """Its processes live on."""
+    """Its processes keep running."""
 
     def reached() -> bool:
         ping = f"import socket; socket.create_connection(('{cluster.address('n2')}', {config.NODE_PORT}), 1)"
@@ -326,7 +326,7 @@ def apart(tmp_path: Path, script: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_what_a_killed_up_left_is_cleared_by_the_next(tmp_path: Path, daemon: str) -> None:
-    """Killed just after it started one of its daemons; then up and down as if nothing had been."""
+    """Killed just after it started one of its daemons; then `up` and `down` work as usual."""
     script = f"""
         $up & pid=$!
         until grep -qs '"{daemon}"' $here/state.json; do kill -0 $pid; sleep 0.02; done
@@ -368,7 +368,7 @@ def test_an_up_that_fails_shows_the_log_and_leaves_nothing(tmp_path: Path) -> No
 @pytest.mark.slurm
 @pytest.mark.usefixtures("cluster")
 def test_run_gives_the_exit_code_and_takes_the_cluster_down(tmp_path: Path) -> None:
-    """The command sees a working Slurm."""
+    """The command finds a working Slurm."""
     script = """
         $2 -m tests.cluster run --nodes 1 --proctrack linuxproc --no-slurmdbd -- bash -c 'srun hostname; exit 7' ||
             echo $?
@@ -403,7 +403,7 @@ def test_another_releases_slurm_runs_the_machines_own_programs(tmp_path: Path, n
 
 
 def test_the_lock_names_its_holder() -> None:
-    """It is free again with the process, however that ends."""
+    """It is released with the process, however that ends."""
     if lock_holder() is None:
         lock = Lock()
         assert f"process {os.getpid()} (" in str(lock_holder())

@@ -1,6 +1,6 @@
 """A crash at any moment loses nothing that was promised: the checkpoints, and the run directory's own files.
 
-Kills and errors come from strace, at every call that changes the run directory; a machine that dies is replayed from
+Kills and errors come from strace, at every call that changes the run directory; a machine crash is replayed from
 the recorded calls.
 """
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(1800 if FULL else 300)
 
 @pytest.fixture(scope="module")
 def subject() -> Iterator[Subject]:
-    """The server that plays the story under strace. In CI a missing strace is a failure, elsewhere a skip."""
+    """The server that runs the scenario under strace. In CI a missing strace is a failure, elsewhere a skip."""
     reason = available()
     if reason is not None:
         (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
@@ -96,15 +96,15 @@ class Replay:
 
 
 class Stories:
-    """The same story again and again, each with one fault, and gone when the next one begins."""
+    """The same scenario repeatedly, each time with one fault, in a folder that is deleted before the next."""
 
     def __init__(self, subject: Subject, place: Path) -> None:
         self._subject = subject
-        #: Where it is played.
+        #: Where it is run.
         self.place = place
         played = self._play(0)
         assert played.code == 0, played.errors + played.strace
-        #: What happens in it without any fault.
+        #: The calls without any fault.
         self.recording = played.recording
         #: The moments at which something changes, or is made safe.
         self.moments = list(moments(self.recording, set(changing(self.recording, place))))
@@ -151,7 +151,7 @@ def ordered(recording: list[Call | Promise], call: Call, before: Call) -> list[C
 
 @pytest.fixture(scope="module")
 def stories(subject: Subject, place: Path) -> Stories:
-    """Plays the story, with or without a fault."""
+    """Runs the scenario, with or without a fault."""
     return Stories(subject, place / "story")
 
 

@@ -1,4 +1,4 @@
-"""Several attempts on one folder at once: nothing that the run goes on from is ever lost, overwritten or left out."""
+"""Several attempts on one folder at once: no state that the run continues from is ever lost, overwritten or skipped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MOST = 5
 
 
 class Abandoned(BaseException):
-    """Ends the thread of an attempt that nobody moves any more."""
+    """Ends the thread of an attempt that is not moved any more."""
 
 
 class Stepwise(Checkpoints):
@@ -96,7 +96,7 @@ class Attempt:
             raise self.failure
 
     def abandon(self) -> None:
-        """Ends the thread; whatever it still does in the folder does not matter any more."""
+        """Ends the thread; its further actions in the folder do not matter."""
         self._abandoned = True
         self._go.release()
         self._thread.join()
@@ -133,7 +133,7 @@ class Attempt:
             self._save(step)
 
     def _restored(self, found: list[Checkpoint]) -> tuple[int, int] | None:
-        """The newest one, which nobody may have deleted meanwhile, unless a newer attempt has gone on from another."""
+        """The newest one, which must still exist, unless a newer attempt has continued from another."""
         if not found:
             return None
         try:
@@ -176,14 +176,14 @@ class Race(RuleBasedStateMachine):
     @precondition(lambda self: len(self.attempts) < MOST)
     @rule(before=st.integers(0, 15), after=st.integers(0, 10))
     def claim(self, before: int, after: int) -> None:
-        """The next attempt begins, and goes on a little; the one before was at any point."""
+        """The next attempt starts and makes some actions; the previous one was at any point."""
         self.move(0, before)
         self.attempts.append(Attempt(self.directory, self.keep))
         self.move(0, after)
 
     @rule(back=st.integers(0, MOST), moves=st.integers(1, 3))
     def move(self, back: int, moves: int) -> None:
-        """The newest attempt but ``back`` goes on."""
+        """The attempt ``back`` before the newest one continues."""
         for attempt in self.attempts[::-1][back : back + 1]:
             for _ in range(moves):
                 if not attempt.over:
@@ -224,7 +224,7 @@ CLAIMS = 40
 
 
 class Racer:
-    """A process that saves as the attempts it is told, one after the other, as fast as it can."""
+    """A process that saves as the attempts that it is given, one after the other, as fast as it can."""
 
     def __init__(self, directory: RunDirectory) -> None:
         command = [sys.executable, "-m", "tests.scripts.racer", str(directory)]
@@ -241,7 +241,7 @@ class Racer:
             assert self._read(), f"the racer ended with {self.process.wait()} before attempt {attempt} had committed"
 
     def finish(self) -> int:
-        """Tells it that there are no more attempts, and waits for its end; the exit code."""
+        """Tells it that there are no more attempts, and waits for it to exit; returns the exit code."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         while self._read():
@@ -284,7 +284,7 @@ def gone_on_from(directory: RunDirectory, attempt: int) -> dict[int, int]:
 def test_two_processes_that_save_in_one_folder_lose_nothing_that_was_committed(
     directory: RunDirectory, racers: Any
 ) -> None:
-    """Attempts are claimed while the one before saves: each goes on from all that was committed before its claim."""
+    """Attempts are claimed while the previous one saves: each resumes from all that was committed before its claim."""
     pick = random.Random(0)
     claimed_at = []
     for number in range(CLAIMS):

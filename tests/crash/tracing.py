@@ -97,7 +97,7 @@ def moments(recording: Sequence[Call | Promise], changing: Container[Call]) -> I
 
 
 def available() -> str | None:
-    """Why nothing can be traced here; None where it can."""
+    """Why strace cannot be used here; None if it can."""
     if shutil.which("strace") is None:
         return "strace is not installed; `make test` installs it on Debian and Ubuntu, as root"
     return None
@@ -120,7 +120,7 @@ class Subject:
         paths: Sequence[str] = (),
         once: bool = False,
     ) -> Played:
-        """Plays the story in a new folder ``place``; from so many promises on, strace records and injects.
+        """Runs the scenario in a new folder ``place``; from so many promises on, strace records and injects.
 
         With ``paths`` it looks at calls that touch one of them alone; ``once``: no longer than until a save has failed.
         """
@@ -141,7 +141,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Played:
-    """What a story left."""
+    """What a scenario left."""
 
     place: Path
     code: int

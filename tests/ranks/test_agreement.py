@@ -17,7 +17,7 @@ from clusterddp.training.agreement import StopVote
 from tests import ddp
 from tests.waiting import wait_until
 
-BOUNDARIES = 3  # Each rank comes to boundaries 0, 1 and 2.
+BOUNDARIES = 3  # Each rank reaches boundaries 0, 1 and 2.
 MAIN, WATCHER = ("enter", "look", "decide"), ("raise", "publish", "send", "learn")
 
 
@@ -111,7 +111,7 @@ def successors(world: World, main: tuple[str, ...], watcher: tuple[str, ...]) ->
 
 
 def agreed(world: World) -> bool:
-    """Of a world where nothing can move: all stopped at one boundary; or none, as one had come to its last boundary."""
+    """Whether, in a final state, all ranks stopped at one boundary, or none as one had reached its last boundary."""
     if not all(rank.done for rank in world):
         return False
     if any(rank.stopped for rank in world):

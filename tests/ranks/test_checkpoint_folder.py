@@ -73,7 +73,7 @@ def test_a_part_that_was_not_saved_and_a_newer_process_are_reported(tmp_path: Pa
 
 
 def test_what_was_saved_can_be_restored_in_the_same_process_and_in_the_next(tmp_path: Path) -> None:
-    """As for an evaluation of the newest state: the process goes on from what it began with, not from itself."""
+    """As for an evaluation of the newest state: the process continues from what it started with."""
     model = torch.nn.Linear(2, 2)
     for begins_at in (0, 3):
         with clusterddp.CheckpointFolder(tmp_path / "folder") as folder:

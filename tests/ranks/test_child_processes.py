@@ -1,4 +1,4 @@
-"""Processes that a script forks or starts after ``init()``: they behave as under plain Python, and disturb no rank."""
+"""Processes that a script forks or starts after ``init()`` behave as under plain Python and affect no rank."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ for batch in run.steps(6):
 
 
 def test_a_local_preemption_in_the_middle_of_a_pools_map_waits_for_it_and_loses_nothing(tmp_path: Path) -> None:
-    """The TERM goes to the ranks alone: a pool whose worker had died would wait for the worker's answer without end."""
+    """TERM goes to the ranks only: a pool whose worker was killed would wait for its answer forever."""
     script = tmp_path / "maps.py"
     script.write_text(MAP)
     run = RunDirectory(tmp_path / "run")
@@ -173,7 +173,7 @@ for batch in run.steps(6):
 
 
 def test_child_processes_of_a_killed_local_rank_are_ended(tmp_path: Path) -> None:
-    """As Slurm ends it with the step. Nobody else would: it has lost its parent."""
+    """Slurm would end it with the step; here it has lost its parent."""
     script = tmp_path / "orphans.py"
     script.write_text(ORPHANS)
     run = RunDirectory(tmp_path / "run")

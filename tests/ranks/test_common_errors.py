@@ -1,4 +1,4 @@
-"""The tutorial's common errors: each message of its table is made here by the mistake that the table names."""
+"""The tutorial's common errors: each message of its table is caused here by the mistake that the table names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TABLE = re.findall(r"^\| `([^`]+)`", TEXT[TEXT.index("| what is seen") :], re.MU
 
 
 def submitted(folder: Path, body: str, *options: str) -> str:
-    """All that is said by a script under ``submit --local``, by a submission that fails."""
+    """The output of a script under ``submit --local``, and of a submission that fails."""
     (folder / "script.py").write_text(body)
     command = [sys.executable, "-m", "clusterddp", "submit", "script.py", "--local", "--run-dir", "run", *options]
     environ = {**os.environ, "PYTHONPATH": str(ddp.REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
@@ -153,7 +153,7 @@ MISTAKES = [
 
 
 def test_every_row_has_a_message_and_a_mistake_that_causes_it() -> None:
-    """The first is the one that costs most."""
+    """The first one costs most."""
     rows = TEXT[TEXT.index("| what is seen") :].splitlines()[2:]
     assert len([row for row in rows if row.startswith("|")]) == len(TABLE) == len(MISTAKES)
 

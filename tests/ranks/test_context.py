@@ -1,4 +1,4 @@
-"""What a script gives to ``ctx.run()`` and ``run.log()``, and what it is told when that cannot be kept."""
+"""What a script passes to ``ctx.run()`` and ``run.log()``, and the errors for what cannot be saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that outlasts the notice: the save before it is kept, and nobody waits for the kill."""
+"""A step longer than the notice: the previous save is kept, and the rank exits before it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to a command, it ends with one sentence and a documented exit code; our traceback is in a file."""
+"""Any failure of a command is one sentence and a documented exit code; the traceback is in a file."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_ctrl_c_ends_logs_that_follow(run: RunDirectory) -> None:
 
 
 def test_logs_of_missing_attempts_and_ranks_are_refused(run: RunDirectory) -> None:
-    """With ``-f`` too: nobody waits for an attempt that will not come, or a rank of a run that is over."""
+    """Also with ``-f``: the command does not wait for an attempt that cannot start, or a rank of a finished run."""
     run.create_attempt()
     for follow in ([], ["-f"]):
         assert "has no attempt 7; available: 0\n" in said([*CLI, "logs", str(run), "--attempt", "7", *follow], 1)
@@ -85,7 +85,7 @@ def test_logs_of_missing_attempts_and_ranks_are_refused(run: RunDirectory) -> No
 def test_a_full_disk_is_one_sentence_that_names_the_file(
     run: RunDirectory, mount: str, command: list[str], file: str, words: str
 ) -> None:
-    """Nothing half-written is left that a later submission would stumble over."""
+    """Nothing half-written is left that would disturb a later submission."""
     folder = run.path
     if "tmpfs" in mount:
         shutil.rmtree(folder)
@@ -112,7 +112,7 @@ def test_a_deleted_working_directory_is_reported(tmp_path: Path) -> None:
 
 
 def test_characters_that_the_output_cannot_encode_are_escaped(run: RunDirectory) -> None:
-    """A path with umlauts, on a terminal that has ASCII alone."""
+    """A path with umlauts, on a terminal that encodes only ASCII."""
     path = run.path.rename(run.path.with_name("l\u00e4ufe"))
     environ = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
     assert said([*CLI, "status", str(path)], 0, env=environ) == ""
@@ -163,7 +163,7 @@ def test_an_internal_error_of_the_supervisor_is_a_sentence_too(run: RunDirectory
 
 
 def test_ctrl_c_ends_a_watch_and_leaves_the_run_alone(run: RunDirectory) -> None:
-    """Which it says."""
+    """The message says so."""
     write_json(run.submitted_file, {"kind": "slurm", "job": "41"}, mode=0o600)
     process = subprocess.Popen(
         [*CLI, "watch", str(run)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -93,7 +93,7 @@ class Left:
         return flat
 
     def inexact(self) -> list[list[str]]:
-        """What each resumed attempt said against its exactness."""
+        """Why each resumed attempt was reported as inexact."""
         return [event["inexact"] for event in self.directory.events() if event["event"] == "resumed"]
 
 
@@ -153,7 +153,7 @@ def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(
     assert_exact(resumed, whole, ranks)
     assert [line["step"] for line in resumed.raw()] == list(range(STEPS))
     assert resumed.inexact() == [[]] * len(stops)
-    # A stop comes after the step in which it is asked for, or one later, on all ranks alike.
+    # A stop comes after the step in which it is requested, or one later, on all ranks.
     assert all(0 < begin - stop <= 2 for begin, stop in zip(resumed.begun()[1:], stops, strict=True))
     if stops == TWICE_IN_AN_EPOCH:
         assert max(resumed.begun()) <= IN_EPOCH_0
@@ -170,7 +170,7 @@ def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(
 def test_a_compiled_model_is_resumed_exactly(
     tmp_path: Path, left_alone: Any, ranks: int, amp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each process compiles for itself, or takes what an earlier one left in inductor's cache."""
+    """Each process compiles, or uses inductor's cache of an earlier one."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     options = ("--compile", "inductor", *(["--amp", amp] if amp else []))
     whole = left_alone(*options, ranks=ranks)

@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_a_second_term_changes_nothing(run: RunDirectory, tmp_path: Path) -> None:
-    """One save, one requeue, nothing redone: the second comes while the ranks stop."""
+    """One save, one requeue, no repeated steps: the second comes while the ranks stop."""
     marks = tmp_path / "marks"
     marks.mkdir()
     waiting = ["--", "--marks", str(marks), "--moments", "first step"]
@@ -58,7 +58,7 @@ time.sleep(5)  # for longer than the others of a rank that is gone are let be
 
 
 def test_a_connection_to_the_supervisor_that_breaks_alone_costs_nothing(run: RunDirectory, tmp_path: Path) -> None:
-    """It is made anew, and the other rank is not told to leave."""
+    """It is reopened, and the other rank is not told to exit."""
     script = tmp_path / "breaks.py"
     script.write_text(BREAKS)
     process = start(run, str(script), "--device", "cpu", "--gpus", "2")
@@ -69,7 +69,7 @@ def test_a_connection_to_the_supervisor_that_breaks_alone_costs_nothing(run: Run
 
 
 def test_rank_0_avoids_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two jobs on one head node choose alike; the second one's first choice is the first one's port."""
+    """Two jobs on one head node compute the same port; the second one finds it in use."""
     first = rank.reserve_port(None)
     taken = first.getsockname()[1]
     choices = iter([taken, taken, taken + 1 if taken % 2 else taken - 1])
@@ -81,7 +81,7 @@ def test_rank_0_avoids_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_the_user_chose_and_that_is_in_use_is_an_error_that_names_it() -> None:
-    """MASTER_PORT wins, so that there is no other to take."""
+    """MASTER_PORT is used, so no other port is tried."""
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(LauncherEnvironmentError, match=rf"MASTER_PORT {port} is in use on "):
@@ -89,7 +89,7 @@ def test_a_port_that_the_user_chose_and_that_is_in_use_is_an_error_that_names_it
 
 
 def test_clocks_that_differ_between_nodes_change_no_order(run: RunDirectory) -> None:
-    """The second attempt's node is an hour behind: its files and lines look older, and are the newer ones."""
+    """The clock of the second attempt's node is an hour slow: its newer files and lines look older."""
     run.create()
     for attempt, (first, last, clock) in enumerate([(0, 8, 7200.0), (6, 10, 3600.0)]):
         number = run.create_attempt()

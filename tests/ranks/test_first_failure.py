@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def test_the_box_names_the_true_first_failure(
     run: RunDirectory, how: str, ranks: list[int], gpus: int, words: str, body: str, over: bool
 ) -> None:
-    """With host, step, time and stack; the others' ends are named as its consequences. Own errors end the run."""
+    """With host, step, time and stack; the other ranks are listed as consequences. The script's errors end the run."""
     numbers = [str(rank) for rank in ranks]
     done = submit(
         run, "tests/scripts/failing.py", "--device", "cpu", "--gpus", str(gpus), "--set", "checkpoint.every=2 steps",
@@ -76,13 +76,13 @@ def test_the_box_names_the_true_first_failure(
 def test_the_peers_of_a_failed_rank_are_told_to_exit_on_all_nodes(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm would wait for KillWait for a rank that sits in a collective; a process group, for its time-out."""
+    """Slurm would wait KillWait for a rank in a collective, a process group its timeout."""
     monkeypatch.setattr(decide, "PEER_GRACE_S", 0.05)
     run.create()
     told: list[str] = []
 
     class Waiting(FakeRanks):
-        """Rank 1 raises; rank 0 waits for it, until the supervisor says something."""
+        """Rank 1 raises; rank 0 waits for it until the supervisor tells it to exit."""
 
         def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
             self._server = environment[protocol.SUPERVISOR], environment[protocol.TOKEN]

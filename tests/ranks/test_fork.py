@@ -1,4 +1,4 @@
-"""What else a checkpoint is good for: more steps, a run of its own, a file for others. Real local runs."""
+"""Other uses of a checkpoint: more steps, a new run, an exported file. Real local runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gloo's threads are gone before the interpreter ends: one that frees its work after that aborts the process.
+"""Gloo's threads end before the interpreter does: one that frees its work after that aborts the process.
 
 On a busy machine that was one process in twenty; whether a thread is left can be seen in each.
 """

@@ -1,4 +1,4 @@
-"""A run that hangs is noticed, explained and started anew; one that only takes its time is left alone."""
+"""A hung run is detected, explained and restarted; a slow one is not touched."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, str]:
-    """A run with a slow rank, that once takes longer than the watchdog allows, and what was said of it."""
+    """A run with a slow rank, which once takes longer than the watchdog allows, and its messages."""
     run = RunDirectory(tmp_path_factory.mktemp("slow") / "run")
     return run, finished(start(run, "slow"), run)
 
@@ -72,7 +72,7 @@ def test_a_slow_rank_is_named_once_and_left_alone(slow: tuple[RunDirectory, str]
 def test_a_hung_rank_is_named_with_its_stack_and_all_ranks_restart_in_place(
     run: RunDirectory, slow: tuple[RunDirectory, str], how: str
 ) -> None:
-    """Python code that waits for ever; C code that does, and holds Python's lock."""
+    """Python code that waits forever; C code that waits forever and holds the GIL."""
     said = finished(start(run, how), run)
     (hung,) = events_of(run, "hung")
     assert hung["late"] == [1]
@@ -115,7 +115,7 @@ NOW = 1000.0
 def sign(
     rank: int, age: float, silent: float = 1.0, count: int = 90, allowed: float | None = 600, **at: Any
 ) -> RankStatus:
-    """Rank r on node n<r>: it moved ``age`` seconds ago, and was heard of ``silent`` seconds ago."""
+    """Rank r on node n<r>: its last boundary was ``age`` seconds ago, its last heartbeat ``silent`` seconds ago."""
     return RankStatus(rank, f"n{rank}", count, count - 1, allowed, NOW - age, NOW - silent, **at)
 
 
@@ -125,7 +125,7 @@ def what(*signs: RankStatus) -> str | None:
 
 
 def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
-    """The first mark that tells them apart: silence, fewer steps, no waiting for others, the smaller number."""
+    """The first criterion that distinguishes them: silence, fewer steps, not waiting for others, the smaller group."""
     waiting = [sign(rank, 610, **IN_BACKWARD) for rank in range(3)]
     silent = "no heartbeat since (stopped, or holding the GIL)"
     wait = "the others wait in the all_reduce of backward"
@@ -152,7 +152,7 @@ def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
     surplus = f"rank 0 (n0) at step 88 in barrier, {two} 89 in the all_reduce of backward, {different}"
     assert what(before[0], *past[1:]) == surplus
     hang = find_hang([past[0], before[1]], NOW, beat_s=2.0)
-    assert hang and hang.late == (0, 1)  # one of the two: nobody knows which
+    assert hang and hang.late == (0, 1)  # one of the two; it is unknown which
     many = what(*[sign(rank, 620, silent=620) for rank in range(100)])
     assert many == f"ranks 0 (n0), 1 (n1), 2 (n2), 3 (n3) and 96 more last at step 89, 620 s ago, {silent}"
 
@@ -162,8 +162,8 @@ def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
     [
         [],
         [sign(0, 599), sign(1, 600)],
-        [sign(0, 604, **IN_BACKWARD), sign(1, 606)],  # its time is over; its stacks are being written
-        [sign(0, 9000, allowed=None), sign(1, 1)],  # it has not begun to train
+        [sign(0, 604, **IN_BACKWARD), sign(1, 606)],  # it timed out; its stacks are being written
+        [sign(0, 9000, allowed=None), sign(1, 1)],  # it has not started to train
         [sign(0, 9000, allowed=math.inf, place="x.py:1 (f)"), sign(1, 9000, **IN_BACKWARD)],  # ctx.unwatched()
         [sign(0, 900, still_s=10.0, place="x.py:1 (f)"), sign(1, 900, still_s=898.0, **IN_BACKWARD)],  # it evaluates
         [sign(0, 900, still_s=10.0, place="x.py:1 (f)"), sign(1, 900, still_s=2.0, place="x.py:1 (f)")],  # both do
@@ -173,12 +173,12 @@ def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
     ],
 )
 def test_a_rank_within_its_time_does_not_hang(signs: list[RankStatus]) -> None:
-    """Nor do those that wait for one which may take as long as it likes."""
+    """Nor do those that wait for a rank whose watchdog is suspended."""
     assert find_hang(signs, NOW, beat_s=2.0) is None
 
 
 def test_a_late_rank_that_continues_does_not_make_ranks_late_that_have_not_reported_since() -> None:
-    """Ranks speak in turn: rank 1 has ended its long evaluation and says so; what rank 0 last said is from before."""
+    """Ranks report in turn: rank 1 reports the end of its long evaluation; rank 0's last report is from before."""
     search = Search(beat_s=2.0)
     waited = sign(0, 900, count=90, **IN_BACKWARD)
     assert search.look([waited, sign(1, 900, count=90, still_s=2.0, place="x.py:1 (f)")], NOW) is None
@@ -198,7 +198,7 @@ def test_a_late_rank_hangs_once_it_reports_the_same_again_or_is_silent() -> None
 
 
 def test_a_rank_is_slow_by_its_compute_time_against_the_others_median() -> None:
-    """What is much in itself, and much of the step: not two milliseconds instead of one in a step of a second."""
+    """A large ratio and a large part of the step: not two milliseconds instead of one in a step of a second."""
 
     def slow(*own: float | None, step: float = 1.0) -> list[Slow]:
         return find_slow([sign(rank, 1, own_s=seconds, step_s=step) for rank, seconds in enumerate(own)])

@@ -1,4 +1,4 @@
-"""What a rank says of itself: how long it may be without a step, what it is at, and how much of a step is its own."""
+"""What a rank reports: its timeout, where it is, and its compute time in a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WATCHDOG = Watchdog(step_s=600, start_s=1800)
 
 
 def test_the_timeout_of_a_step_follows_the_longest_step_so_far() -> None:
-    """Its own until the first step is done; then as set, or four times the longest so far; none when it rests."""
+    """start_s until the first step is done; then as set, or four times the longest step so far; none when suspended."""
     pace = Pace(WATCHDOG)
     assert (pace.look(5, 0, None, False), pace.allowed_s) == (0.0, None)
     assert (pace.look(9, 0, None, False), pace.allowed_s) == (4.0, None)
@@ -56,7 +56,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytes
 
 
 def test_an_evaluation_in_one_line_makes_progress_and_a_waiting_rank_does_not() -> None:
-    """Most of it happens in torch; a tight loop shows itself at few places only."""
+    """Most of it happens in torch; a tight loop is seen at few places only."""
     model, ended = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(9))), threading.Event()
 
     def evaluate() -> None:
@@ -81,7 +81,7 @@ def test_an_evaluation_in_one_line_makes_progress_and_a_waiting_rank_does_not() 
 
 
 def seen_in(work: Callable[[], object]) -> tuple[str, bool]:
-    """Where ``work``, which waits for ever, is seen to be."""
+    """Where ``work``, which waits forever, is reported to be."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     assert thread.ident is not None
@@ -132,7 +132,7 @@ say("closed")
 
 
 def test_code_after_a_loop_left_by_break_is_not_watched(tmp_path: Path) -> None:
-    """Unless the script holds the iterator: nobody can tell then that it was left."""
+    """Unless the script holds the iterator: then the end of the loop cannot be detected."""
     script = tmp_path / "left.py"
     script.write_text(LEFT)
     said = ddp.run(script, ranks=1, folder=tmp_path / "out").output(0).splitlines()

@@ -1,4 +1,4 @@
-"""A rank's sign of life goes on whatever fails besides: one that ceased would be taken for a hang."""
+"""A rank's heartbeat continues through any other failure: a missing one would count as a hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clusterddp.reporter import say
 from clusterddp.training import heartbeat as heartbeat_module
 from clusterddp.training.heartbeat import Heartbeat
 
-#: A process of its own: poll(2) fails in all threads of one that may have no open files.
+#: A separate process: poll(2) fails in all threads of a process that may have no open files.
 WITHOUT_FILES = """
 import os, resource, threading
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_the_stacks_of_a_rank_that_timed_out_are_explained(
     """It may be working: nobody has ended it."""
     explained = threading.Event()
     monkeypatch.setattr(heartbeat_module, "say", lambda words: (say(words), explained.set()))
-    watchdog = Watchdog(step_s=2, start_s=0.1)  # the stacks are written long before the next beat
+    watchdog = Watchdog(step_s=2, start_s=0.1)  # the stacks are written long before the next heartbeat
     heartbeat = Heartbeat(watchdog, lambda: 3, lambda: 2, lambda *_, **__: None, tmp_path / "collectives.json")
     heartbeat.begin()
     try:
@@ -54,7 +54,7 @@ def test_the_stacks_of_a_rank_that_timed_out_are_explained(
 
 
 def test_neither_a_full_disk_nor_too_many_open_files_stop_it(tmp_path: Path) -> None:
-    """It has something to say at each beat, and looks up what the main thread is at."""
+    """It has something to report at each heartbeat, and looks up where the main thread is."""
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", WITHOUT_FILES], cwd=tmp_path, stderr=full, timeout=60)
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""Loops of a script's own making whose resume is not the same run: it goes on, and says so."""
+"""Custom loops whose resume is not the same run: it continues, and is reported as inexact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other people's loops: a real preemption, and the run goes on at the step where it stopped."""
+"""Training loops of other libraries: a real preemption, and the run resumes at the step where it stopped."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def start_until_step_3(launch: Launch, tmp_path: Path, package: str) -> clusterd
 
 
 def let_go(handle: clusterddp.Handle, tmp_path: Path) -> None:
-    """They go on once they are told to stop."""
+    """They continue once they are told to stop."""
     run = RunDirectory(handle.path)
     wait_until(lambda: events_of(run, "signal"), f"the ranks to be told\n{story(run)}")
     (tmp_path / "marks" / "wait").unlink()

@@ -1,4 +1,4 @@
-"""No process of a run imports from the folder that it happens to be started in: others may write there, as in /tmp."""
+"""No process of a run imports from the folder that it is started in: others may write there, as in /tmp."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_function_is_called_by_processes_that_import_nothing_from_there(shared
 
 
 def test_the_batch_script_starts_a_supervisor_that_imports_nothing_from_there(shared: Path, own: Path) -> None:
-    """It comes as far as asking for Slurm's variables."""
+    """It runs until it reads Slurm's variables."""
     run, job = RunDirectory(own / "run"), Job(name="net", module="net", device="cpu")
     with recorded(run, job, created=True):
         run.batch_script.write_text(batch_script(job, run, shared))
@@ -108,7 +108,7 @@ def test_the_batch_script_starts_a_supervisor_that_imports_nothing_from_there(sh
 
 
 def test_a_module_is_found_in_the_folder_of_the_submission(own: Path) -> None:
-    """As by `python -m`, which is what was asked for."""
+    """As by `python -m`."""
     (own / "net.py").write_text("import beside\nprint(__name__)\n")
     (own / "beside.py").touch()
     run = RunDirectory(own / "run")

@@ -1,4 +1,4 @@
-"""The job definitions in jobs/: each runs with one command, and what it says it shows is checked from outside."""
+"""The job definitions in jobs/: each runs with one command, and its claims are checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHANGED = Path(__file__).parents[1] / "scripts" / "changed.py"
 
 
 def command(*words: str, code: int = 0) -> str:
-    """What ``clusterddp`` says to these words; it must end with this exit code."""
+    """The output of ``clusterddp`` with these arguments; it must end with this exit code."""
     line = [sys.executable, "-m", "clusterddp", *words]
     done = subprocess.run(line, cwd=ddp.REPOSITORY, capture_output=True, text=True, timeout=200)
     assert done.returncode == code, done.stderr
@@ -33,7 +33,7 @@ def command(*words: str, code: int = 0) -> str:
 
 
 def submit(run: RunDirectory, job: str, *options: str, code: int = 0) -> str:
-    """Runs ``jobs/JOB.yaml`` here with two ranks; its narration, with rank 0's output."""
+    """Runs ``jobs/JOB.yaml`` here with two ranks; its messages, with rank 0's output."""
     shape = ["--local", "--device", "cpu", "--gpus", "2", "--run-dir", str(run)]
     return command("submit", f"jobs/{job}.yaml", *shape, *options, code=code)
 
@@ -82,7 +82,7 @@ def test_basic_two_ranks_train_as_one_process_does_on_the_joined_batch(run: RunD
 def test_basic_notices_gradients_that_are_not_the_joined_batchs(
     tmp_path: Path, right: str, wrong: str, words: str
 ) -> None:
-    """With one of its lines as people get it wrong."""
+    """With a common mistake in one of its lines."""
     source = (JOBS / "basic.py").read_text()
     broken = tmp_path / "broken.py"
     broken.write_text(source.replace(f"loss = F.mse_loss({right}", f"loss = F.mse_loss({wrong}"))
@@ -115,7 +115,7 @@ def result(output: str) -> str:
 
 
 def test_checkpoint_folder_saves_the_step_at_which_it_stops(tmp_path: Path) -> None:
-    """All ranks stop together, though one alone was told; what was saved is what that many steps make."""
+    """All ranks stop together, though only one got the signal; the saved state is that after so many steps."""
     file = JOBS / "checkpoint_folder.py"
     endless = ["--steps", 10**9, "--save-every", 10**9, "--folder", tmp_path / "stopped"]
     ranks = ddp.start(file, *endless, ranks=2, folder=tmp_path / "out")
@@ -135,7 +135,7 @@ def test_checkpoint_folder_saves_the_step_at_which_it_stops(tmp_path: Path) -> N
 
 
 def test_model_parallel_trains_as_one_process_does_on_the_joined_batch(run: RunDirectory) -> None:
-    """Both halves on the CPU; the mean loss of the last step is that of a model that was never cut."""
+    """Both halves on the CPU; the mean loss of the last step is that of a model on one device."""
     said = re.search(r"cpu and cpu: loss (\S+) after 20 steps", submit(run, "model_parallel", "--gpus", "4"))
     assert said is not None
     torch.manual_seed(0)
@@ -259,7 +259,7 @@ def test_charlm_preempted_is_the_same_run(charlm: tuple[RunDirectory, str], run:
 def test_skew_a_long_timeout_waits_for_the_slow_rank_and_a_short_one_ends_the_attempt(
     run: RunDirectory, tmp_path: Path
 ) -> None:
-    """The first step has the time-out of the start, so that the short one strikes in the second."""
+    """The first step has the timeout of the start, so the short one applies in the second."""
     long = ddp.run(JOBS / "skew.py", "--steps", 2, "--late", 1, ranks=2, folder=tmp_path / "out")
     assert "all 2 steps are done, at the slowest rank's pace" in long.output(0)
     options = ["--set", "timeouts.step_s=1", "--set", "limits.attempts=1"]

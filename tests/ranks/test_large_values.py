@@ -1,4 +1,4 @@
-"""What a script logs may be long, not finite or refused, and its history garbled: the run is preempted and resumed."""
+"""Logged values may be long, not finite or refused, and the history damaged: the run is preempted and resumed."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_a_preempted_training_in_a_function_resumes_at_its_step(launch: Launch, 
 
 
 class Counting:
-    """A callable as it is written for submitit: its state goes on through ``checkpoint()``."""
+    """A callable as it is written for submitit: ``checkpoint()`` carries its state over."""
 
     def __init__(self, marks: Path) -> None:
         self.marks, self.calls, self.checkpointed_on = marks, 0, []  # type: ignore[var-annotated]
@@ -154,7 +154,7 @@ class Ending(Counting):
 
 
 def test_a_submitit_callable_may_decline_to_continue(launch: Launch, marks: Path) -> None:
-    """As with submitit the run is over then, and failed."""
+    """As with submitit, the run has then failed."""
     handle = launch(Ending(marks), "trained", gpus_per_node=1)
     wait_for_marks(handle, marks, 1)
     preempt_local(RunDirectory(handle.path))

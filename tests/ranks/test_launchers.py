@@ -112,7 +112,7 @@ def test_a_job_has_the_same_results_under_every_launcher(tmp_path: Path, launche
 
 
 def test_the_tables_list_all_supported_launchers() -> None:
-    """A row that is lost, or cannot be read, would go untested."""
+    """A missing or malformed row would not be tested."""
     text = (REPOSITORY / "docs" / "guide" / "launchers.md").read_text()
     assert text.count(" ARGS` |") == len(launchers.commands(HERE)) + len(launchers.commands("On Slurm")) == 11
     assert {job for _, job in launchers.cases(HERE)} == set(launchers.ARGUMENTS)

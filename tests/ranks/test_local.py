@@ -1,4 +1,4 @@
-"""``submit --local``: the main job without Slurm, with real signals, and what a person at the terminal does."""
+"""``submit --local``: the main job without Slurm, with real signals and input at the terminal."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def check_same(run: RunDirectory, reference: RunDirectory) -> None:
 
 @pytest.fixture(scope="module")
 def twice_preempted(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, str]:
-    """Two real preemptions; the run and what was said of it."""
+    """Two real preemptions; the run and its messages."""
     run = RunDirectory(tmp_path_factory.mktemp("preempted") / "run")
     done = submit(run, *DIGITS, "--preempt-after", "20", "--preempt-after", "60")
     assert done.returncode == 0, done.stderr
@@ -102,7 +102,7 @@ def test_a_twice_preempted_run_is_the_uninterrupted_one(
 
 
 def test_ctrl_c_saves_and_stops_and_the_same_command_continues(run: RunDirectory, uninterrupted: RunDirectory) -> None:
-    """It says how to continue, leaves no process, and nothing is redone."""
+    """It says how to continue, leaves no process, and no step is repeated."""
     process = start(run, *DIGITS)
     wait_for_step(run, 5)
     process.send_signal(signal.SIGINT)
@@ -118,7 +118,7 @@ def test_ctrl_c_saves_and_stops_and_the_same_command_continues(run: RunDirectory
 
 
 def test_ctrl_c_before_the_ranks_have_started_stops_the_run(run: RunDirectory, tmp_path: Path) -> None:
-    """Their supervisor tells them, which has begun to import: the signal itself reached none of them."""
+    """The supervisor tells them: they are still importing, and the signal reached none of them."""
     script = tmp_path / "endless.py"
     script.write_text("import threading\nthreading.Event().wait()\n")
     process = start(run, str(script), "--device", "cpu", "--gpus", "2")
@@ -164,7 +164,7 @@ def variable(pid: int, name: str) -> str:
 
 
 def test_a_killed_local_command_leaves_no_process_and_the_run_continues(run: RunDirectory) -> None:
-    """Supervisor and ranks die with it; the next start recognises the dead holder."""
+    """Supervisor and ranks end with it; the next start recognises that the holder has exited."""
     process = start(run, *DIGITS)
     wait_for_step(run, 60)
     process.kill()
@@ -189,7 +189,7 @@ def commands_of(run: RunDirectory) -> dict[int, bytes]:
 
 
 def test_a_second_start_while_the_first_runs_is_refused(run: RunDirectory) -> None:
-    """Two loops must not train one run."""
+    """Two local commands must not train one run."""
     process = start(run, *DIGITS, "--", "--steps", "100000")
     wait_for_step(run, 10)
     second = submit(run)
@@ -228,7 +228,7 @@ def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run
 
 
 def test_the_plain_script_runs_under_torchrun_too(tmp_path: Path) -> None:
-    """The same file, nothing of clusterddp in it."""
+    """The same file, which does not use clusterddp."""
     command = [
         sys.executable,
         "-m",
@@ -258,7 +258,7 @@ def test_an_exception_is_shown_with_its_rank_and_ends_the_run(run: RunDirectory,
 
 @pytest.mark.parametrize("code", [75, 130])
 def test_a_training_that_fails_with_any_exit_code_is_over(run: RunDirectory, tmp_path: Path, code: int) -> None:
-    """75 is also what asks for another attempt, 130 what an interrupted run ends with."""
+    """75 also requests another attempt, and 130 is the exit code of an interrupted run."""
     script = tmp_path / "fails.py"
     script.write_text(f"raise SystemExit({code})\n")
     done = submit(run, str(script), "--device", "cpu")
@@ -282,7 +282,7 @@ def test_a_script_that_catches_the_stop_and_runs_to_its_end_is_not_completed(run
 
 
 def test_a_run_that_finishes_despite_ctrl_c_is_completed(run: RunDirectory, tmp_path: Path) -> None:
-    """Its script makes nothing of the signal: there is nothing to continue."""
+    """Its script ignores the signal: there is nothing to continue."""
     going, go = tmp_path / "going", tmp_path / "go"
     script = tmp_path / "deaf.py"
     script.write_text(
@@ -306,7 +306,7 @@ def test_a_run_that_finishes_despite_ctrl_c_is_completed(run: RunDirectory, tmp_
 def test_on_a_full_disk_the_end_is_reported_on_the_terminal(
     run: RunDirectory, tmp_path: Path, code: int, words: str
 ) -> None:
-    """With one sentence that it could not be recorded, no traceback, and the training's exit code."""
+    """One sentence says that it could not be recorded; no traceback, and the training's exit code."""
     script = tmp_path / "fills.py"
     script.write_text(  # from now on the supervisor can write no byte into a file
         "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (0, 0))\n"
@@ -322,7 +322,7 @@ def test_on_a_full_disk_the_end_is_reported_on_the_terminal(
 
 
 def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) -> None:
-    """breakpoint() stops in a real terminal, reads what is typed there, and goes on; the other ranks pass over it."""
+    """breakpoint() stops in a real terminal, reads what is typed there, and continues; the other ranks skip it."""
     script = tmp_path / "debugged.py"
     script.write_text("answer = 41\nbreakpoint()\nprint('the answer is', answer)\n")
     leader, follower = pty.openpty()
@@ -339,7 +339,7 @@ def test_debug_gives_the_rank_the_terminal(run: RunDirectory, tmp_path: Path) ->
             shown += os.read(leader, 4096)
         except OSError:  # Linux's end of file on a terminal
             pytest.fail(f"the run ended with code {process.wait(timeout=60)} after showing {shown.decode()}")
-        if b"(Pdb)" in shown:  # a person takes longer to answer than the other rank to come there
+        if b"(Pdb)" in shown:  # a person takes longer to answer than the other rank to get there
             wait_until(lambda: "the answer is 41" in other.read_text() or process.poll() is not None, "rank 1")
         if shown.count(b"(Pdb)") > 2 - len(lines) and lines:
             os.write(leader, lines.pop(0))
@@ -398,7 +398,7 @@ def test_without_slurm_on_path_submit_says_so_and_never_runs_locally(run: RunDir
 
 
 def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirectory) -> None:
-    """The same command again costs nothing and succeeds; others are listed and refused, and --change applies them."""
+    """The same command again does nothing and succeeds; other arguments are refused, and --change applies them."""
     assert submit(run, *DIGITS, "--", "--steps", "5").returncode == 0
     again = submit(run, *DIGITS, "--", "--steps", "5")
     assert again.returncode == 0
@@ -418,7 +418,7 @@ def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirector
 
 
 def test_preemptions_that_are_already_due_wait_for_the_attempts_ranks(run: RunDirectory) -> None:
-    """A TERM in an attempt's first milliseconds would end the loop's own shell, and the run with it."""
+    """TERM in an attempt's first milliseconds would end the shell of the local command, and the run with it."""
     script = run.path.with_name("waits_twice.py")
     script.write_text("import os, time\ntime.sleep(60 if int(os.environ['CLUSTERDDP_ATTEMPT']) < 2 else 0)\n")
     done = submit(run, str(script), "--device", "cpu", "--preempt-after", "0", "--preempt-after", "0s")

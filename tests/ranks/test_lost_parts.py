@@ -1,4 +1,4 @@
-"""A run that lost a part of its directory goes on from its newest checkpoint, or says what is missing; never from step
+"""A run that lost a part of its directory resumes from its newest checkpoint, or names what is missing; never from step
 0 by itself."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_a_run_whose_checkpoints_are_missing_does_not_restart_from_step_0(
 
 
 def two_attempts(path: Path) -> RunDirectory:
-    """Attempt 1 went on from step 10 of attempt 0, which saved step 15 before it noticed."""
+    """Attempt 1 continued from step 10 of attempt 0, which saved step 15 before it noticed."""
     run = RunDirectory(path)
     run.create()
     for number, parent in enumerate((None, (0, 10))):
@@ -90,7 +90,7 @@ def two_attempts(path: Path) -> RunDirectory:
 
 @pytest.mark.parametrize("missing", [(), ("private",), ("logs",), ("private", "logs")])
 def test_the_lineage_is_the_same_without_the_records(tmp_path: Path, missing: tuple[str, ...]) -> None:
-    """The history has what they said: step 15 is outside it."""
+    """The history has their content: step 15 is not part of the lineage."""
     run = two_attempts(tmp_path / "run")
     for name in missing:
         shutil.rmtree(run.path / name)
@@ -101,7 +101,7 @@ def test_the_lineage_is_the_same_without_the_records(tmp_path: Path, missing: tu
 
 
 def test_without_records_and_history_the_last_attempts_files_count(tmp_path: Path) -> None:
-    """Their names are all that is left."""
+    """Only their names are left."""
     run = two_attempts(tmp_path / "run")
     for folder in (run.private, run.logs):
         shutil.rmtree(folder)

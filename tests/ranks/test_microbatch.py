@@ -1,4 +1,4 @@
-"""A batch in pieces: the gradients are those of the global batch, on any number of ranks, and mistakes are said."""
+"""A batch in pieces: the gradients are those of the global batch, on any number of ranks, and mistakes are reported."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_a_job_queued_by_the_version_before_completes(run: RunDirectory, tmp_pat
 
 
 def test_a_function_launched_by_the_version_before_completes(run: RunDirectory) -> None:
-    """Its job names the module by which functions are recorded to this day: other words would be another job."""
+    """Its job names the module that is still recorded for functions: another name would be another job."""
     assert function.MODULE == "clusterddp.function"
     write_atomically(run.job_file, JOB.format(program="module: clusterddp.function"))
     function.save_function(function.function_file(run), function.pickled(DelayedSubmission(lambda: 42)))

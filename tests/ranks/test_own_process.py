@@ -1,4 +1,4 @@
-"""What a script does to its own process and to its run directory changes nothing of what the run comes to."""
+"""What a script does to its process and its run directory does not change the result of the run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if sys.argv[1] == "raises":
 def test_a_script_that_changes_everything_in_its_process_ends_like_any_other(
     tmp_path: Path, end: str, code: int, said: str
 ) -> None:
-    """No directory, output, file descriptor, environment or umask is left to it, nor its run directory's folders."""
+    """It loses its directory, outputs, file descriptors, environment, umask and the run directory's folders."""
     run = RunDirectory(tmp_path / "run")
     script = tmp_path / "habits.py"
     script.write_text(HABITS)

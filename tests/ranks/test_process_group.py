@@ -129,7 +129,7 @@ def test_the_group_uses_the_shorter_timeout(tmp_path: Path) -> None:
         "ctx._group.shorten_timeout(1.0)\n"
         "try:\n"
         "    if ctx.rank == 0: dist.all_reduce(torch.ones(1))\n"
-        "    else: ctx._group.store.wait(['nothing'])\n"  # until rank 0 is gone, and its store
+        "    else: ctx._group.store.wait(['nothing'])\n"  # until rank 0 and its store have exited
         "except RuntimeError as error: print('failed', error, flush=True)\n"
         "os._exit(0)\n"
     )

@@ -1,4 +1,4 @@
-"""How a rank ends: exit code 0 is not "completed" while steps are left, and nothing keeps its process for long."""
+"""How a rank ends: exit code 0 is not "completed" while steps are left, and its process exits in bounded time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ sys.exit(0) if sys.argv[1] != "os._exit at the end" else os._exit(0)
     ],
 )
 def test_exit_code_0_with_steps_left_is_not_completed(tmp_path: Path, how: str, state: str, reason: str) -> None:
-    """``break`` is the script's decision, and said to have saved nothing; an exit in the loop is a failure."""
+    """``break`` is the script's decision, and reported as unsaved; an exit in the loop is a failure."""
     script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
     script.write_text(EARLY)
     done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--", how)
@@ -138,12 +138,12 @@ def _judged(cause: Cause, told: bool = False, **end: Any) -> Action:
 def test_an_exit_with_steps_left_is_a_stop_when_there_is_a_reason_to_stop(
     cause: Cause, left_by_break: Action, exited: Action
 ) -> None:
-    """The script may have left its loop for a notice that its own handler took. One that is complete is completed."""
+    """The script may have left its loop because its own handler got the notice. A complete loop is completed."""
     assert _judged(cause, end="done", left_loop=True) is left_by_break
     assert _judged(cause, end="unfinished", error="exited with code 0") is exited
     assert _judged(cause, end="done") is Action.COMPLETE
 
 
 def test_a_break_after_a_notice_is_no_completion_while_the_controller_is_unreachable() -> None:
-    """What it was for remains unknown."""
+    """Its cause remains unknown."""
     assert _judged(Cause.UNKNOWN, told=True, end="done", left_loop=True) is Action.LEAVE

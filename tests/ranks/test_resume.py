@@ -1,6 +1,6 @@
 """Stops at awkward moments, damaged files, full disks and superseded ranks: real gloo processes, a real SIGTERM.
 
-That a resume is exact, whatever the training, is what test_exact_resume.py is about.
+test_exact_resume.py checks that a resume is exact.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A script asks for its run directory, and which attempt it is."""
+"""A script reads its run directory and the number of its attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves by the writer process: real processes, real files, and disks that do not take them."""
+"""Saves by the writer process: real processes, real files, and failing disks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def names(directory: RunDirectory) -> list[str]:
 
 
 def test_the_writer_exits_when_its_rank_exits_with_an_unread_answer() -> None:
-    """The socket then breaks instead of ending; the save under way is finished all the same."""
+    """The socket then breaks instead of closing; the save in progress is still finished."""
     here, rank = socket.socketpair()
     here.sendall(b"an answer\n")
     messages = Messages(here)

@@ -1,4 +1,4 @@
-"""What a script does to the signals of its process: the notice arrives, or it is said that it cannot."""
+"""What a script does to the signals of its process: the notice arrives, or the history says that it cannot."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _line_of(text: str) -> int:
 
 
 def test_a_notice_without_a_signal_comes_from_the_supervisor(tmp_path: Path) -> None:
-    """The script's handler does nothing, and the wakeup descriptor is gone; all ranks save and stop."""
+    """The script's handler does nothing, and the wakeup descriptor is removed; all ranks save and stop."""
     act = "signal.signal(signal.SIGTERM, lambda *_: None); signal.set_wakeup_fd(-1)"
     run = attempt_under(tmp_path, act, signal.SIGTERM)
     events = {event["event"]: event for event in run.events() if event["attempt"] == 0}
@@ -96,7 +96,7 @@ def pipe() -> Any:
 def test_a_default_or_ignored_term_is_handled_again_after_the_next_step(
     pipe: SignalPipe, action: signal.Handlers
 ) -> None:
-    """asyncio leaves the default action behind; the wakeup descriptor may be gone, too."""
+    """asyncio leaves the default action; the wakeup descriptor may be removed, too."""
     heard: list[signal.Signals] = []
     pipe.listen(heard.append)
     signal.signal(signal.SIGTERM, action)

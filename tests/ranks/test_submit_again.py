@@ -1,4 +1,4 @@
-"""A run that is submitted again: what differs is said, mistakes are corrected, and what is done is never undone."""
+"""A run that is submitted again: differences are listed, mistakes are corrected, and completed steps stay completed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHECKED = "import sys\nassert sys.argv[1:] == ['--lr', '0.1', '--steps', '5'], '
 
 
 def test_a_run_that_failed_before_its_first_step_is_corrected_without_change(run: RunDirectory, tmp_path: Path) -> None:
-    """What differs is said, and the new arguments are recorded. Once it completed, other arguments need --change."""
+    """Differences are listed, and the new arguments are recorded. Once it completed, other arguments need --change."""
     script = tmp_path / "checked.py"
     script.write_text(CHECKED)
     options = [str(script), "--device", "cpu", "--"]
@@ -88,7 +88,7 @@ def test_a_killed_supervisor_is_reported_and_the_run_continues(run: RunDirectory
 def test_a_preemption_after_steps_that_the_script_does_not_record_is_reported(
     run: RunDirectory, tmp_path: Path
 ) -> None:
-    """At the start, where the script can be seen to know nothing of clusterddp, and at the end."""
+    """At the start, as the script does not mention clusterddp, and at the end."""
     script = tmp_path / "plain.py"
     script.write_text("print('trained')\n")
     done = submit(run, str(script), "--device", "cpu", "--preempt-after", "5", "--preempt-after", "9s")

@@ -1,4 +1,4 @@
-"""Where this rank stands: ``place.py [--join]`` prints it as a line of JSON, after all ranks have met if asked to."""
+"""This rank's numbers: ``place.py [--join]`` prints them as a line of JSON, after all ranks have met if asked to."""
 
 import json
 import os

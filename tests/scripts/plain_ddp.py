@@ -1,4 +1,4 @@
-"""A script as people write it for torchrun: it knows nothing of clusterddp and resumes from its own file."""
+"""A typical script for torchrun: it does not use clusterddp and resumes from its own file."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A few steps under whatever launcher: ``small.py RUN_DIR STEPS``. Tells where it resumed and what it is."""
+"""A few steps under any launcher: ``small.py RUN_DIR STEPS``. Prints where it resumed, and its rank."""
 
 import argparse
 

@@ -34,13 +34,13 @@ class Disk:
         self._cluster.root(["umount", str(self.path)])
 
     def fail(self) -> None:
-        """From now on the kernel takes no write, whoever has files open."""
+        """From now on the kernel refuses all writes, also to open files."""
         number = self.path.stat().st_dev
         device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
         Path(f"/sys/fs/ext4/{device.name}/trigger_fs_error").write_text("a test's")
 
     def repair(self) -> None:
-        """What an administrator does once nobody has files open."""
+        """What an administrator does once no files are open."""
         self.unmount()
         subprocess.run(["fsck.ext4", "-fp", self._image], check=False, capture_output=True)
         self.mount()
@@ -58,7 +58,7 @@ def disk(cluster: Cluster, runs: Path) -> Iterator[Disk]:
 def test_a_run_on_a_disk_that_became_read_only_resumes_from_its_last_checkpoint_after_the_repair(
     cluster: Cluster, disk: Disk, uninterrupted_training: RunDirectory
 ) -> None:
-    """Nothing can be kept any more: the job ends, and is no success."""
+    """Nothing can be saved any more: the job fails."""
     training = Training.submit(cluster, disk.path, "--pause", "0.2", options=["--set", "checkpoint.every=5 steps"])
     wait_for_step(training.run, 7)
     disk.fail()

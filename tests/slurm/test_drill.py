@@ -1,4 +1,4 @@
-"""``clusterddp drill``: what it finds out on a real cluster, and what it makes of it."""
+"""``clusterddp drill``: what it finds on a real cluster, and what it reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_drill_on_the_cluster_reports_working_signals_and_requeue(cluster: Clu
 
 
 def test_the_notice_is_compared_with_the_last_save() -> None:
-    """In the words of the promise."""
+    """As printed."""
     assert (
         report(LOW, FIRST, SECOND, 100.0, save_s=1.2)[-1] == "verdict   low gives 20 s; your last save took 1.2 s: safe"
     )
@@ -53,6 +53,6 @@ def test_what_would_lose_a_run_is_named_with_its_remedy(
 
 @pytest.mark.parametrize("given", [("low\ntouch x", None, "/f"), (None, "a\rb", "/f"), (None, None, "/a\nb")])
 def test_line_breaks_in_the_batch_script_are_refused(given: tuple[Any, Any, str]) -> None:
-    """The rest of it would be a command."""
+    """The rest of the line would be a command."""
     with pytest.raises(UsageError, match="not allowed in a batch script"):
         drill_script(given[0], given[1], 1, Path(given[2]), "python")

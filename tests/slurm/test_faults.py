@@ -1,6 +1,6 @@
 """Ranks, nodes, cables and the controller fail under a training on a real Slurm; docs/design/faults.md lists all.
 
-Four nodes without accounting, and a SlurmdTimeout of two minutes: who waits for Slurm to give a node up waits long.
+Four nodes without accounting, and a SlurmdTimeout of two minutes: waiting for Slurm to give up a node takes long.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def wait_for_steps_of(training: Training, attempt: int) -> None:
 
 
 def follow_resubmission(training: Training) -> None:
-    """Until the run goes on in a new job, which is then looked after."""
+    """Until the run continues in a new job, which is then watched."""
     training.wait(lambda: events_of(training.run, "resubmitted"), "the run to go on in a new job")
     training.job_id = str(events_of(training.run, "resubmitted")[-1]["job"])
 
@@ -84,7 +84,7 @@ exec "$(PATH=${{PATH#*:}} command -v scontrol)" "$@"
 def test_an_unreachable_controller_and_a_restarted_slurmd_cost_nothing(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
-    """The requeue is asked for until it is answered; status asks again, and then tells what the run's files say."""
+    """The requeue is retried until it is answered; status retries, and then shows what the run's files say."""
     path = f"{held_requeue(cluster, runs)}:{cluster.environment['PATH']}"
     moments = "first step,last step,last step"  # where the job in `high` starts after the requeue, attempt 1 is short
     training = Training.submit(cluster, runs, "--moments", moments, "--pause", "0.3", env={"PATH": path})
@@ -117,7 +117,7 @@ def test_an_unreachable_controller_and_a_restarted_slurmd_cost_nothing(
 def test_a_node_whose_ranks_die_twice_is_not_used_a_third_time(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
-    """Once restarted in place; then the run goes on in a new job elsewhere, with a letter to the administrator."""
+    """Restarted in place once; then the run continues in a new job elsewhere, with a text for the administrator."""
     training = Training.submit(cluster, runs, "--pause", "0.2", options=OFTEN)
     for attempt, signum in enumerate((signal.SIGKILL, signal.SIGSEGV)):
         wait_for_steps_of(training, attempt)
@@ -145,7 +145,7 @@ def test_a_node_whose_ranks_die_twice_is_not_used_a_third_time(
 def test_a_dead_node_is_detected_and_the_run_continues_without_it(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
-    """Long before Slurm gives it up: its power fails, and nothing of it says goodbye."""
+    """Long before Slurm gives it up: its power fails, and no connection is closed."""
     training = Training.submit(cluster, runs, "--pause", "0.1", options=OFTEN)
     wait_for_step(training.run, 7)
     cluster.cut("n2")
@@ -162,7 +162,7 @@ def test_a_dead_node_is_detected_and_the_run_continues_without_it(
 
 @pytest.mark.product
 def test_two_nodes_that_die_at_once_are_both_recorded(cluster: Cluster, runs: Path) -> None:
-    """The second falls silent after the first, while the ranks are told to leave and srun is being given up."""
+    """The second falls silent after the first, while the ranks are told to exit and srun is being abandoned."""
     training = Training.submit(cluster, runs, "--pause", "0.3", options=[*OFTEN, "--nodes", "3"])
     wait_for_step(training.run, 7)
     cluster.cut("n2")
@@ -183,7 +183,7 @@ def test_two_nodes_that_die_at_once_are_both_recorded(cluster: Cluster, runs: Pa
 def test_a_cut_that_heals_a_slow_network_and_a_requeue_after_completion_cost_nothing(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
-    """The ranks wait, and go on, also where others take the CPUs: one attempt, no step redone."""
+    """The ranks wait and continue, also on busy CPUs: one attempt, no repeated step."""
     training = Training.submit(cluster, runs, "--pause", "0.1")
     wait_for_step(training.run, 3)
     cluster.cut("n2")
@@ -214,7 +214,7 @@ def test_a_cut_that_heals_a_slow_network_and_a_requeue_after_completion_cost_not
 def test_a_rank_that_fills_its_jobs_memory_is_reported_as_out_of_memory_and_all_ranks_restart_in_place(
     clusters: Clusters, runs_on: Callable[[Cluster], Path], uninterrupted_training: RunDirectory
 ) -> None:
-    """Slurm's limit is a cgroup's: the kernel kills the rank, and srun says of what it died."""
+    """Slurm's limit is a cgroup's: the kernel kills the rank, and srun reports the cause."""
     cluster = clusters.get(dataclasses.replace(CONFIG, memory_limits=True))
     try:
         training = Training.submit(cluster, runs_on(cluster), "--fill-at", "7", options=[*OFTEN, "--mem", "1500M"])

@@ -1,4 +1,4 @@
-"""Two live attempts of one run: the older one ends, and what it still writes is harmless."""
+"""Two live attempts of one run: the older one exits, and its late writes are harmless."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ranks_on(cluster: Cluster, node: str) -> list[str]:
 def test_a_node_cut_off_for_long_loses_its_run_to_a_new_attempt_and_its_ranks_exit(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, node: str
 ) -> None:
-    """Slurm gives the node up and starts the run elsewhere; the cut-off ranks, which it cannot end, end themselves."""
+    """Slurm gives up the node and starts the run elsewhere; the ranks that are cut off exit on their own."""
     training = Training.submit(cluster, runs, "--pause", "0.1", options=["--set", "checkpoint.every=5 steps"])
     wait_for_step(training.run, 7)
     cluster.cut(node)
@@ -45,7 +45,7 @@ def test_a_second_start_of_a_held_run_is_refused_and_disturbs_nothing(
     """sbatch of the same script by hand, while the run trains on other nodes of the cluster."""
     training = Training.submit(cluster, runs, "--pause", "0.1")
     wait_for_step(training.run, 3)
-    assert training.run.attempts() == [0], story(training.run)  # or the second start is not to blame
+    assert training.run.attempts() == [0], story(training.run)  # otherwise another cause is possible
     script = (training.run.batch_script).read_text().replace("--nodes=2", "--nodes=1")
     by_hand = runs / "by-hand.sbatch"
     by_hand.write_text(script)

@@ -1,4 +1,4 @@
-"""Hangs on a real Slurm: a rank on another node, a whole step, and a suspended job, which is none."""
+"""Hangs on a real Slurm: a rank on another node, a whole step, and a suspended job, which does not hang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.trainings import Training, check_same_run, events_of
 from tests.waiting import story, wait_until
 
 WATCHDOG = ["--set", "watchdog.step_s=4", "--set", "checkpoint.every=5 steps"]
-#: Longer than the watchdog waits: its time, and three beats.
+#: Longer than the watchdog waits: its timeout and three heartbeats.
 LONG_S = 10.0
 
 
@@ -37,7 +37,7 @@ def stop_ranks(training: Training, attempt: int, *nodes: str) -> None:
 def test_a_rank_that_is_stopped_on_another_node_and_then_all_of_them_cost_a_restart_in_place_each(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
-    """The one is named with its node; nobody can leave by themselves when all are stopped."""
+    """The one is named with its node; no rank can exit on its own when all are stopped."""
     training = Training.submit(cluster, runs, "--pause", "0.2", options=WATCHDOG)
     stop_ranks(training, 0, "n2")
     stop_ranks(training, 1, "n1", "n2")

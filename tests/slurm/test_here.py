@@ -1,4 +1,4 @@
-"""``submit --here`` in an allocation of one's own: the ranks start there, and nothing starts them again."""
+"""``submit --here`` in the user's allocation: the ranks start there, and nothing restarts them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_ctrl_c_saves_and_stops_and_the_same_command_continues(cluster: Cluster,
 
 @pytest.mark.product
 def test_a_failed_training_gives_its_exit_code_and_can_be_tried_again_there(cluster: Cluster, runs: Path) -> None:
-    """A person has seen the failure and starts the run again, in the same allocation."""
+    """The user starts the run again in the same allocation."""
     script, run = runs / "once.py", RunDirectory(runs / "run")
     script.write_text("import os, sys\nsys.exit(7 if os.environ['CLUSTERDDP_ATTEMPT'] == '0' else 0)\n")
     command = shlex.join(here(cluster, run, script, "--device", "cpu"))

@@ -1,4 +1,4 @@
-"""Other people's loops on a real Slurm: preempted with a grace of 20 s, they go on at the step where they stopped."""
+"""Training loops of other libraries on a real Slurm, preempted with a grace of 20 s, resume where they stopped."""
 
 from __future__ import annotations
 

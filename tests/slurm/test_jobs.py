@@ -67,7 +67,7 @@ Result = Callable[[str], tuple[RunDirectory, str]]
 
 
 def test_every_job_is_here() -> None:
-    """But for the array's, which is no run by itself."""
+    """Except the array's, which is not a run."""
     files = {path.stem for path in (Path(__file__).parents[2] / "jobs").glob("*.yaml")}
     assert files - {"digits_folds"} == JOBS.keys()
 
@@ -125,7 +125,7 @@ def test_checkpoint(result: Result, job: str) -> None:
 
 @pytest.mark.product
 def test_model_parallel(result: Result) -> None:
-    """The mean loss of the last step is that of a model which was never cut."""
+    """The mean loss of the last step is that of a model on one device."""
     said = re.search(r"cpu and cpu: loss (\S+) after 4 steps", result("model_parallel")[1])
     assert said is not None
     torch.manual_seed(0)
@@ -142,7 +142,7 @@ def test_collectives(result: Result) -> None:
 
 @pytest.mark.product
 def test_skew(result: Result) -> None:
-    """Each step goes on when the last rank has come, which itself waits for nobody."""
+    """Each step continues when the last rank has arrived, which itself does not wait."""
     run, said = result("skew")
     assert "all 2 steps are done, at the slowest rank's pace" in said
     waits = [[float(s) for s in re.findall(r"([\d.]+) s \(rank", line)] for line in re.findall("step . took .*", said)]
@@ -184,7 +184,7 @@ class Cpu:
 
 @pytest.mark.product
 def test_charlm(result: Result) -> None:
-    """The held-out loss of all ranks together is that of the saved weights, and has come down."""
+    """The held-out loss of all ranks together is that of the saved weights, and has decreased."""
     run, said = result("charlm")
     charlm = script("charlm")
     model = charlm.GPT(64, 32, 1, 4)

@@ -1,4 +1,4 @@
-"""The main job, on a real Slurm: a preempted training comes back by itself and ends as if nothing had happened."""
+"""The main job, on a real Slurm: a preempted training is requeued and ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def preempt_in_training(cluster: Cluster, run: RunDirectory, at_step: int) -> st
 def test_a_preempted_run_is_requeued_and_is_the_same_run(
     cluster: Cluster, runs: Path, uninterrupted: RunDirectory, grace: int
 ) -> None:
-    """The promise: requeued by itself, each step exactly once, the weights equal to the last bit."""
+    """The main promise: requeued automatically, each step exactly once, the weights equal to the last bit."""
     cluster.set_grace(grace)
     run = RunDirectory(runs / "run")
     job_id = submit(cluster, run, *digits()).stdout.strip()
@@ -79,7 +79,7 @@ def ended_once(cluster: Cluster, job_id: str, run: RunDirectory) -> None:
 
 
 def test_a_scancelled_run_ends_and_never_runs_again(cluster: Cluster, runs: Path) -> None:
-    """Saved, over, and not to be revived: neither by Slurm, nor by hand, nor by submitting it again."""
+    """Saved, over, and not restarted: neither by Slurm, nor by hand, nor by submitting it again."""
     run = RunDirectory(runs / "run")
     job_id = submit(cluster, run, *digits(100_000)).stdout.strip()
     wait_for_step(run, 30)
@@ -110,7 +110,7 @@ def test_clusterddp_cancel_ends_a_pending_run_for_good(cluster: Cluster, runs: P
 def test_job_sbatch_by_hand_starts_continues_and_completes_the_run(
     cluster: Cluster, runs: Path, uninterrupted: RunDirectory
 ) -> None:
-    """The file that submit leaves is all that is needed: here it continues a run that was stopped by a signal."""
+    """The file that submit writes suffices: here it continues a run that was stopped by a signal."""
     run = RunDirectory(runs / "run")
     job_id = submit(cluster, run, *digits()).stdout.strip()
     wait_for_step(run, 50)
@@ -143,7 +143,7 @@ def test_the_template_survives_a_preemption(cluster: Cluster, runs: Path, uninte
 
 
 def test_the_template_ends_with_the_trainings_exit_code(cluster: Cluster, runs: Path) -> None:
-    """A script that leaves with 7 makes the job fail with 7."""
+    """A script that exits with 7 makes the job fail with 7."""
     script = runs / "seven.py"
     script.write_text("import sys\nsys.exit(7)\n")
     job_id = sbatch_template(cluster, RunDirectory(runs / "run"), str(script))
@@ -152,7 +152,7 @@ def test_the_template_ends_with_the_trainings_exit_code(cluster: Cluster, runs: 
 
 @pytest.mark.parametrize("grace", [20, pytest.param(0, marks=pytest.mark.product)])
 def test_a_script_that_does_not_use_clusterddp_is_restarted(cluster: Cluster, runs: Path, grace: int) -> None:
-    """TERM ends it as it would end it anywhere; the supervisor requeues, and the script resumes from its own file."""
+    """TERM ends it; the supervisor requeues the job, and the script resumes from its own file."""
     cluster.set_grace(grace)
     run = RunDirectory(runs / "run")
     definition = runs / "plain.yaml"
@@ -175,7 +175,7 @@ def test_a_script_that_does_not_use_clusterddp_is_restarted(cluster: Cluster, ru
 
 
 def test_a_run_that_another_job_holds_is_refused_with_its_name(cluster: Cluster, runs: Path) -> None:
-    """The holder, its state and its nodes are said."""
+    """The message names the holder, its state and its nodes."""
     run = RunDirectory(runs / "run")
     job_id = submit(cluster, run, *digits(100_000)).stdout.strip()
     wait_for_step(run, 10)

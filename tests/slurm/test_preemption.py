@@ -1,4 +1,4 @@
-"""Every moment, every window: preemption, time limits and scancel on a real Slurm, whatever the ranks are doing."""
+"""Preemption, time limits and scancel on a real Slurm at every moment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_run_preempted_at_every_moment_loses_and_repeats_nothing(
 def test_a_run_is_preempted_with_data_workers_alive_and_none_is_left(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
-    """They neither die of the signal nor outlive their rank."""
+    """The signal does not kill them, and they do not outlive their rank."""
     training = Training.submit(cluster, runs, "--workers", "2", "--moments", "first step")
     training.wait_at_moment(0)
     training.preempt()
@@ -76,7 +76,7 @@ def test_a_run_whose_attempts_are_used_up_ends_as_failed_and_says_why(cluster: C
 def test_a_resubmitted_run_continues_in_a_new_job_without_a_hold(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
-    """policy: resubmit. The old job ends and stays ended."""
+    """policy: resubmit. The old job ends and is not restarted."""
     training = Training.submit(cluster, runs, "--moments", "first step", options=["--set", "policy=resubmit"])
     training.wait_at_moment(0)
     training.preempt()
@@ -110,7 +110,7 @@ def test_where_preemption_cancels_the_run_is_resubmitted(
 def test_a_step_that_outlasts_the_grace_costs_the_steps_since_the_last_checkpoint_and_no_more(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
-    """The ranks leave before they would be killed, with where they hang in the log, and the job is requeued."""
+    """The ranks exit before they would be killed, their stacks are in the log, and the job is requeued."""
     training = Training.submit(cluster, runs, "--moments", "last step")
     training.wait_at_moment(0)
     training.preempt()
@@ -124,7 +124,7 @@ def test_a_step_that_outlasts_the_grace_costs_the_steps_since_the_last_checkpoin
 
 
 def never_again(training: Training, outcome: str | None) -> None:
-    """The job is over for good, and no attempt more was made."""
+    """The job is over, and no further attempt was made."""
     attempts = training.run.attempts()
     training.cluster.wait_job(training.job_id, {"CANCELLED"})
     assert (training.run.outcome() or {}).get("state") == outcome, story(training.run)
@@ -133,7 +133,7 @@ def never_again(training: Training, outcome: str | None) -> None:
 
 
 def test_scancel_in_the_hold_is_final(cluster: Cluster, runs: Path) -> None:
-    """Requeued, waiting for its turn, cancelled: it does not come back when the hold is over."""
+    """Requeued, pending, cancelled: it does not start when the hold ends."""
     training = Training.submit(cluster, runs, "--moments", "first step")
     training.wait_at_moment(0)
     high = training.preempt()

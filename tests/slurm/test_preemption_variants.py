@@ -1,4 +1,4 @@
-"""The same promise however a cluster is set up: how it tracks processes, signals, and decides whom to preempt."""
+"""The same promise on differently configured clusters: process tracking, signals, and what to preempt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_preempted_run_is_the_same_run_on_a_cluster_set_up_differently(
 
 
 def test_a_watcher_lifts_the_hold_after_a_requeue(clusters: Any, runs_on: Any) -> None:
-    """``submit --wait`` helps the run over it, though the hold is longer than the test waits, and ends with the run."""
+    """``submit --wait`` lifts it, though the hold is longer than the test waits, and ends with the run."""
     cluster = clusters.get(dataclasses.replace(clusters.standard, cred_expire=120))
     training = Training.submit(cluster, runs_on(cluster), "--moments", "first step")
     watcher = cluster.popen([cluster.python, "-m", "clusterddp", "watch", training.run.path], stderr=-1)

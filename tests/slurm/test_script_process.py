@@ -32,7 +32,7 @@ for batch in run.steps(8):
 def test_an_open_pool_delays_no_preemption_and_a_script_handler_does_not_end_the_run(
     clusters: Any, runs_on: Any, proctrack: str, what: str
 ) -> None:
-    """Under linuxproc the pool's processes get the TERM, too. The handler exits with code 0: requeued all the same."""
+    """Under linuxproc the pool's processes get the TERM, too. The handler exits with code 0: still requeued."""
     cluster = clusters.get(dataclasses.replace(clusters.standard, proctrack=proctrack))
     cluster.set_grace(20)
     folder = runs_on(cluster)

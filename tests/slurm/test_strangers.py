@@ -1,4 +1,4 @@
-"""Another user of a real cluster's nodes, and what that user gets of a run and does to it: nothing."""
+"""Another user of a real cluster's nodes can neither read nor disturb a run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def variables(process: Process) -> dict[str, str]:
 
 
 def test_another_user_sees_nothing_of_a_run_and_cannot_disturb_it(cluster: Cluster, runs: Path) -> None:
-    """Files, the ranks' environment, the supervisor's port: while hundreds of strangers hold it, the run goes on."""
+    """Files, the ranks' environment, the supervisor's port: the run continues while hundreds of connections hold it."""
     secret = {"options": ["--set", "env.HF_TOKEN=s3cret-value"]}
     training = Training.submit(cluster, runs, "--moments", "first step", **secret)  # type: ignore[arg-type]
     training.wait_at_moment(0)
@@ -107,7 +107,7 @@ def test_another_user_sees_nothing_of_a_run_and_cannot_disturb_it(cluster: Clust
 
 
 def test_the_group_reads_a_shared_run_and_nobody_else_does(cluster: Cluster, runs: Path) -> None:
-    """All but `private`, though the umask of who submitted would let nobody read anything; and they cannot write."""
+    """All but `private`, though the submitting user's umask would close everything; and they cannot write."""
     (runs / "train.py").write_text("print('hello')\n")
     run = RunDirectory(runs / "run")
     options = ["--run-dir", run.path, "--device", "cpu", "--partition", "low", "--set", "share=group"]

@@ -30,7 +30,7 @@ def check_each_step_once(run: RunDirectory, steps: int) -> None:
 
 
 def test_torchrun_on_every_node_survives_a_preemption(cluster: Cluster, runs: Path) -> None:
-    """torchrun hands TERM on to the ranks, which stop together and save."""
+    """torchrun forwards TERM to the ranks, which stop together and save."""
     run = RunDirectory(runs / "run")
     template = ["--gpus-per-node=1", "slurm/torchrun.sbatch", "jobs/digits.py", "--steps", "500"]
     job_id = submit(cluster, template, runs, RUN=run.path)
@@ -90,7 +90,7 @@ def check_best_checkpoint(run: RunDirectory) -> None:
 
 @pytest.mark.product
 def test_an_arrays_member_ends_with_its_own_trainings_exit_code(cluster: Cluster, runs: Path) -> None:
-    """The script of member 1 leaves with 7, that of member 0 is done."""
+    """The script of member 1 exits with 7, that of member 0 completes."""
     script = runs / "seven.py"
     script.write_text("import os, sys\nsys.exit(7 * int(os.environ['SLURM_ARRAY_TASK_ID']))\n")
     array = submit(cluster, ["--array=0-1", "slurm/array.sbatch", str(script), "--lr", "1"], runs, RUNS=runs)
@@ -98,7 +98,7 @@ def test_an_arrays_member_ends_with_its_own_trainings_exit_code(cluster: Cluster
     assert cluster.wait_job(f"{array}_1", {"FAILED"})["ExitCode"] == "7:0"
 
 
-#: For each runtime a program that notes its words and stays outside, and what they must be.
+#: For each runtime, a program that records its arguments, and what they must be.
 APPTAINER = """#!/bin/bash
 echo "$@" >> {log}
 while [ "$1" != python ]; do shift; done
@@ -120,7 +120,7 @@ IN_IMAGE = {
 def test_the_container_template_starts_the_ranks_and_nothing_else_in_the_image_and_survives_a_preemption(
     cluster: Cluster, runs: Path, runtime: str, program: str
 ) -> None:
-    """With stand-ins, preempted once: neither Apptainer nor pyxis is here."""
+    """With stand-ins, preempted once: neither Apptainer nor pyxis is installed."""
     log = runs / "words"
     stand_in = runs / program
     text = APPTAINER if runtime == "apptainer" else SRUN_WITH_PYXIS

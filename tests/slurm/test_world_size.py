@@ -1,4 +1,4 @@
-"""A run goes on with another number of ranks: the same global batches in the same order, and the same learning."""
+"""A run continues with another number of ranks: the same global batches in the same order, and equal losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``status`` says a run's interruptions have cost."""
+"""What a run's interruptions have cost, as ``status`` shows it."""
 
 from __future__ import annotations
 

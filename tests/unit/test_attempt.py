@@ -1,4 +1,4 @@
-"""The supervisor's decisions with a controller and ranks of the test's own: what no cluster fails at on demand."""
+"""The supervisor's decisions with a fake controller and fake ranks: failures that no cluster has on demand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from clusterddp.worker.control_channel import ControlChannel
 
 
 class FakeController:
-    """Answers what it was given, in order, the last answer for ever; exceptions are raised."""
+    """Gives the answers in order and repeats the last one; exceptions are raised."""
 
     leave_code, again_code, resubmits, starts_again = 3, 4, True, True
     nodes = ["n1"]
@@ -97,7 +97,7 @@ class Refusing(FakeController):
 
 
 class FakeRanks:
-    """Two ranks that leave records instead of running."""
+    """Two ranks that write records instead of running."""
 
     name, supervisor_host, abandon_s = "slurm", "127.0.0.1", 0.0
 
@@ -149,7 +149,7 @@ def supervised(
 
 
 def test_a_preempted_attempt_is_requeued_and_says_so_once_it_is(run: RunDirectory) -> None:
-    """The history claims a requeue only after the controller took it."""
+    """The history reports a requeue only after the controller has accepted it."""
     controller = FakeController(Cause.PREEMPTED)
     assert supervised(run, controller) == (4, ["started", "requeued"])
     assert controller.asked == ["requeue"]
@@ -205,7 +205,7 @@ def test_a_requeue_without_an_answer_that_was_carried_out_is_not_repeated(run: R
 
 
 def test_a_scancel_just_before_the_requeue_is_respected(run: RunDirectory) -> None:
-    """The controller is asked right before the request, not only when the ranks have gone."""
+    """The controller is queried right before the request, not only when the ranks have exited."""
     controller = FakeController(Cause.PREEMPTED, Cause.CANCELLED)
     assert supervised(run, controller) == (1, ["started", "cancelled"])
     assert controller.asked == []
@@ -218,14 +218,14 @@ def test_a_refused_requeue_becomes_a_resubmission(run: RunDirectory) -> None:
 
 
 def test_an_unreachable_controller_is_queried_until_it_answers(run: RunDirectory) -> None:
-    """Nothing is requeued blind, and nothing is given up."""
+    """Nothing is requeued without an answer, and nothing is given up."""
     away = SlurmUnavailable("Unable to contact slurm controller")
     controller = FakeController(away, away, Cause.PREEMPTED)
     assert supervised(run, controller)[1] == ["started", "requeued"]
 
 
 def test_a_full_disk_does_not_prevent_the_requeue(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bookkeeping is bookkeeping."""
+    """The history is not needed for it."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -237,7 +237,7 @@ def test_a_full_disk_does_not_prevent_the_requeue(run: RunDirectory, monkeypatch
 
 
 def test_a_log_that_cannot_be_written_does_not_end_the_supervisor(run: RunDirectory, tmp_path: Path) -> None:
-    """A full disk: the failed rank's box is lost, and the ranks are started anew all the same, to the end."""
+    """A full disk: the failed rank's box is lost, and the ranks are still restarted, to the end."""
     script = tmp_path / "once.py"
     script.write_text("import os\nif os.environ['CLUSTERDDP_ATTEMPT'] == '0':\n    os._exit(1)\n")
     run.job_file.write_text(Job(name="x", script=str(script), device="cpu").to_yaml())
@@ -249,7 +249,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_supervisor(run: RunDirect
 
 
 def test_a_batch_job_that_is_refused_leaves_the_notice_of_the_attempt_that_holds_the_run(run: RunDirectory) -> None:
-    """Its loop has just said why its ranks are to stop."""
+    """The local command has just written why the ranks are to stop."""
     run.job_file.write_text(Job(name="x", module="x", device="cpu").to_yaml())
     lease.take(run, run.create_attempt(), lease.of_this_process())
     give_notice(run, Cause.INTERRUPTED)
@@ -261,7 +261,7 @@ def test_a_batch_job_that_is_refused_leaves_the_notice_of_the_attempt_that_holds
 
 
 def test_scancel_during_a_resubmission_ends_the_new_job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The window that can be closed is."""
+    """The only window that can be closed is closed."""
     cancelled: list[str] = []
     monkeypatch.setattr("clusterddp.slurm.commands.cancel", cancelled.append)
     job = dataclasses.replace(JOB, policy="resubmit")
@@ -273,14 +273,14 @@ def test_scancel_during_a_resubmission_ends_the_new_job(run: RunDirectory, monke
 def test_an_exception_is_shown_even_when_the_job_is_preempted_meanwhile(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A save that raises at every preemption must not pass for a run that had nothing to save."""
+    """A save that raises at every preemption is not a run without anything to save."""
     raised = {"end": "exception", "error": "ValueError: no", "traceback": "Traceback: no", "used_clusterddp": False}
     assert supervised(run, FakeController(Cause.PREEMPTED), raised)[1] == ["started", "rank_failed", "requeued"]
     assert "raised ValueError: no" in capsys.readouterr().err
 
 
 def test_a_plain_crash_does_not_wait_for_an_unreachable_controller(run: RunDirectory) -> None:
-    """Nobody was told to stop, so there is nothing to ask; the nodes are free at once."""
+    """No rank was told to stop, so no query is needed; the nodes are free at once."""
     raised = {"end": "exception", "error": "ValueError: no"}
     code, events = supervised(run, FakeController(AssertionError("asked")), raised)
     assert (code, events) == (1, ["started", "rank_failed", "failed"])
@@ -323,7 +323,7 @@ def test_ranks_that_are_killed_repeatedly_are_started_three_times_without_a_chec
 
 
 def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirectory) -> None:
-    """Progress is what counts."""
+    """Only failures without progress count."""
     ends = iter([{"end": "died", "error": "killed"}] * 5 + [{"end": "done"}])
 
     def ranks() -> FakeRanks:
@@ -340,7 +340,7 @@ def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirect
 
 
 def test_a_node_that_failed_twice_is_excluded_from_the_next_job(run: RunDirectory) -> None:
-    """Restarted in place once; then the run goes on in a new job, and status has a letter to the administrator."""
+    """Restarted in place once; then the run continues in a new job, and status has a text for the administrator."""
     killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
     controller = FakeController(Cause.NONE)
     controller.nodes = ["n1", "n2", "n3"]
@@ -362,13 +362,13 @@ def test_a_node_that_failed_twice_is_excluded_from_the_next_job(run: RunDirector
     ],
 )
 def test_a_rank_is_looked_for_on_its_own_node(hosts: dict[int, str], rank: int, node: str) -> None:
-    """That is the node which is blamed, and left out."""
+    """That node is recorded as faulty and excluded."""
     job = dataclasses.replace(JOB, nodes=2, gpus_per_node=4, gpus_per_rank=2)
     assert State(job, nodes=("n1", "n2"), hosts=hosts).node_of(rank) == node
 
 
 def test_a_bad_node_is_excluded_where_fewer_suffice(run: RunDirectory) -> None:
-    """A run that began on two of ``nodes: 1-2`` goes on with one."""
+    """A run that started on two of ``nodes: 1-2`` continues with one."""
     killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
     controller = FakeController(Cause.NONE)
     controller.nodes = ["n1", "n2"]
@@ -380,7 +380,7 @@ def test_a_bad_node_is_excluded_where_fewer_suffice(run: RunDirectory) -> None:
 def test_where_too_few_nodes_would_remain_slurms_choice_is_kept_and_reported(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run goes on where it is."""
+    """The run continues in place."""
     killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
     controller = FakeController(Cause.NONE)
     assert supervise(run, JOB, lambda: killed, controller) == 1
@@ -443,7 +443,7 @@ def cut(run: RunDirectory, controller: FakeController, nodes: int = 2) -> int:
 
 
 def test_a_node_that_does_not_answer_is_lost_and_the_run_continues_without_it(run: RunDirectory) -> None:
-    """The other ranks are told to leave, srun is not waited for, and the job does not hold the run any more."""
+    """The other ranks are told to exit, srun is not waited for, and the job no longer holds the run."""
     controller = FakeController(Cause.NONE)
     controller.nodes = ["n1", "n2", "n3"]
     assert cut(run, controller) == 4
@@ -469,7 +469,7 @@ def test_two_nodes_that_are_lost_at_once_are_both_recorded_and_excluded(
 
 
 def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(run: RunDirectory) -> None:
-    """A watcher asks that job, whose end is Slurm's word for what happened, and nobody else trains meanwhile."""
+    """A watcher queries that job, whose state tells what happened, and no other job trains meanwhile."""
     controller = Refusing(Cause.NONE)
     controller.nodes = ["n1", "n2"]
     assert cut(run, controller) == 3
@@ -480,7 +480,7 @@ def test_a_run_that_gets_no_new_job_after_a_lost_node_is_not_without_a_holder(ru
 
 
 def test_a_users_own_allocation_that_loses_a_node_is_released_and_nothing_is_submitted(run: RunDirectory) -> None:
-    """Who has made it continues the run."""
+    """Its owner continues the run."""
     controller = FakeController(Cause.NONE)
     controller.nodes, controller.starts_again = ["n1", "n2"], False
     assert cut(run, controller) == 3
@@ -489,7 +489,7 @@ def test_a_users_own_allocation_that_loses_a_node_is_released_and_nothing_is_sub
 
 
 def test_a_run_that_gets_no_new_job_without_a_bad_node_continues_in_place(run: RunDirectory) -> None:
-    """The node is left out of nothing then, which is said."""
+    """The node is then not excluded, which is reported."""
     killed = FakeRanks(run, {"end": "died", "error": "killed by signal 9"})
     controller = Refusing(Cause.NONE)
     controller.nodes = ["n1", "n2"]
@@ -521,7 +521,7 @@ def test_a_job_that_gets_no_successor_may_be_requeued_again(run: RunDirectory, m
 def test_an_excluded_node_stays_excluded_in_a_new_job_where_others_work(
     run: RunDirectory, nodes: list[str] | str, without: str
 ) -> None:
-    """Also where the run goes on in one for another reason. Slurm's own choice is taken, if nobody knows the nodes."""
+    """Also where the run goes on in one for another reason. Slurm's choice is kept if the nodes are unknown."""
     left_out = {"attempt": 0, "time": time.time(), "event": "excluded", "nodes": ["n7"], "failures": [2]}
     append_line(run.events_file, left_out)
     controller = FakeController(Cause.PREEMPTED)
@@ -548,7 +548,7 @@ def test_a_hung_run_is_killed_and_then_restarted_or_ended_as_its_definition_says
     code: int,
     names: list[str],
 ) -> None:
-    """No rank leaves when it is told to; the one that hung is the first failure, whatever the others leave."""
+    """No rank exits when it is told to; the hung one is the first failure, whatever the others record."""
     monkeypatch.setattr(decide, "HANG_GRACE_S", 0.0)
     hang = Hang((1,), "n1", 7, 606.0, "rank 1 (n1) last at step 7, 606 s ago")
     killed = threading.Event()
@@ -578,7 +578,7 @@ def test_a_hung_run_is_killed_and_then_restarted_or_ended_as_its_definition_says
 def test_a_disk_that_delays_the_history_is_no_hang_of_the_ranks(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may be waiting for the same disk; their time runs again when it answers."""
+    """They may be waiting for the same disk; their timeout continues when it answers."""
     monkeypatch.setattr(decide, "HANG_GRACE_S", 0.0)
     blocked, disk, killed, real = threading.Event(), threading.Event(), threading.Event(), append_line
 
@@ -646,7 +646,7 @@ def test_the_ranks_are_told_to_stop_while_the_disk_blocks_the_history(
 def test_a_task_that_srun_cannot_launch_does_not_leave_the_others_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """srun says so and goes on: seen when a cable was cut in the second of the launch."""
+    """srun reports it and continues: seen when a cable was cut in the second of the launch."""
     srun = tmp_path / "srun"
     srun.write_text(
         "#!/bin/bash\ntrap 'kill $!; exit 137' QUIT\nsleep 60 &\n"
@@ -705,7 +705,7 @@ LIMIT = Cause.TIME_LIMIT.value
 def test_a_run_ends_at_its_limits_and_no_earlier(
     limits: Limits, events: list[dict[str, Any]], reason: str | None
 ) -> None:
-    """Two ranks, attempts of an hour. Being preempted early, however often, is no fault of the run; and a script that
+    """Two ranks, attempts of an hour. Early preemptions, however many, do not count against the run; and a script that
     saves by itself, of which nothing is known here, may take as many time limits as it needs."""
     job = dataclasses.replace(JOB, limits=limits)
     found = exceeded(job, events, now=events[-1]["time"])
@@ -731,7 +731,7 @@ def test_of_a_range_of_nodes_the_job_has_what_slurm_gave_it() -> None:
 
 
 def test_a_result_may_have_any_name_of_the_scripts_own(run: RunDirectory) -> None:
-    """The history stays readable: ``run.log(ranks=0.5)`` after the loop is no number of ranks."""
+    """The history stays readable: ``run.log(ranks=0.5)`` after the loop is not a number of ranks."""
     names = {"ranks": 0.5, "redone": "twice", "job": None, "nodes": 3.5, "suspect": 1.0, "reason": 2.0}
     append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "result", "step": 7, **names})
     _, events = supervised(run, FakeController(Cause.NONE), {"end": "died", "error": "killed"})

@@ -69,7 +69,7 @@ def test_the_script_needs_no_slurm_and_leaves_no_file(tmp_path: Path, monkeypatc
 
 
 def test_cpu_jobs_request_no_gpu_and_a_missing_limit_is_left_to_the_partition() -> None:
-    """submitit by itself would ask for five minutes."""
+    """submitit's default would be five minutes."""
     text = script(Job(name="net", script="/net.py", device="cpu", gpus_per_node=4))
     assert "gpus" not in text
     assert "--time" not in text
@@ -77,7 +77,7 @@ def test_cpu_jobs_request_no_gpu_and_a_missing_limit_is_left_to_the_partition() 
 
 
 def test_a_rank_with_several_gpus_is_one_task() -> None:
-    """All of the node's GPUs are asked for, and every task sees them all."""
+    """All of the node's GPUs are requested, and every task sees them all."""
     text = script(Job(name="net", script="/net.py", gpus_per_node=8, gpus_per_rank=2))
     assert "#SBATCH --gpus-per-node=8\n" in text
     assert "#SBATCH --ntasks-per-node=4\n" in text

@@ -54,7 +54,7 @@ def test_a_handover_within_the_bar_is_met_and_one_beyond_it_is_not() -> None:
 
 
 def test_the_moment_of_a_signal_is_read_from_slurmds_log() -> None:
-    """As 22.05 and 24.11 write it; the batch step's own signals and other jobs' are not meant."""
+    """As 22.05 and 24.11 write it; signals of the batch step and of other jobs do not count."""
     log = (
         "[2026-11-20T07:23:11.133] [7.batch] Sent signal 15 to StepId=7.batch\n"
         "[2026-11-20T07:23:12.250] [7.0] Sent signal 18 to StepId=7.0\n"

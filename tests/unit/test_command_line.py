@@ -1,4 +1,4 @@
-"""The first commands that a newcomer types, right or wrong, and what each command says of itself."""
+"""The first commands that a newcomer types, right or wrong, and each command's help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line between the supervisor and its ranks, over real sockets on loopback."""
+"""The control channel between the supervisor and its ranks, over real sockets on loopback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKEN = "secret of this attempt"
 
 
 class Heard:
-    """What a server was told, as queues that a test can wait on."""
+    """What a server received, as queues that a test can wait on."""
 
     def __init__(self, ranks: int | None = None) -> None:
         self.events: queue.Queue[tuple[int, str, dict[str, Any]]] = queue.Queue()
@@ -50,7 +50,7 @@ def join(heard: Heard, rank: int, port: int | None = None, token: str = TOKEN) -
 
 
 def test_every_rank_learns_rank_0s_store_in_any_order_of_joining(heard: Heard) -> None:
-    """Rank 1 says hello before rank 0: it waits, and both get the port that rank 0 chose."""
+    """Rank 1 joins before rank 0: it waits, and both get the port that rank 0 chose."""
     answers: queue.Queue[ControlChannel] = queue.Queue()
     early = threading.Thread(target=lambda: answers.put(join(heard, 1)))
     early.start()
@@ -60,7 +60,7 @@ def test_every_rank_learns_rank_0s_store_in_any_order_of_joining(heard: Heard) -
 
 
 def test_a_rank_that_still_waits_for_rank_0_is_told_to_exit(heard: Heard) -> None:
-    """And says so, rather than that a stranger answers."""
+    """Its error says so, rather than that another service answered."""
     said: queue.Queue[str] = queue.Queue()
 
     def wait() -> None:
@@ -97,7 +97,7 @@ def test_the_answer_has_what_the_supervisor_already_knows(heard: Heard) -> None:
 
 
 def test_events_arrive_with_their_rank_and_values(heard: Heard) -> None:
-    """What a rank sends is what the supervisor hears."""
+    """The supervisor receives what a rank sends."""
     link = join(heard, 0, port=1)
     assert heard.events.get(timeout=10)[1] == "joined"
     link.send("checkpoint", step=7, bytes=100)
@@ -131,7 +131,7 @@ def test_closing_reads_what_was_already_sent_even_when_late(monkeypatch: pytest.
 
 
 def test_a_wrong_token_is_refused_and_learns_nothing(heard: Heard) -> None:
-    """A stranger is turned away with a sentence; the run's own ranks are not disturbed."""
+    """An unknown client is refused with a sentence; the run's ranks are not affected."""
     with pytest.raises(LauncherEnvironmentError, match="refused the token"):
         join(heard, 0, port=666, token="stranger")
     assert join(heard, 0, port=1).store_port == 1
@@ -147,14 +147,14 @@ def test_malformed_input_is_dropped_and_the_server_continues(heard: Heard, words
 
 
 def test_a_rank_that_dies_is_noticed(heard: Heard) -> None:
-    """The broken connection tells which rank is gone."""
+    """The broken connection tells which rank has exited."""
     link = join(heard, 0, port=1)
     link.close()
     assert heard.lost.get(timeout=10) == (0, False)
 
 
 def test_a_broken_connection_is_reopened(heard: Heard) -> None:
-    """And carries what both sides say from then on; a process that is not that rank's is still refused."""
+    """Both sides use the new connection; another process is still refused."""
     link = join(heard, 0, port=1)
     words: queue.Queue[object] = queue.Queue()
     link.listen(lambda: words.put("lost"), words.put)
@@ -185,7 +185,7 @@ def test_events_sent_while_disconnected_arrive_once_each_and_in_order(heard: Hea
 
 
 def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes the history, on a slow disk: that is no reason to leave, nor for its peers."""
+    """It writes the history, on a slow disk: that is no reason to exit for the rank or its peers."""
     monkeypatch.setattr("clusterddp.worker.control_channel.REJOIN_S", 0.1)
     free, words = threading.Event(), queue.Queue[object]()
 
@@ -210,7 +210,7 @@ def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(m
 
 
 def test_a_rank_whose_node_was_silent_cannot_reconnect(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be taken for lost, and its run be going on elsewhere."""
+    """It may have been declared lost, and its run may continue elsewhere."""
     monkeypatch.setattr(control_server, "_SILENT", {errno.ECONNRESET})
     link = join(heard, 0, port=1)
     link._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets it
@@ -221,7 +221,7 @@ def test_a_rank_whose_node_was_silent_cannot_reconnect(heard: Heard, monkeypatch
 
 
 def test_a_rank_that_is_falling_silent_gets_no_orders(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's word that its node does not answer would come 15 s later then: too late to be counted."""
+    """The kernel would then report 15 s later that its node does not answer: too late to be counted."""
     links = [join(heard, 0, port=1), join(heard, 1)]
     words: queue.Queue[object] = queue.Queue()
     for link in links:
@@ -249,7 +249,7 @@ def test_a_broadcast_reaches_every_connected_rank(heard: Heard) -> None:
 
 
 def test_a_report_that_is_too_long_is_dropped_alone(heard: Heard, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its texts are clipped; one that cannot be is dropped by name. The connection stays, and what follows is heard."""
+    """Its texts are truncated, or it is dropped and named. The connection and later messages are not affected."""
     link = join(heard, 0, port=1)
     link.send("left", error="E" + "x" * 3_000_000 + "!", rank=0)
     link.send("result", predictions=[0.5] * 500_000)
@@ -268,7 +268,7 @@ def test_a_report_that_is_too_long_is_dropped_alone(heard: Heard, capsys: pytest
 
 @pytest.mark.parametrize("line", [b"x" * 3_000_000, b'{"event": "x", "v": "' + b"x" * (1 << 20) + b'"}', b"nonsense"])
 def test_an_unreadable_line_of_a_rank_is_skipped_permanently(heard: Heard, line: bytes) -> None:
-    """A rank that was dropped for it would join again, and repeat it for ever."""
+    """A rank that was dropped for it would join again and repeat it forever."""
     link = join(heard, 0, port=1)
     link.send("checkpoint", step=1)
     link._last.append(line + b"\n")
@@ -286,7 +286,7 @@ def test_an_unreadable_line_of_a_rank_is_skipped_permanently(heard: Heard, line:
 
 
 def test_sending_to_a_supervisor_that_has_exited_does_not_stop_training() -> None:
-    """The rank goes on: losing the history's writer is no reason to lose the run."""
+    """The rank continues: losing the history's writer is no reason to lose the run."""
     heard = Heard()
     link = join(heard, 0, port=1)
     heard.server.close()
@@ -320,7 +320,7 @@ def unread(connection: socket.socket) -> bytes:
 
 
 def test_unauthenticated_input_is_limited_in_size_and_depth(heard: Heard) -> None:
-    """A line that never ends takes no memory; a thousand brackets would end the thread that hears the ranks."""
+    """An endless line takes no memory; a thousand brackets would end the thread that reads from the ranks."""
     for words in (b"x" * 10_000, b"[" * 4000 + b"\n", b'{"token": "\\ud800"}\n', b'{"token": "\xc3\xa9"}\n'):
         with socket.create_connection(("127.0.0.1", heard.server.port)) as stranger:
             stranger.sendall(words)
@@ -419,7 +419,7 @@ def test_an_impossible_rank_is_refused_with_a_reason(rank: Any, port: int | None
 
 
 def test_a_malformed_report_affects_no_other() -> None:
-    """The thread that hears the ranks outlives an event without what it should hold."""
+    """The thread that reads from the ranks survives an event without its fields."""
     heard: queue.Queue[Any] = queue.Queue()
     server = ControlServer(
         TOKEN, lambda _, event, values: heard.put(values["pid" if event == "joined" else "word"]), host="127.0.0.1"
@@ -451,7 +451,7 @@ def test_a_rank_that_reaches_another_service_quotes_its_answer(answer: bytes) ->
 
 
 def test_a_broadcast_reaches_every_rank(heard: Heard) -> None:
-    """In a thread of the rank's own, whatever its main thread is at; and the end of the line is heard after it."""
+    """In a separate thread of the rank; the end of the connection is noticed after it."""
     links = [join(heard, 0, port=1), join(heard, 1)]
     words: queue.Queue[object] = queue.Queue()
     for link in links:

@@ -103,7 +103,7 @@ def test_the_peers_of_a_rank_that_exits_unfinished_get_time_until_the_controller
 
 
 def test_the_first_record_of_a_ranks_end_counts() -> None:
-    """A second one comes from its exit handlers."""
+    """The second one comes from its exit handlers."""
     state = after(FAILED, RankEvent(1, "left", {"host": "n2", "end": "done"}))
     assert state.ends[1]["end"] == "exception"
 
@@ -203,7 +203,7 @@ def test_a_preemption_that_reached_no_rank_is_forwarded_until_one_confirms() -> 
 
 
 def test_ranks_that_have_not_joined_are_signalled_by_the_launcher() -> None:
-    """They do not listen yet."""
+    """They cannot receive it yet."""
     state, _ = step(State(JOB), PREEMPTED, NOW)
     assert actions(state, Timer.LOOK)[:2] == [Broadcast("stop", "preemption"), Do.NOTIFY_RANKS]
 
@@ -260,7 +260,7 @@ def test_slow_saves_get_more_notice_and_short_limits_keep_most_of_their_time(
 def test_an_unreachable_controller_is_recorded_once_each_time(
     events: Sequence[Event], event: Event, expected: list[str]
 ) -> None:
-    """The ranks train on."""
+    """The ranks continue to train."""
     assert recorded(after(*events), event) == expected
 
 

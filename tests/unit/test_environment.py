@@ -1,4 +1,4 @@
-"""A rank's place is read from what torchrun, Slurm or nobody has set; anything missing or contradictory is named."""
+"""A rank's numbers are read from torchrun's or Slurm's variables; missing or contradictory ones are named."""
 
 import re
 from typing import Any
@@ -323,7 +323,7 @@ def test_incomplete_or_equal_variables_do_not_disturb_slurms(names: dict[str, st
     ],
 )
 def test_a_batch_shell_is_not_a_rank(environ: dict[str, str], words: str) -> None:
-    """The batch shell's SLURM_PROCID=0 would otherwise make a world of one, or of a rank that never comes."""
+    """The batch shell's SLURM_PROCID=0 would otherwise make a world of one, or wait for a missing rank."""
     with pytest.raises(LauncherEnvironmentError, match=f"this is {words}, not a rank: start with srun"):
         read(environ)
 

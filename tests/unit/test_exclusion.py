@@ -1,4 +1,4 @@
-"""Which nodes a run's next jobs leave out: the decision alone, over histories."""
+"""Which nodes a run's next jobs exclude: the decision alone, over histories."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_two_events_of_one_attempt_are_one_failure() -> None:
 def test_slurms_choice_is_kept_where_excluding_would_leave_too_few(
     events: list[dict[str, Any]], lost: list[str], usable: list[str], words: str
 ) -> None:
-    """What was left out before stays so."""
+    """Excluded nodes stay excluded."""
     choice = choose(events, lost, usable, 2, NOW)
     assert (choice.nodes, choice.new, choice.refused) == (tuple(excluded(events, NOW)), (), words)
 

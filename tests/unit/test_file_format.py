@@ -171,7 +171,7 @@ def test_a_state_that_contains_itself_is_refused() -> None:
 
 @pytest.mark.parametrize("place", [0, 100, 5_000_000, -1, None])
 def test_what_reads_back_otherwise_than_it_was_written_does_not_count(tmp_path: Path, place: Any) -> None:
-    """The beginning, the data and the check sums, altered or cut off behind the writer's back; None is a good disk."""
+    """The header, the data and the checksums, altered or truncated after they were written; None is a good disk."""
     data, beginning = memoryview(bytes(9_000_000)), file_format.head(file_format.described([]), {}, {})
     later = lambda work: work  # noqa: E731
     with open(tmp_path / "file", "x+b", buffering=0) as file:
@@ -251,7 +251,7 @@ def liar(path: Path, change: Any) -> Path:
     ],
 )
 def test_a_wrong_header_is_damage(tmp_path: Path, change: Any) -> None:
-    """Whoever wrote it had the check sums right; no memory is taken, and nothing crashes."""
+    """With correct checksums; no memory is allocated, and nothing crashes."""
     with pytest.raises(file_format.Damaged):
         file_format.read(liar(tmp_path / "x", change))
 
@@ -277,7 +277,7 @@ def test_a_state_that_does_not_fit_its_tensors_is_refused(tmp_path: Path, change
 
 
 def test_endless_brackets_are_not_a_header(tmp_path: Path) -> None:
-    """Python's reader of JSON gives up with an error of its own."""
+    """Python's JSON parser raises another error for it."""
     (tmp_path / "x").write_bytes(struct.pack("<Q", 50_000) + b"[" * 60_000)
     with pytest.raises(file_format.Damaged):
         file_format.verify(tmp_path / "x")

@@ -1,4 +1,4 @@
-"""Whatever is read from outside is read, or refused with an error of our own: no crash, no hang, no memory for a lie.
+"""Any input from outside is read, or refused with an error of clusterddp: no crash, no hang, no excessive memory.
 
 A few examples of each in every run of the tests, always the same ones; thousands, and new ones, with
 CLUSTERDDP_TEST_PRODUCT=1. What they have found has a plain test next to its module's.
@@ -60,7 +60,7 @@ def fuzz(examples: int, times: int = 10) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def little_memory() -> Iterator[None]:
-    """A lie about a size is a MemoryError here, not a machine without memory."""
+    """A wrong size is a MemoryError here, not a machine out of memory."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), before[1]))
@@ -284,7 +284,7 @@ GOOD = checkpoint_bytes(metrics='{"f1": 0.5}')
 
 
 def with_header(header: bytes, data: bytes = GOOD[-40:-8]) -> bytes:
-    """A file with this header, whose check sums are right: what a liar could write."""
+    """A file with this header and correct checksums."""
     head = len(header).to_bytes(8, "little") + header
     return head + data + b"".join(zlib.crc32(part).to_bytes(4, "little") for part in (head, data))
 
@@ -294,7 +294,7 @@ HEADER = GOOD[8 : 8 + int.from_bytes(GOOD[:8], "little")]
 
 @st.composite
 def checkpoint_files(draw: st.DrawFn) -> bytes:
-    """Bytes changed anywhere, a length that lies, or a header that lies with check sums that are right."""
+    """Bytes changed anywhere, a wrong length, or a wrong header with correct checksums."""
     kind = draw(st.integers(0, 3))
     if kind == 0:
         data = bytearray(GOOD)
@@ -318,7 +318,7 @@ def checkpoint_files(draw: st.DrawFn) -> bytes:
 @fuzz(200)
 @given(checkpoint_files() | st.just(with_header(DEEP.encode())))
 def test_any_file_is_a_checkpoint_or_damaged(tmp_path_factory: Any, content: bytes) -> None:
-    """Its header may say what it likes: nothing bigger than the file is read for it."""
+    """Whatever its header says, nothing larger than the file is read."""
     path = tmp_path_factory.getbasetemp() / "step-000000000001.attempt-0.safetensors"
     path.write_bytes(content)
     checkpoint = Checkpoint(path, 1, 0)
@@ -445,13 +445,13 @@ def test_any_file_of_a_run_is_read_or_named(tmp_path_factory: Any, files: dict[s
             looks(run, job)[look]()
 
 
-# --- the link
+# --- the control channel
 
 
 @fuzz(100)
 @given(st.lists(VALUES.map(json.dumps) | TEXTS | damaged('{"event": "x", "step": 1}'), max_size=4), st.booleans())
 def test_any_input_leaves_the_supervisor_listening(words: list[str], knows_token: bool) -> None:
-    """The next rank is heard as ever."""
+    """The next rank can still join."""
     server, heard = echo_server()
     hello = {"token": "secret" if knows_token else "guess", "rank": 1, "port": None, "host": "h", "pid": 1}
     with socket.create_connection(("127.0.0.1", server.port)) as peer, contextlib.suppress(OSError):

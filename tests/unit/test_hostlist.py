@@ -48,7 +48,7 @@ def test_a_host_list_expands_in_slurms_order(hostlist: str, hosts: list[str]) ->
     ],
 )
 def test_a_malformed_host_list_is_an_error_that_quotes_it(hostlist: str) -> None:
-    """A malformed list is never taken for a host name."""
+    """A malformed list is never read as a host name."""
     with pytest.raises(LauncherEnvironmentError) as caught:
         expand(hostlist)
     assert repr(hostlist) in str(caught.value)

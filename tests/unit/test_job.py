@@ -1,4 +1,4 @@
-"""A job definition means what it looks like, survives a round trip, and all its mistakes come at once."""
+"""A job definition is read as written, survives a round trip, and all its mistakes are reported at once."""
 
 import dataclasses
 import re
@@ -354,7 +354,7 @@ def test_the_shape_is_stated_in_words(values: dict[str, Any], shape: str) -> Non
     ],
 )
 def test_gpus_that_the_ranks_of_a_node_cannot_share_are_refused(values: dict[str, Any], message: str) -> None:
-    """What is over would lie idle, or some rank would have fewer."""
+    """Otherwise some GPUs would be idle, or some rank would have fewer."""
     with pytest.raises(JobDefinitionError, match=message):
         from_values({"module": "m", "gpus_per_rank": 2, **values})
 
@@ -419,7 +419,7 @@ def test_overrides_win_and_reach_into_mappings(folder: Path) -> None:
 
 
 def test_layers_win_in_order_and_are_all_checked(folder: Path) -> None:
-    """Defaults, file, options, ``--set``; a mistake that a higher layer hides is reported all the same."""
+    """Defaults, file, options, ``--set``; a mistake that a higher layer hides is still reported."""
     (folder / "config.yaml").write_text("defaults: {partition: a, account: a, qos: a, seed: 1, env: {A: a, B: a}}\n")
     given: dict[str, Any] = {
         "defaults": user_defaults(None, folder / "config.yaml"),
@@ -616,7 +616,7 @@ def test_an_impossible_file_name_is_a_missing_script(folder: Path) -> None:
 
 @pytest.mark.parametrize("read", [load, load_resolved])
 def test_a_run_of_a_newer_version_is_refused_in_one_sentence(read: Callable[[Path], Job], tmp_path: Path) -> None:
-    """Before its keys are judged: what it says may mean something else by then."""
+    """Before its keys are checked: they may mean something else in that version."""
     path = tmp_path / "job.yaml"
     path.write_text("format: 2\nscript: train.py\nranks: {model: 4}\n")
     with pytest.raises(RunDirectoryError) as caught:

@@ -1,4 +1,4 @@
-"""The rooms of the house: imports point down and form no circle, each room is small, and torch stays where it belongs.
+"""The packages: imports point down and form no circle, each package is small, and only some import torch.
 
 All of it by rule: a module or a room that is added later is checked like the others.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "clusterddp"
-#: Rooms with torch: what a rank's script imports. All else does without, and so does the process that writes.
+#: Packages with torch: what a rank's script imports. All others, and the writer process, do not import it.
 WITH_TORCH = {"distributed", "checkpoint", "data", "training", "integrations", "bench", "digits"}
 WRITER = "checkpoint.writer"
 MOST_PACKAGE_LAYERS, MOST_MODULE_LAYERS, MOST_FILES = 8, 10, 18
@@ -65,7 +65,7 @@ def imports(in_functions: bool) -> dict[str, set[str]]:
 
 
 def by_room(graph: Graph) -> dict[str, set[str]]:
-    """The same between rooms; a module of the top level is one by itself."""
+    """The same between packages; each module of the top level counts as one."""
     rooms: dict[str, set[str]] = {}
     for name, others in graph.items():
         room = name.split(".")[0]
@@ -74,7 +74,7 @@ def by_room(graph: Graph) -> dict[str, set[str]]:
 
 
 def layers(graph: Graph) -> list[list[str]]:
-    """What imports nothing, what imports only that, and so on. Fails, with those that are left, at a circle."""
+    """The modules that import nothing, those that import only these, and so on. Fails at a circle, and names it."""
     found: list[list[str]] = []
     placed: set[str] = set()
     while left := graph.keys() - placed:
@@ -87,14 +87,14 @@ def layers(graph: Graph) -> list[list[str]]:
 
 @pytest.mark.parametrize("in_functions", [True, False])
 def test_no_imports_form_a_circle(in_functions: bool) -> None:
-    """Neither between modules nor between rooms, those inside functions included."""
+    """Neither between modules nor between packages, imports inside functions included."""
     graph = imports(in_functions)
     layers(graph)
     layers(by_room(graph))
 
 
 def test_the_number_of_layers_is_limited() -> None:
-    """Whoever reads down from the command line comes to the ground soon."""
+    """A reader who starts at the command line reaches the bottom soon."""
     assert len(layers(by_room(imports(in_functions=True)))) <= MOST_PACKAGE_LAYERS
     assert len(layers(imports(in_functions=False))) <= MOST_MODULE_LAYERS
 

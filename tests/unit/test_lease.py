@@ -73,7 +73,7 @@ def test_a_local_run_that_was_stopped_can_be_continued_under_another_host_name(
 
 
 def test_a_run_of_an_unreachable_machine_can_be_taken_over(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When it did not end cleanly, nobody here can know: whoever does says so, and the run is not lost."""
+    """If it did not end cleanly, that cannot be seen from here: a user who knows says so."""
     for _ in range(2):
         lease.take(run, run.create_attempt(), lease.of_this_process())
     be_elsewhere(monkeypatch)
@@ -87,7 +87,7 @@ def test_a_run_of_an_unreachable_machine_can_be_taken_over(run: RunDirectory, mo
 def test_a_process_is_identified_by_its_machine_under_any_host_name(
     run: RunDirectory, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host was renamed: alive is alive and dead is dead, and nothing alive is taken over."""
+    """The host was renamed: a running process is still found, and is not taken over."""
     lease.take(run, run.create_attempt(), entry_of(sleeper))
     be_elsewhere(monkeypatch, lease.process_namespace())
     lease.let_go_unreachable(run)

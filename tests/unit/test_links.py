@@ -1,4 +1,4 @@
-"""The pages' links lead somewhere, and every page can be found from the index."""
+"""The pages' links exist, and every page can be found from the index."""
 
 from __future__ import annotations
 

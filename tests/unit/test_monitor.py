@@ -15,7 +15,7 @@ from clusterddp.supervisor.monitor import Monitor
 
 
 class Clockwork:
-    """A controller that answers from a list, the last answer for ever."""
+    """A controller that answers from a list and repeats the last answer."""
 
     def __init__(self, *answers: Notice | Exception) -> None:
         self._answers = list(answers)

@@ -1,4 +1,4 @@
-"""What submit asks of the cluster and of the program before anything is submitted."""
+"""What submit checks of the cluster and of the program before anything is submitted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def job(script: Path | None = None, **values: object) -> Job:
 
 
 def test_of_a_range_the_fewest_nodes_must_be_there() -> None:
-    """Slurm takes what it has of the rest."""
+    """Slurm adds what it has of the rest."""
     check_nodes(job(nodes=9, min_nodes=3), NODES)
     with pytest.raises(UsageError, match="has 3 nodes, fewer than --nodes 4-9"):
         check_nodes(job(nodes=9, min_nodes=4), NODES)
@@ -66,7 +66,7 @@ def test_the_call_may_be_in_a_file_that_the_script_imports(tmp_path: Path, line:
 
 
 def test_a_module_is_looked_for_where_it_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is elsewhere, installed, is not judged, and that is said."""
+    """An installed module elsewhere is not checked, and a message says so."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__main__.py").write_text(CALLS)

@@ -79,7 +79,7 @@ def test_a_torn_last_line_is_dropped_and_cut_off_before_the_next(tmp_path: Path)
 
 
 def test_a_partially_written_line_is_removed(tmp_path: Path) -> None:
-    """Half a line in the middle of a history would make it unreadable for ever."""
+    """Half a line in the middle of a history would make it permanently unreadable."""
     code = f"""
 import resource, signal, pathlib
 from clusterddp.rundir.files import append_line
@@ -113,7 +113,7 @@ def test_lines_lost_in_a_machine_crash_are_dropped(tmp_path: Path) -> None:
 
 
 def test_metrics_count_by_the_record_when_the_event_was_never_written(run: RunDirectory) -> None:
-    """The supervisor was killed before it heard that attempt 1 had resumed at 2; the attempt's own record is there."""
+    """The supervisor was killed before it read that attempt 1 resumed at 2; the attempt's own record is there."""
     for attempt, steps in ((0, range(4)), (1, range(2, 5))):
         assert run.create_attempt() == attempt
         for step in steps:
@@ -230,7 +230,7 @@ def test_a_read_error_that_passes_is_retried(run: RunDirectory, monkeypatch: pyt
 
 
 def test_an_unreadable_logs_folder_supersedes_no_attempt(run: RunDirectory) -> None:
-    """A disk that is away for a moment is no newer attempt."""
+    """A temporarily unreachable disk is not a newer attempt."""
     assert run.create_attempt() == 0
     assert not run.superseded(0)
     run.logs.rename(run.path / "away")
@@ -240,7 +240,7 @@ def test_an_unreadable_logs_folder_supersedes_no_attempt(run: RunDirectory) -> N
 def test_a_failed_write_keeps_the_old_file_and_leaves_no_temporary_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk at the worst moment: the file is the old one, and nothing else stands beside it."""
+    """A full disk at the worst moment: the file is the old one, and no temporary file is left."""
     path = tmp_path / "job.yaml"
     write_atomically(path, "old")
 
@@ -255,7 +255,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_temporary_one(
 
 
 def test_a_changed_json_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    """It was written whole, so somebody edited it."""
+    """It was written atomically, so another program changed it."""
     path = tmp_path / "outcome.json"
     path.write_text("{")
     with pytest.raises(RunDirectoryError, match="outcome.json is not JSON"):
@@ -288,7 +288,7 @@ def test_a_holder_that_is_neither_a_job_nor_a_process_is_never_ended(run: RunDir
 
 
 def test_a_ranks_record_that_cannot_be_read_is_a_rank_that_died(run: RunDirectory) -> None:
-    """The supervisor must not end of it: the run would not be requeued."""
+    """It must not end the supervisor: the run would not be requeued."""
     run.create_attempt()
     run.rank_record(0, 1).write_text('{"end": 5}')
     end = RankEnd.read(1, "n1", 1.0, run.rank_record(0, 1))
@@ -296,7 +296,7 @@ def test_a_ranks_record_that_cannot_be_read_is_a_rank_that_died(run: RunDirector
 
 
 def test_a_reader_skips_a_line_that_is_not_json(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    """The loop of a local run must not end for it."""
+    """It must not end the local command."""
     progress = Progress(run, None)
     run.events_file.write_text('nonsense\n[]\n{"time": 1.0, "attempt": 0, "event": "submitted", "job": "7"}\n')
     run.metrics_file.write_text('{"step": []}\n{"step": 4, "attempt": 0}\n')

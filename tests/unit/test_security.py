@@ -1,4 +1,4 @@
-"""Who may see, and who may change, what a run is made of; docs/guide/security.md says it in words."""
+"""Who may read and change a run's files, as docs/guide/security.md describes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_secret_is_recognized_by_its_name(name: str, secret: bool) -> None:
 
 
 def test_secrets_are_masked_and_restored() -> None:
-    """What may be seen has none of them, and both together are the job."""
+    """The visible part has none of them, and both together are the job."""
     shown, secrets = without_secrets(JOB)
     assert shown.args == ("--lr", "0.1", "--api-key", MASK, f"db.password={MASK}", "--sort-keys")
     assert not [value for value in SECRETS if value in shown.to_yaml()]
@@ -93,7 +93,7 @@ def test_secrets_are_masked_and_restored() -> None:
 
 
 def test_a_recorded_job_has_its_secrets_in_the_private_folder_alone(tmp_path: Path) -> None:
-    """0600, for the owner; a run whose secrets are gone does not start with a mask for a password."""
+    """0600, for the owner; a run whose secrets are missing does not start with a mask as password."""
     run = RunDirectory(tmp_path / "run")
     with recorded(run, JOB, created=True):
         pass
@@ -290,7 +290,7 @@ def test_what_others_may_have_written_is_not_run(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_what_another_user_has_written_is_not_run(tmp_path: Path) -> None:
-    """Not even where nobody can change it any more."""
+    """Not even if it cannot be changed any more."""
     path = tmp_path / "job.yaml"
     path.write_text("")
     path.chmod(0o644)
@@ -301,7 +301,7 @@ def test_what_another_user_has_written_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_run_that_others_can_write_is_neither_continued_nor_resubmitted(tmp_path: Path) -> None:
-    """Said at once by submit; the job that Slurm starts later says the same."""
+    """Reported at once by submit, and again by the job that Slurm starts later."""
     run = RunDirectory(tmp_path / "run")
     with recorded(run, SHARED, created=True):
         pass

@@ -1,4 +1,4 @@
-"""Changing who may read a run touches nothing else, and nobody plants what it is to trust. Real files, real users."""
+"""Changing who may read a run changes nothing else; files of other users are not trusted. Real files, real users."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_run_directory_is_closed_from_the_moment_it_is_made(tmp_path: Path, mo
 
 
 def test_a_user_without_a_name_and_a_home_has_no_defaults(open_folder: Path) -> None:
-    """And submits all the same, under a umask that takes the user's own rights away, too."""
+    """And still submits, also under a umask that removes the user's own permissions."""
     (open_folder / "train.py").write_text("print('trained')\n")
     words = ("submit", open_folder / "train.py", "--local", "--device", "cpu", "--run-dir", open_folder / "runs" / "a")
     done = run_as_other(sys.executable, "-m", "clusterddp", *words, umask=0o277)

@@ -1,4 +1,4 @@
-"""Reading Slurm's words: recorded answers of scontrol and sinfo."""
+"""Parsing Slurm's output: recorded answers of scontrol and sinfo."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNNING = (
 
 
 def test_a_jobs_fields_are_read_despite_the_users_own_text() -> None:
-    """Name and command are the user's text and must not pass for Slurm's."""
+    """Name and command are the user's text and must not be read as Slurm's."""
     job = slurm.parse_job(RUNNING)
     assert job is not None
     assert (job.job_id, job.state, job.nodes, job.restarts, job.requeue) == ("12", "RUNNING", "n[1-2]", 2, True)
@@ -34,7 +34,7 @@ def test_a_jobs_fields_are_read_despite_the_users_own_text() -> None:
 
 
 def test_a_preempted_jobs_time_is_read() -> None:
-    """PreemptTime is what tells a preemption from a scancel."""
+    """PreemptTime distinguishes a preemption from a scancel."""
     text = RUNNING.replace("PreemptTime=None", "PreemptTime=2026-11-20T06:36:02")
     job = slurm.parse_job(text)
     assert job is not None
@@ -74,7 +74,7 @@ def test_gpus_are_counted_by_type(gres: str, gpus: dict[str, int]) -> None:
     ],
 )
 def test_no_answer_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    """As scontrol's show and requeue say it of a controller that is down, on 22.05.8."""
+    """As scontrol show and requeue report a controller that is down, on 22.05.8."""
     command = tmp_path / "scontrol"
     command.write_text(f"#!/bin/sh\necho '{words}' >&2\nexit 1\n")
     command.chmod(0o755)
@@ -120,7 +120,7 @@ def test_a_missing_command_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -
     [("JobState=RUNNING", "JobState RUNNING"), ("Restarts=2", "Restarts=two"), ("Restarts=2", "Restarts=")],
 )
 def test_an_answer_in_an_unknown_form_is_a_slurm_error_that_quotes_it(old: str, new: str) -> None:
-    """Of a version to come: the supervisor goes on asking, and does not end on the way."""
+    """Of a future version: the supervisor keeps asking and does not end."""
     with pytest.raises(SlurmError, match="cannot parse the output of scontrol.*JobId=12"):
         slurm.parse_job(RUNNING.replace(f" {old} ", f" {new} "))
 
@@ -143,7 +143,7 @@ def test_a_command_that_temporarily_cannot_start_is_retried(tmp_path: Path, monk
 
 
 def test_output_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An administrator's comment in Latin-1 is no end of a run."""
+    """An administrator's comment in Latin-1 does not end a run."""
     told = tmp_path / "scontrol"
     told.write_bytes(b"#!/bin/sh\nprintf 'AdminComment=gr\\374n'\n")
     told.chmod(0o755)
@@ -152,7 +152,7 @@ def test_output_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_nodes_in_an_unknown_form_do_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor that asks goes on without an answer."""
+    """The supervisor continues without an answer."""
     monkeypatch.setattr(slurm, "run", lambda *_: "low n1 idle\n")
     with pytest.raises(SlurmError, match="cannot parse the output of sinfo"):
         slurm.usable_nodes(None)

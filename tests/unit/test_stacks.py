@@ -48,7 +48,7 @@ def test_a_deep_stack_is_cut_and_a_log_without_one_shows_its_end() -> None:
 
 
 def test_ranks_that_were_ended_for_a_peer_are_not_reported_as_out_of_memory(tmp_path: object) -> None:
-    """Killed by the launcher, or told to leave; one whose node ran out of memory still does."""
+    """Killed by the launcher, or told to exit; a rank whose node ran out of memory still is."""
     others = [
         RankEnd(0, "n1", "died", 2.0, death=ExitStatus(signal=9)),
         RankEnd(2, "n2", "dismissed", 2.0, error="rank 1 (n1) failed"),

@@ -29,7 +29,7 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 def attempt(directory: RunDirectory, parent: tuple[int, int] | None = None) -> int:
-    """A new attempt that has recorded what it goes on from."""
+    """A new attempt that has recorded what it resumes from."""
     number = directory.create_attempt()
     Checkpoints(directory, number, Keep()).record_resume(parent)
     return number
@@ -76,7 +76,7 @@ def test_a_half_written_file_of_a_killed_attempt_is_removed_and_never_a_candidat
 def test_a_temporarily_unreadable_checkpoint_is_not_skipped(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one before would cost the steps between them."""
+    """The previous one would cost the steps between them."""
     number = attempt(directory)
     save(directory, number, 1, CONTENT)
     save(directory, number, 2, CONTENT)
@@ -93,7 +93,7 @@ def test_a_temporarily_unreadable_checkpoint_is_not_skipped(
 
 
 def test_the_remains_of_an_attempt_killed_in_its_first_save_are_removed(directory: RunDirectory) -> None:
-    """It is in nobody's lineage; and what a newer attempt writes is not touched."""
+    """It is in no lineage; and what a newer attempt writes is not touched."""
     attempt(directory)
     left, newer = (directory.checkpoints / f".step-000000000002.attempt-{n}.safetensors.0f.tmp" for n in (0, 9))
     for path in (left, newer):
@@ -169,7 +169,7 @@ def test_a_file_under_another_steps_name_is_not_that_step(directory: RunDirector
 
 @pytest.mark.parametrize("name", ["step-000000000007.attempt-0.pt", "step-000000000007.attempt-0.safetensors"])
 def test_a_file_of_another_format_is_an_error_that_says_so(directory: RunDirectory, name: Any) -> None:
-    """A run of an older version must not begin anew because its checkpoints have another name."""
+    """A run of an older version must not restart from step 0 because its checkpoints have another name."""
     attempt(directory)
     (directory.checkpoints / name).write_bytes(b"PK\x03\x04 something else")
     (found,) = Checkpoints(directory, 0, Keep()).candidates()

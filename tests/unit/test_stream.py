@@ -178,7 +178,7 @@ def test_a_stuck_worker_does_not_delay_the_end() -> None:
 
 
 def children() -> set[int]:
-    """This process's children that are alive."""
+    """The living children of this process."""
     found = set()
     for path in os.listdir("/proc"):
         if path.isdecimal():

@@ -15,7 +15,7 @@ SCRIPTS = [path for path in FILES if path.suffix != ".py"]
 
 @pytest.mark.parametrize("script", [*SCRIPTS, Path(".ci/run")], ids=str)
 def test_shellcheck_finds_nothing(script: Path) -> None:
-    """Not even its weakest remark; without shellcheck nothing would be known."""
+    """At its strictest level; a missing shellcheck is a failure."""
     assert shutil.which("shellcheck"), "shellcheck not found: apt-get install shellcheck"
     done = subprocess.run(["shellcheck", script], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

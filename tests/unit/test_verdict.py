@@ -1,4 +1,4 @@
-"""What an attempt comes to, and why the ranks were told to stop: the decisions alone, as tables."""
+"""The verdict on an attempt, and why the ranks were told to stop: the decisions alone, as tables."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def end(what: str, rank: int = 0, lost_at: float = 1.0, **values: object) -> Ran
 def test_the_verdict_follows_from_the_ranks_and_the_controller(
     ends: list[str], exit_code: int, cause: Cause, action: Action
 ) -> None:
-    """Completed means that every rank left without being stopped; requeued only on the controller's word."""
+    """Completed means that every rank exited without being stopped; requeued only as the controller says."""
     assert judge([end(what, rank) for rank, what in enumerate(ends)], exit_code, True, lambda: cause).action is action
 
 
 def test_a_completed_run_does_not_query_the_controller() -> None:
-    """Nothing that Slurm says makes finished work unfinished."""
+    """Finished work stays finished, whatever Slurm reports."""
 
     def ask() -> Cause:
         raise AssertionError("asked")
@@ -87,7 +87,7 @@ def test_a_completed_run_does_not_query_the_controller() -> None:
 
 
 def test_exit_0_after_a_notice_is_stopped_not_done_for_a_script_without_clusterddp() -> None:
-    """Its own TERM handler may have saved and left with 0; without a notice it is done."""
+    """Its own TERM handler may have saved and exited with 0; without a notice it is done."""
     plain = [RankEnd(0, "n1", "done", 1.0)]
     assert judge(plain, 0, True, lambda: Cause.PREEMPTED).action is Action.AGAIN
     assert judge(plain, 0, True, lambda: Cause.NONE).action is Action.COMPLETE
@@ -151,7 +151,7 @@ def test_the_users_own_exception_comes_before_a_lost_connection_at_the_same_mome
     ],
 )
 def test_transient_failures_restart_in_place_and_the_users_own_errors_never(failure: RankEnd, action: Action) -> None:
-    """And what the controller ends is not started anew in the job that is being ended."""
+    """What the controller ends is not restarted in the job that is being ended."""
     assert judge([failure], 1, False, lambda: Cause.NONE).action is action
     assert judge([failure], 1, True, lambda: Cause.CANCELLED).action is not Action.RESTART
 
@@ -168,7 +168,7 @@ def test_transient_failures_restart_in_place_and_the_users_own_errors_never(fail
     ],
 )
 def test_a_rank_without_a_record_is_named_with_what_killed_it(death: ExitStatus | None, sentence: str) -> None:
-    """SIGKILL leaves no traceback; the rank, its host and the signal are named all the same."""
+    """SIGKILL leaves no traceback; the rank, its host and the signal are still named."""
     assert RankEnd.from_record(3, "n2", 1.0, None, death).sentence() == f"rank 3 (n2) {sentence}"
 
 
