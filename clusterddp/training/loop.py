@@ -73,11 +73,13 @@ class Run:
         self._values = metrics.Values()
         self._compute_time = ComputeTime(parts.values())
         self._micro = MicroBatches(parts.values(), loader)
-        for part in parts.values():
+        for name, part in parts.items():
             if isinstance(part, torch.optim.Optimizer):
                 part.register_step_post_hook(self._note_optimizer_step)
             elif isinstance(part, torch.amp.GradScaler):
                 part.update = _then(part.update, self._note_optimizer_step)  # type: ignore[method-assign]
+            elif name == "optimizer" and hasattr(part, "step"):  # of another library, or the user's
+                part.step = _then(part.step, self._note_optimizer_step)
         self._state.restore(self._saver.restore())
 
     @property
@@ -350,12 +352,13 @@ class Run:
         self._state.buffers.share(optimizer)
 
 
-def _then(first: Callable[..., None], second: Callable[[], None]) -> Callable[..., None]:
-    """Calls both in turn, the first with the arguments."""
+def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[..., Any]:
+    """Calls both in turn, the first with the arguments, and returns what the first does."""
 
-    def both(*values: Any, **options: Any) -> None:
-        first(*values, **options)
+    def both(*values: Any, **options: Any) -> Any:
+        result = first(*values, **options)
         second()
+        return result
 
     return both
 
