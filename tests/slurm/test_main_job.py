@@ -21,9 +21,8 @@ def submit(cluster: Cluster, run: RunDirectory, *options: str, check: bool = Tru
     return cluster.run(command, cwd=cluster.source, check=check)
 
 
-def digits(steps: int = STEPS, gpus: int = 1) -> tuple[str, ...]:
-    shape = ["--nodes", "2", "--gpus", str(gpus), "--partition", "low"]
-    return ("jobs/digits.yaml", *shape, "--", "--steps", str(steps))
+def digits(steps: int = STEPS) -> tuple[str, ...]:
+    return ("jobs/digits.yaml", *"--nodes 2 --gpus 1 --partition low --".split(), "--steps", str(steps))
 
 
 @pytest.fixture(scope="module")
@@ -159,19 +158,19 @@ def test_a_script_that_does_not_use_clusterddp_is_restarted(cluster: Cluster, ru
     script = cluster.source / "tests" / "scripts" / "plain_ddp.py"
     definition.write_text(
         f"{{script: {script}, args: [{runs}/own.pt, 60, 0.1], args_on_resume: [--again], "
-        "nodes: 2, gpus_per_node: 2, device: cpu, partition: low}"
+        "nodes: 2, gpus_per_node: 1, device: cpu, partition: low}"
     )
     submit(cluster, run, str(definition))
     wait_until(lambda: (runs / "own.pt").exists(), f"the script's first save\n{story(run)}")
     cluster.preempt(seconds=1)
     assert wait_for_outcome(run) == "completed", story(run)
     assert run.attempts() == [0, 1]
-    first, second = ((run.attempt_logs(attempt) / "rank-3.out").read_text() for attempt in (0, 1))
-    assert "rank 3 (local 1) of 4 starts at step 0 with []" in first
-    assert "rank 3 is done" not in first
+    first, second = ((run.attempt_logs(attempt) / "rank-1.out").read_text() for attempt in (0, 1))
+    assert "rank 1 (local 0) of 2 starts at step 0 with []" in first
+    assert "rank 1 is done" not in first
     assert "with ['--again']" in second
     assert "starts at step 0" not in second
-    assert "rank 3 is done" in second
+    assert "rank 1 is done" in second
 
 
 def test_a_run_that_another_job_holds_is_refused_with_its_name(cluster: Cluster, runs: Path) -> None:
@@ -212,9 +211,12 @@ def test_a_request_that_cannot_be_met_is_one_sentence_and_leaves_nothing(
 def test_what_an_interactive_job_set_does_not_leak_into_the_new_one(cluster: Cluster, runs: Path) -> None:
     """Submitted from inside an allocation of one node and task, it still gets two nodes and four ranks."""
     run = RunDirectory(runs / "run")
-    command = shlex.join(
-        map(str, [cluster.python, "-m", "clusterddp.submit", "--run-dir", run.path, *digits(20, gpus=2)])
-    )
+    script = runs / "names.py"
+    script.write_text("import os\nprint(*(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))\n")
+    shape = "--nodes 2 --gpus 2 --device cpu --partition low".split()
+    words = [cluster.python, "-m", "clusterddp.submit", "--run-dir", run.path, script, *shape]
+    command = shlex.join(map(str, words))
     cluster.run(["salloc", "-Q", "-N1", "-n1", "-p", "low", "--mem=1G", "bash", "-c", command], cwd=cluster.source)
     assert wait_for_outcome(run) == "completed", story(run)
-    assert {path.name for path in run.attempt_logs(0).glob("rank-*.out")} == {f"rank-{r}.out" for r in range(4)}
+    logs = {path.name: path.read_text() for path in run.attempt_logs(0).glob("rank-*.out")}
+    assert logs == {f"rank-{rank}.out": f"{rank} {rank % 2} 4\n" for rank in range(4)}

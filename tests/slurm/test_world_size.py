@@ -86,12 +86,17 @@ def test_a_rank_share_larger_than_the_batch_size_is_reported_once(tmp_path: Path
 
 def submit(cluster: Cluster, run: RunDirectory, nodes: str, *script: str) -> str:
     command = [cluster.python, "-m", "clusterddp.submit", "--run-dir", run.path, SCRIPT, "--nodes", nodes]
-    done = cluster.run([*command, "--partition", "low", *SHAPE, *KEPT, "--", *script], cwd=cluster.source)
+    done = cluster.run(
+        [*command, "--partition", "low", *SHAPE, *KEPT, "--", *script], cwd=cluster.source
+    )
     return done.stdout.strip()
 
 
 def test_a_run_uses_the_nodes_that_slurm_allocates(cluster: Cluster, runs: Path, on_four_ranks: RunDirectory) -> None:
-    """Two nodes; after a preemption one, the others being drained; after the next two again: a new job each time."""
+    """Two nodes; after a preemption one, the others being drained; after the next two again: a new job each time.
+
+    A rank on each node takes what two ranks of the reference take.
+    """
     run = RunDirectory(runs / "run")
     training = Training(cluster, runs, run, submit(cluster, run, "1-2", "--pause", "0.05"))
     wait_for_step(run, 20)
@@ -104,11 +109,11 @@ def test_a_run_uses_the_nodes_that_slurm_allocates(cluster: Cluster, runs: Path,
     cluster.root(["scontrol", "update", f"nodename={others[0]}", "state=resume"])
     cluster.preempt(seconds=0.1, nodes=2)
     assert training.finish() == "completed", story(run)
-    assert reported_ranks(run) == [4, 2, 4, ["2 ranks instead of 4"], ["4 ranks instead of 2"]]
+    assert reported_ranks(run) == [2, 1, 2, ["1 rank instead of 2"], ["2 ranks instead of 1"]]
     assert len(events_of(run, "resubmitted")) == 2
     check_same_learning(run, on_four_ranks)
     shown = cluster.run([cluster.python, "-m", "clusterddp", "status", run.path]).stdout
-    assert "1 to 2 nodes x 2 processes per node = 2 to 4 ranks" in shown
+    assert "1 to 2 nodes x 1 process per node = 1 to 2 ranks" in shown
 
 
 @pytest.mark.parametrize(
