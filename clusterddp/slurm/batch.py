@@ -80,14 +80,24 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
         "time": job.time_text,
         "partition": job.partition,
         "nodes": job.nodes_text,
-        "ntasks_per_node": job.ranks_per_node,
-        "cpus_per_task": job.cpus_per_task,
+        **_tasks(job),
         "signal_delay_s": fallback_signal_s(job),
         "wckey": None,
         "use_srun": False,
         "setup": ["trap '' TERM", *job.setup],
         "additional_parameters": additional,
     }
+
+
+def _tasks(job: Job) -> dict[str, int | None]:
+    """A task per rank; for a range of nodes one per node, with the CPUs of its ranks.
+
+    slurmctld allocates at most as many nodes as the job has tasks, and takes --ntasks-per-node for tasks of the fewest
+    nodes: ``--nodes=1-4 --ntasks-per-node=1`` would always get one node (seen on 22.05.8).
+    """
+    if job.min_nodes is None:
+        return {"ntasks_per_node": job.ranks_per_node, "cpus_per_task": job.cpus_per_task}
+    return {"cpus_per_task": (job.cpus_per_task or 1) * job.ranks_per_node}
 
 
 def fallback_signal_s(job: Job) -> int:

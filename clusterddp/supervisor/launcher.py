@@ -135,7 +135,11 @@ def srun_command(job: Job, logs: Path) -> list[str]:
 
 def cpus_per_rank(job: Job) -> int:
     """From the job definition, else from the job: the share that submit requested, or Slurm's default."""
-    return job.cpus_per_task or int(os.environ.get("SLURM_CPUS_PER_TASK", 1))
+    if job.cpus_per_task:
+        return job.cpus_per_task
+    cpus = int(os.environ.get("SLURM_CPUS_PER_TASK", 1))
+    one_per_node = job.min_nodes is not None and "SLURM_NTASKS_PER_NODE" not in os.environ  # slurm/batch.py
+    return max(1, cpus // job.ranks_per_node) if one_per_node else cpus
 
 
 class LocalLauncher:

@@ -16,7 +16,7 @@ from clusterddp.distributed.buffers import LARGEST_COPY_BYTES, Buffers
 from clusterddp.distributed.modules import ddp_modules
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
-from clusterddp.reporter import say
+from clusterddp.reporter import counted, say
 from clusterddp.training.divergence import Divergence
 
 _REMEDY = "Pass ctx.run() the parts that the run started with, or start a new run"
@@ -79,7 +79,7 @@ class RunState:
         self._loader.restore(progress)
         self.inexact = self._reasons_for_doubt()
         if progress["world_size"] != self._group.world_size:
-            self.inexact.append(f"{self._group.world_size} ranks instead of {progress['world_size']}")
+            self.inexact.append(f"{counted(self._group.world_size, 'rank')} instead of {progress['world_size']}")
         for name, part in self._parts.items():
             try:
                 load_state(part, content[name])

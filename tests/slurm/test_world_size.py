@@ -87,7 +87,7 @@ def test_a_rank_share_larger_than_the_batch_size_is_reported_once(tmp_path: Path
 def submit(cluster: Cluster, run: RunDirectory, nodes: str, *script: str) -> str:
     command = [cluster.python, "-m", "clusterddp.submit", "--run-dir", run.path, SCRIPT, "--nodes", nodes]
     done = cluster.run(
-        [*command, "--partition", "low", *SHAPE, *KEPT, "--", *script], cwd=cluster.source
+        [*command, "--partition", "low", *SHAPE, "--gpus", "1", *KEPT, "--", *script], cwd=cluster.source
     )
     return done.stdout.strip()
 

@@ -721,12 +721,16 @@ def test_each_attempt_counts_with_the_ranks_that_it_had() -> None:
         assert (exceeded(job, events, now=events[-1]["time"]) is not None) == ended
 
 
-def test_of_a_range_of_nodes_the_job_has_what_slurm_gave_it() -> None:
-    """The attempt's ranks are counted by it; without a range nothing is asked."""
+def test_of_a_range_of_nodes_the_job_has_what_slurm_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt's ranks are counted by it, and share its CPUs; without a range nothing is asked."""
+    monkeypatch.delenv("SLURM_NTASKS_PER_NODE", raising=False)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "24")
     job = Job(name="x", module="x", nodes=4, min_nodes=2, gpus_per_node=8)
     given = as_started(job, {"SLURM_JOB_NUM_NODES": "3"})
     assert given.world_size == 24
-    assert {"--nodes=3", "--ntasks=24", "--ntasks-per-node=8"} <= set(srun_command(given, Path("/logs")))
+    assert {"--nodes=3", "--ntasks=24", "--ntasks-per-node=8", "--cpus-per-task=3"} <= set(
+        srun_command(given, Path("/logs"))
+    )
     assert as_started(JOB, {}) is JOB
 
 

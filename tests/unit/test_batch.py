@@ -85,8 +85,15 @@ def test_a_rank_with_several_gpus_is_one_task() -> None:
 
 
 def test_a_range_of_nodes_is_slurms_to_choose_from() -> None:
-    """Also for the job's later starts, and for a resubmission, which take the same script."""
-    assert "#SBATCH --nodes=2-4\n" in script(Job(name="net", script="/net.py", nodes=4, min_nodes=2))
+    """Also for the job's later starts, and for a resubmission, which take the same script.
+
+    The tasks of the fewest nodes would be a limit on the number of nodes.
+    """
+    job = Job(name="net", script="/net.py", nodes=4, min_nodes=2, gpus_per_node=8, cpus_per_task=3)
+    text = script(job)
+    assert "#SBATCH --nodes=2-4\n" in text
+    assert "#SBATCH --cpus-per-task=24\n" in text
+    assert "ntasks" not in text
 
 
 @pytest.mark.parametrize(("time_s", "notice"), [(120, 15), (86400, 30), (None, 30)])
