@@ -100,18 +100,18 @@ def exact(lab: Lab, amp: str | None, backend: str | None) -> tuple[str, dict[str
     script = [*(["--amp", amp] if amp else []), *(["--compile", backend] if backend else [])]
     whole = lab.train(*script)
     again = lab.train(*script)
-    repeatable = _differing(whole, again) == []
+    repeatable = differing(whole, again) == []
     stopped = lab.train(*script, options=["--preempt-after", "60", "--preempt-after", "180"])
     resumed = [event for event in stopped.events() if event["event"] == "resumed"]
     assert len(resumed) == 2, f"{len(resumed)} resumes instead of 2"
-    different = _differing(whole, stopped)
+    different = differing(whole, stopped)
     if not repeatable:
         raise AssertionError(f"two runs without a preemption differ already; with one differ: {different[:5]}")
     assert not different, f"these differ from the uninterrupted run's: {different[:5]}"
     return "bit-exact after two preemptions", {"resumed_at": [event["step"] for event in resumed]}
 
 
-def _differing(one: RunDirectory, other: RunDirectory) -> list[str]:
+def differing(one: RunDirectory, other: RunDirectory) -> list[str]:
     """The values of the last checkpoint, and the steps' losses and scales, that differ."""
     states = [_state(run) for run in (one, other)]
     names = [name for name in sorted(states[0].keys() | states[1].keys()) if not _same(name, *states)]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import clusterddp
+from clusterddp.process import descendants
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig, unavailable
 from tests.histories import check_histories
@@ -139,9 +140,9 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         return handles[-1]
 
     yield start
-    for handle in handles:
-        if handle._process is not None and handle._process.poll() is None:
-            handle._process.kill()  # supervisor and ranks die with it
+    for pid, command in descendants(os.getpid()).items():
+        if "clusterddp.submit" in command and any(str(handle.path) in command for handle in handles):
+            os.kill(pid, signal.SIGKILL)  # supervisor and ranks die with it
 
 
 @pytest.fixture(scope="session")

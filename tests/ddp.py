@@ -93,7 +93,7 @@ def start(script: Path, *arguments: object, ranks: int, folder: Path, **environm
     held = reserve_port(None)  # until the ranks have ended: other tests choose ports from the same range
     port = str(held.getsockname()[1])
     return _start(
-        script, arguments, [_environment(rank, ranks, port) | environment for rank in range(ranks)], folder, held
+        script, arguments, [environment_of(rank, ranks, port) | environment for rank in range(ranks)], folder, held
     )
 
 
@@ -128,7 +128,7 @@ def _server() -> subprocess.Popen[str]:
         [sys.executable, str(Path(__file__).parent / "rank_server.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=_environment(0, 1, "0"),
+        env=environment_of(0, 1, "0"),
         text=True,
     )
 
@@ -147,7 +147,7 @@ def free_port() -> int:
         return int(held.getsockname()[1])
 
 
-def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
+def environment_of(rank: int, ranks: int, port: str) -> dict[str, str]:
     """A clean environment with torchrun's names."""
     return {
         **_clean_environment(),

@@ -21,7 +21,7 @@ from clusterddp.checkpoint.state import TORCH_DTYPES, tensor_facts
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import say
 
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class Snapshot:
@@ -131,7 +131,7 @@ def _anonymous_file(size: int, folder: Path) -> tuple[int, str]:
         return _memfd("clusterddp-snapshot"), "a memfd"
     except OSError as error:
         reasons = [f"memfd_create: {error.strerror}"]
-    for place in (_SHARED_MEMORY, folder):
+    for place in (SHARED_MEMORY, folder):
         try:
             with tempfile.TemporaryFile(dir=place, buffering=0) as file:
                 os.posix_fallocate(file.fileno(), 0, max(size, 1))
@@ -178,14 +178,14 @@ def free_memory() -> int:
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, name = line.split(":", 2)
         if number == "0":
-            free = min(free, _left_in_cgroups(Path("/sys/fs/cgroup"), name, "memory.max", "memory.current"))
+            free = min(free, left_in_cgroups(Path("/sys/fs/cgroup"), name, "memory.max", "memory.current"))
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            free = min(free, _left_in_cgroups(Path("/sys/fs/cgroup/memory"), name, *names))
+            free = min(free, left_in_cgroups(Path("/sys/fs/cgroup/memory"), name, *names))
     return free
 
 
-def _left_in_cgroups(root: Path, name: str, limit: str, used: str) -> int:
+def left_in_cgroups(root: Path, name: str, limit: str, used: str) -> int:
     """The bytes that a cgroup and its parents still allow; the page cache counts as free."""
     left = 1 << 62
     folder = root / name.lstrip("/")

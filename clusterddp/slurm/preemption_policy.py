@@ -73,7 +73,7 @@ def preemption(partition: str | None, qos: str | None) -> Preemption:
         name, mode, grace_s = partition, values.get("PreemptMode", "OFF"), int(values.get("GraceTime", 0))
     if config.get("PreemptType") == "preempt/qos":
         name = qos or "normal"
-        mode, grace_s = _of_qos(name, config.get("PreemptMode", "OFF").split(",")[-1])
+        mode, grace_s = qos_preemption(name, config.get("PreemptMode", "OFF").split(",")[-1])
     expires = re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
     with slurm.understood("scontrol", text):
         return Preemption(
@@ -85,7 +85,7 @@ def preemption(partition: str | None, qos: str | None) -> Preemption:
         )
 
 
-def _of_qos(name: str, default_mode: str) -> tuple[str, int]:
+def qos_preemption(name: str, default_mode: str) -> tuple[str, int]:
     """Mode and grace time of a QOS; ``cluster`` stands for the configuration's mode."""
     line = slurm.run("sacctmgr", "-nP", "show", "qos", f"name={name}", "format=PreemptMode,GraceTime").strip()
     mode, _, grace = line.partition("|")

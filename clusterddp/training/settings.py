@@ -65,12 +65,13 @@ def read(
         device=environ.get(protocol.DEVICE) or device,
         backend=backend or job.backend,
         job=job if seed is None else replace(job, seed=seed),
-        store=_store(environ, ranks),
+        store=store_address(environ, ranks),
         notices={name: float(environ[variable]) for name, variable in _NOTICES.items() if variable in environ},
     )
 
 
-def _store(environ: Mapping[str, str], ranks: environment.RankEnvironment) -> StoreAddress:
+def store_address(environ: Mapping[str, str], ranks: environment.RankEnvironment) -> StoreAddress:
+    """Where the attempt's store is, and what identifies it."""
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     names = (
         *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),

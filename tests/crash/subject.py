@@ -158,8 +158,9 @@ class Story:
 
     def _event(self, history: History, event: str, **values: Any) -> None:
         history.add(event, **values)
-        if not history._pending:
-            self.promise(event=event, events=len(self._run.events()))
+        written = len(self._run.events())
+        if written == len(history.events):
+            self.promise(event=event, events=written)
 
 
 def serve() -> None:

@@ -109,7 +109,9 @@ def test_another_number_of_ranks_cannot_use_the_states_and_is_refused(tmp_path: 
 
 POLICIES = """
 import sys, torch, clusterddp
-from clusterddp.jobdef.job import Checkpointing; from clusterddp.jobdef.job import Keep
+from clusterddp.jobdef.job import Checkpointing, Keep
+from clusterddp.training import saving
+saving.FIRST_S = 0.0
 policy = {
     "best": Checkpointing(None, None, keep=Keep(last=1, best="f1")),
     "misspelt": Checkpointing(None, None, keep=Keep(last=1, best="F1")),
@@ -119,8 +121,6 @@ ctx = clusterddp.init(run_dir=sys.argv[1], checkpoint=policy)
 model = ctx.wrap(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.zeros(16, 4), batch_size=2))
-if sys.argv[2] == "auto":
-    run._saver._every_s = 0.0
 scores = {3: 0.5, 7: 0.9, 11: 0.7, 15: 0.2}
 for batch in run.steps(int(sys.argv[3])):
     model(batch).sum().backward()

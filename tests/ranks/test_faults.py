@@ -48,11 +48,11 @@ def test_a_second_term_changes_nothing(run: RunDirectory, tmp_path: Path) -> Non
 
 
 BREAKS = """
-import os, socket, time
+import os, time
 import clusterddp.function  # as a script has it that is told to leave when another rank is gone
-from clusterddp.worker import control_channel as link
+from tests.connections import break_connection
 if os.environ["RANK"] == "1":
-    link.current._connection.shutdown(socket.SHUT_RDWR)
+    break_connection(int(os.environ["CLUSTERDDP_SUPERVISOR"].rpartition(":")[2]))
 time.sleep(5)  # for longer than the others of a rank that is gone are let be
 """
 

@@ -161,7 +161,7 @@ def test_a_store_names_its_owner_and_never_the_token() -> None:
         "RANK": "0",
         "WORLD_SIZE": "1",
     }
-    address = settings._store(environ, environment.read(environ))
+    address = settings.store_address(environ, environment.read(environ))
     assert address.owner == "attempt 4 of run net-3"
     assert "secret" not in address.digest
 
@@ -179,7 +179,7 @@ def test_two_single_processes_need_no_port(tmp_path: Path) -> None:
 
 def alone() -> dict[str, str]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in ddp._environment(0, 1, "0").items() if name not in names}
+    return {name: value for name, value in ddp.environment_of(0, 1, "0").items() if name not in names}
 
 
 def test_collectives_and_order_on_uneven_ranks(tmp_path: Path) -> None:

@@ -128,10 +128,11 @@ def test_a_replaced_handler_is_reported_once_and_stays(pipe: SignalPipe) -> None
 
     def own(*_: object) -> None: ...
 
+    ours = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, own)
     pipe.check()
     pipe.check()
     line = own.__code__.co_firstlineno
     assert replaced == [f"SIGTERM {own.__qualname__} (test_signals.py:{line})"]
     assert signal.getsignal(signal.SIGTERM) is own
-    signal.signal(signal.SIGTERM, pipe._handler)
+    signal.signal(signal.SIGTERM, ours)

@@ -290,7 +290,7 @@ def test_the_dry_run_of_the_gpu_check_passes_fails_and_says_what_is_not_run(
 
     run = RunDirectory(tmp_path / "run-1")
     monkeypatch.setattr(gpu_check.Lab, "train", lambda *_, **__: run)
-    assert gpu_check._differing(run, run) == []
+    assert gpu_check.differing(run, run) == []
     line = next(line for line in run.metrics() if line["step"] == 5)
     run.metrics_file.write_text(run.metrics_file.read_text().replace(str(line["digest"]), "7"))
     wrong = gpu_check.perform("snapshot", checks["snapshot"], lab)

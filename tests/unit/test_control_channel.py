@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,9 @@ import pytest
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.supervisor import control_server
 from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.worker import control_channel
 from clusterddp.worker.control_channel import ControlChannel
+from tests.connections import accepted_at, break_connection, connection_to
 
 TOKEN = "secret of this attempt"
 
@@ -158,7 +162,7 @@ def test_a_broken_connection_is_reopened(heard: Heard) -> None:
     link = join(heard, 0, port=1)
     words: queue.Queue[object] = queue.Queue()
     link.listen(lambda: words.put("lost"), words.put)
-    link._connection.shutdown(socket.SHUT_RDWR)
+    break_connection(heard.server.port)
     assert heard.lost.get(timeout=10) == (0, False)
     assert [heard.events.get(timeout=10)[:2] for _ in range(2)] == [(0, "joined"), (0, "rejoined")]
     heard.server.broadcast(leave="rank 5 hangs")
@@ -172,7 +176,7 @@ def test_a_broken_connection_is_reopened(heard: Heard) -> None:
 def test_events_sent_while_disconnected_arrive_once_each_and_in_order(heard: Heard) -> None:
     link = join(heard, 0, port=1)
     link.send("checkpoint", step=1)
-    link._connection.shutdown(socket.SHUT_RDWR)
+    break_connection(heard.server.port)
     assert heard.lost.get(timeout=10) == (0, False)
     for step in (2, 3):
         link.send("checkpoint", step=step)
@@ -200,7 +204,7 @@ def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(m
     link.listen(lambda: words.put("lost"), words.put)
     link.send("checkpoint", step=7)
     assert [words.get(timeout=10) for _ in range(2)] == ["joined", "checkpoint"]
-    link._connection.shutdown(socket.SHUT_RDWR)
+    break_connection(server.port)
     with pytest.raises(queue.Empty):
         words.get(timeout=1.5)
     free.set()
@@ -212,22 +216,27 @@ def test_a_rank_waits_for_a_supervisor_that_is_busy_when_its_connection_breaks(m
 def test_a_rank_whose_node_was_silent_cannot_reconnect(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been declared lost, and its run may continue elsewhere."""
     monkeypatch.setattr(control_server, "_SILENT", {errno.ECONNRESET})
-    link = join(heard, 0, port=1)
-    link._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets it
-    link._connection.close()
+    join_again = partial(ControlChannel.join, heard.address, TOKEN, 0, 1, timeout=10, process="the same")
+    link = join_again()
+    assert link is not None
+    with connection_to(heard.server.port) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets it
+    link.close()
     assert heard.lost.get(timeout=10) == (0, True)
     with pytest.raises(LauncherEnvironmentError, match="rank 0 has joined already"):
-        link._again(10)
+        join_again()
 
 
 def test_a_rank_that_is_falling_silent_gets_no_orders(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would then report 15 s later that its node does not answer: too late to be counted."""
-    links = [join(heard, 0, port=1), join(heard, 1)]
+    links = [join(heard, 0, port=1)]
+    with connection_to(heard.server.port) as connection:
+        first = connection.getsockname()
+    links.append(join(heard, 1))
     words: queue.Queue[object] = queue.Queue()
     for link in links:
         link.listen(lambda: None, lambda said: words.put(said))
-    silent = links[1]._connection.getsockname()
-    probes = lambda connection: 3 if connection.getpeername() == silent else 0  # noqa: E731
+    probes = lambda connection: 0 if connection.getpeername() == first else 3  # noqa: E731
     monkeypatch.setattr(control_server, "_unanswered_probes", probes)
     heard.server.broadcast(leave="node n2 lost")
     said = [words.get(timeout=10)]
@@ -267,19 +276,22 @@ def test_a_report_that_is_too_long_is_dropped_alone(heard: Heard, capsys: pytest
 
 
 @pytest.mark.parametrize("line", [b"x" * 3_000_000, b'{"event": "x", "v": "' + b"x" * (1 << 20) + b'"}', b"nonsense"])
-def test_an_unreadable_line_of_a_rank_is_skipped_permanently(heard: Heard, line: bytes) -> None:
+def test_an_unreadable_line_of_a_rank_is_skipped_permanently(
+    heard: Heard, line: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that was dropped for it would join again and repeat it forever."""
     link = join(heard, 0, port=1)
     link.send("checkpoint", step=1)
-    link._last.append(line + b"\n")
-    link._said += 1
-    link._connection.sendall(line + b"\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(control_channel, "LONGEST_LINE", 1 << 30)
+        patch.setattr(control_channel, "json", SimpleNamespace(dumps=lambda _: line.decode()))
+        link.send("checkpoint", step=0)
     link.send("checkpoint", step=2)
     events = [heard.events.get(timeout=10) for _ in range(3)]
     assert [values.get("step") for _, _, values in events] == [None, 1, 2]
     assert heard.lost.empty()
     link.listen(lambda: None, lambda _: None)
-    link._connection.shutdown(socket.SHUT_RDWR)
+    break_connection(heard.server.port)
     assert heard.events.get(timeout=10)[1] == "rejoined"
     link.send("checkpoint", step=3)
     assert heard.events.get(timeout=10)[2] == {"step": 3}
@@ -347,7 +359,7 @@ def test_a_flood_of_unauthenticated_connections_keeps_no_rank_out(heard: Heard) 
     late = join(heard, 1)
     assert late.store_port == 1
     assert unread(flood[0]) == b""
-    assert len(heard.server._peers) <= 256 + 2
+    assert accepted_at(heard.server.port) <= 256 + 2
     rank.send("alive")
     assert heard.lost.empty()
     for stranger in flood:

@@ -11,7 +11,9 @@ import io
 import json
 import os
 import resource
+import shutil
 import socket
+import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -258,7 +260,7 @@ def test_any_output_about_a_partition_is_read_or_a_slurm_error(
             lambda: slurm.partition_nodes("low"),
             lambda: slurm.partition_nodes(None),
             lambda: preemption_policy.preemption("low", "normal"),
-            lambda: preemption_policy._of_qos("normal", "REQUEUE"),
+            lambda: preemption_policy.qos_preemption("normal", "REQUEUE"),
             slurm.default_partition,
         ]
         for ask in asks:
@@ -421,9 +423,11 @@ def looks(run: RunDirectory, job: Job) -> list[Callable[[], Any]]:
 
 
 def follow(run: RunDirectory) -> None:
-    progress = Progress(run, None)
-    progress._events._offset = progress._metrics._offset = 0
-    progress.update()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = RunDirectory(folder)
+        progress = Progress(copy, None)  # which shows what is written from now on
+        shutil.copytree(run.path, folder, dirs_exist_ok=True)
+        progress.update()
 
 
 @fuzz(50, times=30)

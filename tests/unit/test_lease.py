@@ -98,10 +98,15 @@ def test_a_process_is_identified_by_its_machine_under_any_host_name(
     check_not_held(run)
 
 
-def test_cancelling_a_copy_leaves_the_original_alone(run: RunDirectory, sleeper: subprocess.Popen[bytes]) -> None:
+def test_cancelling_a_copy_leaves_the_original_alone(
+    run: RunDirectory, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its entries name the run that they were written for; a run that was only moved is still its own."""
-    lease.take(run, run.create_attempt(), entry_of(sleeper))
-    lease._write(run.loop_file, run, entry_of(sleeper))
+    entry = entry_of(sleeper)
+    lease.take(run, run.create_attempt(), entry)
+    monkeypatch.setattr(lease, "of_this_process", lambda: entry)
+    lease.loop_started(run)
+    monkeypatch.undo()
     copy = RunDirectory(run.path.with_name("copy"))
     shutil.copytree(run.path, copy.path)
     assert not lease.local_loop_alive(copy) and lease.local_loop_alive(run)

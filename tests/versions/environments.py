@@ -74,7 +74,7 @@ def environment(pair: Pair, interpreter: str, index: str | None) -> Path:
     subprocess.run([interpreter, "-m", "venv", "--clear", str(folder)], check=True)
     _pip(python, index, "--no-deps", f"torch=={pair.torch}")
     packages = Path(_output(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
-    _pip(python, index, *_of_torch(packages), *_others(pair, project))
+    _pip(python, index, *_of_torch(packages), *other_requirements(pair, project))
     _pip(python, index, "--no-deps", "-e", str(REPOSITORY))
     write_stand_ins(packages)
     ready.write_text(recipe)
@@ -106,7 +106,7 @@ def _of_torch(packages: Path) -> list[str]:
     ]
 
 
-def _others(pair: Pair, project: Mapping[str, Any]) -> list[str]:
+def other_requirements(pair: Pair, project: Mapping[str, Any]) -> list[str]:
     lines = [line for line in project["dependencies"] if Requirement(line).name != "torch"]
     if pair.others == "oldest":
         lines = [_lower_bound(line) for line in lines]

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests.versions import report
-from tests.versions.environments import PAIRS, REPOSITORY, _others, tomllib  # type: ignore[attr-defined]
+from tests.versions.environments import PAIRS, REPOSITORY, other_requirements, tomllib  # type: ignore[attr-defined]
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 REQUIRED = {requirement.name: requirement for requirement in map(Requirement, PROJECT["dependencies"])}
@@ -26,9 +26,9 @@ def test_the_matrix_runs_each_python_and_both_ends_of_torchs_range() -> None:
 
 def test_the_oldest_environment_has_the_lower_bounds() -> None:
     """And the one with constraints.txt takes the ranges."""
-    wanted = _others(PAIRS[0], PROJECT)
+    wanted = other_requirements(PAIRS[0], PROJECT)
     assert "submitit==1.5.1" in wanted and "numpy==1.23" in wanted and not any(">" in word for word in wanted)
-    assert "submitit<1.6,>=1.5.1" in {str(Requirement(word)) for word in _others(PAIRS[-1], PROJECT)[:5]}
+    assert "submitit<1.6,>=1.5.1" in {str(Requirement(word)) for word in other_requirements(PAIRS[-1], PROJECT)[:5]}
 
 
 def test_the_page_says_what_failed_and_what_was_not_run() -> None:
