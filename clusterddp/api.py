@@ -84,10 +84,7 @@ def launch(
     folder = None if run_dir is None else os.fspath(run_dir)
     with _without_job_variables():
         if callable(target):
-            if clash := _PROGRAM_KEYS & values.keys():
-                raise UsageError(f"{', '.join(sorted(clash))}: not allowed when the target is a function")
-            values = {"job_name": _name_of(target), **values, "module": "clusterddp.function"}
-            job, plant = describe(None, values, {}), _planting(target, args)
+            job, plant = _of_function(target, args, values)
         else:
             values |= {"args": [str(argument) for argument in args]} if args else {}
             job, plant = describe(os.fspath(target), values, {}), None
@@ -95,8 +92,7 @@ def launch(
             return Handle(folder)
         if local:
             return _start_local(job, folder, plant)
-        run, _job_id = submit_to_slurm(job, folder, plant)
-        return Handle(run.path)
+        return Handle(submit_to_slurm(job, folder, plant)[0].path)
 
 
 @dataclass(frozen=True)
@@ -172,7 +168,8 @@ class Handle:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         job = load_resolved(self._run.job_file)
-        over = self._local_over if self._process or self._run.loop_file.exists() else self._watched_over(job)
+        local = self._process or self._run.loop_file.exists()
+        over = self._local_over if local else Watcher(self._run, job).look
         with Progress(self._run, job.steps, output=False) as progress:
             while not over():
                 progress.update()
@@ -233,15 +230,6 @@ class Handle:
         alive = self._loop_alive()  # checked first: the outcome is written before the loop ends
         return self._run.outcome() is not None or not alive
 
-    def _watched_over(self, job: Job) -> Callable[[], bool]:
-        watcher = Watcher(self._run, job)
-
-        def over() -> bool:
-            watcher.look()
-            return watcher.result is not None
-
-        return over
-
     def _why_not_done(self) -> str:
         text = f"{self._run}: {self.status()}"
         failures = [event for event in self._run.events() if event["event"] == "rank_failed"]
@@ -252,8 +240,7 @@ class Handle:
             return text
         event = failures[-1]
         attempt, rank, when = event["attempt"], event["rank"], event["time"]
-        path = self._run.rank_record(attempt, rank)
-        end = RankEnd.read(rank, event["host"], when, path)
+        end = RankEnd.read(rank, event["host"], when, self._run.rank_record(attempt, rank))
         if end.end == "died":  # the supervisor knows more about how it was killed
             end = replace(end, error=event["error"])
         secrets = secret_values(revealed(load_resolved(self._run.job_file), self._run.job_file), os.environ)
@@ -281,17 +268,20 @@ def _name_of(function: Callable[..., Any]) -> str:
     return re.sub(r"[^\w.+=@-]+", "", name).lstrip(".-") or "function"
 
 
-def _planting(function: Callable[..., Any], args: tuple[Any, ...]) -> Plant:
-    """Writes the function into the run directory. It is pickled first, before anything is created."""
+def _of_function(function: Callable[..., Any], args: tuple[Any, ...], values: dict[str, Any]) -> tuple[Job, Plant]:
+    """The job that calls a function, and what writes the function, pickled before anything is created, into its run."""
     from submitit.helpers import DelayedSubmission
 
-    from clusterddp.worker.function import function_file, pickled, save_function
+    from clusterddp.worker.function import MODULE, function_file, pickled, save_function
 
+    if clash := _PROGRAM_KEYS & values.keys():
+        raise UsageError(f"{', '.join(sorted(clash))}: not allowed when the target is a function")
+    job = describe(None, {"job_name": _name_of(function), **values, "module": MODULE}, {})
     try:
         content = pickled(DelayedSubmission(function, *args))
     except Exception as error:
         raise UsageError(f"{function!r} and its arguments cannot be pickled: {error}") from error
-    return lambda run: save_function(function_file(run), content)
+    return job, lambda run: save_function(function_file(run), content)
 
 
 def _start_local(job: Job, run_dir: str | None, plant: Plant | None) -> Handle:

@@ -108,24 +108,18 @@ def read(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def _from_torchrun(environ: Mapping[str, str], launcher: Launcher) -> RankEnvironment:
-    _require_torchrun_names(environ, launcher)
+    if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in environ]:
+        known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or "none of the others"
+        raise LauncherEnvironmentError(
+            f"launcher {launcher}: {' and '.join(missing)} not set, but {known}; set RANK and WORLD_SIZE "
+            "(and LOCAL_RANK, LOCAL_WORLD_SIZE) as torchrun does, or unset all of them for a single process"
+        )
     rank, world_size = _number(environ, "RANK", launcher), _number(environ, "WORLD_SIZE", launcher)
     _check_below(environ, rank, "RANK", world_size, "WORLD_SIZE", launcher)
     local_rank, local_world_size = _local_place(environ, rank, world_size, launcher)
     node_rank = _node_rank(environ, rank, local_rank, world_size, local_world_size, launcher)
     place = (rank, local_rank, world_size, local_world_size, node_rank)
     return RankEnvironment(*place, (), *_master(environ), launcher)
-
-
-def _require_torchrun_names(environ: Mapping[str, str], launcher: Launcher) -> None:
-    names = ("RANK", "WORLD_SIZE")
-    missing = [name for name in names if name not in environ]
-    if missing:
-        known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or "none of the others"
-        raise LauncherEnvironmentError(
-            f"launcher {launcher}: {' and '.join(missing)} not set, but {known}; set RANK and WORLD_SIZE "
-            "(and LOCAL_RANK, LOCAL_WORLD_SIZE) as torchrun does, or unset all of them for a single process"
-        )
 
 
 def _local_place(environ: Mapping[str, str], rank: int, world_size: int, launcher: Launcher) -> tuple[int, int]:
@@ -242,7 +236,13 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
         _contradiction(environ, "slurm", "the tasks do not add up", tasks_name, size_name, nodes_name)
     if local_rank >= counts[node_rank]:
         _contradiction(environ, "slurm", "no such task on this node", local_name, node_name, tasks_name)
-    _check_against_torchrun_names(environ, rank, rank_name, world_size, size_name)
+    torchruns = (environ.get("RANK"), environ.get("WORLD_SIZE"))
+    if None not in torchruns and torchruns != (str(rank), str(world_size)):  # two ranks as one, or one alone
+        raise LauncherEnvironmentError(
+            f"launcher slurm: {_shown(environ, 'RANK', 'WORLD_SIZE')} contradict "
+            f"{_shown(environ, rank_name, size_name)}; unset RANK and WORLD_SIZE if srun starts the ranks, or set "
+            f"{LAUNCHER}=torchrun if another launcher starts them inside the tasks"
+        )
 
     master_addr, master_port = _master(environ)
     place = (rank, local_rank, world_size, counts[node_rank], node_rank)
@@ -259,21 +259,6 @@ def _first_set(environ: Mapping[str, str], *names: str) -> str:
         f"launcher slurm: none of {', '.join(names)} is set, though this is step {environ.get('SLURM_STEP_ID')} of job "
         f"{environ.get('SLURM_JOB_ID')}; start the ranks with srun and do not change its variables"
     )
-
-
-def _check_against_torchrun_names(
-    environ: Mapping[str, str], rank: int, rank_name: str, world_size: int, size_name: str
-) -> None:
-    """Raises if torchrun's variables give another rank or world size: two ranks would train as one, or one alone."""
-    if not {"RANK", "WORLD_SIZE"} <= environ.keys():
-        return
-    if (environ["RANK"], environ["WORLD_SIZE"]) != (str(rank), str(world_size)):
-        slurms = _shown(environ, rank_name, size_name)
-        raise LauncherEnvironmentError(
-            f"launcher slurm: {_shown(environ, 'RANK', 'WORLD_SIZE')} contradict {slurms}; "
-            f"unset RANK and WORLD_SIZE if srun starts the ranks, or set {LAUNCHER}=torchrun if another "
-            "launcher starts them inside the tasks"
-        )
 
 
 def _step_port(environ: Mapping[str, str]) -> int:

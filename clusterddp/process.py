@@ -127,14 +127,9 @@ def process_namespace() -> str:
 
 def signal_ranks(supervisor: int, signum: int) -> None:
     """Signals the ranks of a local run but not their children, as Slurm with proctrack/cgroup does."""
-    for child in children(supervisor):
+    for child in _processes().get(supervisor, []):
         with suppress(ProcessLookupError):
             os.kill(child, signum)
-
-
-def children(parent: int) -> list[int]:
-    """The running child processes of a process."""
-    return sorted(_processes().get(parent, []))
 
 
 def adopt_orphans() -> None:

@@ -47,21 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Carries out ``drill``; returns the exit code."""
-    run = open_run(arguments.run) if arguments.run else None
-    if run is not None and last_save_s(run) is None:
-        raise UsageError(f"{run} has no checkpoint: choose a run that has saved one, or omit --run")
-    return drill(arguments.partition, arguments.qos, arguments.nodes, run)
-
-
-def drill(partition: str | None, qos: str | None, nodes: int, run: RunDirectory | None) -> int:
     """Submits the job, waits for it and prints its results; 0 if a run would survive a preemption here."""
+    run = open_run(arguments.run) if arguments.run else None
+    save_s = last_save_s(run) if run else None
+    if run and save_s is None:
+        raise UsageError(f"{run} has no checkpoint: choose a run that has saved one, or omit --run")
     slurm.require("sbatch", "scontrol", "sinfo")
-    preemption = preemption_policy.preemption(partition, qos)
-    folder = Path(tempfile.mkdtemp(prefix="clusterddp-drill-", dir=Path.cwd()))
-    try:
+    preemption = preemption_policy.preemption(arguments.partition, arguments.qos)
+    with tempfile.TemporaryDirectory(prefix="clusterddp-drill-", dir=Path.cwd(), ignore_cleanup_errors=True) as path:
+        folder = Path(path)
         script = folder / "drill.sbatch"
-        script.write_text(drill_script(partition, qos, nodes, folder, sys.executable))
+        script.write_text(drill_script(arguments.partition, arguments.qos, arguments.nodes, folder, sys.executable))
         job_id = slurm.submit(script)
         show(f"drill: job {job_id} submitted to {preemption.partition}")
         try:
@@ -69,10 +65,8 @@ def drill(partition: str | None, qos: str | None, nodes: int, run: RunDirectory 
         finally:
             slurm.cancel(job_id)
         found = [read_json(folder / name) or {} for name in ("first.json", "second.json")]
-        print("\n".join(report(preemption, found[0], found[1], lifted_at, last_save_s(run))))
-        return 0 if verdict(preemption, found[0], found[1], last_save_s(run)) is None else 1
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    print("\n".join(report(preemption, found[0], found[1], lifted_at, save_s)))
+    return 0 if verdict(preemption, found[0], found[1], save_s) is None else 1
 
 
 def drill_script(partition: str | None, qos: str | None, nodes: int, folder: Path, python: str) -> str:
@@ -103,9 +97,9 @@ def _await_end(job_id: str, folder: Path) -> float | None:
     return lifted_at
 
 
-def last_save_s(run: RunDirectory | None) -> float | None:
+def last_save_s(run: RunDirectory) -> float | None:
     """Seconds that the last save of a run took until it was durable."""
-    saves = [event["durable_s"] for event in run.events() if event.get("durable_s")] if run else []
+    saves = [event["durable_s"] for event in run.events() if event.get("durable_s")]
     return float(saves[-1]) if saves else None
 
 
@@ -137,19 +131,15 @@ def report(
     lines = [f"notice    {preemption.sentence(Job(name='drill', device='cpu'))}"]
     if first:
         missing = f"missing: {', '.join(first['missing'])}" if first["missing"] else "all found on the nodes"
-        lines.append(f"commands  {missing}")
-        lines.append(
-            f"signals   TERM reached {first['signalled']} of {first['ranks']} ranks in {first['seconds']:.2f} s"
-        )
+        reached = f"{first['signalled']} of {first['ranks']} ranks in {first['seconds']:.2f} s"
+        lines += [f"commands  {missing}", f"signals   TERM reached {reached}"]
     if second:
         since = f"; it ran {second['time'] - lifted_at:.1f} s after the hold was lifted" if lifted_at else ""
         lines.append(f"requeue   works{since}")
-    problem = verdict(preemption, first, second, save_s)
-    saved = (
-        f"{preemption.partition} gives {preemption.notice_s} s; your last save took {save_s:.1f} s: " if save_s else ""
-    )
-    lines.append(f"verdict   {saved}{problem or 'safe'}")
-    return lines
+    problem = verdict(preemption, first, second, save_s) or "safe"
+    if save_s:
+        problem = f"{preemption.partition} gives {preemption.notice_s} s; your last save took {save_s:.1f} s: {problem}"
+    return [*lines, f"verdict   {problem}"]
 
 
 # --- on the nodes

@@ -24,7 +24,7 @@ from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor.controller import give_notice, notice_file
+from clusterddp.supervisor.controller import give_notice
 
 POLL_S = 0.05
 
@@ -95,7 +95,7 @@ class LocalRun:
         """Runs attempts until the run is over or interrupted; returns the exit code."""
         with _interrupts_counted(self._interrupted):
             while True:
-                notice_file(self.run).unlink(missing_ok=True)  # of an earlier attempt
+                self.run.notice_file.unlink(missing_ok=True)  # of an earlier attempt
                 if self.interrupts:
                     return INTERRUPTED
                 code = self._attempt(progress)

@@ -46,8 +46,7 @@ def claim(run_dir: str | None, job: Job) -> tuple[RunDirectory, bool]:
 
 def check_not_held(run: RunDirectory) -> None:
     """Refuses a run that another job or process trains: a run has one job at a time."""
-    held = held_by_other(run)
-    if held:
+    if held := held_by_other(run):
         if "cannot be reached from here" in held:
             remedy = "if it has ended, continue the run with --take-over; if it is still training, it will then exit"
         else:

@@ -79,10 +79,9 @@ class Watcher:
         #: None until the run is over, then the exit code: 0 if it completed.
         self.result: int | None = None
 
-    def look(self) -> None:
-        """Checks the outcome and, less often, the job."""
-        outcome = self._run.outcome()
-        if outcome is not None:
+    def look(self) -> bool:
+        """Checks the outcome and, less often, the job; returns whether the run is over."""
+        if outcome := self._run.outcome():
             self.result = 0 if outcome["state"] == "completed" else 1
         elif time.monotonic() >= self._ask_at:
             try:
@@ -90,6 +89,7 @@ class Watcher:
             except SlurmError as error:
                 waiting = self._say(f"retrying: {error}")
             self._ask_at = time.monotonic() + (ASK_WAITING_S if waiting else ASK_RUNNING_S)
+        return self.result is not None
 
     def leave(self) -> None:
         """Says, if the run is not over, that it continues without this process."""
@@ -156,7 +156,7 @@ class Watcher:
             self._run.events(),
             time.time(),
             lambda: slurm.usable_nodes(self._job.partition),
-            self._job.min_nodes or self._job.nodes,
+            self._job.node_counts[0],
         )
         new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
         submitted(self._run, new)

@@ -51,12 +51,8 @@ def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], 
 
 def failures(events: Iterable[Event], node: str, now: float) -> list[Event]:
     """A node's failures: a rank on it failed first, and not by an error of the script, or the node was lost."""
-    kinds = ("rank_failed", "node_lost")
-    return [
-        event
-        for event in events
-        if event["event"] in kinds and event.get("suspect") == node and event["time"] > now - FOR_S
-    ]
+    own = (event for event in events if event.get("suspect") == node and event["time"] > now - FOR_S)
+    return [event for event in own if event["event"] in ("rank_failed", "node_lost")]
 
 
 def failed(events: Iterable[Event], now: float) -> list[str]:

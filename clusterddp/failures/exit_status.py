@@ -70,9 +70,9 @@ def of_tasks(messages: str) -> dict[int, ExitStatus]:
         rank: ExitStatus(not_started=why) for tasks, why in _LAUNCH.findall(messages) for rank in _numbers(tasks)
     }
     for tasks, what in _TASKS.findall(messages):
-        death = _death(what)
-        for rank in _numbers(tasks) if death else ():
-            exit_statuses.setdefault(rank, death)  # type: ignore[arg-type]
+        if death := _death(what):
+            for rank in _numbers(tasks):
+                exit_statuses.setdefault(rank, death)
     return exit_statuses
 
 

@@ -33,6 +33,7 @@ class RunDirectory:
         self.submitted_file = self.private / "submitted.json"
         self.request_file = self.private / "resubmit.json"
         self.loop_file = self.private / "loop.json"
+        self.notice_file = self.private / "notice.json"  # why the loop of a local run sends a signal
         self._cancel_mark = self.path / "cancelled"
 
     def __str__(self) -> str:

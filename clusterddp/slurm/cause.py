@@ -14,7 +14,6 @@ only while the job is in that state (seen on Slurm 22.05.8 and 24.11.5):
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Callable
 
 from clusterddp.slurm.commands import JobInfo
@@ -41,15 +40,12 @@ class Cause(enum.Enum):
     NONE = "stopped by a signal that neither preemption, time limit nor cancellation explains"
 
 
-def read_cause(
-    job: JobInfo | None, restarts: int, notice_s: float, grace_s: Callable[[], int], now: float | None = None
-) -> Cause:
+def read_cause(job: JobInfo | None, restarts: int, notice_s: float, grace_s: Callable[[], int], now: float) -> Cause:
     """The cause, from the controller's record of this job.
 
     ``restarts``: of the calling attempt; a record with more describes a later start of the job. ``notice_s``: seconds
     before EndTime at which the ranks are told to stop. ``grace_s`` is only called if it matters.
     """
-    now = time.time() if now is None else now
     if job is None:
         return Cause.UNKNOWN
     if job.restarts != restarts or job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):

@@ -82,7 +82,6 @@ class JobInfo:
     reason: str
     nodes: str
     restarts: int
-    requeue: bool
     preempt_time: float | None
     end_time: float | None
     run_time_s: float = 0.0
@@ -104,7 +103,6 @@ class JobInfo:
 class NodeShape:
     """A node of a partition: CPUs, memory in MiB, and GPUs by type ('' if Slurm has no type for them)."""
 
-    name: str
     cpus: int
     memory_mib: int
     gpus: Mapping[str, int]
@@ -255,8 +253,8 @@ def partition_nodes(partition: str | None) -> list[NodeShape]:
         lines = [line.split("|") for line in text.splitlines()]
         wanted = [line for line in lines if (line[0] == partition if partition else line[1].endswith("*"))]
         nodes = [
-            NodeShape(name, int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gres(gres))
-            for _, _, name, cpus, memory, gres in wanted
+            NodeShape(int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gres(gres))
+            for _, _, _, cpus, memory, gres in wanted
         ]
     if not nodes:
         names = ", ".join(sorted({line[0] for line in lines})) or "none"
@@ -316,7 +314,6 @@ def parse_job(text: str) -> JobInfo | None:
             reason=fields.get("Reason", "None"),
             nodes=fields.get("NodeList", "").replace("(null)", ""),
             restarts=int(fields.get("Restarts", 0)),
-            requeue=fields.get("Requeue") == "1",
             preempt_time=_time(fields.get("PreemptTime")),
             end_time=_time(fields.get("EndTime")),
             run_time_s=_seconds(fields.get("RunTime")),

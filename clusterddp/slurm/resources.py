@@ -107,9 +107,9 @@ def share_of_node(job: Job, nodes: list[NodeShape]) -> tuple[Job, list[str]]:
 
 
 def _exported() -> list[str]:
-    found = {name: MASK if is_secret(name) else value for name, value in os.environ.items()}
-    names = [f"{name}={value}" for name, value in found.items() if name.startswith(_SHOWN)]
-    return [f"from the environment: {' '.join(sorted(names))}"] if names else []
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SHOWN)}
+    shown = (f"{name}={MASK if is_secret(name) else value}" for name, value in found.items())
+    return [f"from the environment: {' '.join(shown)}"] if found else []
 
 
 def as_allocated(job: Job, environ: Mapping[str, str]) -> Job:

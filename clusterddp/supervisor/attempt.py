@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -139,15 +140,12 @@ class Attempt:
 
     def _next_event(self) -> tuple[float, decide.Event | BaseException]:
         """The next event and when it came; an expired timer comes before what is in the queue."""
-        timer = min(self._timers, key=lambda timer: self._timers[timer], default=None)
+        timer = min(self._timers, key=self._timers.__getitem__, default=None)
         if timer is None:
             return self._events.get()
-        try:
-            left_s = self._timers[timer] - time.monotonic()
-            if left_s > 0:
+        with suppress(queue.Empty):
+            if (left_s := self._timers[timer] - time.monotonic()) > 0:
                 return self._events.get(timeout=left_s)
-        except queue.Empty:
-            pass
         del self._timers[timer]
         return time.time(), timer
 

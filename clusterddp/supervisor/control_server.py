@@ -220,8 +220,7 @@ class ControlServer:
 
     def _greet(self, peer: _Peer, hello: Mapping[str, Any]) -> bool:
         rank, port = hello["rank"], hello["port"]
-        refusal = self._refusal(rank, port, hello.get("process"))
-        if refusal is not None:
+        if refusal := self._refusal(rank, port, hello.get("process")):
             with suppress(OSError):
                 send_line(peer.connection, {"refused": refusal})
             return False

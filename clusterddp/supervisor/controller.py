@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ class SlurmController(Controller):
     def why(self, notice_s: float) -> Cause:
         """Reads the job's state and PreemptTime."""
         job = slurm.show_job(self._job_id)
-        cause = read_cause(job, self._restarts, notice_s, lambda: self._preemption().grace_s)
+        cause = read_cause(job, self._restarts, notice_s, lambda: self._preemption().grace_s, time.time())
         if cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE, Cause.NONE):
             say(f"Slurm's record of the job: {job}")
         return cause
@@ -180,12 +181,12 @@ class AllocationController(SlurmController):
 
     def notice(self) -> Notice:
         """What ``submit --here`` wrote before it sent a signal, else slurmctld's answer."""
-        said = _stop_said(notice_file(self._run))
+        said = _stop_said(self._run.notice_file)
         return Notice(None, said) if said else super().notice()
 
     def why(self, notice_s: float) -> Cause:
         """The same, for the cause."""
-        notice = read_json(notice_file(self._run))
+        notice = read_json(self._run.notice_file)
         return Cause(notice["cause"]) if notice else super().why(notice_s)
 
     def ends_what_it_preempts(self) -> bool:
@@ -205,7 +206,7 @@ class LocalController(Controller):
     starts_again = True
 
     def __init__(self, run: RunDirectory) -> None:
-        self._notice = notice_file(run)
+        self._notice = run.notice_file
 
     def holder(self) -> dict[str, Any]:
         """This process."""
@@ -233,11 +234,6 @@ class LocalController(Controller):
         raise NotImplementedError("a local run is restarted by its loop")
 
 
-def notice_file(run: RunDirectory) -> Path:
-    """Where the loop of a local run writes why it sends a signal."""
-    return run.private / "notice.json"
-
-
 def _stop_said(notice: Path) -> Stop | None:
     cause = (read_json(notice, {"cause": is_text}) or {}).get("cause")
     return {Cause.PREEMPTED.value: Stop.PREEMPTION, Cause.INTERRUPTED.value: Stop.INTERRUPTION}.get(str(cause))
@@ -245,4 +241,4 @@ def _stop_said(notice: Path) -> Stop | None:
 
 def give_notice(run: RunDirectory, cause: Cause) -> None:
     """Writes why the ranks are about to be signalled. To be called before the signal is sent."""
-    write_json(notice_file(run), {"cause": cause.value}, mode=0o600)
+    write_json(run.notice_file, {"cause": cause.value}, mode=0o600)

@@ -56,10 +56,8 @@ class History:
         self.events.append(line)
         self._pending.append(line)
         self._write_pending()
-        written = not self._pending
-        words = sentence(line)
-        if words:  # the terminal of a local run shows the file's events, and the supervisor's standard error
-            print(words, file=sys.stdout if written else sys.stderr, flush=True)
+        if words := sentence(line):  # a local run's terminal shows the events in the file, and our stderr
+            print(words, file=sys.stderr if self._pending else sys.stdout, flush=True)
 
     def _presentable(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Masks secrets in free texts, such as an exception's, and clips them."""
@@ -96,9 +94,8 @@ class History:
 
         Returns whether it was written; an error is reported, and does not change how the attempt ended.
         """
-        events = self.events
-        step = _highest(event.get("step") for event in events)
-        values = self._presentable({"step": step, "attempts": attempts_made(events), "reason": reason})
+        step = _highest(event.get("step") for event in self.events)
+        values = self._presentable({"step": step, "attempts": attempts_made(self.events), "reason": reason})
         self.add(state, **values)
         try:
             write_json(self._run.outcome_file, {"state": state, **values})

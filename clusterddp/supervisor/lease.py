@@ -112,8 +112,7 @@ def held_by_other(run: RunDirectory, me: Mapping[str, Any] | None = None) -> str
     for entry in holders(run):
         if me is not None and _same(entry, me):
             continue
-        held = _held_by_job(entry) if entry["kind"] == "slurm" else _held_by_process(entry)
-        if held:
+        if held := _held_by_job(entry) if entry["kind"] == "slurm" else _held_by_process(entry):
             return held
     return None
 

@@ -27,7 +27,8 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
     if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
         return f"limits.gpu_hours ({job.limits.gpu_hours:g}) reached: {hours:.2f} used"
     if _fruitless(events) >= FRUITLESS:
-        return f"{FRUITLESS} consecutive attempts {_ended(events)} without reaching a new checkpoint"
+        ended = "failed" if events[-1]["event"] == "restarted" else "reached their time limit (request more time)"
+        return f"{FRUITLESS} consecutive attempts {ended} without reaching a new checkpoint"
     return None
 
 
@@ -81,7 +82,3 @@ def _failed(event: Mapping[str, Any]) -> bool:
 
 def _timed(event: Mapping[str, Any]) -> bool:
     return event.get("cause") in (Cause.TIME_LIMIT.value, Cause.TIMED_OUT.value)
-
-
-def _ended(events: list[Mapping[str, Any]]) -> str:
-    return "failed" if events[-1]["event"] == "restarted" else "reached their time limit (request more time)"

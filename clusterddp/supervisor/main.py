@@ -33,13 +33,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.attempt import Attempt
-from clusterddp.supervisor.controller import (
-    AllocationController,
-    Controller,
-    LocalController,
-    SlurmController,
-    notice_file,
-)
+from clusterddp.supervisor.controller import AllocationController, Controller, LocalController, SlurmController
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLauncher
 from clusterddp.supervisor.limits import exceeded
@@ -56,7 +50,7 @@ def supervise_slurm(run_directory: str) -> int:
     job = as_started(load_trusted(run), os.environ)
     if in_batch_step(os.environ):
         return supervise(run, job, lambda: SlurmLauncher(job), SlurmController(os.environ, run, job))
-    notice_file(run).unlink(missing_ok=True)  # of a previous attempt
+    run.notice_file.unlink(missing_ok=True)  # of a previous attempt
     return supervise(run, job, lambda: SlurmLauncher(job), AllocationController(os.environ, run, job))
 
 
@@ -96,7 +90,7 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
         signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the debugged rank
         job = dataclasses.replace(job, watchdog=None)  # a rank in the debugger is no hang
     scrub_own()
-    return supervise(run, job, lambda: LocalLauncher(job, debug_rank, notice_file(run).exists), LocalController(run))
+    return supervise(run, job, lambda: LocalLauncher(job, debug_rank, run.notice_file.exists), LocalController(run))
 
 
 def prepare_process() -> None:

@@ -147,10 +147,9 @@ class Recovery:
         events, now = self._history.events, time.time()
         if not lost and not set(exclusion.failed(events, now)) - set(exclusion.excluded(events, now)):
             return exclusion.Choice()
-        usable = self._usable_nodes()
-        if usable is None:
+        if (usable := self._usable_nodes()) is None:
             return exclusion.Choice()
-        choice = exclusion.choose(events, lost, usable, self._needed_nodes, now)
+        choice = exclusion.choose(events, lost, usable, self._job.node_counts[0], now)
         if choice.refused:
             self._history.add("not_excluded", reason=choice.refused)
         if choice.new:
@@ -160,7 +159,8 @@ class Recovery:
 
     def _excluded(self) -> list[str]:
         """The nodes that a new job excludes, as the previous ones did."""
-        return exclusion.still_excluded(self._history.events, time.time(), self._usable_nodes, self._needed_nodes)
+        needed = self._job.node_counts[0]
+        return exclusion.still_excluded(self._history.events, time.time(), self._usable_nodes, needed)
 
     def _usable_nodes(self) -> list[str] | None:
         """The nodes that the job could be given; None if unknown."""
@@ -169,10 +169,6 @@ class Recovery:
         except ClusterddpError as error:  # Slurm does not answer, or the job's `exclude` names a file
             say(f"cannot list the usable nodes, so none is excluded: {error}")
             return None
-
-    @property
-    def _needed_nodes(self) -> int:
-        return self._job.min_nodes or self._job.nodes
 
     def _bounded(self, event: str, verdict: Verdict) -> bool:
         """Ends the run as failed if it must not have another attempt; returns whether it did."""
@@ -193,26 +189,26 @@ class Recovery:
         if not (wanted and verdict.cause in (Cause.PREEMPTED, Cause.TIME_LIMIT)):
             return self._resubmit(verdict, self._excluded())
         try:
-            window_s = self._requeue(verdict.cause)
-        except _Changed as changed_to:
-            return self._act(changed_to.verdict)
+            requeued = self._requeue(verdict.cause)
         except SlurmError as error:
             self._history.add("requeue_refused", error=str(error))
             return self._resubmit(verdict, self._excluded())
-        self._add_end("requeued", verdict, window_s=window_s)
+        if isinstance(requeued, Verdict):
+            return self._act(requeued)
+        self._add_end("requeued", verdict, window_s=requeued)
         return self._controller.again_code
 
-    def _requeue(self, cause: Cause) -> float:
+    def _requeue(self, cause: Cause) -> float | Verdict:
         """Requeues the job, until the controller answers; before each try it is asked if the cause is still the same.
 
         A request without an answer may have been carried out. Returns the seconds from that question to the requeue's
-        answer: a scancel in between is lost, because Slurm also requeues a job that is being cancelled.
+        answer: a scancel in between is lost, because Slurm also requeues a job that is being cancelled. If the cause
+        changed, returns the new verdict instead.
         """
 
-        def ask() -> float:
-            now = self._why()
-            if now is not cause:
-                raise _Changed(judge(self._ends, 0, self._state.told, lambda: now))
+        def ask() -> float | Verdict:
+            if (now := self._why()) is not cause:
+                return judge(self._ends, 0, self._state.told, lambda: now)
             asked = time.monotonic()
             self._controller.requeue()
             return round(time.monotonic() - asked, 4)
@@ -250,13 +246,11 @@ class Recovery:
 
         ``refused``: it should, and Slurm refused the job with this message.
         """
-        request = {"attempt": self._number, **self._controller.describe(), **why}
+        file = self._run.request_file
         try:
-            write_json(self._run.request_file, request, mode=0o600)
+            write_json(file, {"attempt": self._number, **self._controller.describe(), **why}, mode=0o600)
         except OSError as error:
-            say(
-                f"cannot write {self._run.request_file} ({error.strerror}): clusterddp watch will not continue this run"
-            )
+            say(f"cannot write {file} ({error.strerror}): clusterddp watch will not continue this run")
 
     def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
@@ -266,11 +260,3 @@ class Recovery:
 def _until_answered(ask: Callable[[], _T]) -> _T:
     """The result of ``ask``, once the controller and the run directory answer."""
     return slurm.patiently(ask, math.inf, FIRST_PAUSE_S, (SlurmUnavailable, OSError))
-
-
-class _Changed(Exception):
-    """The cause changed before the job was requeued."""
-
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__(verdict.reason)
-        self.verdict = verdict

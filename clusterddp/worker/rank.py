@@ -173,19 +173,15 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
             sys.argv = command
             sys.path.insert(0, str(Path(command[0]).resolve().parent))
             runpy.run_path(command[0], run_name="__main__")
+    except Stopped as stopped:
+        return _stopped(stopped)
+    except Declined as declined:
+        return {"end": "declined", "error": str(declined)}, 1
+    except SystemExit as leaving:
+        return _exited(leaving)
     except BaseException as error:
-        return _ended(error)
+        return _raised(error), 1
     return _done()
-
-
-def _ended(error: BaseException) -> tuple[dict[str, Any], int]:
-    if isinstance(error, Stopped):
-        return _stopped(error)
-    if isinstance(error, Declined):
-        return {"end": "declined", "error": str(error)}, 1
-    if isinstance(error, SystemExit):
-        return _exited(error)
-    return _raised(error), 1
 
 
 def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:

@@ -150,16 +150,13 @@ def _running() -> str:
     """What keeps this process from exiting, for a message."""
     main = threading.main_thread()
     frames = sys._current_frames()
-    threads = [
-        thread
-        for thread in threading.enumerate()
-        if thread is not main and not thread.daemon and thread.ident in frames
-    ]
-    words = [f"thread {thread.name!r}{_place(frames.get(thread.ident or 0))}" for thread in threads]
+    threads = [thread for thread in threading.enumerate() if not thread.daemon and thread.ident in frames]
+    words = [f"thread {thread.name!r}{_place(frames.get(thread.ident or 0))}" for thread in threads if thread != main]
     if main.ident in frames and (place := _place(frames[main.ident])):
         words.insert(0, f"main thread{place}")
-    children = _children()
-    return ", ".join([*words, *([_listed(children)] if children else [])]) or "an exit handler"
+    if children := _children():
+        words.append(_listed(children))
+    return ", ".join(words) or "an exit handler"
 
 
 def _place(frame: FrameType | None) -> str:

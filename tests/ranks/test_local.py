@@ -17,7 +17,7 @@ import pytest
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor.controller import give_notice, notice_file
+from clusterddp.supervisor.controller import give_notice
 from tests.cluster.system import Process
 from tests.histories import check_history
 from tests.waiting import differing, final_state, story, wait_for_step, wait_until
@@ -292,7 +292,7 @@ def test_a_run_that_finishes_despite_ctrl_c_is_completed(run: RunDirectory, tmp_
     process = start(run, str(script), "--device", "cpu")
     wait_until(going.exists, "the script", timeout=60)
     process.send_signal(signal.SIGINT)
-    wait_until(notice_file(run).exists, "the notice", timeout=60)
+    wait_until(run.notice_file.exists, "the notice", timeout=60)
     go.touch()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err

@@ -32,7 +32,7 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import decide, lease, recovery
 from clusterddp.supervisor.attempt import Attempt
-from clusterddp.supervisor.controller import Notice, SlurmController, give_notice, notice_file
+from clusterddp.supervisor.controller import Notice, SlurmController, give_notice
 from clusterddp.supervisor.decide import ConnectionLost, RankEvent, State
 from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded
@@ -257,7 +257,7 @@ def test_a_batch_job_that_is_refused_leaves_the_notice_of_the_attempt_that_holds
     command = [sys.executable, "-m", "clusterddp.supervisor", str(run)]
     refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (refused.returncode, "held by process" in refused.stderr) == (1, True), refused.stderr
-    assert notice_file(run).exists()
+    assert run.notice_file.exists()
 
 
 def test_scancel_during_a_resubmission_ends_the_new_job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ def test_any_output_of_scontrol_is_a_job_or_a_slurm_error(text: str) -> None:
     """What is read is also judged."""
     with own_errors_only():
         job = slurm.parse_job(text)
-        read_cause(job, 2, 30.0, lambda: 20)
+        read_cause(job, 2, 30.0, lambda: 20, 0.0)
 
 
 @fuzz(100)

@@ -11,7 +11,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.slurm.commands import NodeShape
 from clusterddp.slurm.resources import check_gpus, check_micro, check_nodes, share_of_node
 
-NODES = [NodeShape("n1", 32, 64000, {"a100": 4}), NodeShape("n2", 32, 64000, {"a100": 4}), NodeShape("n3", 8, 8000, {})]
+NODES = [NodeShape(32, 64000, {"a100": 4}), NodeShape(32, 64000, {"a100": 4}), NodeShape(8, 8000, {})]
 
 
 def job(script: Path | None = None, **values: object) -> Job:

@@ -27,7 +27,7 @@ def test_a_jobs_fields_are_read_despite_the_users_own_text() -> None:
     """Name and command are the user's text and must not be read as Slurm's."""
     job = slurm.parse_job(RUNNING)
     assert job is not None
-    assert (job.job_id, job.state, job.nodes, job.restarts, job.requeue) == ("12", "RUNNING", "n[1-2]", 2, True)
+    assert (job.job_id, job.state, job.nodes, job.restarts) == ("12", "RUNNING", "n[1-2]", 2)
     assert job.preempt_time is None
     assert job.end_time is not None
     assert job.live

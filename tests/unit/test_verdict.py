@@ -15,7 +15,7 @@ NOW = 1_000_000.0
 def job(
     state: str, preempt_time: float | None = None, end_time: float | None = NOW + 9000, reason: str = "None"
 ) -> JobInfo:
-    return JobInfo("41", state, reason, "n[1-2]", 0, True, preempt_time, end_time)
+    return JobInfo("41", state, reason, "n[1-2]", 0, preempt_time, end_time)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_job_that_ends_before_its_grace_does_was_scancelled(age_s: float, caus
 
 def test_a_later_start_of_the_same_job_is_not_this_attempts_cause() -> None:
     """Slurm requeued the job already: the record that is read is about the next start."""
-    later = JobInfo("41", "RUNNING", "None", "n3", 1, True, None, NOW + 9000)
+    later = JobInfo("41", "RUNNING", "None", "n3", 1, None, NOW + 9000)
     assert read_cause(later, restarts=0, notice_s=120, grace_s=lambda: 0, now=NOW) is Cause.PREEMPTED_WITHOUT_GRACE
 
 

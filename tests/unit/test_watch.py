@@ -24,7 +24,7 @@ REFUSED: dict[str, object] = {**REQUEST, "refused": "sbatch: error: AssocMaxSubm
 
 
 def info(state: str, reason: str = "None", restarts: int = 0, preempted: bool = False, job: str = "41") -> JobInfo:
-    return JobInfo(job, state, reason, "n1", restarts, True, 1.0 if preempted else None, None)
+    return JobInfo(job, state, reason, "n1", restarts, 1.0 if preempted else None, None)
 
 
 @pytest.fixture
