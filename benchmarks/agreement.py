@@ -3,7 +3,7 @@
 Two gloo ranks on this machine train a small DDP model in steps of about 10 ms. Blocks of 100 steps are timed in pairs:
 one with the agreement (its watcher thread blocked on the store, ``boundary()`` after every step), one without any; the
 order within a pair alternates, both run in the same processes. Between them lie pairs of two blocks without it, which
-show what the machine alone makes of the same comparison (A/A). Reported: the median ratio of the pairs with its
+show the machine's noise in the same comparison (A/A). Reported: the median ratio of the pairs with its
 bootstrap 95% interval, and how many messages the ranks sent to the store while they made boundaries.
 
 The bar: the interval's upper end is below 1.02, and not one message.
@@ -79,12 +79,12 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """What it makes of a step."""
+        """The ratio of a step's times."""
         return self.on / self.off
 
     @property
     def control(self) -> float:
-        """What the machine alone makes of the same comparison."""
+        """The same ratio without any difference, for the machine's noise."""
         return self.first / self.second
 
 

@@ -94,11 +94,11 @@ class Saver:
         self.path = self.folder / str(step)
 
     def begin(self) -> None:
-        """Saves, or lets training go on while that is done."""
+        """Saves, perhaps in the background while training continues."""
         raise NotImplementedError
 
     def done(self) -> bool:
-        """Whether nothing goes on in the background any more."""
+        """Whether nothing is running in the background any more."""
         return True
 
     def end(self) -> None:

@@ -12,7 +12,7 @@ Slurm's logs.
 
 The report is OUT/soak.md, that of preemptions alone OUT/soak-preemptions.md.
 
-All cases follow from --seed. STATE/progress.jsonl has a line per finished run: an interrupted soak goes on after it,
+All cases follow from --seed. STATE/progress.jsonl has a line per finished run: an interrupted soak continues after it,
 and one that is finished writes its report again; --minutes bounds it. 200 preemptions take about 25 minutes.
 """
 
@@ -481,10 +481,10 @@ def main() -> None:
     try:
         soak.run()
     except KeyboardInterrupt:
-        sys.exit("interrupted; the same command goes on")
+        sys.exit("interrupted; the same command continues")
     except Exception:
         traceback.print_exc()
-        sys.exit("the soak itself failed; the same command goes on")
+        sys.exit("the soak itself failed; the same command continues")
     text, figures = describe(soak)
     report.write(options.out, "soak" if options.faults else "soak-preemptions", text, figures)
     sys.exit(0 if figures["met"] else 1)

@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-#: What is no module and must be there all the same.
+#: Files that are no modules and must be there.
 DATA = ("clusterddp/py.typed", "clusterddp/digits/digits.csv.gz", "clusterddp/digits/digits.yaml")
 
 

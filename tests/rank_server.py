@@ -1,4 +1,4 @@
-"""Forks ranks from a process that has imported torch once: importing it anew takes each rank 1 to 2 s of CPU.
+"""Forks ranks from a process that has imported torch once: importing it again takes each rank 1 to 2 s of CPU.
 
 A request is a line on stdin: {"start": {"argv": [...], "env": {...}, "output": PATH}} is answered by the pid, and
 {"poll": PID} by the exit code, negative for a signal, or null, with the CPU seconds used. A rank ends as a Python

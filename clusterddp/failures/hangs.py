@@ -187,8 +187,8 @@ class Search:
         if self._suspected is None:
             self._suspected = now
         late = [status for status in statuses if status.rank in hang.late]
-        anew = all(status.heard > self._suspected or _silent(status, now, self._beat_s) for status in late)
-        return hang if anew else None
+        confirmed = all(status.heard > self._suspected or _silent(status, now, self._beat_s) for status in late)
+        return hang if confirmed else None
 
 
 def find_slow(statuses: Iterable[RankStatus]) -> list[Slow]:

@@ -113,7 +113,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "handler_replaced": lambda e: (
         f"the script replaced the {e['signal']} handler of clusterddp.init() with {e['handler']}: if it exits or "
         f"raises when {e['signal']} arrives, steps since the last checkpoint are repeated; remove it, as clusterddp "
-        "saves and stops the run by itself"
+        "saves and stops the run on its own"
     ),
     "controller_back": lambda _: "Slurm controller reachable again",
     "notice": lambda e: f"{e['why']}: telling the ranks to stop",

@@ -376,7 +376,7 @@ class Context:
         self._close(clean=error is None or stopped, restore_handlers=error is None)
 
     def _stop_in_evaluation(self) -> None:
-        """Does nothing without ``ctx.run()``: a loop that saves by itself calls ``stop_requested``."""
+        """Does nothing without ``ctx.run()``: a loop with its own saving calls ``stop_requested``."""
         if self._run is not None:
             self.stop_point()
 

@@ -53,7 +53,7 @@ class Stopping:
         say(
             f"the script replaced the {name} handler of clusterddp.init() with {of_script}: if it exits or raises when "
             f"{name} arrives, steps since the last checkpoint are repeated; remove it, as clusterddp saves and stops "
-            "the run by itself"
+            "the run on its own"
         )
         if self._rank == 0:
             self._report("handler_replaced", signal=name, handler=of_script)

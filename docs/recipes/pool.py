@@ -40,7 +40,7 @@ def features(line, seed):
 
 
 def ignore_stop_signals():
-    """In a worker. Some clusters send TERM to all processes of a job; a pool that loses a worker may wait for ever."""
+    """In a worker. Some clusters send TERM to all processes of a job; a pool that loses a worker may wait forever."""
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 

@@ -22,7 +22,7 @@ Output = subprocess.CompletedProcess[str]
 
 
 class Cluster:
-    """Slurm with N nodes on this machine, from `Cluster.up()` to `down()`; as a context manager it goes down by itself.
+    """Slurm with N nodes on this machine, from `Cluster.up()` to `down()` or the end of a `with` block.
 
     The partitions: `low` (the default; its jobs are requeued when `high` needs the nodes), `high`, `cancel` (its jobs
     are cancelled instead) and `off` (its jobs are never preempted).

@@ -78,7 +78,7 @@ class Daemons:
         self.state.save()
 
     def reap(self) -> None:
-        """After `down`: no zombie stays behind in a process that lives on."""
+        """After `down`: no zombie stays in a process that keeps running."""
         for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(5)

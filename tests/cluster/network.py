@@ -36,7 +36,7 @@ def free_subnet() -> str:
 
 
 def lay(config: ClusterConfig, site: Site) -> None:
-    """The nodes get no default route: with one, every reverse look-up waits for the resolver's time-out."""
+    """The nodes get no default route: with one, every reverse look-up waits for the resolver's timeout."""
     address = f"addr add {site.bridge_address}/24 dev {BRIDGE}"
     batch([f"link add {BRIDGE} type bridge", address, f"link set {BRIDGE} up"])
     for node in config.node_names:

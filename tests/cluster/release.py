@@ -74,7 +74,7 @@ def _alone() -> Iterator[None]:
 
 
 def _make(release: str) -> None:
-    """`bin` appears last and whole: what a killed installation left is not taken for one."""
+    """`bin` is created last, atomically: a killed installation leaves none."""
     top = folder(release)
     if top.exists():
         unmount_below(top)  # debootstrap mounts /proc inside

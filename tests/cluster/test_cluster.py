@@ -205,7 +205,7 @@ def test_unknown_names_are_refused_at_once(cluster: Cluster) -> None:
     _, text = finished(
         cluster, 'SECONDS=0; getent hosts nowhere.invalid; getent hosts 10.213.1.1; echo "took $SECONDS"'
     )
-    assert int(text.removeprefix("took ")) < 5  # the resolver's time-out
+    assert int(text.removeprefix("took ")) < 5  # the resolver's timeout
 
 
 @pytest.mark.slurm
@@ -295,7 +295,7 @@ def test_a_second_up_names_the_holder_of_the_first(cluster: Cluster) -> None:
     assert done.returncode == 1 and f"held by process {os.getpid()} (" in done.stderr
 
 
-# A network and a /var/lib of its own: the cluster that the other tests use is out of reach. It is up all the same: its
+# A network and a /var/lib of its own: the cluster that the other tests use is out of reach. It is up, too: its
 # user is then there already, and its lock keeps another run of the tests from sharing that user.
 APART = """
     set -e

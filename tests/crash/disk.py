@@ -1,7 +1,7 @@
 """A disk that keeps no more than it promised: what may be found on it after the machine died at a given call.
 
 A file's data is safe once the file was synced, a folder's names once the folder was synced. Everything else may be
-there or not, in any order, each by itself; unsynced data may also be cut off or read as zeros. Data that an fsync
+there or not, in any order, each independently; unsynced data may also be cut off or read as zeros. Data that an fsync
 failed on is never safe any more: the system may hold for written what it has lost.
 """
 

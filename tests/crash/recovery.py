@@ -1,4 +1,4 @@
-"""Whether a run directory that a crash left keeps every promise and can go on; with the product's own readers."""
+"""Whether a run directory after a crash keeps every promise and can continue; with the product's own readers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _FACTS = {"created", "job", "pending", "attempt", "holder", "outcome", "cancelle
 def problem(path: Path, promised: Promised) -> str | None:
     """What is wrong with the run directory, in a line; None when it keeps all promises and went on to the next save.
 
-    The run directory is changed: a new attempt goes on from it.
+    The run directory is changed: a new attempt resumes from it.
     """
     try:
         _check(RunDirectory(path), promised)
@@ -91,7 +91,7 @@ def _check_files(run: RunDirectory, promised: Promised) -> None:
     assert len(events) >= promised.events, f"{len(events)} events of {promised.events}"
     outcome = run.outcome()
     _check_outcome(promised, outcome)
-    assert run.cancelled or not promised.get("cancelled"), "the mark that it was cancelled is gone"
+    assert run.cancelled or not promised.get("cancelled"), "the mark that it was cancelled is missing"
     held = [entry["job"] for entry in lease.holders(run)]
     assert "holder" not in promised or not run.submitted_file.exists(), "the submission holds the run again"
     if promised.get("pending") is not None:
@@ -102,7 +102,7 @@ def _check_files(run: RunDirectory, promised: Promised) -> None:
 
 
 def _check_outcome(promised: Promised, found: dict[str, Any] | None) -> None:
-    """The outcome that was promised, or what the story makes of it next."""
+    """The outcome that was promised, or the next one of the scenario."""
     state = found["state"] if found else None
     last = promised.get("outcome")
     following = {("failed", 1): None, (None, 0): "failed", (None, 1): "completed"}

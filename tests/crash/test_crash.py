@@ -65,7 +65,7 @@ class Replay:
         return len(self._known)
 
     def problems(self, recording: Sequence[Call | Promise], before: Sequence[Call | Promise] = ()) -> Iterator[str]:
-        """The states that cannot go on, each with the moment of the crash; no crash comes in what was ``before``."""
+        """The states that cannot continue, each with the moment of the crash; no crash comes in what was ``before``."""
         disk, promised, changed = Disk(str(self._root)), Promised(), True
         for item in before:
             if isinstance(item, Promise):
@@ -162,7 +162,7 @@ def replay(place: Path) -> Replay:
 
 
 def test_a_machine_crash_at_any_call_loses_nothing_that_was_promised(stories: Stories, replay: Replay) -> None:
-    """Unsynced data and names are gone, or kept, or torn, each by itself."""
+    """Unsynced data and names are lost, kept or torn, each independently."""
     assert list(itertools.islice(replay.problems(stories.recording), 20)) == []
     print(f"{replay.points} moments, {replay.states} states")
 
@@ -290,7 +290,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_reported_and_skipped(tmp_path: Path, damage: str) -> None:
-    """The one before is restored; when that is damaged, too, the run does not begin anew."""
+    """The previous one is restored; if that is damaged, too, the run does not restart from step 0."""
     run = RunDirectory(tmp_path / "run")
     run.create()
     first = run.create_attempt()

@@ -61,7 +61,7 @@ class Stepwise(Checkpoints):
 
 
 class Attempt:
-    """An attempt that restores, records what it goes on from and then saves without end, one action at a ``move``.
+    """An attempt that restores, records what it resumes from and then saves all the time, one action at a ``move``.
 
     One that is not moved for a while is late; one that is never moved again was killed. Its thread runs only within
     ``move``, so that a sequence of moves has one outcome.
@@ -192,9 +192,9 @@ class Race(RuleBasedStateMachine):
 
     @invariant()
     def check(self) -> None:
-        """An attempt that came now would go on from where the run is: its newest attempt that took a step says where.
+        """An attempt that started now would resume where the run is: its newest attempt that took a step says where.
 
-        So nothing of that attempt is lost, and nothing that another wrote behind its back is taken for the run's.
+        So nothing of that attempt is lost, and nothing that a superseded one wrote counts.
         """
         if not self.attempts:
             return
@@ -305,6 +305,6 @@ def test_two_processes_that_save_in_one_folder_lose_nothing_that_was_committed(
     for number in recorded:
         steps = gone_on_from(directory, number)
         lost = [one for one in safe if one["attempt"] < number and steps.get(one["attempt"], 0) < one["step"]]
-        assert not lost, f"attempt {number} goes on from {steps}"
+        assert not lost, f"attempt {number} resumes from {steps}"
     for checkpoint in visible(directory):
         racer.check(checkpoint)

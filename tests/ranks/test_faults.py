@@ -49,11 +49,11 @@ def test_a_second_term_changes_nothing(run: RunDirectory, tmp_path: Path) -> Non
 
 BREAKS = """
 import os, time
-import clusterddp.function  # as a script has it that is told to leave when another rank is gone
+import clusterddp.function  # as in a script that is told to exit when another rank has exited
 from tests.connections import break_connection
 if os.environ["RANK"] == "1":
     break_connection(int(os.environ["CLUSTERDDP_SUPERVISOR"].rpartition(":")[2]))
-time.sleep(5)  # for longer than the others of a rank that is gone are let be
+time.sleep(5)  # longer than the grace period of the other ranks
 """
 
 

@@ -239,7 +239,7 @@ def test_charlm_learns_more_than_character_frequencies(charlm: tuple[RunDirector
     text = script("charlm").load_text()
     frequency = torch.bincount(text).double() / len(text)
     unigram = -(frequency * frequency.clamp(min=1e-30).log()).sum().item()
-    assert 2.8 < unigram < 3.6, "the text is not what it was taken for"
+    assert 2.8 < unigram < 3.6, "the text is not as expected"
     assert float(held_out_loss(charlm[1])) < unigram - 0.2
 
 

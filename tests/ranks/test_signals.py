@@ -66,7 +66,7 @@ def test_a_handler_of_the_script_is_reported_and_its_exit_0_is_a_preemption_not_
     assert (
         "clusterddp: the script replaced the TERM handler of clusterddp.init() with mine (signals.py:"
         f"{_line_of('def mine')}): if it exits or raises when TERM arrives, steps since the last checkpoint are "
-        "repeated; remove it, as clusterddp saves and stops the run by itself\n"
+        "repeated; remove it, as clusterddp saves and stops the run on its own\n"
     ) in said
     assert "exited with code 0 in its loop, after step 4 of 6" in said
 

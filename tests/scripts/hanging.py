@@ -1,6 +1,6 @@
 """A small training in which one rank misbehaves in attempt 0: ``hanging.py HOW``, at step 100 of 160.
 
-HOW: lock (Python code waits for ever), extension (C code does, and holds Python's lock), slow (longer steps than the
+HOW: lock (Python code waits forever), extension (C code waits forever and holds the GIL), slow (longer steps than the
 others', and, inside ``ctx.unwatched()``, a pause that is longer than the watchdog's time; then work for
 as long), skip (a collective that the others make), or nothing.
 """

@@ -59,7 +59,7 @@ def wait_for_steps_of(training: Training, attempt: int) -> None:
 
 def follow_resubmission(training: Training) -> None:
     """Until the run continues in a new job, which is then watched."""
-    training.wait(lambda: events_of(training.run, "resubmitted"), "the run to go on in a new job")
+    training.wait(lambda: events_of(training.run, "resubmitted"), "the run to continue in a new job")
     training.job_id = str(events_of(training.run, "resubmitted")[-1]["job"])
 
 
@@ -170,7 +170,7 @@ def test_two_nodes_that_die_at_once_are_both_recorded(cluster: Cluster, runs: Pa
     cluster.cut("n3")
     for node in ("n2", "n3"):
         cluster.kill_node(node)
-    training.wait(lambda: events_of(training.run, "resubmitted"), "the run to go on in a new job")
+    training.wait(lambda: events_of(training.run, "resubmitted"), "the run to continue in a new job")
     assert [event["node"] for event in events_of(training.run, "node_lost")] == ["n2", "n3"], story(training.run)
     assert re.search(r"also failed: rank \d \(n\d\) lost with its node n[23]", log_of(training))
     (refused,) = events_of(training.run, "not_excluded")

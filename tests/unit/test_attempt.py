@@ -521,7 +521,7 @@ def test_a_job_that_gets_no_successor_may_be_requeued_again(run: RunDirectory, m
 def test_an_excluded_node_stays_excluded_in_a_new_job_where_others_work(
     run: RunDirectory, nodes: list[str] | str, without: str
 ) -> None:
-    """Also where the run goes on in one for another reason. Slurm's choice is kept if the nodes are unknown."""
+    """Also if the run continues in a new job for another reason. Slurm's choice is kept if the nodes are unknown."""
     left_out = {"attempt": 0, "time": time.time(), "event": "excluded", "nodes": ["n7"], "failures": [2]}
     append_line(run.events_file, left_out)
     controller = FakeController(Cause.PREEMPTED)
@@ -706,7 +706,7 @@ def test_a_run_ends_at_its_limits_and_no_earlier(
     limits: Limits, events: list[dict[str, Any]], reason: str | None
 ) -> None:
     """Two ranks, attempts of an hour. Early preemptions, however many, do not count against the run; and a script that
-    saves by itself, of which nothing is known here, may take as many time limits as it needs."""
+    does its own saving, which is not known here, may take as many time limits as it needs."""
     job = dataclasses.replace(JOB, limits=limits)
     found = exceeded(job, events, now=events[-1]["time"])
     assert (found or "").startswith(reason) if reason else found is None

@@ -222,7 +222,7 @@ COUNTS = (
 @fuzz(150)
 @given(st.sampled_from([STEP, TORCHRUN]), st.dictionaries(st.sampled_from([*STEP, *TORCHRUN]), COUNTS, max_size=4))
 def test_any_environment_is_read_or_refused(base: dict[str, str], changed: dict[str, str]) -> None:
-    """Each variable by itself, and together."""
+    """Each variable alone, and together."""
     with own_errors_only():
         environment.read({**base, **changed})
 

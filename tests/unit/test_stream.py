@@ -63,7 +63,7 @@ def test_every_epoch_has_each_sample_once_in_its_own_order() -> None:
 def test_any_step_is_found_at_once_and_is_the_same() -> None:
     whole = take(loader(), 12)
     assert take(loader(), 5, step=7) == whole[7:]
-    take(loader(), 1, step=10**9)  # by going through all steps before it would outlast the test's time-out
+    take(loader(), 1, step=10**9)  # by going through all steps before it would outlast the test's timeout
 
 
 def test_any_number_of_ranks_shares_the_global_batch_evenly() -> None:

@@ -116,7 +116,7 @@ def test_an_attempt_that_is_just_being_claimed_leaves_no_gap_in_who_holds_the_ru
 def test_a_run_that_another_job_continues_is_left_to_it(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job whose submission got no answer was there all the same: the one submitted in its place has left."""
+    """A job whose submission got no answer existed after all: the one submitted in its place has exited."""
     lease.take(run, run.create_attempt(), lease.of_job("42"))
     lease.submitted(run, "43")
     states = {"42": "RUNNING", "43": "FAILED"}

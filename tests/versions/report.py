@@ -46,8 +46,8 @@ SLURM_HEAD = """## Slurm
 
 `tests/slurm/test_main_job.py` and `tests/slurm/test_preemption.py` on each: two to four ranks, three nodes in network
 namespaces of one machine. 26.05 sets SLURM_STEP_ID to -5 in the batch step, where older releases leave it unset. From
-24.05 on, Slurm requeues a job that exits within its grace period even if nobody asks, and holds it after the fifth time
-(MaxBatchRequeue); a requeue by clusterddp does not count.
+24.05 on, Slurm requeues a job that exits within its grace period even without a request, and holds it after the fifth
+time (MaxBatchRequeue); a requeue by clusterddp does not count.
 """
 RELEASE_NAMES = {
     "slurm-machine": platform.freedesktop_os_release()["PRETTY_NAME"],
