@@ -108,7 +108,10 @@ def completed(run: RunDirectory, changed: bool) -> bool:
         check_present(of_run(run))
         return False
     if outcome["state"] == "completed":
-        show(f"{run} has already completed{at_step(outcome['step'])}: nothing to do; extend it with --change --set ...")
+        show(
+            f"{run} has already completed{at_step(outcome['step'])}: nothing to do; for more steps, add --change and the "
+            "new number of steps"
+        )
         return True
     raise RunDirectoryError(f"{run} was cancelled{at_step(outcome['step'])} and cannot continue: start a new run")
 
