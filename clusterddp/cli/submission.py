@@ -109,8 +109,8 @@ def completed(run: RunDirectory, changed: bool) -> bool:
         return False
     if outcome["state"] == "completed":
         show(
-            f"{run} has already completed{at_step(outcome['step'])}: nothing to do; for more steps, add --change and the "
-            "new number of steps"
+            f"{run} has already completed{at_step(outcome['step'])}: nothing to do; for more steps, add --change and "
+            "the new number of steps"
         )
         return True
     raise RunDirectoryError(f"{run} was cancelled{at_step(outcome['step'])} and cannot continue: start a new run")
