@@ -1,4 +1,4 @@
-# make demo   set everything up in .venv and watch a run get preempted and come back, on this machine
+# make demo   set everything up in .venv and watch a run being preempted and resumed, on this machine
 # make test   set everything up, a real Slurm included (as root on Debian or Ubuntu), and run the tests;
 #             TESTS="..." are pytest's arguments; make test-fast: unit tests and the main ones with ranks, without Slurm
 # make lint   ruff and mypy
@@ -6,18 +6,18 @@
 #                    most of an hour, 3 GB;
 #                    PYTHONS="python3.10 /opt/python3.13/bin/python3.13 ..."  ROWS="python3.10-torch2.4.1 slurm-sid ..."
 # make reference     docs/reference, from the docstrings, signatures and options in the code
-# make dist   wheel and sdist in dist/, and a run from the wheel in an environment of its own
+# make dist   wheel and sdist in dist/, and a run from the wheel in a clean environment
 # make coverage   the tests that need no Slurm, measured line by line, rank processes included (COVERAGE=... other tests)
 # make gpu-check     what needs a GPU, in less than ten minutes; GPU_CHECK="--device cpu" is the dry run
 # make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination,
-#                    and tests of what others cover in the main
+#                    and slow tests whose main point other tests cover
 # make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random
 # make soak     300 preemptions and other faults at random moments; make bench-handover, bench-agreement: what stopping costs
 # make bench-heartbeat    what the watchdog costs
 # make bench-checkpoint   what saving and restoring costs, beside torch, Lightning and accelerate
-# make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, gone when the shell ends
+# make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, which ends with the shell
 #
-# TORCH_INDEX=URL   another package index for torch, such as PyTorch's own CPU builds (PyPI's bring CUDA along)
+# TORCH_INDEX=URL   another package index for torch, such as PyTorch's own CPU builds (PyPI's include CUDA)
 # PYTHON=python3.12 another interpreter
 
 # Slurm jobs of the tests run as an ordinary user, who cannot run an interpreter below /root.
@@ -38,7 +38,7 @@ DEMO_RUN = .clusterddp-demo
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev]'
 	@touch $@
 
-# What the tests of other people's loops need besides.
+# What the tests of the integrations need in addition.
 .venv/integrations: .venv/ready
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations]'
 	@touch $@
@@ -107,7 +107,7 @@ lint: .venv/ready
 reference: .venv/ready
 	.venv/bin/python -m docs.reference.generate
 
-# The wheel is built from the sdist, so that both are tried.
+# The wheel is built from the sdist, so that both are tested.
 dist: .venv/ready
 	rm -rf dist build/dist-tools
 	$(PYTHON) -m venv build/dist-tools

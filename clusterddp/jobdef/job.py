@@ -20,7 +20,8 @@ class Keep:
     every: int | None = None
     """Checkpoints whose step is a multiple of this; None: no such rule."""
     best: str | None = None
-    """The metric whose best checkpoint is kept; None: no such rule. A step with a new best value is saved at once."""
+    """The metric whose best checkpoint is kept; None: no such rule. A step with a new best value is saved at once,
+    as the state after that step."""
     best_is: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value is best. In YAML, ``best: f1 max`` gives both."""
 

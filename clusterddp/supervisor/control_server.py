@@ -122,7 +122,7 @@ class ControlServer:
         deadline: float | None = None
         while deadline is None or len(self._peers) > len(self._strangers):
             over_s = -1.0 if deadline is None else time.monotonic() - deadline
-            look_s = 0.1 if deadline else _HELLO_S / 10  # strangers' deadlines wake nobody
+            look_s = 0.1 if deadline else _HELLO_S / 10  # the deadlines of unauthenticated connections wake no thread
             ready = self._selector.select(look_s if deadline or self._strangers else None)
             if over_s >= 0:
                 ranks = self._peers.keys() - self._strangers.keys()

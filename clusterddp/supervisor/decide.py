@@ -314,7 +314,7 @@ def _exited(state: State, rank: int) -> str:
 
 
 def _dismiss_peers(state: State, why: str, more_s: float = 0.0) -> _Step:
-    """Tells the other ranks to exit, soon. In a stop they may be saving, and need nobody to tell them."""
+    """Tells the other ranks to exit after a grace period; not in a stop, in which they may be saving."""
     if state.dismissal or state.told:
         return state, []
     return replace(state, dismissal=why), [StartTimer(Timer.DISMISS, PEER_GRACE_S + more_s)]

@@ -265,7 +265,7 @@ class Context:
     # --- hanging
 
     def _begin_heartbeat(self) -> Heartbeat:
-        """Off where no supervisor started this process: nobody would listen."""
+        """Off without a supervisor, which would receive the heartbeats."""
         watched, directory = control_channel.current is not None, self._settings.run_dir
         logs = directory.attempt_logs(self.attempt) if directory else Path()
         heartbeat = Heartbeat(
