@@ -79,6 +79,12 @@ EVENTS: Mapping[str, Event] = {
     **ATTEMPT_ENDS,
 }
 
+#: The sentence of an event that both the rank and the supervisor print.
+HANDLER_REPLACED = (
+    "the script replaced the {signal} handler of clusterddp.init() with {handler}: if it exits or raises when {signal} "
+    "arrives, steps since the last checkpoint are repeated; remove it, as clusterddp saves and stops the run on its own"
+)
+
 # --- the control channel: one JSON object per line
 
 #: A rank's first message, and the supervisor's answer once rank 0 has joined: where rank 0's store is, and how many of

@@ -112,8 +112,17 @@ class Checkpoints:
         write_json(self._directory.resume_record(self._attempt), record, mode=0o600)
 
     def temporary(self, step: int) -> Path:
-        """The file to write a checkpoint to before it is committed. Deletes incomplete files of killed attempts."""
-        self._remove_leftovers()
+        """The file to write a checkpoint to before it is committed.
+
+        Deletes incomplete files of killed attempts, which would fill the disk. Attempts outside the lineage are
+        included, such as one that was killed in its first save. If such an attempt is still alive, it is superseded and
+        could not commit.
+        """
+        for path in self.folder.iterdir():
+            match = _TEMPORARY.fullmatch(path.name)
+            if match and int(match[1]) <= self._attempt:
+                self.check_newest()
+                path.unlink(missing_ok=True)
         return self._path(step).with_name(f".{self._path(step).name}.{secrets.token_hex(4)}.tmp")
 
     def commit(self, temporary: Path, step: int) -> Checkpoint:
@@ -167,18 +176,6 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self._directory.checkpoints / f"step-{step:012d}.attempt-{self._attempt}.safetensors"
-
-    def _remove_leftovers(self) -> None:
-        """Deletes incomplete files of killed attempts, which would fill the disk.
-
-        Attempts outside the lineage are included, such as one that was killed in its first save. If such an attempt is
-        still alive, it is superseded and could not commit.
-        """
-        for path in self._directory.checkpoints.iterdir():
-            match = _TEMPORARY.fullmatch(path.name)
-            if match and int(match[1]) <= self._attempt:
-                self.check_newest()
-                path.unlink(missing_ok=True)
 
 
 def visible(directory: RunDirectory) -> Iterator[Checkpoint]:

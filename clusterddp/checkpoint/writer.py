@@ -43,49 +43,46 @@ def main() -> None:
     connection, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     writer = Writer(connection, memory)
     messages = Messages(connection)
-    first = messages.next()
-    if first is not None:
-        writer.begin(first)
-        while (request := messages.next()) is not None:
-            writer.handle(request, messages)
+    with suppress(EOFError):
+        writer.begin(messages.next())
+        while True:
+            writer.handle(messages.next(), messages)
     writer.hurry()
 
 
 class Messages:
-    """Receives the rank's messages; None once the rank has exited, even if a child of it holds the socket open."""
+    """Receives the rank's messages; EOFError once the rank has exited, even if a child of it holds the socket open."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._parent, self._data = connection, os.getppid(), bytearray()
         self._poll = select.poll()  # select() does not support descriptors above 1023
         self._poll.register(connection, select.POLLIN)
 
-    def next(self) -> dict[str, Any] | None:
+    def next(self) -> dict[str, Any]:
         """The next message."""
         while b"\n" not in self._data:
-            if not self._receive():
-                return None
+            self._receive()
         line, _, self._data = self._data.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
         return message
 
-    def take(self, size: int) -> bytes | None:
+    def take(self, size: int) -> bytes:
         """The next ``size`` bytes."""
         while len(self._data) < size:
-            if not self._receive():
-                return None
+            self._receive()
         taken, self._data = bytes(self._data[:size]), self._data[size:]
         return taken
 
-    def _receive(self) -> bool:
+    def _receive(self) -> None:
+        data = b""
         while not self._poll.poll(1000 * LOOK_S):
             if os.getppid() != self._parent:
-                return False
-        try:
+                raise EOFError
+        with suppress(ConnectionResetError):  # the rank left an answer unread
             data = self._connection.recv(1 << 20)
-        except ConnectionResetError:  # the rank left an answer unread
-            return False
+        if not data:
+            raise EOFError
         self._data += data
-        return bool(data)
 
 
 class Writer:
@@ -112,8 +109,6 @@ class Writer:
             self.hurry()
             return
         beginning = messages.take(request["beginning"])
-        if beginning is None:
-            return
         self.hurry()  # the previous save is answered, but may still be deleting
         self._urgent.clear()
         self._work = self._save(request, beginning)

@@ -36,7 +36,7 @@ def shield_workers() -> None:
     ones when the process exits, so that they are closed before.
     """
     if DataLoader.__iter__ is _iter_of_torch:
-        DataLoader.__iter__ = _iter_shielded  # type: ignore[method-assign]
+        DataLoader.__iter__ = lambda loader: _start(loader, _others)  # type: ignore[method-assign]
         at_exit(lambda: _close_all(_others))
 
 
@@ -62,10 +62,6 @@ def close(iterator: Any) -> None:
         iterator._shutdown_workers()
     finally:
         killer.cancel()
-
-
-def _iter_shielded(loader: DataLoader[Any]) -> Any:
-    return _start(loader, _others)
 
 
 def _start(loader: DataLoader[Any], known: weakref.WeakSet[Any]) -> Any:

@@ -63,16 +63,12 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     """NCCL for GPUs, gloo for CPUs, or as asked; DeviceError for one that cannot work here."""
     if asked == "nccl" and device.type != "cuda":
         raise DeviceError(f"backend nccl needs a GPU per rank, but the device is {device}; leave it out, or use gloo")
-    if asked is not None and not _available(asked):
+    # One backend, or one per device type as in "cpu:gloo,cuda:nccl"; torch 2.4's own check knows only the former.
+    if asked is not None and not all(dist.is_backend_available(one.rpartition(":")[2]) for one in asked.split(",")):
         raise DeviceError(
             f"backend {asked}: this torch was built without it; leave it out for gloo on CPUs, NCCL on GPUs"
         )
     return asked or ("nccl" if device.type == "cuda" else "gloo")
-
-
-def _available(backend: str) -> bool:
-    """One backend, or one per device type as in "cpu:gloo,cuda:nccl"; torch 2.4's own check knows only the former."""
-    return all(dist.is_backend_available(part.rpartition(":")[2]) for part in backend.split(","))
 
 
 def devices_of(environment: RankEnvironment, asked: str | None, per_rank: int) -> tuple[torch.device, ...]:
@@ -165,13 +161,7 @@ class ProcessGroup:
         where = f"rank 0's store at {address.host}:{address.port}"
         started = time.monotonic()
         try:
-            store = TCPStore(
-                address.host,
-                address.port,
-                is_master=owns,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=self._start_s),
-            )
+            store = self._tcp_store(address, owns)
             if owns:
                 store.set(_OWNER, f"{address.digest} {address.owner}")
             mark = address.digest if address.agent else store.get(_OWNER).decode(errors="replace")
@@ -189,9 +179,12 @@ class ProcessGroup:
             )
         return store, address
 
+    def _tcp_store(self, address: StoreAddress, is_master: bool) -> TCPStore:
+        timeout = timedelta(seconds=self._start_s)
+        return TCPStore(address.host, address.port, is_master=is_master, wait_for_workers=False, timeout=timeout)
+
     def _connect(self) -> Store:
-        place = self._address.host, self._address.port
-        store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._start_s))
+        store = self._tcp_store(self._address, is_master=False)
         store.set_timeout(NO_TIMEOUT)
         return PrefixStore(self._address.digest, store)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Sequence
@@ -123,11 +124,9 @@ def _settle_buckets(wrapped: DistributedDataParallel, passes: int) -> None:
 
 def _check_first_backward(wrapped: DistributedDataParallel) -> None:
     """Raises in the first backward if a parameter gets its gradient in pieces: DDP would reduce only the first."""
-    names = {id(parameter): name for name, parameter in wrapped.module.named_parameters() if parameter.requires_grad}
     seen: set[str] = set()
 
-    def note(parameter: torch.Tensor) -> None:
-        name = names[id(parameter)]
+    def note(name: str, _: torch.Tensor) -> None:
         if name in seen:
             raise RuntimeError(
                 f"wrap() was told all_used_once=True, but {name} got its gradient in several pieces in one backward "
@@ -140,6 +139,9 @@ def _check_first_backward(wrapped: DistributedDataParallel) -> None:
             for handle in handles:
                 handle.remove()
 
-    parameters = [parameter for parameter in wrapped.module.parameters() if parameter.requires_grad]
-    handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in parameters]
+    handles = [
+        parameter.register_post_accumulate_grad_hook(functools.partial(note, name))
+        for name, parameter in wrapped.module.named_parameters()
+        if parameter.requires_grad
+    ]
     handles.append(wrapped.register_forward_pre_hook(end))

@@ -37,6 +37,7 @@ def load(
     *,
     values: Mapping[str, Any] | None = None,
     defaults: Fields | None = None,
+    recorded: bool = False,
 ) -> Job:
     """Reads the job definition in the file ``path``.
 
@@ -45,13 +46,14 @@ def load(
         overrides: the values of ``--set`` by dotted key, read as YAML scalars. They override everything else.
         values: the options of the command line by YAML key. They override the file.
         defaults: what ``user_defaults`` returned; the file overrides it.
+        recorded: whether a run has recorded it: the script need not exist any more.
 
     Raises one JobDefinitionError for all mistakes. Example: ``load("jobs/digits.yaml", {"checkpoint.keep": "5"})``.
     """
     mistakes: list[Mistake] = []
     fields = _supported(_file_fields(Path(path), mistakes), Path(path))
-    layers = [defaults or {}, fields, _fields(node_of(values or {}, "command line"), mistakes)]
-    return revealed(_job(_with_overrides(layers, overrides), Path(path).parent, Place(str(path)), mistakes), Path(path))
+    layers = [defaults or {}, fields, _fields(node_of(values or {}, "command line"), mistakes), *_overrides(overrides)]
+    return revealed(_job(layers, Path(path).parent, Place(str(path)), mistakes, recorded), Path(path))
 
 
 def from_values(
@@ -68,8 +70,8 @@ def from_values(
     The other arguments and the errors are those of ``load``.
     """
     mistakes: list[Mistake] = []
-    layers = [defaults or {}, _fields(node_of(mapping, source), mistakes)]
-    return _job(_with_overrides(layers, overrides), Path(folder), Place(source), mistakes)
+    layers = [defaults or {}, _fields(node_of(mapping, source), mistakes), *_overrides(overrides)]
+    return _job(layers, Path(folder), Place(source), mistakes)
 
 
 def load_resolved(path: str | os.PathLike[str]) -> Job:
@@ -77,10 +79,7 @@ def load_resolved(path: str | os.PathLike[str]) -> Job:
 
     The script need not exist any more: an old run can still be inspected.
     """
-    mistakes: list[Mistake] = []
-    fields = _supported(_file_fields(Path(path), mistakes), Path(path))
-    job = _job([fields], Path(path).parent, Place(str(path)), mistakes, recorded=True)
-    return revealed(job, Path(path))
+    return load(path, recorded=True)
 
 
 def user_defaults(cluster: str | None, path: str | os.PathLike[str] | None = None) -> Fields:
@@ -176,6 +175,10 @@ _COLLECTIONS = {
 }
 
 
+def _overrides(texts: Mapping[str, str] | None) -> list[Fields]:
+    return [_override(name, text) for name, text in (texts or {}).items()]
+
+
 def _override(name: str, text: str) -> Fields:
     place = Place(f"--set {name}={MASK if any(map(is_secret, name.split('.'))) else text}")
     outer, *inner = name.split(".")
@@ -192,10 +195,6 @@ def _override(name: str, text: str) -> Fields:
 # --- from fields to a job
 
 
-def _with_overrides(layers: list[Fields], overrides: Mapping[str, str] | None) -> list[Fields]:
-    return [*layers, *(_override(name, text) for name, text in (overrides or {}).items())]
-
-
 def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistake], recorded: bool = False) -> Job:
     """The job of all layers; a relative script is relative to ``folder``, and that of a recorded run may be missing."""
     for layer in layers:  # each on its own: its mistakes are reported even if a later layer overrides them
@@ -209,27 +208,22 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
         mistakes.append(Mistake(place, "no program given: add script: FILE.py or module: PACKAGE.MODULE"))
     if script and "script" in values:
         given, values["script"] = values["script"], os.path.normpath((folder / values["script"]).absolute())
-        if not recorded and not _is_file(values["script"]):
+        # Path.is_file() raises OSError for a name that is too long.
+        if not recorded and not os.path.isfile(values["script"]):  # noqa: PTH113
             mistakes.append(Mistake(script.place, _why_no_file(given, folder)))
     program = Path(values.get("script", "")).stem or values.get("module", "").rpartition(".")[2]
     values.setdefault("name", re.sub(r"[^\w.+=@-]+", "-", program).lstrip(".-")[:50] or "job")
-    _check_device(values, fields, mistakes)
-    if _check_gpus_per_rank(values, fields, mistakes):
-        _check_global_batch(values, fields, mistakes)
+    job = Job(**values)
+    _check_device(job, fields, mistakes)
+    if _check_gpus_per_rank(job, fields, mistakes):
+        _check_global_batch(job, fields, mistakes)
     raise_mistakes(mistakes)
-    return Job(**values)
+    return job
 
 
 def _given_node(fields: Fields, name: str) -> Node | None:
     node = _get(fields, name)
     return node if node is not None and node.value is not None else None
-
-
-def _is_file(path: str) -> bool:
-    try:
-        return Path(path).is_file()
-    except OSError:  # for example a name that is too long
-        return False
 
 
 def _why_no_file(script: str, folder: Path) -> str:
@@ -246,18 +240,16 @@ def _why_no_file(script: str, folder: Path) -> str:
     return f"script {script!r} not found{where}{hint}"
 
 
-def _check_device(values: dict[str, Any], fields: Fields, mistakes: list[Mistake]) -> None:
-    if values.get("device") != "cpu":
-        return
-    for name, wrong in (("backend", values.get("backend") == "nccl"), ("gpus_per_node", values.get("gpu_type"))):
+def _check_device(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
+    for name, needs_gpus in (("backend", job.backend == "nccl"), ("gpus_per_node", job.gpu_type is not None)):
         node = _get(fields, name)
-        if wrong and node is not None:
+        if job.device == "cpu" and needs_gpus and node is not None:
             mistakes.append(Mistake(node.place, f"{name}: {node.text!r} needs GPUs, but device is cpu"))
 
 
-def _check_gpus_per_rank(values: dict[str, Any], fields: Fields, mistakes: list[Mistake]) -> bool:
+def _check_gpus_per_rank(job: Job, fields: Fields, mistakes: list[Mistake]) -> bool:
     """Whether the GPUs of a node can be divided evenly among its ranks."""
-    gpus, each = values.get("gpus_per_node", 1), values.get("gpus_per_rank", 1)
+    gpus, each = job.gpus_per_node, job.gpus_per_rank
     node = _given_node(fields, "gpus_per_node") or _given_node(fields, "gpus_per_rank")
     if node is None or gpus % each == 0:
         return True
@@ -267,11 +259,10 @@ def _check_gpus_per_rank(values: dict[str, Any], fields: Fields, mistakes: list[
     return False
 
 
-def _check_global_batch(values: dict[str, Any], fields: Fields, mistakes: list[Mistake]) -> None:
+def _check_global_batch(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
     """The global batch is the same on every number of nodes, and all of them must divide it evenly."""
-    most, batch = values.get("nodes", 1), values.get("global_batch")
-    per_node = values.get("gpus_per_node", 1) // values.get("gpus_per_rank", 1)
-    ranks = {nodes: nodes * per_node for nodes in range(values.get("min_nodes") or most, most + 1)}
+    batch, per_node = job.global_batch, job.ranks_per_node
+    ranks = {nodes: nodes * per_node for nodes in job.node_counts}
     unit = math.lcm(*ranks.values())
     nodes_node, batch_node = _get(fields, "nodes"), _given_node(fields, "global_batch")
     if nodes_node is not None and len(ranks) > 1 and batch_node is None:

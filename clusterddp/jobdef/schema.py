@@ -199,18 +199,12 @@ def _check_option(name: str, node: Node) -> None:
         raise Wrong(f"clusterddp requests the GPUs itself: {_GPUS}")
 
 
-def _check_srun_option(name: str, node: Node) -> None:
-    if name in ("kill-on-bad-exit", "unbuffered"):
-        raise Wrong("clusterddp sets this option itself")
-    _check_option(name, node)
-
-
 _GPUS = "use the key gpus_per_node"
 _STOPS = "clusterddp stops and requeues the run itself; timeouts.notice_s is the notice before the time limit"
 _LOGS = "the outputs are in the run directory, below logs/"
 _SUBMITS = "clusterddp submit runs sbatch and parses its output"
 
-#: Options of sbatch, other than those with a key of their own, that clusterddp sets or relies on: what to use instead.
+#: What to use instead of the options of sbatch and srun that clusterddp sets or relies on and that have no key.
 _INSTEAD_OF_OPTION = {
     "nodefile": "use the key nodelist",
     "array": "a run is one job; submit one run per array task",
@@ -221,6 +215,7 @@ _INSTEAD_OF_OPTION = {
     **dict.fromkeys(("gpus-per-task", "gpu-bind"), "it breaks NCCL's peer access; use gpus_per_node, gpus_per_rank"),
     **dict.fromkeys(("requeue", "no-requeue", "signal"), _STOPS),
     **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),
+    **dict.fromkeys(("kill-on-bad-exit", "unbuffered"), "clusterddp sets this option itself"),
     **dict.fromkeys(("parsable", "quiet", "test-only", "wait", "wrap", "help", "usage", "version"), _SUBMITS),
 }
 #: The same for unknown top-level keys: users try the names of sbatch options there.
@@ -252,7 +247,7 @@ READERS: dict[str, Reader] = {
     "env": _table("env", _check_variable, value.variable),
     **_fields(python=value.matching(r"[^-].*", "the path or name of a Python interpreter")),
     "sbatch": _table("sbatch", _check_option, value.option),
-    "srun": _table("srun", _check_srun_option, value.option),
+    "srun": _table("srun", _check_option, value.option),
     **_fields(steps=value.whole(1), seed=value.whole(0), global_batch=value.whole(1)),
     "checkpoint": _section("checkpoint", Checkpointing, {"every": _every, "keep": _keep}),
     "timeouts": _section("timeouts", Timeouts, _fields(start_s=_SECONDS, step_s=_SECONDS, notice_s=_SECONDS)),

@@ -12,6 +12,7 @@ from typing import Any
 
 from clusterddp.failures.stacks import end_of_log
 from clusterddp.jobdef.secrets import masked
+from clusterddp.protocol import HANDLER_REPLACED
 from clusterddp.reporter import counted
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import RankEnd
@@ -110,11 +111,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "controller_missing": lambda e: (
         f"{e['error']}: the ranks stop only when they are signalled, and the cause of a stop cannot be determined"
     ),
-    "handler_replaced": lambda e: (
-        f"the script replaced the {e['signal']} handler of clusterddp.init() with {e['handler']}: if it exits or "
-        f"raises when {e['signal']} arrives, steps since the last checkpoint are repeated; remove it, as clusterddp "
-        "saves and stops the run on its own"
-    ),
+    "handler_replaced": lambda e: HANDLER_REPLACED.format(**e),
     "controller_back": lambda _: "Slurm controller reachable again",
     "notice": lambda e: f"{e['why']}: telling the ranks to stop",
     "stopped": lambda e: _ended(e, e.get("then", "stopped")),

@@ -107,7 +107,6 @@ class Context:
         self._agreement = self._stopping.agreement
         shield_workers()
         self._run: Run | None = None
-        self._saver: Saver | None = None
         self._turns = 0
         self._heartbeat = self._begin_heartbeat()
         self._closed = False
@@ -254,11 +253,10 @@ class Context:
         parts = {"model": model, "optimizer": optimizer}
         parts |= {name: part for name, part in optional.items() if part is not None}
         read, report = self._settings, self._history.report
-        self._saver = Saver(read.run_dir, self.attempt, self._group, report, read.job.checkpoint)
-        self._stopping.saver = self._saver
+        saver = self._stopping.saver = Saver(read.run_dir, self.attempt, self._group, report, read.job.checkpoint)
         training_loader = loader if isinstance(loader, Loader) else ExternalLoader(loader, self._group)
         deadline = self._stopping.deadline
-        services = Services(read.job, self._group, self._agreement, self._saver, deadline, self._heartbeat, report)
+        services = Services(read.job, self._group, self._agreement, saver, deadline, self._heartbeat, report)
         self._run = Run(parts, training_loader, rng, services)
         return self._run
 
@@ -395,19 +393,16 @@ class Context:
         close_workers()
         self._stopping.close(restore_handlers=restore_handlers)
         self._heartbeat.close()
-        if self._saver is not None:
-            self._saver.close()
+        if self._stopping.saver is not None:
+            self._stopping.saver.close()
         if clean:
             self._group.close()
 
-    def _forget(self) -> None:
-        """In a forked child: the process group and the run directory belong to the parent."""
-        self._closed = self._history.closed = True
-
 
 def _forget_in_child() -> None:
+    """The process group and the run directory belong to the parent."""
     if _current is not None:
-        _current._forget()
+        _current._closed = _current._history.closed = True
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +139,10 @@ class Heartbeat:
         stood: set[object] = set()
         while not self._end.wait(watchdog.beat_s):
             if stood_s := clock.look():
-                self._say(f"this process was stopped for {stood_s:.0f} s, by a signal or because its job was suspended")
+                say(f"this process was stopped for {stood_s:.0f} s, by a signal or because its job was suspended")
             if time.monotonic() > self._stacks_at:
                 self._stacks_at = math.inf
-                self._say(
+                say(
                     "the stacks above were written because no step was completed within the watchdog's timeout: this "
                     "rank may hang; if it is only slow, it continues"
                 )
@@ -156,7 +156,7 @@ class Heartbeat:
                 self._recording = None
             else:
                 beat["place"], beat["waits"] = main_thread_place()
-                before, stood = stood, positions_of(_main_thread())
+                before, stood = stood, positions_of(threading.main_thread().ident or 0)
                 still_since = still_since if len(stood) == 1 and stood == before else clock.now
                 beat["still_s"] = clock.now - still_since
             self._send("alive", **beat)
@@ -189,16 +189,11 @@ class Heartbeat:
         try:
             record = flight_record(torch._C._distributed_c10d)
             if record is None:
-                self._say(f"torch {torch.__version__} kept no flight record of the last collectives")
+                say(f"torch {torch.__version__} kept no flight record of the last collectives")
             else:
                 write_atomically(self._flight_record, json.dumps(record) + "\n")
         except (OSError, RuntimeError, ValueError) as error:
-            self._say(f"torch's flight record was not written: {error}")
-
-    @staticmethod
-    def _say(words: str) -> None:
-        with suppress(OSError):  # a full disk: a heartbeat that ended for it would look like a hang
-            say(words)
+            say(f"torch's flight record was not written: {error}")
 
 
 def flight_record(bound: Any) -> dict[str, Any] | None:
@@ -216,7 +211,7 @@ def flight_record(bound: Any) -> dict[str, Any] | None:
 
 def main_thread_place() -> tuple[str, bool]:
     """Where the main thread is, and whether it waits there for other ranks."""
-    frame = sys._current_frames()[_main_thread()]
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
     return place_of(frame, sleeping(os.getpid()))  # Linux: the main thread has the process's id
 
 
@@ -230,9 +225,3 @@ def positions_of(thread: int) -> set[object]:
         positions.add(position_of(sys._current_frames()[thread]))
         time.sleep(LOOK_S)
     return positions
-
-
-def _main_thread() -> int:
-    main = threading.main_thread().ident
-    assert main is not None
-    return main

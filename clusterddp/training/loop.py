@@ -63,7 +63,7 @@ class Run:
     def __init__(self, parts: dict[str, Stateful], loader: TrainingLoader, rng: Randomness, services: Services) -> None:
         self._job, self._group, self._agreement = services.job, services.group, services.agreement
         self._saver, self._deadline, self._heartbeat = services.saver, services.deadline, services.heartbeat
-        self._report = services.report
+        self._report_event = services.report
         self._loader, self._rng = loader, rng
         self._state = RunState(parts, loader, rng, self._job.seed, self._group)
         self._making: _Step | None = None
@@ -220,8 +220,7 @@ class Run:
             self._finish_step()
         elif self._making and not self._state.buffers.rewind():
             self._state.stopped_in_step = {"buffers_changed": True}
-        if self._group.rank == 0:
-            self._report("stopping", step=self.step, reason=reason)
+        self._report("stopping", step=self.step, reason=reason)
         committed, problem = self._commit()
         close_workers()
         if self._group.rank == 0:
@@ -229,6 +228,11 @@ class Run:
         raise Stopped(committed, reason)
 
     # --- the parts of a step
+
+    def _report(self, event: str, **values: Any) -> None:
+        """Adds an event to the history, by rank 0."""
+        if self._group.rank == 0:
+            self._report_event(event, **values)
 
     def _total(self, total: int | None) -> int:
         total = self._job.steps if total is None else total
@@ -239,16 +243,13 @@ class Run:
         return int(total)
 
     def _begin(self, total: int) -> None:
-        if self._group.rank == 0:
-            self._report("progress", step=self.step, steps=total)
+        self._report("progress", step=self.step, steps=total)
         if self._begun:
             return
         self._begun = True
         if self._state.parent is not None and total < self.step:
             self._state.inexact.append(f"the loop to step {total} was already done: the code after it runs again")
         self._saver.record_resume(self._state.parent)
-        if self._group.rank != 0:
-            return
         if self._state.parent is None:
             self._report("training", step=self.step)
         else:
@@ -264,7 +265,8 @@ class Run:
         self._making = _Step()
 
     def _finish_step(self) -> None:
-        self._check_micro()
+        if self._micro.end_step():
+            self._report("whole_batches", step=self.step, samples=self._loader.share, most=self._loader.batch_size)
         self._saver.log(self.step, self._values.take())
         self._state.step += 1
         if self._making and self._making.last:
@@ -273,7 +275,9 @@ class Run:
         self._state.gradients.note()
         self._state.buffers.share()
         made = self.step - (self._state.parent[1] if self._state.parent else 0)  # in this attempt
-        self._compare_ranks(made)
+        if self._saver.saves and (parts := self._state.divergence.compare(made)):
+            say(explanation(parts))
+            self._report("diverged", step=self.step, parts=parts, explanation=explanation(parts))
         self._heartbeat.pace = self._compute_time.step_done() or self._heartbeat.pace
         if made == 1:
             self._group.shorten_timeout(self._job.timeouts.step_s)
@@ -282,16 +286,6 @@ class Run:
     def evaluating(self) -> None:
         """An evaluation starts, or is at its next batch: a forward without gradients may follow."""
         self._state.gradients.note()
-
-    def _compare_ranks(self, made: int) -> None:
-        if self._saver.saves and (parts := self._state.divergence.compare(made)):
-            say(explanation(parts))
-            self._report("diverged", step=self.step, parts=parts, explanation=explanation(parts))
-
-    def _check_micro(self) -> None:
-        whole = self._micro.end_step()
-        if whole and self._group.rank == 0:
-            self._report("whole_batches", step=self.step, samples=self._loader.share, most=self._loader.batch_size)
 
     def _boundary(self) -> None:
         if self._agreement.boundary():
@@ -314,13 +308,11 @@ class Run:
             self._agreement.request(str(error))
 
     def _complete(self) -> None:
-        if self._group.rank == 0:
-            self._report("finishing", step=self.step)  # until "progress", the supervisor lets this rank save
+        self._report("finishing", step=self.step)  # until "progress", the supervisor lets this rank save
         committed, problem = self._commit()
         if self._saver.saves and committed != self.step:
             raise CheckpointError(f"all {self.step} steps are done, but the last checkpoint was not saved: {problem}")
-        if self._group.rank == 0:
-            self._report("progress", step=self.step, steps=self.step)
+        self._report("progress", step=self.step, steps=self.step)
 
     def _content(self) -> dict[str, Any]:
         return self._state.content(before_step=self._making is not None)
@@ -338,8 +330,7 @@ class Run:
         if stepped:
             self._saver.log(self.step, self._values.take())
         self._making = None
-        if self._group.rank == 0:
-            self._report("left_loop", step=self.step + stepped, steps=self._goal)
+        self._report("left_loop", step=self.step + stepped, steps=self._goal)
 
     def _note_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None, *_: Any) -> None:
         """An optimizer has stepped: from now on, the state is the one after the current step.

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 
+from clusterddp import protocol
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import STOPPED
 from clusterddp.reporter import say
@@ -50,11 +51,7 @@ class Stopping:
 
     def _on_handler_replaced(self, number: signal.Signals, handler: object) -> None:
         name, of_script = number.name.removeprefix("SIG"), described(handler)
-        say(
-            f"the script replaced the {name} handler of clusterddp.init() with {of_script}: if it exits or raises when "
-            f"{name} arrives, steps since the last checkpoint are repeated; remove it, as clusterddp saves and stops "
-            "the run on its own"
-        )
+        say(protocol.HANDLER_REPLACED.format(signal=name, handler=of_script))
         if self._rank == 0:
             self._report("handler_replaced", signal=name, handler=of_script)
 

@@ -71,7 +71,8 @@ def test_the_writer_exits_when_its_rank_exits_with_an_unread_answer() -> None:
     here.sendall(b"an answer\n")
     messages = Messages(here)
     rank.close()
-    assert messages.next() is None
+    with pytest.raises(EOFError):
+        messages.next()
     here.close()
 
 
