@@ -28,11 +28,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch._C._distributed_c10d import Store as TorchStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from benchmarks import report
-from clusterddp.training.agreement import Agreement, Store
+from clusterddp.training.agreement import Agreement
 from tests.ddp import free_port
 
 RANKS = 2
@@ -40,30 +39,31 @@ BAR = 1.02
 RANK_FILE = "BENCHMARK_RANK_FILE"
 
 
-class CountingStore:
+class CountingStore(Store):
     """A store that counts the calls on it: each one is a message to rank 0's, and its answer."""
 
     def __init__(self, store: Store, calls: Counter[str] | None = None) -> None:
+        super().__init__()
         self.calls: Counter[str] = Counter() if calls is None else calls
         self._store = store
 
-    def get(self, key: str, /) -> bytes:
+    def get(self, key: str) -> bytes:
         self.calls["get"] += 1
         return self._store.get(key)
 
-    def set(self, key: str, value: str, /) -> None:
+    def set(self, key: str, value: str) -> None:
         self.calls["set"] += 1
         self._store.set(key, value)
 
-    def add(self, key: str, amount: int, /) -> int:
+    def add(self, key: str, amount: int) -> int:
         self.calls["add"] += 1
         return self._store.add(key, amount)
 
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
+    def multi_get(self, keys: list[str]) -> list[bytes]:
         self.calls["multi_get"] += 1
         return self._store.multi_get(keys)
 
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         self.calls["compare_set"] += 1
         return self._store.compare_set(key, expected, desired)
 
@@ -135,7 +135,7 @@ class Trainer:
 class Agreements:
     """A new agreement for every block that needs one: in the blocks without it, there is no watcher either."""
 
-    def __init__(self, store: TorchStore, watched: TorchStore, rank: int) -> None:
+    def __init__(self, store: Store, watched: Store, rank: int) -> None:
         self._store, self._watched, self._rank = store, watched, rank
         self._made = 0
         self.messages: Counter[str] = Counter()
@@ -146,7 +146,7 @@ class Agreements:
         self._made += 1
         main = CountingStore(PrefixStore(prefix, self._store))
         watched = CountingStore(PrefixStore(prefix, self._watched))
-        agreement = Agreement(main, watched, self._rank, RANKS)
+        agreement = Agreement(main, watched, self._rank, RANKS, lambda *_, **__: None, lambda _: None)
         wait_for_watcher(watched)
         before = main.calls + watched.calls
         seconds = trainer.block(steps, agreement.boundary)

@@ -141,8 +141,7 @@ def read(path: Path) -> Content:
     """Reads and verifies a file. Raises Damaged or OSError."""
     with open(path, "rb", buffering=0) as file:
         beginning, entries = _read_head(file.fileno())
-        start, _ = _checksums_place(entries)
-        data = memory(start)
+        data = memory(entries[_CHECKSUMS]["data_offsets"][0])
         _check(file.fileno(), beginning, entries, memoryview(data))
     metadata = entries.pop("__metadata__")
     del entries[_CHECKSUMS]
@@ -247,8 +246,7 @@ def _read_head(file: int) -> tuple[bytes, dict[str, Any]]:
     text = _read_bytes(file, number, _LENGTH.size)
     try:
         header = json.loads(text)
-        found, end = header["__metadata__"]["format"], _checksums_place(header)[1]
-        _check_entries(header)
+        found, end = header["__metadata__"]["format"], _check_entries(header)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged("its header is invalid") from error
     if found != FORMAT:
@@ -258,19 +256,12 @@ def _read_head(file: int) -> tuple[bytes, dict[str, Any]]:
     return length + text, header
 
 
-def _checksums_place(header: Mapping[str, Any]) -> tuple[int, int]:
-    """Where the checksums begin and end in the data."""
-    start, stop = header[_CHECKSUMS]["data_offsets"]
-    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
-        raise ValueError("invalid data_offsets of the checksums")
-    if stop - start != 4 * _checksum_count(start):
-        raise ValueError("the number of checksums does not match the data")
-    return start, stop
+def _check_entries(header: Mapping[str, Any]) -> int:
+    """Where the checksums, and with them the file, end in the data.
 
-
-def _check_entries(header: Mapping[str, Any]) -> None:
-    """Raises ValueError, TypeError or KeyError unless the metadata is text and each tensor is within the data."""
-    size = _checksums_place(header)[0]
+    Raises ValueError, TypeError or KeyError unless the metadata is text and each tensor is within the data.
+    """
+    size, end = header[_CHECKSUMS]["data_offsets"]
     for name, entry in header.items():
         if name == "__metadata__":
             if not all(isinstance(fact, str) for fact in entry.values()):
@@ -278,13 +269,17 @@ def _check_entries(header: Mapping[str, Any]) -> None:
             continue
         start, stop = entry["data_offsets"]
         whole = all(type(number) is int and number >= 0 for number in (start, stop, *entry["shape"]))
-        if not whole or not isinstance(entry["dtype"], str) or (name != _CHECKSUMS and not start <= stop <= size):
+        most = end if name == _CHECKSUMS else size
+        if not whole or not isinstance(entry["dtype"], str) or not start <= stop <= most:
             raise ValueError(f"tensor {name} is not within the data")
+    if end - size != 4 * _checksum_count(size):
+        raise ValueError("the number of checksums does not match the data")
+    return int(end)
 
 
 def _check(file: int, beginning: bytes, header: Mapping[str, Any], into: memoryview | None) -> None:
     """Reads the data, into ``into`` if given, and compares all checksums."""
-    start, stop = _checksums_place(header)
+    start, stop = header[_CHECKSUMS]["data_offsets"]
     sums = [zlib.crc32(beginning)]
     buffer = memoryview(bytearray(min(CHUNK, start))) if into is None else into
     for begin in range(0, start, CHUNK):

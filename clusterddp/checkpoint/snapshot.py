@@ -98,7 +98,12 @@ class Snapshot:
     def _reserve(self, layout: list[Tensor]) -> None:
         """Opens the file. Raises CheckpointError if there is not enough memory."""
         size = offsets(layout)[1]
-        check_memory(size - len(self._memory))
+        more, free = size - len(self._memory), free_memory()
+        if more > free:
+            raise CheckpointError(
+                f"the snapshot of the state needs {more / 2**30:.1f} GiB of memory, but {free / 2**30:.1f} GiB are "
+                "free on this node: request more (--mem), or use fewer ranks or loader workers per node"
+            )
         if self.file < 0:
             self.file, self._kind = _anonymous_file(size, self._folder)
 
@@ -159,16 +164,6 @@ def _memfd(name: str) -> int:
 
 def _cuda_runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def check_memory(size: int) -> None:
-    """Raises CheckpointError if the memory of the machine, or of the job, has no room for ``size`` more bytes."""
-    free = free_memory()
-    if size > free:
-        raise CheckpointError(
-            f"the snapshot of the state needs {size / 2**30:.1f} GiB of memory, but {free / 2**30:.1f} GiB are free on "
-            "this node: request more (--mem), or use fewer ranks or loader workers per node"
-        )
 
 
 def free_memory() -> int:

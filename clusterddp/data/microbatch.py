@@ -77,7 +77,10 @@ class MicroBatches:
                 steps, gradient = self._optimizer_steps, self._sample()
                 yield piece
                 self._check_body(steps, gradient)
-                self._scale(parts[i] / (sum(parts) if last else parts[i + 1]))
+                factor = parts[i] / (sum(parts) if last else parts[i + 1])
+                if factor != 1:
+                    gradients = [p.grad for p in dict.fromkeys(self._parameters()) if p.grad is not None]
+                    torch._foreach_mul_(gradients, factor)
         self._unfinished = False
 
     def end_step(self) -> bool:
@@ -109,11 +112,6 @@ class MicroBatches:
         if any(module.gradient_as_bucket_view for module in self._in_ddp):
             return None
         return next((parameter.grad for parameter in self._parameters()), None)
-
-    def _scale(self, factor: float) -> None:
-        if factor != 1:
-            gradients = [p.grad for p in dict.fromkeys(self._parameters()) if p.grad is not None]
-            torch._foreach_mul_(gradients, factor)
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         """The parameters of all parts, possibly with repetitions."""

@@ -88,10 +88,8 @@ class Loader:
         global_batch: int | None = None,
         **options: Any,
     ) -> None:
-        _check_options(options)
+        self.length, self.batch_size = _checked(dataset, batch_size, options)
         self.dataset = dataset
-        self.length = _length(dataset)
-        self.batch_size = _positive(batch_size)
         if global_batch is not None and global_batch % world_size:
             raise ValueError(f"global_batch is {global_batch}, which {world_size} ranks cannot share evenly")
         self.global_batch = global_batch or self.batch_size * world_size
@@ -196,9 +194,7 @@ class EvalLoader:
         at_batch: Callable[[], None],
         **options: Any,
     ) -> None:
-        _check_options(options)
-        batch_size = _positive(batch_size)
-        length = _length(dataset)
+        length, batch_size = _checked(dataset, batch_size, options)
         share = range(rank, length, world_size)
         self.dataset = dataset
         self._loader = ShieldedDataLoader(dataset, batch_size=batch_size, sampler=share, **options)
@@ -220,17 +216,8 @@ class EvalLoader:
                 close(iterator)
 
 
-def _positive(batch_size: int) -> int:
-    try:
-        number = operator.index(batch_size)
-    except TypeError:
-        raise TypeError(f"batch_size is {batch_size!r}: expected an integer") from None
-    if number < 1:
-        raise ValueError(f"batch_size is {number}: expected the number of samples per rank and step, 1 or more")
-    return number
-
-
-def _check_options(options: dict[str, Any]) -> None:
+def _checked(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> tuple[int, int]:
+    """The length of the dataset and the batch size. Raises TypeError or ValueError."""
     known = inspect.signature(DataLoader.__init__).parameters
     for name in sorted(options.keys() - known.keys()):
         nearest = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))
@@ -240,15 +227,18 @@ def _check_options(options: dict[str, Any]) -> None:
             f"{', '.join(sorted(clash))}: clusterddp orders the samples; leave it out, or loop over your own "
             "DataLoader with ctx.stop_requested()"
         )
-
-
-def _length(dataset: Dataset[Any]) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"{type(dataset).__name__} has no length and no index, so a run cannot resume in it: use a dataset "
             "with __len__ and __getitem__, or give ctx.run() a loader with state_dict() and load_state_dict(), or loop "
             "over your own DataLoader with ctx.stop_requested()"
         )
+    try:
+        number = operator.index(batch_size)
+    except TypeError:
+        raise TypeError(f"batch_size is {batch_size!r}: expected an integer") from None
+    if number < 1:
+        raise ValueError(f"batch_size is {number}: expected the number of samples per rank and step, 1 or more")
     if not len(dataset):
         raise ValueError(f"the dataset ({type(dataset).__name__}) has no samples")
-    return len(dataset)
+    return len(dataset), number

@@ -15,14 +15,9 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
 
 def bare(module: Any) -> torch.nn.Module:
     """The user's own module, without DDP and torch.compile around it."""
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        elif hasattr(module, "_orig_mod"):
-            module = module._orig_mod
-        else:
-            result: torch.nn.Module = module
-            return result
+    while isinstance(module, DistributedDataParallel) or hasattr(module, "_orig_mod"):
+        module = module.module if isinstance(module, DistributedDataParallel) else module._orig_mod
+    return module  # type: ignore[no-any-return]
 
 
 def ddp_modules(part: object) -> list[DistributedDataParallel]:

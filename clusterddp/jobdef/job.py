@@ -216,7 +216,7 @@ class Job:
     def to_yaml(self) -> str:
         """The definition as YAML, including built-in defaults; ``load_resolved`` reads it back as an equal object."""
         values = {key: value for key, value in written(self).items() if value not in (None, (), {})}
-        return yaml.dump(_plain(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
+        return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
 
 
 # --- from a job to text
@@ -237,7 +237,10 @@ def written(job: Job) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Escapes characters that are not printable: PyYAML would fold U+0085 into a space."""
+    """Escapes characters that are not printable: PyYAML would fold U+0085 into a space. Writes no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
 
 
 _Dumper.add_representer(
@@ -262,10 +265,3 @@ def _every_text(checkpoint: Checkpointing) -> str | tuple[str, ...]:
     if checkpoint.every_s is not None:
         texts.append(f"{repr(checkpoint.every_s).removesuffix('.0')} seconds")
     return tuple(texts) if len(texts) == 2 else (texts or ["never"])[0]
-
-
-def _plain(value: Any) -> Any:
-    """The same with lists in place of tuples, which YAML does not have."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value

@@ -194,10 +194,8 @@ def _masked_arguments(words: Sequence[str]) -> dict[int, str]:
         name, equals, value = word.partition("=")
         if equals and value and is_secret(name) and re.fullmatch(r"[\w.+~/-]+", name):
             found[index] = f"{name}={MASK}"
-        elif index and word and not word.startswith("-") and _is_secret_option(words[index - 1]):
-            found[index] = MASK
+        elif index and word and not word.startswith("-"):
+            option = words[index - 1]
+            if option.startswith("-") and "=" not in option and is_secret(option):
+                found[index] = MASK
     return found
-
-
-def _is_secret_option(word: str) -> bool:
-    return word.startswith("-") and "=" not in word and is_secret(word)

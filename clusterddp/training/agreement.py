@@ -17,23 +17,13 @@ import json
 import signal
 import threading
 from collections.abc import Callable
-from typing import Protocol
+
+from torch._C._distributed_c10d import Store
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.worker import control_channel
 from clusterddp.worker.signals import SignalPipe
 
 _STOP, _LAST, _COUNT = "agreement/stop", "agreement/last", "agreement/published"
-
-
-class Store(Protocol):
-    """The methods of a torch store that the agreement uses."""
-
-    def get(self, key: str, /) -> bytes: ...
-    def set(self, key: str, value: str, /) -> None: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 class StopVote:
@@ -90,8 +80,8 @@ class Agreement:
         watched: Store,
         rank: int,
         world_size: int,
-        report: Callable[..., None] = control_channel.report,
-        on_request: Callable[[str], None] = lambda _: None,
+        report: Callable[..., None],
+        on_request: Callable[[str], None],
     ) -> None:
         self.reason: str | None = None
         self._on_request = on_request

@@ -299,11 +299,11 @@ class Run:
 
     def _save_if_due(self) -> None:
         try:
-            if not self._loader.per_rank_state:
-                self._saver.save_if_due(self.step, self._content)
-            elif self._saver.due_together(self.step):
+            if self._loader.per_rank_state:
+                if not self._saver.due_together(self.step):
+                    return
                 self._loader.gather()
-                self._saver.save(self.step, self._content)
+            self._saver.save_if_due(self.step, self._content, due=self._loader.per_rank_state)
         except Superseded as error:  # Only rank 0 knows. Once all ranks have stopped, the commit tells them.
             self._agreement.request(str(error))
 

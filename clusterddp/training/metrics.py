@@ -35,7 +35,10 @@ class Metrics:
         if os.fstat(self._file).st_size == 0:
             fsync_directory(path.parent)
         self._pending = b""
-        self._failing = self._doubtful = False
+        self._failing = False
+        #: Set when fsync failed: the kernel marks lost pages as clean, so that another fsync would not report them. All
+        #: lines go into a new file.
+        self.doubtful = False
         self._not_finite: set[str] = set()
 
     def write(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +49,10 @@ class Metrics:
         line: dict[str, Any] = {"step": step, "time": time.time(), "attempt": self._attempt}
         line.update({name: plain(name, value) for name, value in values.items()})
         self._pending += (json.dumps(line) + "\n").encode()
-        self._tell_not_finite(step, {name: line[name] for name in values if isinstance(line[name], str)})
+        if new := [name for name in values if isinstance(line[name], str) and name not in self._not_finite]:
+            self._not_finite.update(new)
+            named = {name: line[name] for name in new[:_MOST_NAMES]}
+            self._report("not_finite", step=step, metrics=named, count=len(new))
         try:
             self.flush()
             self._failing = False
@@ -56,34 +62,19 @@ class Metrics:
             self._failing = True
         return line
 
-    def _tell_not_finite(self, step: int, values: Mapping[str, str]) -> None:
-        new = [name for name in values if name not in self._not_finite]
-        if new:
-            self._not_finite.update(new)
-            named = {name: values[name] for name in new[:_MOST_NAMES]}
-            self._report("not_finite", step=step, metrics=named, count=len(new))
-
     def flush(self) -> None:
         """Writes the lines that were held back; raises OSError if that fails."""
-        if self._doubtful:
-            self._renew()
+        if self.doubtful:
+            write_atomically(self._path, self._path.read_bytes())
+            doubtful, self._file = self._file, self._open()
+            self.doubtful = False
+            os.close(doubtful)
         while self._pending:
             written = os.write(self._file, self._pending)
             self._pending = self._pending[written:]
 
-    def doubt(self) -> None:
-        """Called when fsync failed: the kernel marks lost pages as clean, so that another fsync would not report them.
-        All lines go into a new file."""
-        self._doubtful = True
-
     def _open(self) -> int:
         return create_file(self._path, os.O_WRONLY | os.O_APPEND)
-
-    def _renew(self) -> None:
-        write_atomically(self._path, self._path.read_bytes())
-        doubtful, self._file = self._file, self._open()
-        self._doubtful = False
-        os.close(doubtful)
 
     def close(self) -> None:
         with suppress(OSError):  # a network file system may report a failed write here; the last save has synced

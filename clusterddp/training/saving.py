@@ -103,8 +103,8 @@ class Saver:
         value = line.get(self._settings.keep.best or "")
         self._value = value if isinstance(value, (int, float)) else None
 
-    def save_if_due(self, step: int, state: State) -> None:
-        """Rank 0 saves if a checkpoint is due; the other ranks continue and need not know.
+    def save_if_due(self, step: int, state: State, due: bool = False) -> None:
+        """Rank 0 saves if a checkpoint is due; the other ranks continue and need not know. ``due``: it is, in any case.
 
         A save that is due by time waits until the writer is done with the previous one. A save of this very step cannot
         be postponed, so that training waits. If saving fails, that is reported, and training continues with the older
@@ -112,7 +112,7 @@ class Saver:
         """
         if self._checkpoints is None:
             return
-        this_step = self._wants_this(step)
+        this_step = due or self._wants_this(step)
         self._take_answer(wait=this_step)
         if not self._checkpoint_client.busy and (this_step or self._is_time()):
             self._save(step, state, urgent=False)
@@ -130,12 +130,6 @@ class Saver:
         if step % TOGETHER_STEPS or (self._settings.every_s is None and not self._settings.auto):
             return False
         return bool(broadcast_json(self._checkpoints is not None and self._is_time(), self._group.collective_device))
-
-    def save(self, step: int, state: State) -> None:
-        """Rank 0 saves, once the previous save is done."""
-        if self._checkpoints is not None:
-            self._take_answer(wait=True)
-            self._save(step, state, urgent=False)
 
     def commit(self, step: int, state: State) -> tuple[int | None, str | None]:
         """Saves now, unless ``step`` is saved already. Collective: returns once the save is durable or has failed.
@@ -205,8 +199,7 @@ class Saver:
             try:
                 saved = self._checkpoint_client.result(wait)
             except NotSaved as error:
-                if error.metrics:
-                    self._metrics.doubt()
+                self._metrics.doubtful |= error.metrics
                 return self._say_failed(error.step, str(error))
             if saved is None:
                 return None

@@ -25,7 +25,7 @@ def test_the_agreement_sends_nothing_while_no_stop_is_requested() -> None:
     tcp = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=30))
     client = TCPStore("127.0.0.1", tcp.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
     store, watched = agreement.CountingStore(tcp), agreement.CountingStore(client)
-    agreed = Agreement(store, watched, rank=0, world_size=1)
+    agreed = Agreement(store, watched, 0, 1, lambda *_, **__: None, lambda _: None)
     agreement.wait_for_watcher(watched)
     assert not any(agreed.boundary() for _ in range(100))
     assert (store.calls.total(), dict(watched.calls)) == (0, {"get": 1})
