@@ -58,15 +58,12 @@ class Gradients:
         self._exchange_of: dict[torch.Tensor, _Exchange] = {}
         for part in self._modules.values():
             for module in (*ddp_modules(part), None):
-                self._watch(module, module or part, alone=world_size == 1)
-
-    def _watch(self, module: DistributedDataParallel | None, root: torch.nn.Module, alone: bool) -> None:
-        exchange = _Exchange(module, alone)
-        self._exchanges.append(exchange)
-        for parameter in root.parameters():
-            if parameter not in self._exchange_of and (parameter.is_floating_point() or parameter.is_complex()):
-                self._exchange_of[parameter] = exchange
-                exchange.watch(parameter)
+                exchange = _Exchange(module, alone=world_size == 1)
+                self._exchanges.append(exchange)
+                for parameter in (module or part).parameters():
+                    if parameter not in self._exchange_of and (parameter.is_floating_point() or parameter.is_complex()):
+                        self._exchange_of[parameter] = exchange
+                        exchange.watch(parameter)
 
     def note(self) -> None:
         """Records a backward, if there was one. Call it before a step, an optimizer's step and an evaluation."""

@@ -48,7 +48,11 @@ def restore(
     entries, facts, state, size = described
     content = content or Content(entries, facts, state, file_format.memory(size))
     if size and dist.is_initialized() and dist.get_world_size() > 1:
-        _broadcast_data(torch.frombuffer(content.data, dtype=torch.uint8), device)
+        for portion in torch.split(torch.frombuffer(content.data, dtype=torch.uint8), _PORTION):
+            moved = portion.to(device)
+            dist.broadcast(moved, src=0)
+            if moved is not portion and dist.get_rank() != 0:
+                portion.copy_(moved)
     return unpacked(content), (place[0], place[1])
 
 
@@ -87,14 +91,6 @@ def unpacked(content: Content) -> Any:
             f"the state in the checkpoint of step {content.facts.get('step')} does not match its tensors "
             f"({error!r:.200}): another program wrote the file"
         ) from error
-
-
-def _broadcast_data(data: torch.Tensor, device: torch.device) -> None:
-    for portion in torch.split(data, _PORTION):
-        moved = portion.to(device)
-        dist.broadcast(moved, src=0)
-        if moved is not portion and dist.get_rank() != 0:
-            portion.copy_(moved)
 
 
 def _tensor(entry: dict[str, Any], data: mmap.mmap | bytearray) -> torch.Tensor:

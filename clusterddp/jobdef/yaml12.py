@@ -75,7 +75,10 @@ def load(text: str, source: str, mistakes: list[Mistake] | None = None) -> Node:
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(error, source) from error
     except yaml.reader.ReaderError as error:
-        raise _unreadable(error, text, source) from error
+        before = text[: error.position]
+        place = Place(source, before.count("\n") + 1, len(before) - before.rfind("\n"))
+        character = f"U+{ord(text[error.position]):04X}"
+        raise JobDefinitionError(f"{place}: the character {character} is not allowed in YAML") from error
     except RecursionError as error:
         raise JobDefinitionError(f"{source}: nested too deeply") from error
     node = Node(None, "", Place(source, 1, 1)) if root is None else _Reading(source, found).node(root)
@@ -227,9 +230,3 @@ _SYNTAX_HINTS = {
     "mapping values are not allowed": "; check the indentation, and quote text that contains ': '",
     "'\\t' that cannot start any token": "; YAML is indented with spaces, not tabs",
 }
-
-
-def _unreadable(error: yaml.reader.ReaderError, text: str, source: str) -> JobDefinitionError:
-    before = text[: error.position]
-    place = Place(source, before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1)
-    return JobDefinitionError(f"{place}: the character U+{ord(text[error.position]):04X} is not allowed in YAML")

@@ -162,7 +162,9 @@ class Saver:
     def close(self) -> None:
         """Lets the writer finish its last save."""
         if self._checkpoints is not None:
-            self._say_unlogged()
+            best = self._settings.keep.best
+            if best is not None and self._logged and self._best == float("inf"):  # a misspelled metric, perhaps
+                say(f"checkpoint.keep.best: no step has logged {best!r} yet, only {', '.join(sorted(self._logged))}")
             self._checkpoint_client.close()
             self._metrics.close()
 
@@ -238,12 +240,6 @@ class Saver:
             self._said_s = self._every_s
             values = {"seconds": round(self._every_s, 1), "stall_s": round(self._stall_s, 4), "between_s": between_s}
             self._report("interval", step=step, **values)
-
-    def _say_unlogged(self) -> None:
-        """A misspelled metric would otherwise go unnoticed until the best checkpoint is needed."""
-        best = self._settings.keep.best
-        if best is not None and self._logged and self._best == float("inf"):
-            say(f"checkpoint.keep.best: no step has logged {best!r} yet, only {', '.join(sorted(self._logged))}")
 
     def _report_damaged(self, checkpoint: Checkpoint, reason: str) -> None:
         self._report("checkpoint_damaged", step=checkpoint.step, reason=reason)
