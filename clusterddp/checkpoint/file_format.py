@@ -62,7 +62,7 @@ class Content:
     entries: dict[str, dict[str, Any]]
     facts: dict[str, str]
     state: Any
-    data: mmap.mmap | bytearray
+    data: mmap.mmap
 
 
 def offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
@@ -151,11 +151,9 @@ def read(path: Path) -> Content:
         raise Damaged("its state is not valid JSON") from error
 
 
-def memory(size: int) -> mmap.mmap | bytearray:
-    """Memory for a file's data; a bytearray would be zeroed first, and use small pages."""
-    if size == 0:
-        return bytearray()
-    room = mmap.mmap(-1, size)
+def memory(size: int) -> mmap.mmap:
+    """Memory for a file's data, of one byte at least; a bytearray would be zeroed first, and use small pages."""
+    room = mmap.mmap(-1, max(size, 1))
     with suppress(OSError, AttributeError):  # a hint; not every kernel has huge pages
         room.madvise(mmap.MADV_HUGEPAGE)
     return room

@@ -93,7 +93,7 @@ def unpacked(content: Content) -> Any:
         ) from error
 
 
-def _tensor(entry: dict[str, Any], data: mmap.mmap | bytearray) -> torch.Tensor:
+def _tensor(entry: dict[str, Any], data: mmap.mmap) -> torch.Tensor:
     start, stop = entry["data_offsets"]
     dtype = TORCH_DTYPES[entry["dtype"]]
     if start == stop:

@@ -105,11 +105,10 @@ class Writer:
 
     def handle(self, request: dict[str, Any], messages: Messages) -> None:
         """Starts a save, or finishes the one in progress at full priority."""
+        beginning = messages.take(request.get("beginning", 0))
+        self.hurry()  # a save in progress; before the next one it is answered, but may still be deleting
         if "step" not in request:
-            self.hurry()
             return
-        beginning = messages.take(request["beginning"])
-        self.hurry()  # the previous save is answered, but may still be deleting
         self._urgent.clear()
         self._work = self._save(request, beginning)
         if request["urgent"]:

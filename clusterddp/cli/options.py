@@ -142,7 +142,7 @@ def describe(target: str | None, values: dict[str, Any], overrides: Mapping[str,
     if target and Path(target).suffix in (".yaml", ".yml"):
         return jobs.load(target, overrides, values=values, defaults=defaults)
     values |= {"script": target} if target else {}
-    return jobs.from_values(values, folder=Path.cwd(), overrides=overrides, defaults=defaults)
+    return jobs.from_values(values, overrides=overrides, defaults=defaults)
 
 
 def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> dict[str, Any]:

@@ -133,10 +133,9 @@ class ProcessGroup:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=step_s))
         ignored = "gloo" in self.backend and not GLOO_TIMEOUT_CHANGES and step_s < self._start_s
         if ignored and self.rank == 0 and self.world_size > 1:
-            words = f"a collective that never completes fails after {self._start_s:g} s, not {step_s:g} s"
             say(
-                f"torch {torch.__version__} cannot change gloo's timeout after the start: {words}; "
-                "torch 2.9 and newer can"
+                f"torch {torch.__version__} cannot change gloo's timeout after the start: a collective that never "
+                f"completes fails after {self._start_s:g} s, not {step_s:g} s; torch 2.9 and newer can"
             )
 
     def close(self) -> None:

@@ -57,21 +57,16 @@ def load(
 
 
 def from_values(
-    mapping: Mapping[str, Any],
-    source: str = "command line",
-    folder: str | os.PathLike[str] = ".",
-    *,
-    overrides: Mapping[str, str] | None = None,
-    defaults: Fields | None = None,
+    values: Mapping[str, Any], *, overrides: Mapping[str, str] | None = None, defaults: Fields | None = None
 ) -> Job:
     """Makes a job from Python values by YAML key, such as ``{"gpus_per_node": "a100:4", "nodes": "2"}``.
 
-    Text is read as in YAML. ``source`` names the values in messages; a relative ``script`` is relative to ``folder``.
-    The other arguments and the errors are those of ``load``.
+    Text is read as in YAML; a relative ``script`` is relative to the current folder. The other arguments and the errors
+    are those of ``load``.
     """
     mistakes: list[Mistake] = []
-    layers = [defaults or {}, _fields(node_of(mapping, source), mistakes), *_overrides(overrides)]
-    return _job(layers, Path(folder), Place(source), mistakes)
+    layers = [defaults or {}, _fields(node_of(values, "command line"), mistakes), *_overrides(overrides)]
+    return _job(layers, Path.cwd(), Place("command line"), mistakes)
 
 
 def load_resolved(path: str | os.PathLike[str]) -> Job:

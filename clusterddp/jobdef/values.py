@@ -28,15 +28,10 @@ def text(node: Node) -> str:
         raise Wrong(f"expected text, got {quoted(node)}; quote it if it is meant as text")
     if not node.text:
         raise Wrong("expected text, got nothing")
-    return _printable(node.text)
-
-
-def _printable(given: str) -> str:
-    """Rejects line breaks: in the batch script, the rest would be read as options or commands."""
-    for character in given:
+    for character in node.text:  # what follows a line break would be an option or a command in the batch script
         if not character.isprintable():
             raise Wrong(f"expected text without line breaks and control characters, got U+{ord(character):04X}")
-    return given
+    return node.text
 
 
 def word(node: Node) -> str:

@@ -94,8 +94,9 @@ class Values:
             check(name, value)
         size = self._bytes + sum(len(json.dumps(name)) + _NUMBER_BYTES for name in values.keys() - self._values.keys())
         if size > MOST_BYTES:
+            names = [f"{name:.60}=..." for name in list(values)[:2]] + ["..."] * (len(values) > 2)
             raise ValueError(
-                f"run.log({_some(values)}): the values of one step would take {size:,} bytes, and the limit is "
+                f"run.log({', '.join(names)}): the values of one step would take {size:,} bytes, and the limit is "
                 f"{MOST_BYTES:,}; write them to your own file"
             )
         self._values.update(values)
@@ -141,9 +142,3 @@ def _is_real(value: Any) -> bool:
     if hasattr(value, "is_complex"):
         return not (value.is_complex() or value.is_meta)
     return getattr(getattr(value, "dtype", None), "kind", "f") not in "cSUOMm"
-
-
-def _some(values: Mapping[str, Any]) -> str:
-    """The first names, written as keyword arguments."""
-    names = [f"{name:.60}=..." for name in list(values)[:2]]
-    return ", ".join([*names, *(["..."] if len(values) > 2 else [])])

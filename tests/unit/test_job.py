@@ -125,11 +125,12 @@ def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp
     assert user_defaults("alps", tmp_path / "config.yaml").keys() == {"account", "watchdog", "partition"}
 
 
-def test_only_the_script_is_required(folder: Path) -> None:
+def test_only_the_script_is_required(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script is enough; the job is named after it, and a null leaves the default."""
+    monkeypatch.chdir(folder)
     expected = Job(name="train", script=str(folder / "train.py"))
     assert read(folder, "script: train.py\npartition:\nnodes: ~\ncheckpoint: {every: }\n") == expected
-    assert from_values({"script": "train.py"}, folder=folder) == expected
+    assert from_values({"script": "train.py"}) == expected
     assert from_values({"module": "pkg.train", "args": ["-x"]}) == Job(name="train", module="pkg.train", args=("-x",))
 
 
@@ -433,13 +434,14 @@ def test_layers_win_in_order_and_are_all_checked(folder: Path) -> None:
     ]
 
 
-def test_the_command_lines_mistakes_are_named(folder: Path) -> None:
+def test_the_command_lines_mistakes_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values from elsewhere have a source instead of a line."""
+    monkeypatch.chdir(folder)
     with pytest.raises(JobDefinitionError) as caught:
-        from_values({"script": "train.py", "nodes": "two", "partitoin": "x"}, "launch()", folder)
+        from_values({"script": "train.py", "nodes": "two", "partitoin": "x"})
     assert str(caught.value).splitlines() == [
-        "launch(): nodes: expected a whole number from 1 to 65536, or a range such as 2-4, got 'two'",
-        "launch(): unknown key 'partitoin'; did you mean 'partition'?",
+        "command line: nodes: expected a whole number from 1 to 65536, or a range such as 2-4, got 'two'",
+        "command line: unknown key 'partitoin'; did you mean 'partition'?",
     ]
 
 
@@ -608,10 +610,11 @@ def test_reading_a_definition_leaves_torch_alone() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_an_impossible_file_name_is_a_missing_script(folder: Path) -> None:
+def test_an_impossible_file_name_is_a_missing_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's own error for it is no reason for a traceback."""
+    monkeypatch.chdir(folder)
     with pytest.raises(JobDefinitionError, match="not found"):
-        from_values({"script": "x" * 5000}, folder=folder)
+        from_values({"script": "x" * 5000})
 
 
 @pytest.mark.parametrize("read", [load, load_resolved])
