@@ -37,7 +37,8 @@ class History:
 
     def __init__(self, run: RunDirectory, attempt: int, secrets: Sequence[str] = ()) -> None:
         self._run, self._attempt, self.secrets = run, attempt, secrets
-        self._pending: list[dict[str, Any]] = []
+        #: Events that could not be written yet.
+        self.pending: list[dict[str, Any]] = []
         self._closed = False
         self.newest_step: int | None = None
         self.newest_checkpoint: int | None = None
@@ -54,10 +55,10 @@ class History:
         if event == "checkpoint":
             self.newest_checkpoint = values["step"]
         self.events.append(line)
-        self._pending.append(line)
+        self.pending.append(line)
         self._write_pending()
         if words := sentence(line):  # a local run's terminal shows the events in the file, and our stderr
-            print(words, file=sys.stderr if self._pending else sys.stdout, flush=True)
+            print(words, file=sys.stderr if self.pending else sys.stdout, flush=True)
 
     def _presentable(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Masks secrets in free texts, such as an exception's, and clips them."""
@@ -66,11 +67,11 @@ class History:
 
     def _write_pending(self) -> None:
         try:
-            while self._pending:
-                append_line(self._run.events_file, self._pending[0])
-                del self._pending[0]
+            while self.pending:
+                append_line(self._run.events_file, self.pending[0])
+                del self.pending[0]
         except OSError as error:
-            if len(self._pending) == 1:
+            if len(self.pending) == 1:
                 say(f"cannot write the history ({error.strerror}); retrying with the next event")
 
     def close(self) -> None:

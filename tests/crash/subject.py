@@ -158,9 +158,8 @@ class Story:
 
     def _event(self, history: History, event: str, **values: Any) -> None:
         history.add(event, **values)
-        written = len(self._run.events())
-        if written == len(history.events):
-            self.promise(event=event, events=written)
+        if not history.pending:
+            self.promise(event=event, events=len(self._run.events()))
 
 
 def serve() -> None:
