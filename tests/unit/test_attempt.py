@@ -7,8 +7,6 @@ import errno
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +30,7 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import decide, lease, recovery
 from clusterddp.supervisor.attempt import Attempt
-from clusterddp.supervisor.controller import Notice, SlurmController, give_notice
+from clusterddp.supervisor.controller import Notice, SlurmController
 from clusterddp.supervisor.decide import ConnectionLost, RankEvent, State
 from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded
@@ -234,30 +232,6 @@ def test_a_full_disk_does_not_prevent_the_requeue(run: RunDirectory, monkeypatch
     controller = FakeController(Cause.PREEMPTED)
     assert supervised(run, controller)[0] == 4
     assert controller.asked == ["requeue"]
-
-
-def test_a_log_that_cannot_be_written_does_not_end_the_supervisor(run: RunDirectory, tmp_path: Path) -> None:
-    """A full disk: the failed rank's box is lost, and the ranks are still restarted, to the end."""
-    script = tmp_path / "once.py"
-    script.write_text("import os\nif os.environ['CLUSTERDDP_ATTEMPT'] == '0':\n    os._exit(1)\n")
-    run.job_file.write_text(Job(name="x", script=str(script), device="cpu").to_yaml())
-    with open("/dev/full", "wb") as full:
-        command = [sys.executable, "-m", "clusterddp.supervisor", str(run), "--local"]
-        assert subprocess.run(command, stdout=full, stderr=full, timeout=60, check=False).returncode == 0
-    assert (run.outcome() or {})["state"] == "completed"
-    assert run.attempts() == [0, 1]
-
-
-def test_a_batch_job_that_is_refused_leaves_the_notice_of_the_attempt_that_holds_the_run(run: RunDirectory) -> None:
-    """The local command has just written why the ranks are to stop."""
-    run.job_file.write_text(Job(name="x", module="x", device="cpu").to_yaml())
-    lease.take(run, run.create_attempt(), lease.of_this_process())
-    give_notice(run, Cause.INTERRUPTED)
-    environment = {**os.environ, "SLURM_JOB_ID": "41", "SLURM_PROCID": "0"}
-    command = [sys.executable, "-m", "clusterddp.supervisor", str(run)]
-    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert (refused.returncode, "held by process" in refused.stderr) == (1, True), refused.stderr
-    assert run.notice_file.exists()
 
 
 def test_scancel_during_a_resubmission_ends_the_new_job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -661,13 +635,6 @@ def test_a_task_that_srun_cannot_launch_does_not_leave_the_others_waiting(
     signal.signal(signal.SIGQUIT, before)
     assert launcher.wait() == 137
     assert launcher.exit_statuses()[1].not_started == "Slurmd could not connect IO"
-
-
-def test_a_supervisor_that_a_shell_has_put_in_the_background_can_end_srun() -> None:
-    """Such a shell has QUIT ignored, which srun would inherit."""
-    code = "from clusterddp.supervisor import main as s; s.prepare_process(); print(s.signal.getsignal(3).name)"
-    command = ["sh", "-c", '"$0" -c "$1" & wait', sys.executable, code]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "SIG_DFL\n"
 
 
 # ---- limits
