@@ -79,42 +79,36 @@ def check_same(run: RunDirectory, reference: RunDirectory) -> None:
 
 
 @pytest.fixture(scope="module")
-def twice_preempted(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, str]:
-    """Two real preemptions; the run and its messages."""
-    run = RunDirectory(tmp_path_factory.mktemp("preempted") / "run")
-    done = submit(run, *DIGITS, "--preempt-after", "20", "--preempt-after", "60")
-    assert done.returncode == 0, done.stderr
-    return run, done.stderr
-
-
-def test_a_twice_preempted_run_is_the_uninterrupted_one(
-    twice_preempted: tuple[RunDirectory, str], uninterrupted: RunDirectory
-) -> None:
-    """Three attempts, no step twice, the same bits."""
-    run, said = twice_preempted
-    assert re.search(r"attempt 0: preempted at step (\d+), checkpoint \1 committed, requeued", said), said
-    assert re.search(r"attempt 2: resumed from step \d+, 0 steps repeated", said)
-    accuracy = re.search(r"test accuracy ([\d.]+)", said)
-    assert accuracy is not None
-    assert float(accuracy[1]) > 0.95
-    assert run.outcome() == {"state": "completed", "step": 240, "attempts": 3, "reason": "all ranks finished"}
-    check_same(run, uninterrupted)
-
-
-def test_ctrl_c_saves_and_stops_and_the_same_command_continues(run: RunDirectory, uninterrupted: RunDirectory) -> None:
-    """It says how to continue, leaves no process, and no step is repeated."""
-    process = start(run, *DIGITS)
-    wait_for_step(run, 5)
+def stopped_twice(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Preempted, then interrupted with Ctrl-C and continued by the same command."""
+    run = RunDirectory(tmp_path_factory.mktemp("stopped") / "run")
+    process = start(run, *DIGITS, "--preempt-after", "20")
+    wait_until(lambda: 1 in run.attempts(), "the second attempt")
+    wait_until(lambda: any(line["attempt"] == 1 for line in read_lines(run.metrics_file)), "its first step")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    _, said = process.communicate(timeout=60)
+    assert re.search(r"attempt 0: preempted at step (\d+), checkpoint \1 committed, requeued", said), said
     how = f"continue with: clusterddp submit --local --run-dir {run}"
-    assert how in err
+    assert process.returncode == 130 and how in said
     status = subprocess.run([sys.executable, "-m", "clusterddp", "status", str(run)], capture_output=True, text=True)
     assert how in status.stdout
     assert run.outcome() is None
-    assert submit(run).returncode == 0
-    check_same(run, uninterrupted)
+    done = submit(run)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"attempt 2: resumed from step \d+, 0 steps repeated", done.stderr)
+    accuracy = re.search(r"test accuracy ([\d.]+)", done.stderr)
+    assert accuracy is not None and float(accuracy[1]) > 0.95
+    return run
+
+
+def test_a_preempted_and_interrupted_run_is_the_uninterrupted_one(
+    stopped_twice: RunDirectory, uninterrupted: RunDirectory
+) -> None:
+    """Three attempts, no step twice, the same bits."""
+    assert stopped_twice.outcome() == {
+        "state": "completed", "step": 240, "attempts": 3, "reason": "all ranks finished",
+    }  # fmt: skip
+    check_same(stopped_twice, uninterrupted)
 
 
 def test_ctrl_c_before_the_ranks_have_started_stops_the_run(run: RunDirectory, tmp_path: Path) -> None:
@@ -133,7 +127,7 @@ def test_ctrl_c_before_the_ranks_have_started_stops_the_run(run: RunDirectory, t
     assert run.outcome() is None
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.product)])  # 1: as in test_first_failure.py
 def test_a_killed_rank_is_named_and_all_ranks_restart_in_place(
     run: RunDirectory, uninterrupted: RunDirectory, rank: int
 ) -> None:
@@ -163,15 +157,18 @@ def variable(pid: int, name: str) -> str:
     return next(pair.partition("=")[2] for pair in pairs if pair.startswith(f"{name}="))
 
 
-def test_a_killed_local_command_leaves_no_process_and_the_run_continues(run: RunDirectory) -> None:
-    """Supervisor and ranks end with it; the next start recognises that the holder has exited."""
-    process = start(run, *DIGITS)
-    wait_for_step(run, 60)
+def test_a_second_start_is_refused_while_the_first_runs_and_continues_it_once_that_is_killed(run: RunDirectory) -> None:
+    """Supervisor and ranks end with the killed command; the next start recognises that the holder has exited."""
+    process = start(run, *DIGITS, "--", "--steps", "100000")
+    wait_for_step(run, 10)
+    second = submit(run)
+    assert second.returncode == 1
+    assert re.search(r"held by process \d+ on this machine", second.stderr)
     process.kill()
     process.communicate()
     wait_until(lambda: not commands_of(run), "all processes of the run to be gone")
-    assert submit(run).returncode == 0, story(run)
-    assert len(run.metrics()) == 240
+    assert submit(run, "--change", "--", "--steps", "60").returncode == 0, story(run)
+    assert len(run.metrics()) == 60
 
 
 def commands_of(run: RunDirectory) -> dict[int, bytes]:
@@ -186,17 +183,6 @@ def commands_of(run: RunDirectory) -> dict[int, bytes]:
             if str(run).encode() in environ + command:
                 found[int(entry.name)] = command
     return found
-
-
-def test_a_second_start_while_the_first_runs_is_refused(run: RunDirectory) -> None:
-    """Two local commands must not train one run."""
-    process = start(run, *DIGITS, "--", "--steps", "100000")
-    wait_for_step(run, 10)
-    second = submit(run)
-    assert second.returncode == 1
-    assert re.search(r"held by process \d+ on this machine", second.stderr)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
 
 
 PLAIN = ["tests/scripts/plain_ddp.py", "--device", "cpu", "--nodes", "2", "--gpus", "1"]
@@ -227,6 +213,7 @@ def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run
     assert "rank 1 is done" in second
 
 
+@pytest.mark.product  # test_converting.py has another plain script under torchrun
 def test_the_plain_script_runs_under_torchrun_too(tmp_path: Path) -> None:
     """The same file, which does not use clusterddp."""
     command = [
@@ -399,19 +386,20 @@ def test_without_slurm_on_path_submit_says_so_and_never_runs_locally(run: RunDir
 
 def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirectory) -> None:
     """The same command again does nothing and succeeds; other arguments are refused, and --change applies them."""
-    assert submit(run, *DIGITS, "--", "--steps", "5").returncode == 0
-    again = submit(run, *DIGITS, "--", "--steps", "5")
+    one_rank = [*DIGITS, "--nodes", "1"]
+    assert submit(run, *one_rank, "--", "--steps", "5").returncode == 0
+    again = submit(run, *one_rank, "--", "--steps", "5")
     assert again.returncode == 0
     assert "has already completed at step 5: nothing to do" in again.stderr
     assert run.attempts() == [0]
     command = [sys.executable, "-m", "clusterddp", "watch", str(run)]
     watched = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert (watched.returncode, watched.stderr) == (0, f"{run}: already completed at step 5\n")
-    refused = submit(run, *DIGITS, "--", "--steps", "9")
+    refused = submit(run, *one_rank, "--", "--steps", "9")
     assert refused.returncode == 1
     assert "args" in refused.stderr
     assert "--change" in refused.stderr
-    extended = submit(run, *DIGITS, "--change", "--", "--steps", "9")
+    extended = submit(run, *one_rank, "--change", "--", "--steps", "9")
     assert extended.returncode == 0, extended.stderr
     assert (run.outcome() or {})["step"] == 9
     assert [line["step"] for line in run.metrics()] == list(range(9))
@@ -427,9 +415,9 @@ def test_preemptions_that_are_already_due_wait_for_the_attempts_ranks(run: RunDi
     assert done.stderr.count("preempted, no steps recorded, requeued") == 2
 
 
-def test_status_logs_and_cancel_work_without_slurm(twice_preempted: tuple[RunDirectory, str]) -> None:
+def test_status_logs_and_cancel_work_without_slurm(stopped_twice: RunDirectory) -> None:
     """From the run's own files alone."""
-    run, _ = twice_preempted
+    run = stopped_twice
 
     def ask(*words: str) -> str:
         command = [sys.executable, "-m", "clusterddp", *words]
