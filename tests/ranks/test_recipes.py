@@ -67,27 +67,28 @@ def logged(run: RunDirectory) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in ("time", "attempt")} for line in run.metrics()]
 
 
-def submit(run: RunDirectory, recipe: str, *options: str) -> str:
-    """``clusterddp submit --local`` with two ranks; what it says."""
-    shape = ["--local", "--device", "cpu", "--gpus", "2", "--run-dir", str(run)]
-    line = [sys.executable, "-m", "clusterddp", "submit", str(RECIPES / f"{recipe}.py"), *shape, *options]
+def submit(run: RunDirectory, script: Path | None = None, *options: str, code: int = 0) -> str:
+    """``clusterddp submit --local`` with two ranks, or of the run again; what it says."""
+    shape = [str(script), "--device", "cpu", "--gpus", "2"] if script else []
+    line = [sys.executable, "-m", "clusterddp", "submit", *shape, "--local", "--run-dir", str(run), *options]
     done = subprocess.run(line, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return done.stderr
 
 
 def test_mixed_precision_accumulates_over_pieces_and_resumes_with_the_scale(tmp_path: Path) -> None:
     """The global batch of the job definition: two pieces per rank and step. Only the preempted run has a supervisor."""
     whole, preempted = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "preempted")
-    steps = ["--steps", "1000"]
-    said = submit(preempted, "mixed_precision", "--preempt-after", str(STOP), "--set", "global_batch=64", "--", *steps)
-    assert "32 samples per rank and step, at most 16 at a time" in said
+    script, steps = RECIPES / "mixed_precision.py", ["--steps", "60"]
+    stop = ["--set", "global_batch=64", "--", "", str(STOP), str(script), *steps]
+    assert f"at step {STOP + 1}, checkpoint {STOP + 1} committed" in submit(preempted, HARNESS, *stop, code=130)
+    assert "32 samples per rank and step, at most 16 at a time" in submit(preempted)
     assert preempted.attempts() == [0, 1], story(preempted)
     whole.create()
     whole.create_attempt()
     shutil.copy(preempted.job_file, whole.job_file)
     ranks = {"CLUSTERDDP_RUN_DIR": str(whole.path), "CLUSTERDDP_ATTEMPT": "0", "CLUSTERDDP_DEVICE": "cpu"}
-    ddp.run(RECIPES / "mixed_precision.py", *steps, ranks=2, folder=tmp_path / "out", **ranks)
+    ddp.run(script, *steps, ranks=2, folder=tmp_path / "out", **ranks)
     check_same(preempted, whole)
     assert {line["scale"] for line in whole.metrics()} - {2.0**16}, "no step was skipped: the scale was never changed"
 
@@ -117,7 +118,8 @@ def test_a_recipe_preempted_by_submit_ends_as_the_undisturbed_run(tmp_path: Path
     """With more steps, since the preemption takes some; and patience, so that there are as many of early stopping."""
     whole, preempted = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "preempted")
     options = ["--", "--steps", "1000", *(["--patience", "100"] if recipe == "early_stopping" else [])]
-    submit(whole, recipe, *options)
-    submit(preempted, recipe, "--preempt-after", str(STOP), *options)
+    script = RECIPES / f"{recipe}.py"
+    submit(whole, script, *options)
+    submit(preempted, script, "--preempt-after", str(STOP), *options)
     assert preempted.attempts() == [0, 1], story(preempted)
     check_same(preempted, whole)

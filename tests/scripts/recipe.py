@@ -1,4 +1,4 @@
-"""Runs a recipe as a rank of the run in a folder: recipe.py RUN_DIR STEP SCRIPT [ARG...]
+"""Runs a recipe as a rank of the run in a folder: recipe.py RUN_DIR STEP SCRIPT [ARG...]; RUN_DIR is empty in a job
 
 In the first attempt, rank 1 asks for a stop in step STEP.
 """
@@ -13,7 +13,7 @@ init = clusterddp.init
 
 
 def init_with_run_dir():
-    ctx = init(run_dir=RUN_DIR)
+    ctx = init(run_dir=RUN_DIR or None)
     make_run = ctx.run
 
     def run(**parts):
