@@ -157,8 +157,8 @@ def variable(pid: int, name: str) -> str:
     return next(pair.partition("=")[2] for pair in pairs if pair.startswith(f"{name}="))
 
 
-def test_a_second_start_is_refused_while_the_first_runs_and_continues_it_once_that_is_killed(run: RunDirectory) -> None:
-    """Supervisor and ranks end with the killed command; the next start recognises that the holder has exited."""
+def test_a_killed_local_command_leaves_no_process_and_the_run_continues(run: RunDirectory) -> None:
+    """Its supervisor and ranks exit with it. A second start is refused before, and continues the run afterwards."""
     process = start(run, *DIGITS, "--", "--steps", "100000")
     wait_for_step(run, 10)
     second = submit(run)
