@@ -220,15 +220,14 @@ class Handle:
         files = [function.result_file(self._run, attempt, rank) for rank in range(ranks if all_ranks else 1)]
         if missing := [str(path) for path in files if not path.exists()]:
             raise RunFailed(f"{self._run} completed, but its function exited without returning: no {missing[0]}")
-        values = [function.load_result(path) for path in files]
+        values = [function.load_private(path) for path in files]
         return values if all_ranks else values[0]
 
     def _loop_alive(self) -> bool:
         return self._process.poll() is None if self._process else local_loop_alive(self._run)
 
     def _local_over(self) -> bool:
-        alive = self._loop_alive()  # checked first: the outcome is written before the loop ends
-        return self._run.outcome() is not None or not alive
+        return not self._loop_alive() or self._run.outcome() is not None  # the outcome is written before the loop ends
 
     def _why_not_done(self) -> str:
         text = f"{self._run}: {self.status()}"

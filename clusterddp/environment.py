@@ -17,6 +17,7 @@ from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.hostlist import expand, tasks_per_node
 from clusterddp.protocol import LAUNCHER
 
+Environ = Mapping[str, str]
 Launcher = Literal["slurm", "torchrun", "local", "openmpi", "single"]
 
 #: Step ids of slurm.h without ranks: interactive, batch, extern and pending steps. Slurm 26.05 sets SLURM_STEP_ID in
@@ -98,7 +99,11 @@ def read(environ: Mapping[str, str]) -> RankEnvironment:
         return _from_torchrun(environ, "torchrun")
     # Before the checks below: job scripts often export WORLD_SIZE, and then this message is more helpful.
     if "SLURM_JOB_ID" in environ:
-        _refuse_job_shell(environ)
+        shell = "the batch shell" if in_batch_step(environ) else "a shell"
+        raise LauncherEnvironmentError(
+            f"this is {shell} of job {environ['SLURM_JOB_ID']}, not a rank: start with srun (srun -N1 -n1 for a single "
+            "process) or `clusterddp submit`"
+        )
     if "WORLD_SIZE" in environ or "LOCAL_RANK" in environ:
         return _from_torchrun(environ, "torchrun")
     return RankEnvironment(0, 0, 1, 1, 0, (), *_master(environ), "single")
@@ -107,7 +112,7 @@ def read(environ: Mapping[str, str]) -> RankEnvironment:
 # --- torchrun's names
 
 
-def _from_torchrun(environ: Mapping[str, str], launcher: Launcher) -> RankEnvironment:
+def _from_torchrun(environ: Environ, launcher: Launcher) -> RankEnvironment:
     if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in environ]:
         known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or "none of the others"
         raise LauncherEnvironmentError(
@@ -122,7 +127,7 @@ def _from_torchrun(environ: Mapping[str, str], launcher: Launcher) -> RankEnviro
     return RankEnvironment(*place, (), *_master(environ), launcher)
 
 
-def _local_place(environ: Mapping[str, str], rank: int, world_size: int, launcher: Launcher) -> tuple[int, int]:
+def _local_place(environ: Environ, rank: int, world_size: int, launcher: Launcher) -> tuple[int, int]:
     """The local rank and the local world size, which custom launchers often do not set on a single node."""
     one_node = world_size == 1 or _is_loopback(environ.get("MASTER_ADDR"))
     if "LOCAL_WORLD_SIZE" in environ:
@@ -148,7 +153,7 @@ def _local_place(environ: Mapping[str, str], rank: int, world_size: int, launche
 
 
 def _node_rank(
-    environ: Mapping[str, str], rank: int, local_rank: int, world_size: int, local_world_size: int, launcher: Launcher
+    environ: Environ, rank: int, local_rank: int, world_size: int, local_world_size: int, launcher: Launcher
 ) -> int:
     if "GROUP_RANK" in environ:
         return _number(environ, "GROUP_RANK", launcher)
@@ -161,7 +166,7 @@ def _is_loopback(address: str | None) -> bool:
     return not address or address in ("localhost", "::1") or address.startswith("127.")
 
 
-def _refuse_guess(environ: Mapping[str, str], launcher: Launcher, *names: str) -> NoReturn:
+def _refuse_guess(environ: Environ, launcher: Launcher, *names: str) -> NoReturn:
     missing = " and ".join(name for name in names if name not in environ)
     known = _shown(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     raise LauncherEnvironmentError(
@@ -180,7 +185,7 @@ _OPENMPI_NAMES = {
 }
 
 
-def _from_openmpi(environ: Mapping[str, str]) -> RankEnvironment:
+def _from_openmpi(environ: Environ) -> RankEnvironment:
     """mpirun sets everything but the address of rank 0's store: on one node, this host and a port from the job's id."""
     named = {name: environ[theirs] for name, theirs in _OPENMPI_NAMES.items() if theirs in environ}
     kept = {name: environ[name] for name in ("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT") if name in environ}
@@ -216,7 +221,7 @@ def in_step(environ: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in environ and step is not None and step not in _PSEUDO_STEPS
 
 
-def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
+def _from_slurm(environ: Environ) -> RankEnvironment:
     rank_name, local_name, node_name = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"
     size_name = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     nodes_name = _first_set(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
@@ -250,7 +255,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     return RankEnvironment(*place, tuple(hosts), master_addr or hosts[0], port, "slurm")
 
 
-def _first_set(environ: Mapping[str, str], *names: str) -> str:
+def _first_set(environ: Environ, *names: str) -> str:
     """The first of ``names`` that is set: the step's variable, then the one that a job script also has."""
     for name in names:
         if name in environ:
@@ -261,7 +266,7 @@ def _first_set(environ: Mapping[str, str], *names: str) -> str:
     )
 
 
-def _step_port(environ: Mapping[str, str]) -> int:
+def _step_port(environ: Environ) -> int:
     job, step = _number(environ, "SLURM_JOB_ID", "slurm"), _first_set(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     # Slurm does not set SLURM_RESTART_COUNT at a job's first start.
     restart = _number(environ, "SLURM_RESTART_COUNT", "slurm") if "SLURM_RESTART_COUNT" in environ else 0
@@ -277,18 +282,10 @@ def default_port(job_id: int, step_id: int, restart: int) -> int:
     return 10000 + (job_id * 7919 + step_id * 101 + restart) % 20000
 
 
-def _refuse_job_shell(environ: Mapping[str, str]) -> NoReturn:
-    shell = "the batch shell" if in_batch_step(environ) else "a shell"
-    raise LauncherEnvironmentError(
-        f"this is {shell} of job {environ['SLURM_JOB_ID']}, not a rank: start with srun (srun -N1 -n1 for a single "
-        "process) or `clusterddp submit`"
-    )
-
-
 # --- shared by both
 
 
-def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
+def _master(environ: Environ) -> tuple[str | None, int | None]:
     """MASTER_ADDR and MASTER_PORT; an empty value counts as unset."""
     port = environ.get("MASTER_PORT")
     if port and not (re.fullmatch(r"[0-9]{1,5}", port) and int(port) < 65536):
@@ -296,7 +293,7 @@ def _master(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
     return environ.get("MASTER_ADDR") or None, int(port) if port else None
 
 
-def _number(environ: Mapping[str, str], name: str, launcher: Launcher) -> int:
+def _number(environ: Environ, name: str, launcher: Launcher) -> int:
     if name not in environ:
         raise LauncherEnvironmentError(
             f"launcher {launcher}: {name} is not set, but this launcher sets it for every rank"
@@ -306,17 +303,15 @@ def _number(environ: Mapping[str, str], name: str, launcher: Launcher) -> int:
     return int(environ[name])
 
 
-def _check_below(
-    environ: Mapping[str, str], index: int, index_name: str, size: int, size_name: str, launcher: Launcher
-) -> None:
+def _check_below(environ: Environ, index: int, index_name: str, size: int, size_name: str, launcher: Launcher) -> None:
     if index >= size:
         _contradiction(environ, launcher, f"{index} is not below {size}", index_name, size_name)
 
 
-def _contradiction(environ: Mapping[str, str], launcher: Launcher, reason: str, *names: str) -> NoReturn:
+def _contradiction(environ: Environ, launcher: Launcher, reason: str, *names: str) -> NoReturn:
     raise LauncherEnvironmentError(f"launcher {launcher}: {_shown(environ, *names)} contradict each other: {reason}")
 
 
-def _shown(environ: Mapping[str, str], *names: str) -> str:
+def _shown(environ: Environ, *names: str) -> str:
     """``NAME=value`` of the names that are set."""
     return ", ".join(f"{name}={environ[name]}" for name in dict.fromkeys(names) if name in environ)

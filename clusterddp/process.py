@@ -17,7 +17,7 @@ from typing import Any
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 #: Child processes of a rank, by their command, that exit on their own after the rank: a save in progress, and those of
 #: multiprocessing.
-END_BY_THEMSELVES = ("clusterddp.checkpoint.writer", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_EXIT_ALONE = ("clusterddp.checkpoint.writer", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
 #: The folder on sys.path that contains this package.
 PACKAGE_FOLDER = Path(__file__).absolute().parents[1]
 #: Like `python -P -m`, which requires Python 3.11. Only built-in modules are imported before.
@@ -47,14 +47,17 @@ def process_start(pid: int) -> str | None:
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """The descendants of ``pid``, children first: pids and command lines, without zombies."""
+    """The descendants of ``pid``, children first: pids and command lines.
+
+    Without zombies, and those that exit on their own after a rank.
+    """
     processes = _processes()
     found: dict[int, str] = {}
     below = processes.get(pid, [])
     while below:
         found |= {child: _command(child) for child in sorted(below)}
         below = [grandchild for child in below for grandchild in processes.get(child, [])]
-    return found
+    return {child: command for child, command in found.items() if not any(name in command for name in _EXIT_ALONE)}
 
 
 def _processes() -> dict[int, list[int]]:

@@ -33,6 +33,8 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import preemption_policy
 from clusterddp.slurm.preemption_policy import Preemption
 
+#: What the job has written at its first or second start.
+Found = Mapping[str, Any]
 QUEUE_S, RANK_S = 3600.0, 60.0
 #: What a run needs on its nodes.
 COMMANDS = ("srun", "scontrol", "sbatch", "scancel")
@@ -103,9 +105,7 @@ def last_save_s(run: RunDirectory) -> float | None:
     return float(saves[-1]) if saves else None
 
 
-def verdict(
-    preemption: Preemption, first: Mapping[str, Any], second: Mapping[str, Any], save_s: float | None
-) -> str | None:
+def verdict(preemption: Preemption, first: Found, second: Found, save_s: float | None) -> str | None:
     """Why a run would not survive a preemption here; None if it would."""
     if not first:
         return "the job did not start"
@@ -121,11 +121,7 @@ def verdict(
 
 
 def report(
-    preemption: Preemption,
-    first: Mapping[str, Any],
-    second: Mapping[str, Any],
-    lifted_at: float | None,
-    save_s: float | None,
+    preemption: Preemption, first: Found, second: Found, lifted_at: float | None, save_s: float | None
 ) -> list[str]:
     """The results, line by line."""
     lines = [f"notice    {preemption.sentence(Job(name='drill', device='cpu'))}"]

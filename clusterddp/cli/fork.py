@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from dataclasses import dataclass
 
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, choose
 from clusterddp.errors import CheckpointError, RunDirectoryError
@@ -15,40 +14,37 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.messages import sentence
 
 
-@dataclass(frozen=True)
-class Fork:
-    """The origin of a new run: another run, and one of its steps (None: the newest checkpoint)."""
+def parse(text: str) -> tuple[RunDirectory, int | None]:
+    """The run and the step (None: its newest checkpoint) of ``RUN`` or ``RUN@STEP``.
 
-    run: RunDirectory
-    step: int | None
+    Raises RunDirectoryError if there is no such run.
+    """
+    path, at, step = text.rpartition("@")
+    if not at or not step.isdecimal() or RunDirectory(text).exists():
+        path, step = text, ""
+    run = RunDirectory(path)
+    if not run.exists():
+        raise RunDirectoryError(f"--fork {text}: {run} is not a run directory; expected RUN or RUN@STEP")
+    return run, int(step) if step else None
 
-    @classmethod
-    def parse(cls, text: str) -> Fork:
-        """Parses ``RUN`` or ``RUN@STEP``. Raises RunDirectoryError if there is no such run."""
-        path, at, step = text.rpartition("@")
-        if not at or not step.isdecimal() or RunDirectory(text).exists():
-            path, step = text, ""
-        run = RunDirectory(path)
-        if not run.exists():
-            raise RunDirectoryError(f"--fork {text}: {run} is not a run directory; expected RUN or RUN@STEP")
-        return cls(run, int(step) if step else None)
 
-    def plant(self, into: RunDirectory) -> str:
-        """Copies the checkpoint into a new run, as that of an attempt 0 that never trained; returns a message."""
-        source = choose(self.run, self.step)
-        number = into.create_attempt()
-        checkpoints = Checkpoints(into, number, Keep())
-        checkpoints.record_resume(None)
-        temporary = checkpoints.temporary(source.step)
-        try:
-            shutil.copyfile(source.path, temporary)
-            temporary.chmod(file_mode(temporary.parent))
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            Checkpoint(temporary, source.step, number).verify()
-        except OSError as error:
-            raise CheckpointError(f"cannot copy {source.path} into {into}: {error.strerror}") from error
-        checkpoints.commit(temporary, source.step)
-        event = {"attempt": number, "event": "forked", "step": source.step, "source": str(self.run)}
-        append_line(into.events_file, {"time": time.time(), **event})
-        return sentence(event) or ""
+def plant(text: str, into: RunDirectory) -> str:
+    """Copies the checkpoint into a new run, as that of an attempt 0 that never trained; returns a message."""
+    run, step = parse(text)
+    source = choose(run, step)
+    number = into.create_attempt()
+    checkpoints = Checkpoints(into, number, Keep())
+    checkpoints.record_resume(None)
+    temporary = checkpoints.temporary(source.step)
+    try:
+        shutil.copyfile(source.path, temporary)
+        temporary.chmod(file_mode(temporary.parent))
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        Checkpoint(temporary, source.step, number).verify()
+    except OSError as error:
+        raise CheckpointError(f"cannot copy {source.path} into {into}: {error.strerror}") from error
+    checkpoints.commit(temporary, source.step)
+    event = {"attempt": number, "event": "forked", "step": source.step, "source": str(run)}
+    append_line(into.events_file, {"time": time.time(), **event})
+    return sentence(event) or ""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterddp.cli.fork import Fork
+from clusterddp.cli import fork
 from clusterddp.environment import in_step
 from clusterddp.errors import UsageError
 from clusterddp.hostlist import tasks_per_node
@@ -20,7 +20,6 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 
 PACKAGED_JOB = Path(__file__).parents[1] / "digits" / "digits.yaml"
-PACKAGED_JOB_TIME = "10"
 
 #: Options of submit that are keys of a job definition: flags, key, placeholder, help.
 JOB_OPTIONS = (
@@ -129,7 +128,7 @@ def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] |
 def named_run(arguments: argparse.Namespace) -> RunDirectory | None:
     """The existing run that ``--fork`` or ``--run-dir`` names, or None."""
     if arguments.fork:
-        return Fork.parse(arguments.fork).run
+        return fork.parse(arguments.fork)[0]
     if arguments.run_dir and (run := RunDirectory(arguments.run_dir)).exists():
         check_run(run)
         return run
@@ -198,7 +197,7 @@ def default_target(values: dict[str, Any]) -> str:
     if Path("clusterddp.yaml").exists():
         show("no script given: running ./clusterddp.yaml")
         return "clusterddp.yaml"
-    values.setdefault("time", PACKAGED_JOB_TIME)
+    values.setdefault("time", "10")
     values.setdefault("device", "cuda")
     show("no script given and no ./clusterddp.yaml: running the bundled digits example (10 minutes at most)")
     return str(PACKAGED_JOB)

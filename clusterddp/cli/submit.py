@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from clusterddp.cli.fork import Fork
+from clusterddp.cli import fork
 from clusterddp.cli.options import add_arguments as add_arguments
 from clusterddp.cli.options import check_combinations, resolve_job
 from clusterddp.cli.progress import Progress
@@ -117,4 +117,4 @@ def ended(run: RunDirectory, code: int, how: str) -> int:
 
 def fork_of(arguments: argparse.Namespace) -> Plant | None:
     """Copies the checkpoint that ``--fork`` names into the new run, if it is given."""
-    return (lambda run: show(Fork.parse(arguments.fork).plant(run))) if arguments.fork else None
+    return (lambda run: show(fork.plant(arguments.fork, run))) if arguments.fork else None

@@ -43,13 +43,10 @@ class Preemption:
             return f"{self.partition} does not preempt"
         if self.mode.startswith("SUSPEND") or self.mode == "GANG":
             return f"{self.partition} suspends preempted jobs: they keep their memory and resume on their own"
-        if self.grace_s:
-            notice = f"{self.partition} preempts with {self.grace_s} s of notice"
-        else:
-            notice = (
-                f"{self.partition} preempts without a grace time: a run has {self.kill_wait_s} s (KillWait) to save"
-            )
-        return f"{notice}; {self._continuation(job)}"
+        notice = f"with {self.grace_s} s of notice"
+        if not self.grace_s:
+            notice = f"without a grace time: a run has {self.kill_wait_s} s (KillWait) to save"
+        return f"{self.partition} preempts {notice}; {self._continuation(job)}"
 
     def _continuation(self, job: Job) -> str:
         if self.must_resubmit:

@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.reporter import say
@@ -44,7 +44,7 @@ class _Peer:
     address: str
     deadline: float
     rank: int | None = None
-    pending: bytearray = field(default_factory=bytearray)
+    pending: bytes = b""
     skipping: bool = False
     """Whether the line being received is too long and will be skipped."""
 
@@ -181,13 +181,11 @@ class ControlServer:
             return
         except OSError as error:
             data, silent = b"", error.errno in _SILENT
-        peer.pending += data
-        *lines, rest = bytes(peer.pending).split(b"\n")
-        peer.pending = bytearray(rest)
+        *lines, peer.pending = (peer.pending + data).split(b"\n")
         stays = all(self._handle(peer, line) for line in lines)
-        if stays and peer.rank is not None and len(rest) > LONGEST_LINE:
-            peer.skipping, peer.pending = True, bytearray()
-        if not stays or not data or (peer.rank is None and len(rest) > _LONGEST_HELLO):
+        if stays and peer.rank is not None and len(peer.pending) > LONGEST_LINE:
+            peer.skipping, peer.pending = True, b""
+        if not stays or not data or (peer.rank is None and len(peer.pending) > _LONGEST_HELLO):
             self._drop(peer, silent)
 
     def _handle(self, peer: _Peer, line: bytes) -> bool:

@@ -6,10 +6,9 @@ Nothing here reads a clock, a file or a socket.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from clusterddp.failures.hangs import Hang, Slow
@@ -420,7 +419,7 @@ def _on_hang(state: State, hang: Hang, now: float) -> _Step:
     """Ends all ranks: those that can exit on their own do when they are told, and the launcher kills the rest."""
     if not state.watched:
         return state, []
-    record = Record("hung", {"rank": hang.late[0], **dataclasses.asdict(hang)})
+    record = Record("hung", {"rank": hang.late[0], **asdict(hang)})
     orders = [Broadcast("flight_record", hang.what), Broadcast("leave", hang.what)]
     actions: list[Action] = [record, *orders, StartTimer(Timer.KILL, HANG_GRACE_S)]
     return replace(state, hang=hang, hung_at=now, watched=False), actions
@@ -441,7 +440,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], _Step]] = {
     Superseded: _on_superseded,
     RanksExited: lambda state, event, _: (replace(state, exit_code=event.exit_code, saving=False), []),
     Hang: _on_hang,
-    Slow: lambda state, slow, _: (state, [Record("slow", dataclasses.asdict(slow))]),
+    Slow: lambda state, slow, _: (state, [Record("slow", asdict(slow))]),
 }
 _TIMERS: Mapping[Timer, Callable[[State, float], _Step]] = {
     Timer.LOOK: _look,

@@ -10,11 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from clusterddp.environment import RankEnvironment
 from clusterddp.failures import exit_status
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import without_secrets
-from clusterddp.process import END_BY_THEMSELVES, adopt_orphans, descendants, module_command, signals_blocked
+from clusterddp.process import adopt_orphans, descendants, module_command, signals_blocked
 from clusterddp.rundir.files import create_file
 
 #: How often srun's messages are read, in seconds.
@@ -223,10 +224,9 @@ class LocalLauncher:
 
 def _end_orphans() -> None:
     """Kills what killed ranks left running, as Slurm does at the end of a step; a save in progress completes."""
-    for pid, command in descendants(os.getpid()).items():
-        if not any(name in command for name in END_BY_THEMSELVES):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    for pid in descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def local_variables(job: Job, rank: int) -> dict[str, str]:
@@ -239,13 +239,11 @@ def local_variables(job: Job, rank: int) -> dict[str, str]:
     first = node_rank * job.gpus_per_node
     named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(job.nodes * job.gpus_per_node)))
     gpus = ",".join(named.split(",")[first : first + job.gpus_per_node])
+    place = (rank, local_rank, job.world_size, job.ranks_per_node, node_rank)
+    ranks = RankEnvironment(*place, hosts=(), master_addr=None, master_port=None, launcher="local")
     return {
         **({"CUDA_VISIBLE_DEVICES": gpus} if job.device == "cuda" and job.nodes > 1 else {}),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(job.world_size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(job.ranks_per_node),
-        "GROUP_RANK": str(node_rank),
+        **ranks.exports(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // job.world_size)),
     }
 

@@ -82,8 +82,7 @@ def let_go_unreachable(run: RunDirectory) -> None:
 
     One that is still running exits when it sees the next attempt.
     """
-    files = (run.submitted_file, *(run.holder_file(number) for number in run.attempts()))
-    for file in files:
+    for file in (run.submitted_file, *map(run.holder_file, run.attempts())):
         entry = _read(file, run)
         if entry is not None and not reachable(entry):
             _write(file, run, {**entry, "let_go": True})

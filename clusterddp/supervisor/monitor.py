@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.reporter import say
@@ -51,12 +52,10 @@ class Monitor:
             if time.monotonic() >= ask_at:
                 self._post(self._asked())
                 ask_at = time.monotonic() + ASK_S
-            try:
+            with suppress(queue.Empty):
                 if not self._requests.get(timeout=LOOK_S):
                     return
                 ask_at = 0.0
-            except queue.Empty:
-                pass
 
     def _asked(self) -> Event:
         try:

@@ -295,7 +295,7 @@ class Context:
         """
         stop = self._agreement.boundary()
         if stop:
-            completion.stop(self._agreement.reason or "")
+            completion.told_to_stop = self._agreement.reason or ""
         return stop
 
     def stop_point(self) -> None:

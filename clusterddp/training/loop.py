@@ -121,7 +121,7 @@ class Run:
         self._goal = total
         if self._over():
             return
-        loop = completion.begin(lambda: self.step, total)
+        completion.loop = loop = completion.Loop(lambda: self.step, total)
         self._heartbeat.begin()
         self._boundary()
         batches = self._loader.batches(self.step)

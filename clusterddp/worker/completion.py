@@ -15,7 +15,10 @@ from types import CodeType
 
 @dataclass
 class Loop:
-    """A loop over ``run.steps()`` that has begun and is not complete. ``left_at``: the code and line that left it."""
+    """A loop over ``run.steps()`` that has begun and is not complete.
+
+    ``step`` returns the number of steps done, of ``steps``. ``left_at``: the code and line that left it.
+    """
 
     step: Callable[[], int]
     steps: int
@@ -38,26 +41,13 @@ class Loop:
         return self.left_at is None or self.left_at in places
 
 
-#: The newest loop, until it is complete.
+#: The newest loop, from its begin until it is complete.
 loop: Loop | None = None
-#: The reason, once ``ctx.stop_requested()`` has returned True, until a loop is complete.
+#: The reason, once ``ctx.stop_requested()`` has returned True in a loop of the script's own, until a loop is complete.
 told_to_stop: str | None = None
-
-
-def begin(step: Callable[[], int], steps: int) -> Loop:
-    """A loop to ``steps`` begins; ``step`` returns the number of steps done."""
-    global loop
-    loop = Loop(step, steps)
-    return loop
 
 
 def complete() -> None:
     """All steps of the loop are done."""
     global loop, told_to_stop
     loop = told_to_stop = None
-
-
-def stop(reason: str) -> None:
-    """``ctx.stop_requested()`` returned True, in a loop of the script's own."""
-    global told_to_stop
-    told_to_stop = reason

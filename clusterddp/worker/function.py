@@ -120,19 +120,14 @@ def save_function(path: Path, content: bytes) -> None:
 
 def load_function(path: Path) -> DelayedSubmission:
     """Loads a call; extends this process's ``sys.path``."""
-    search_path, inner = pickle.loads(read_private(path))
+    search_path, inner = load_private(path)
     sys.path.extend(entry for entry in search_path if entry not in sys.path)
     delayed: DelayedSubmission = pickle.loads(inner)
     return delayed
 
 
-def load_result(path: Path) -> Any:
-    """Loads a rank's return value."""
-    return pickle.loads(read_private(path))
-
-
-def read_private(path: Path) -> bytes:
-    """A file's bytes. RunDirectoryError if another user may have written the file or its folder."""
+def load_private(path: Path) -> Any:
+    """Unpickles a file. RunDirectoryError if another user may have written the file or its folder."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError as error:
@@ -144,7 +139,7 @@ def read_private(path: Path) -> bytes:
                     f"refusing to unpickle {name}: owned by user {status.st_uid} with mode "
                     f"{status.st_mode & 0o777:04o}, expected user {os.geteuid()} and no access for others"
                 )
-        return file.read()
+        return pickle.load(file)
 
 
 def submitit_variables(run: RunDirectory) -> dict[str, str]:

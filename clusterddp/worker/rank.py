@@ -126,7 +126,10 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
     """
     own = int(os.environ[protocol.ATTEMPT])
     say("the supervisor is unreachable; training continues unless a newer attempt starts")
-    while not _superseded(run, own):
+    while True:
+        with suppress(OSError):  # of a network file system; the next look may succeed
+            if run.superseded(own):
+                break
         time.sleep(FENCE_S)
     words = f"attempt {own} superseded by attempt {run.newest_attempt()}"
     say(f"{words}; not writing, rank {end['rank']} exits")
@@ -152,13 +155,6 @@ def obey(order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
 
 def _used_clusterddp() -> bool:
     return bool(USING_CLUSTERDDP & sys.modules.keys())
-
-
-def _superseded(run: RunDirectory, own: int) -> bool:
-    try:
-        return run.superseded(own)
-    except OSError:  # of a network file system; the next look may succeed
-        return False
 
 
 def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
@@ -310,10 +306,8 @@ def reserve_port(asked: str | None) -> socket.socket:
     if not candidates:
         candidates = range(10000, 65536)
     for _ in range(100):
-        try:
+        with suppress(LauncherEnvironmentError):
             return _bind(random.choice(candidates))
-        except LauncherEnvironmentError:
-            continue
     raise LauncherEnvironmentError(f"no free port in {candidates.start} to {candidates.stop - 1} after 100 tries")
 
 

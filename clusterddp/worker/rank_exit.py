@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from clusterddp.process import END_BY_THEMSELVES, cancel_at_exit, descendants, process_start
+from clusterddp.process import cancel_at_exit, descendants, process_start
 from clusterddp.reporter import say, say_unlocked
 
 #: Seconds from the end of the script to the end of the process, for threads, children and exit handlers.
@@ -138,12 +138,7 @@ def end_children() -> Mapping[int, str]:
 def _children() -> dict[int, str]:
     """The descendants of this process that must not outlive it: pids and names."""
     names = {child.pid: child.name for child in multiprocessing.active_children()}
-    below = descendants(os.getpid())
-    return {
-        pid: names.get(pid, command[:60])
-        for pid, command in below.items()
-        if not any(name in command for name in END_BY_THEMSELVES)
-    }
+    return {pid: names.get(pid, command[:60]) for pid, command in descendants(os.getpid()).items()}
 
 
 def _running() -> str:
