@@ -31,6 +31,7 @@ class StopVote:
 
     def __init__(self) -> None:
         self.entered = -1
+        #: Whether the ranks are agreeing on a stop. The watcher sets it first; the main thread reads it second.
         self.flagged = False
         self.published: int | None = None
         self.last: int | None = None
@@ -39,14 +40,6 @@ class StopVote:
         """Main thread, first: the number of the boundary it has reached."""
         self.entered += 1
         return self.entered
-
-    def sees_flag(self) -> bool:
-        """Main thread, second: whether the ranks are agreeing on a stop. If not, it continues."""
-        return self.flagged
-
-    def raise_flag(self) -> None:
-        """Watcher, first."""
-        self.flagged = True
 
     def publish(self) -> int:
         """Watcher, second: the number to publish."""
@@ -118,7 +111,7 @@ class Agreement:
         if self._signals is not None:
             self._signals.check()
         number = self._stop_vote.enter()
-        if not self._stop_vote.sees_flag():
+        if not self._stop_vote.flagged:
             return False
         self._published.wait()
         if self._stop_vote.may_pass(number):
@@ -184,7 +177,7 @@ class Agreement:
             self._known.set()
 
     def _vote(self, store: Store) -> None:
-        self._stop_vote.raise_flag()
+        self._stop_vote.flagged = True
         number = self._stop_vote.publish()
         self._published.set()
         store.set(_published_by(self._rank), str(number))

@@ -70,7 +70,7 @@ def main_move(rank: Rank, order: tuple[str, ...]) -> Rank | None:
     if action == "enter":
         return rank.then(stop_vote, number=stop_vote.enter(), main=following)
     if action == "look":
-        return rank.then(stop_vote, saw_flag=stop_vote.sees_flag(), main=following)
+        return rank.then(stop_vote, saw_flag=stop_vote.flagged, main=following)
     if not rank.saw_flag:
         return rank.then(stop_vote, main=following, done=rank.number == BOUNDARIES - 1)
     if rank.published is None:
@@ -90,7 +90,7 @@ def watcher_move(world: World, rank: Rank, order: tuple[str, ...]) -> Rank | Non
     stop_vote, action = rank.stop_vote(), order[rank.watcher]
     changes: dict[str, object] = {"watcher": rank.watcher + 1}
     if action == "raise":
-        stop_vote.raise_flag()
+        stop_vote.flagged = True
     elif action == "publish":
         stop_vote.publish()
     elif action == "send":
