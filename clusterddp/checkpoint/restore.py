@@ -12,7 +12,7 @@ import torch.distributed as dist
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import Content
 from clusterddp.checkpoint.state import TORCH_DTYPES, unpack
-from clusterddp.checkpoint.store import Checkpoint, Checkpoints, check_present
+from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import say
@@ -69,7 +69,7 @@ def _newest_whole(
             on_damaged(checkpoint, str(error))
             reasons.append(str(error))
     if not reasons:
-        check_present(checkpoints)
+        checkpoints.check_present()
         return None
     raise CheckpointError(
         "no checkpoint of this run can be read, and it never restarts from step 0 on its own:\n  "

@@ -89,8 +89,10 @@ class Checkpoints:
             if checkpoint.attempt == attempt and checkpoint.step <= highest
         ]
 
-    def expected(self) -> int | None:
-        """The newest step committed in the lineage, according to records and history; None if there is none."""
+    def check_present(self) -> None:
+        """Raises CheckpointError if all committed checkpoints of the run are missing: it would start from step 0."""
+        if self.candidates():
+            return
         highest = dict(lineage(self._directory, self._attempt))
         committed = [int(step) for step in list(highest.values())[1:]]  # an attempt resumed from them
         for event in self._directory.events():
@@ -99,7 +101,12 @@ class Checkpoints:
                 continue
             if not highest or step <= highest.get(event["attempt"], -1):
                 committed.append(step)
-        return max(committed, default=None)
+        if committed:
+            raise CheckpointError(
+                f"checkpoint {max(committed)} of this run was committed, but all checkpoints are missing from "
+                f"{self.folder}. A run never restarts from step 0 on its own: restore the files, or start a new run in "
+                "another folder"
+            )
 
     def record_resume(self, parent: tuple[int, int] | None) -> None:
         """Records, before the first step, the checkpoint (attempt, step) that this attempt resumes from.
@@ -257,15 +264,6 @@ def _from_history(directory: RunDirectory) -> dict[int, Mapping[str, Any]]:
         elif event["event"] in ("training", "forked", "checkpoint"):
             records.setdefault(number, {"parent": None})
     return records
-
-
-def check_present(checkpoints: Checkpoints) -> None:
-    """Raises CheckpointError if all committed checkpoints of the run are missing: it would start from step 0."""
-    if not checkpoints.candidates() and (step := checkpoints.expected()) is not None:
-        raise CheckpointError(
-            f"checkpoint {step} of this run was committed, but all checkpoints are missing from {checkpoints.folder}. "
-            "A run never restarts from step 0 on its own: restore the files, or start a new run in another folder"
-        )
 
 
 def kept(candidates: list[Checkpoint], keep: Keep) -> set[Checkpoint]:

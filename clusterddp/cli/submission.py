@@ -9,7 +9,7 @@ import os
 import signal
 from pathlib import Path
 
-from clusterddp.checkpoint.store import check_present, of_run
+from clusterddp.checkpoint.store import of_run
 from clusterddp.cli.recording import Plant, check_not_held, claim, recorded
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.jobdef.differences import list_differences
@@ -105,7 +105,7 @@ def completed(run: RunDirectory, changed: bool) -> bool:
     """Whether the run has completed, and no ``changed`` arguments extend it. RunDirectoryError for a cancelled one."""
     outcome = run.outcome()
     if outcome is None or outcome["state"] == "failed" or (outcome["state"] == "completed" and changed):
-        check_present(of_run(run))
+        of_run(run).check_present()
         return False
     if outcome["state"] == "completed":
         show(

@@ -48,10 +48,18 @@ def load(
         defaults: what ``user_defaults`` returned; the file overrides it.
         recorded: whether a run has recorded it: the script need not exist any more.
 
-    Raises one JobDefinitionError for all mistakes. Example: ``load("jobs/digits.yaml", {"checkpoint.keep": "5"})``.
+    Raises one JobDefinitionError for all mistakes, RunDirectoryError for a run's format that this version cannot read.
+    Example: ``load("jobs/digits.yaml", {"checkpoint.keep": "5"})``.
     """
     mistakes: list[Mistake] = []
-    fields = _supported(_file_fields(Path(path), mistakes), Path(path))
+    fields = _file_fields(Path(path), mistakes)
+    given = _get(fields, "format")
+    if given is not None and given.value != RUN_FORMAT:
+        raise RunDirectoryError(
+            f"{path} has run format {given.text}, but clusterddp {clusterddp.__version__} reads format {RUN_FORMAT}: "
+            "a newer version recorded this run; upgrade clusterddp to continue it"
+        )
+    fields = {key: node for key, node in fields.items() if key != "format"}
     layers = [defaults or {}, fields, _fields(node_of(values or {}, "command line"), mistakes), *_overrides(overrides)]
     return revealed(_job(layers, Path(path).parent, Place(str(path)), mistakes, recorded), Path(path))
 
@@ -124,17 +132,6 @@ def _file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
     if not isinstance(root.value, (dict, type(None))):
         raise_mistakes(mistakes)  # nothing was read; further errors would only be consequences
     return fields
-
-
-def _supported(fields: Fields, path: Path) -> Fields:
-    """The fields without ``format``. Raises RunDirectoryError for a format that this version cannot read."""
-    given = _get(fields, "format")
-    if given is not None and given.value != RUN_FORMAT:
-        raise RunDirectoryError(
-            f"{path} has run format {given.text}, but clusterddp {clusterddp.__version__} reads format {RUN_FORMAT}: "
-            "a newer version recorded this run; upgrade clusterddp to continue it"
-        )
-    return {key: node for key, node in fields.items() if key != "format"}
 
 
 def _fields(node: Node | None, mistakes: list[Mistake]) -> Fields:

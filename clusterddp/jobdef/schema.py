@@ -41,19 +41,13 @@ def read_fields(
 
 
 def check_keys(fields: Fields, known: Iterable[str], mistakes: list[Mistake], prefix: str = "") -> None:
-    """Appends a mistake for each unknown key."""
+    """Appends a mistake for each unknown key, with the key for an sbatch option or the most similar one."""
     names = list(known)
     for key in fields:
         if key not in names:
-            mistakes.append(Mistake(key.place, f"unknown key {prefix + key!r}{_hint(key, names)}"))
-
-
-def _hint(word: str, known: list[str]) -> str:
-    """What to write instead of an unknown key: the key for an sbatch option, or the most similar one."""
-    instead = _INSTEAD_OF_KEY.get(word.replace("-", "_")) if "nodes" in known else None
-    if instead:
-        return f"; {instead}"
-    return did_you_mean(word, known) or f"; valid keys: {', '.join(known)}"
+            instead = _INSTEAD_OF_KEY.get(key.replace("-", "_")) if "nodes" in names else None
+            hint = f"; {instead}" if instead else did_you_mean(key, names) or f"; valid keys: {', '.join(names)}"
+            mistakes.append(Mistake(key.place, f"unknown key {prefix + key!r}{hint}"))
 
 
 # --- readers; those of single values are in values.py

@@ -162,12 +162,9 @@ def time(node: Node) -> int:
             "expected a time as sbatch takes it: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 30, 1:30:00 or "
             f"2-12, got {quoted(node)}"
         )
-    days, first, second, third = (None if part is None else int(part) for part in match.groups())
-    if days is not None or third is not None:
-        hours, minutes, seconds = first, second, third
-    else:
-        hours, minutes, seconds = 0, first, second
-    total = (((days or 0) * 24 + (hours or 0)) * 60 + (minutes or 0)) * 60 + (seconds or 0)
+    days, *parts = (int(part or 0) for part in match.groups())
+    hours, minutes, seconds = parts if match[1] or match[4] else (0, *parts[:2])  # minutes, or M:S
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if total <= 0:
         raise Wrong("expected a time limit above 0; without the key, the partition's limit applies")
     return total

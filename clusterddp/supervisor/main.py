@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from clusterddp.checkpoint.store import check_present, of_run
+from clusterddp.checkpoint.store import of_run
 from clusterddp.entry import exit_with
 from clusterddp.environment import in_batch_step
 from clusterddp.errors import RunDirectoryError
@@ -122,7 +122,7 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     me = controller.holder()
     if held := lease.held_by_other(run, me):
         raise RunDirectoryError(f"{run} is {held}; two jobs must not train one run")
-    check_present(of_run(run))
+    of_run(run).check_present()
     reason = exceeded(job, run.events(), time.time())
     number = run.create_attempt()
     if (run.outcome() or {}).get("state") == Action.FAIL.value:

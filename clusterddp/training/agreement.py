@@ -17,6 +17,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 
@@ -149,10 +150,8 @@ class Agreement:
             thread.join(timeout=5)
 
     def _publish_end(self) -> None:
-        try:
+        with suppress(RuntimeError):  # the store is lost, and every watcher has noticed
             self._store.compare_set(_STOP, "", json.dumps({"reason": None}))
-        except RuntimeError:
-            pass  # The store is lost, and every watcher has noticed.
 
     def _on_signal(self, number: signal.Signals) -> None:
         name = number.name.removeprefix("SIG")

@@ -309,9 +309,7 @@ class Context:
         """
         if self._run is None:
             raise RuntimeError("ctx.stop_point() saves the run: call ctx.run() first, or use ctx.stop_requested()")
-        self._run.evaluating()
-        if self._agreement.boundary():
-            self._run.stop(self._agreement.reason or "")
+        self._run.stop_point()
 
     def request_stop(self, reason: str) -> None:
         """Asks all ranks to save and stop at their next boundary, as a preemption does. One rank suffices; any thread.

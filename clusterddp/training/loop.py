@@ -283,9 +283,10 @@ class Run:
             self._group.shorten_timeout(self._job.timeouts.step_s)
             self._saver.prepare(self._content)
 
-    def evaluating(self) -> None:
-        """An evaluation starts, or is at its next batch: a forward without gradients may follow."""
+    def stop_point(self) -> None:
+        """See ``Context.stop_point``. An evaluation may follow, with a forward without gradients."""
         self._state.gradients.note()
+        self._boundary()
 
     def _boundary(self) -> None:
         if self._agreement.boundary():

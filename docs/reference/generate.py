@@ -49,7 +49,7 @@ CONSTRUCTED = {"Context", "Run", "Loader", "EvalLoader", "StatefulLoader", "Stat
 
 #: Public by name, but called by clusterddp or by another library: patterns of MODULE.CLASS.MEMBER.
 INTERNAL = (
-    *("loop.Run.evaluating", "stream.Loader.inexact", "stream.Loader.gather", "stream.Loader.progress"),
+    *("loop.Run.stop_point", "stream.Loader.inexact", "stream.Loader.gather", "stream.Loader.progress"),
     *("stream.Loader.restore", "stream.Loader.batches", "external_loader.StatefulLoader.*", "job.Keep.order"),
     *("errors.Stopped.latest", "errors.Stopped.on_raised"),
     *("lightning.RankEnvironment.*", "*.SaveAndRequeue.on_*"),

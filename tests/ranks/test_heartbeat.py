@@ -18,8 +18,7 @@ from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.training.heartbeat import RECORDED, Heartbeat, Pace, flight_record, positions_of
-from clusterddp.training.stack_location import place_of, sleeping
+from clusterddp.training.heartbeat import RECORDED, Heartbeat, Pace, flight_record, place_of, positions_of, sleeping
 from tests import ddp
 from tests.waiting import wait_until
 

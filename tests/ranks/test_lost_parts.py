@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterddp.checkpoint.store import Checkpoints, check_present, lineage, of_run
+from clusterddp.checkpoint.store import Checkpoints, lineage, of_run
 from clusterddp.errors import CheckpointError
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import module_command
@@ -114,7 +114,7 @@ def test_a_fork_without_its_checkpoint_is_an_error(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create()
     Checkpoints(run, run.create_attempt(), Keep()).record_resume(None)
-    check_present(of_run(run))
+    of_run(run).check_present()
     append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "forked", "step": 20})
     with pytest.raises(CheckpointError, match="checkpoint 20 of this run was committed"):
-        check_present(of_run(run))
+        of_run(run).check_present()
