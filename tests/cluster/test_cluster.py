@@ -353,8 +353,12 @@ def test_what_a_killed_up_left_is_cleared_by_the_next(tmp_path: Path, daemon: st
 def test_an_up_that_fails_shows_the_log_and_leaves_nothing(tmp_path: Path) -> None:
     """Here the port of slurmctld is taken."""
     script = f"""
-        $2 -c 'import socket, time; s = socket.create_server(("", {config.CONTROLLER_PORT})); time.sleep(60)' & pid=$!
-        sleep 0.3
+        exec 3< <(exec $2 -c '
+import socket, time
+listener = socket.create_server(("", {config.CONTROLLER_PORT}))
+print(flush=True)
+time.sleep(60)') && pid=$!
+        read -u 3
         $up && exit 9
         kill $pid
         ls -A /var/lib

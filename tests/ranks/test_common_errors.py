@@ -73,6 +73,7 @@ def more_ranks_than_gpus(folder: Path) -> str:
 SHARED = """
 import os, types, torch, clusterddp
 ctx = clusterddp.init(device="cpu")
+# Through private members: init() itself asks with NCCL alone, which needs a GPU.
 group, torch.cuda.get_device_properties = ctx._group, lambda device: types.SimpleNamespace(uuid="GPU-0")
 try:
     group.backend = "nccl"

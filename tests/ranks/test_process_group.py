@@ -114,6 +114,7 @@ def test_a_gloo_timeout_that_cannot_be_shortened_is_reported_once(monkeypatch: p
     """As on torch 2.4, with a group of two of which only this rank is there."""
     monkeypatch.setattr(process_group, "GLOO_TIMEOUT_CHANGES", False)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda timeout: None)
+    # Not by its initializer, which would wait for the other rank.
     group = object.__new__(process_group.ProcessGroup)
     group.rank, group.world_size, group.backend, group._start_s = 0, 2, "gloo", 1800.0
     group.shorten_timeout(1.0)

@@ -28,7 +28,7 @@ for batch in run.steps(6):
     if ctx.attempt == 0:
         if run.step == 2:
             {{}}
-        while run.step == 4 and not ctx._agreement.reason:
+        while run.step == 4 and not ctx._agreement.reason:  # no public name: ranks have not agreed yet
             time.sleep(0.01)
 """
 

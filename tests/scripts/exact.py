@@ -102,7 +102,7 @@ def evaluate():
 def stop_here():
     """A real TERM to this rank, and no step is finished before it is heard."""
     os.kill(os.getpid(), signal.SIGTERM)
-    while ctx._agreement.reason is None:
+    while ctx._agreement.reason is None:  # no public name: ranks have not agreed yet
         time.sleep(0.001)
 
 

@@ -20,7 +20,7 @@ else:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 for batch in run.steps(8):
     train(batch)
-    while run.step == 4 and ctx.attempt == 0 and not ctx._agreement.reason:
+    while run.step == 4 and ctx.attempt == 0 and not ctx._agreement.reason:  # no public name: ranks have not agreed yet
         time.sleep(0.01)
 """
 

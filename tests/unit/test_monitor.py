@@ -12,12 +12,14 @@ from clusterddp.supervisor import monitor
 from clusterddp.supervisor.controller import Notice, Stop
 from clusterddp.supervisor.decide import ControllerFailed, Event, Superseded
 from clusterddp.supervisor.monitor import Monitor
+from tests.unit.test_attempt import FakeController
 
 
-class Clockwork:
+class Clockwork(FakeController):
     """A controller that answers from a list and repeats the last answer."""
 
     def __init__(self, *answers: Notice | Exception) -> None:
+        super().__init__()
         self._answers = list(answers)
 
     def notice(self) -> Notice:
@@ -37,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def posted(count: int, *answers: Notice | Exception) -> list[Event]:
     """The first events."""
     events: queue.Queue[Event] = queue.Queue()
-    watch = Monitor(Clockwork(*answers), lambda: False, events.put)  # type: ignore[arg-type]
+    watch = Monitor(Clockwork(*answers), lambda: False, events.put)
     found = [events.get(timeout=10) for _ in range(count)]
     watch.close()
     return found
@@ -65,7 +67,7 @@ def test_the_controller_is_queried_at_once_on_request(monkeypatch: pytest.Monkey
     monkeypatch.setattr(monitor, "LOOK_S", 600.0)
     monkeypatch.setattr(monitor, "ASK_S", 600.0)
     events: queue.Queue[Event] = queue.Queue()
-    watch = Monitor(Clockwork(Notice(None)), lambda: False, events.put)  # type: ignore[arg-type]
+    watch = Monitor(Clockwork(Notice(None)), lambda: False, events.put)
     events.get(timeout=10)
     watch.ask()
     assert events.get(timeout=10) == Notice(None)
@@ -75,7 +77,7 @@ def test_the_controller_is_queried_at_once_on_request(monkeypatch: pytest.Monkey
 def test_a_newer_attempt_ends_the_monitor() -> None:
     """It is posted once, and the controller is not asked."""
     events: queue.Queue[Event] = queue.Queue()
-    watch = Monitor(Clockwork(Notice(None)), lambda: True, events.put)  # type: ignore[arg-type]
+    watch = Monitor(Clockwork(Notice(None)), lambda: True, events.put)
     assert events.get(timeout=10) == Superseded()
     watch.close()
     assert events.empty()
