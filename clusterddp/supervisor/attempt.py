@@ -36,7 +36,7 @@ from clusterddp.supervisor.controller import Controller
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.monitor import Monitor
-from clusterddp.supervisor.recovery import Recovery
+from clusterddp.supervisor.recovery import AttemptResult, Recovery
 from clusterddp.supervisor.verdict import RankEnd
 
 #: What a rank's report may raise that is not of the expected form.
@@ -72,7 +72,7 @@ class Attempt:
     def supervise(self) -> int:
         """Runs the attempt to its end; returns this process's exit code, or RESTART."""
         self._run_ranks()
-        return Recovery(self._run, self._number, self._controller, self._history, self._state, self._ends()).act()
+        return Recovery(self._run, self._number, self._controller, self._history, self._result()).act()
 
     def post(self, event: decide.Event) -> None:
         """Adds an event to the queue; from any thread."""
@@ -229,8 +229,7 @@ class Attempt:
 
     # --- once the ranks have exited
 
-    def _ends(self) -> tuple[RankEnd, ...]:
-        """How each rank ended."""
+    def _result(self) -> AttemptResult:
         state, hang = self._state, self._state.hang
         statuses = self._launcher.exit_statuses()
         if hang is None:  # else all were killed
@@ -239,7 +238,7 @@ class Attempt:
         if hang is not None and ends[hang.late[0]].failed:  # it comes first
             end = "hung" if self._job.watchdog and self._job.watchdog.on_hang == "restart" else "hung for good"
             ends[hang.late[0]] = RankEnd(hang.late[0], hang.host, end, state.hung_at, hang.what, used_clusterddp=True)
-        return tuple(end.without(self._history.secrets) for end in ends)
+        return AttemptResult(state, tuple(end.without(self._history.secrets) for end in ends))
 
     def _end_of(self, rank: int, status: ExitStatus | None) -> RankEnd:
         """How a rank ended: by its last report, else its record, else what the launcher knows of its process."""

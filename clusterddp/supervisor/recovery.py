@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,20 +31,22 @@ RESTART = -1
 FIRST_PAUSE_S = 0.5
 
 
+@dataclass(frozen=True)
+class AttemptResult:
+    """An attempt whose ranks have exited: its last state, and how each rank ended."""
+
+    state: State
+    ends: tuple[RankEnd, ...]
+
+
 class Recovery:
-    """What follows once the ranks of attempt ``number`` have exited: ``state`` is its last, ``ends`` how they ended."""
+    """What follows once the ranks of attempt ``number`` have exited."""
 
     def __init__(
-        self,
-        run: RunDirectory,
-        number: int,
-        controller: Controller,
-        history: History,
-        state: State,
-        ends: Sequence[RankEnd],
+        self, run: RunDirectory, number: int, controller: Controller, history: History, result: AttemptResult
     ) -> None:
         self._run, self._number, self._controller, self._history = run, number, controller, history
-        self._state, self._job, self._ends = state, state.job, ends
+        self._state, self._job, self._ends = result.state, result.state.job, result.ends
 
     def act(self) -> int:
         """Restarts, requeues, resubmits or ends the run; returns this process's exit code, or RESTART."""
