@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from clusterddp.cli.cancel import cancel_run
@@ -233,7 +232,7 @@ class Handle:
         text = f"{self._run}: {self.status()}"
         failures = [event for event in self._run.events() if event["event"] == "rank_failed"]
         if self._run.outcome() is None and not self._run.attempts():
-            log = _loop_log(self._run)
+            log = self._run.loop_log
             return f"{text}\n{log.read_text(errors='replace')}" if log.exists() else text
         if not failures or (self._run.outcome() or {}).get("state") == "cancelled":
             return text
@@ -287,16 +286,12 @@ def _start_local(job: Job, run_dir: str | None, plant: Plant | None) -> Handle:
     """Records the run and starts a process that trains it, as the command line would continue it."""
     run = record_local(job, run_dir, plant)
     command = [*module_command("clusterddp.submit"), "--local", "--run-dir", str(run)]
-    with open(_loop_log(run), "ab", opener=create_file) as log:
+    with open(run.loop_log, "ab", opener=create_file) as log:
         # In its own session, so that Ctrl-C does not reach it.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     handle = Handle(run.path)
     handle._process = process
     return handle
-
-
-def _loop_log(run: RunDirectory) -> Path:
-    return run.logs / "loop.log"
 
 
 def _last_attempt(run: RunDirectory) -> tuple[int, int]:

@@ -56,8 +56,7 @@ def _alternatives(piece: str, hostlist: str) -> list[str]:
         return [piece]
     numbers: list[str] = []
     for part in piece[1:-1].split(","):
-        match = _RANGE.fullmatch(part)
-        if not match:
+        if not (match := _RANGE.fullmatch(part)):
             raise _malformed(hostlist, f"{part!r} in {piece} is neither a number nor a range")
         first, last = match[1], match[2] or match[1]
         if not 0 <= int(last) - int(first) < _LONGEST_RANGE:
@@ -72,8 +71,7 @@ def tasks_per_node(text: str) -> list[int]:
     """The number of tasks on each node, from Slurm's run-length form: ``2(x3),1`` is ``[2, 2, 2, 1]``."""
     counts: list[int] = []
     for part in text.split(","):
-        match = _COUNT.fullmatch(part)
-        if not match:
+        if not (match := _COUNT.fullmatch(part)):
             raise LauncherEnvironmentError(f"malformed tasks per node {text!r}: expected, for example, '2(x3),1'")
         if len(counts) + int(match[2] or 1) > _MOST_HOSTS:
             raise LauncherEnvironmentError(f"tasks per node {text!r}: more than {_MOST_HOSTS} nodes")

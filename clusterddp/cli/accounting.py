@@ -47,10 +47,8 @@ def cost(events: Iterable[Mapping[str, Any]], now: float) -> Cost | None:
         begun = next((event["time"] for event in own if event["event"] in _BEGINNINGS), None)
         if begun is not None:
             newest = attempt == max(event["attempt"] for event in events)
-            end = next(
-                (event["time"] for event in own if event["event"] in _STOPS), last if newest else own[-1]["time"]
-            )
-            training += end - begun
+            stops = [event["time"] for event in own if event["event"] in _STOPS]
+            training += next(iter(stops), last if newest else own[-1]["time"]) - begun
     known: list[Any] = [event.get("redone") for event in events if event["event"] == "resumed"]
     repeated = sum(steps for steps in known if is_count(steps))
     return Cost(repeated, training, last - first)

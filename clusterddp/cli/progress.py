@@ -31,8 +31,7 @@ class Tail:
                 data = file.read()
         except FileNotFoundError:
             return []
-        whole = data.rpartition(b"\n")[0]
-        if not whole:
+        if not (whole := data.rpartition(b"\n")[0]):
             return []
         self._offset += len(whole) + 1
         return whole.decode(errors="replace").split("\n")

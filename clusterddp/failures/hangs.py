@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,7 @@ def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang
     A rank that works without end is left to torch's own timeout, as others wait for it in a collective.
     """
     statuses = sorted(statuses, key=lambda status: status.rank)
-    over = [status for status in statuses if _over(status, now, beat_s)]
-    if not over:
+    if not (over := [status for status in statuses if _over(status, now, beat_s)]):
         return None
     silent = [status for status in statuses if _silent(status, now, beat_s)]
     if not silent and (mismatch := _mismatch(statuses, over, now)) is not None:
@@ -166,31 +165,6 @@ def _most_common(statuses: list[RankStatus]) -> str:
     return places.most_common(1)[0][0] if places else ""
 
 
-class Search:
-    """Looks for a hang repeatedly; it counts if it is still there after the next heartbeat of each rank at fault.
-
-    Heartbeats come at different moments: when a long evaluation ends, a rank that waited for it seems to be behind
-    until its own next heartbeat.
-    """
-
-    def __init__(self, beat_s: float) -> None:
-        self._beat_s = beat_s
-        self._suspected: float | None = None
-
-    def look(self, statuses: Iterable[RankStatus], now: float) -> Hang | None:
-        """The hang, once it is confirmed."""
-        statuses = list(statuses)
-        hang = find_hang(statuses, now, self._beat_s)
-        if hang is None:
-            self._suspected = None
-            return None
-        if self._suspected is None:
-            self._suspected = now
-        late = [status for status in statuses if status.rank in hang.late]
-        confirmed = all(status.heard > self._suspected or _silent(status, now, self._beat_s) for status in late)
-        return hang if confirmed else None
-
-
 def find_slow(statuses: Iterable[RankStatus]) -> list[Slow]:
     """The ranks whose compute time is much longer than the others' median, by a good part of the step."""
     known = [status for status in statuses if status.own_s is not None]
@@ -213,7 +187,9 @@ class Watch:
     """
 
     def __init__(self, beat_s: float) -> None:
-        self._clock, self._search = RunningClock(beat_s), Search(beat_s)
+        self._clock, self._beat_s = RunningClock(beat_s), beat_s
+        #: When the hang was found that is still to be confirmed.
+        self._suspected: float | None = None
         self._warned: dict[int, float] = {}
         self._statuses: dict[int, RankStatus] = {}
 
@@ -233,8 +209,24 @@ class Watch:
             if slow.ratio > 2 * self._warned.get(slow.rank, 0.0):
                 self._warned[slow.rank] = slow.ratio
                 found.append(slow)
-        hang = self._search.look(statuses, self._clock.now)
+        hang = self.confirmed_hang(statuses, self._clock.now)
         return [*found, hang] if hang else found
+
+    def confirmed_hang(self, statuses: Sequence[RankStatus], now: float) -> Hang | None:
+        """A hang that is still there after the next heartbeat of each rank at fault.
+
+        Heartbeats come at different moments: when a long evaluation ends, a rank that waited for it seems to be behind
+        until its own next heartbeat.
+        """
+        hang = find_hang(statuses, now, self._beat_s)
+        if hang is None:
+            self._suspected = None
+            return None
+        if self._suspected is None:
+            self._suspected = now
+        late = [status for status in statuses if status.rank in hang.late]
+        confirmed = all(status.heard > self._suspected or _silent(status, now, self._beat_s) for status in late)
+        return hang if confirmed else None
 
 
 def _is_seconds(value: Any) -> bool:

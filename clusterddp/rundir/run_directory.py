@@ -29,6 +29,7 @@ class RunDirectory:
         self.outcome_file = self.path / "outcome.json"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
+        self.loop_log = self.logs / "loop.log"
         self.private = self.path / "private"
         self.submitted_file = self.private / "submitted.json"
         self.request_file = self.private / "resubmit.json"

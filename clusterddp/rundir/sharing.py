@@ -47,11 +47,10 @@ def _share(folder: int, name: str, mode: int) -> None:
     entry = Path(f"/proc/self/fd/{descriptor}")  # fchmod refuses O_PATH descriptors
     try:
         status = os.fstat(descriptor)
-        if status.st_uid != os.geteuid():
-            return
-        if stat.S_ISDIR(status.st_mode):
+        own = status.st_uid == os.geteuid()
+        if own and stat.S_ISDIR(status.st_mode):
             entry.chmod(mode)
-        elif stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+        elif own and stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
             executable = (0o700 | mode) & 0o111 if status.st_mode & 0o100 else 0
             entry.chmod(mode & 0o044 | 0o600 | executable)
     finally:

@@ -76,8 +76,7 @@ def as_started(job: Job, environ: Mapping[str, str]) -> Job:
     """
     if job.min_nodes is None:
         return job
-    nodes = int(environ["SLURM_JOB_NUM_NODES"])
-    return dataclasses.replace(job, nodes=nodes, policy=job.policy or "resubmit")
+    return dataclasses.replace(job, nodes=int(environ["SLURM_JOB_NUM_NODES"]), policy=job.policy or "resubmit")
 
 
 def supervise_local(run_directory: str, debug_rank: int | None) -> int:

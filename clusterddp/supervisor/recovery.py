@@ -86,8 +86,7 @@ class Recovery:
             if verdict.cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE):
                 self._ask_watcher()
             then = "requeued by Slurm" if verdict.action is Action.LEAVE_TO_SLURM else "stopped"
-            self._add_end("stopped", verdict, then=then)
-            return self._controller.leave_code
+            return self._stop(verdict, then=then)
         self._history.conclude(verdict.action.value, verdict.reason)
         return verdict.exit_code
 
@@ -121,8 +120,7 @@ class Recovery:
         if self._bounded("restarted", verdict):
             return verdict.exit_code
         if lost and not self._controller.starts_again:
-            self._add_end("stopped", verdict)  # the rest of the allocation is too small for the ranks
-            return self._controller.leave_code
+            return self._stop(verdict)  # the rest of the allocation is too small for the ranks
         if self._controller.resubmits and self._controller.starts_again:
             choice = self._choose_nodes(lost)
             if lost:
@@ -186,8 +184,7 @@ class Recovery:
         if self._bounded("stopped", verdict):
             return 1
         if not self._controller.starts_again:
-            self._add_end("stopped", verdict)
-            return self._controller.leave_code
+            return self._stop(verdict)
         wanted = self._job.policy != "resubmit" or not self._controller.resubmits
         if not (wanted and verdict.cause in (Cause.PREEMPTED, Cause.TIME_LIMIT)):
             return self._resubmit(verdict, self._excluded())
@@ -231,8 +228,7 @@ class Recovery:
             if node_lost:
                 lease.take(self._run, self._number, self._controller.holder())
             self._ask_watcher(refused=str(error))
-            self._add_end("stopped", verdict, f"{verdict.reason}; not resubmitted: {error}")
-            return self._controller.leave_code
+            return self._stop(verdict, f"{verdict.reason}; not resubmitted: {error}")
         return self._hand_over(verdict, new)
 
     def _hand_over(self, verdict: Verdict, new: str) -> int:
@@ -254,6 +250,11 @@ class Recovery:
             write_json(file, {"attempt": self._number, **self._controller.describe(), **why}, mode=0o600)
         except OSError as error:
             say(f"cannot write {file} ({error.strerror}): clusterddp watch will not continue this run")
+
+    def _stop(self, verdict: Verdict, reason: str | None = None, **values: Any) -> int:
+        """Leaves the run so that it can be continued; returns the exit code."""
+        self._add_end("stopped", verdict, reason, **values)
+        return self._controller.leave_code
 
     def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}

@@ -263,8 +263,8 @@ def _early_leaver(ends: Sequence[RankEnd], failures: Sequence[RankEnd]) -> RankE
     consequences = [end for end in failures if end not in silent and not end.ended_by_us]
     if not consequences or not all(end.lost_peer for end in consequences):
         return None
-    left = [end for end in ends if end.end == "done" or end in silent]
-    left = [end for end in left if end.lost_at <= consequences[0].lost_at + JITTER_S]
+    until = consequences[0].lost_at + JITTER_S
+    left = [end for end in ends if (end.end == "done" or end in silent) and end.lost_at <= until]
     if not left:
         return None
     first = min(left, key=lambda end: end.lost_at)

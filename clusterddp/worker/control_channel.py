@@ -240,8 +240,7 @@ def _line(message: Mapping[str, Any]) -> bytes:
 
 def clip(text: str, longest: int) -> str:
     """A text of at most about ``longest`` characters: the beginning and the end of a longer one."""
-    left_out = len(text) - longest
-    if left_out <= 0:
+    if (left_out := len(text) - longest) <= 0:
         return text
     return f"{text[: longest // 2]} ... [{left_out:,} characters left out] ... {text[len(text) - longest // 2 :]}"
 

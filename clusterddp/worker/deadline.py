@@ -26,8 +26,7 @@ class Deadline:
 
     def begin(self, reason: str, last_save_s: float) -> None:
         """A stop has been requested. ``act`` is called with the seconds since then."""
-        notice_s = self._notices.get(reason.removeprefix("signal "))
-        if notice_s is None:
+        if (notice_s := self._notices.get(reason.removeprefix("signal "))) is None:
             return
         # If a save may take most of the notice, the step still gets half of it: only one that hangs takes so long.
         wait_s = max(notice_s / 2, notice_s - MARGIN_S - CAUTION * last_save_s)

@@ -100,8 +100,7 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     address = f"{host or os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{supervisor_port}"
     held = reserve_port(os.environ.get("MASTER_PORT")) if ranks.rank == 0 else None
     port = held.getsockname()[1] if held else None
-    token = os.environ[protocol.TOKEN]
-    channel = ControlChannel.join(address, token, ranks.rank, port, JOIN_TIMEOUT_S, give_up=_notified)
+    channel = ControlChannel.join(address, os.environ[protocol.TOKEN], ranks.rank, port, JOIN_TIMEOUT_S, _notified)
     control_channel.current = channel
     if channel is None:
         return None

@@ -133,11 +133,9 @@ class SignalPipe:
     def _check_handlers(self) -> None:
         for number in STOP_SIGNALS:
             installed = signal.getsignal(number)
-            if installed is self._handler:
-                continue
             if installed in (signal.SIG_DFL, signal.SIG_IGN, None):
                 signal.signal(number, self._handler)
-            elif number not in self._replaced:
+            elif installed is not self._handler and number not in self._replaced:
                 self._replaced.add(number)
                 self._on_replaced(number, installed)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.failures.hangs import RankStatus, Search, Slow, find_hang, find_slow
+from clusterddp.failures.hangs import RankStatus, Slow, Watch, find_hang, find_slow
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.trainings import events_of
@@ -179,21 +179,21 @@ def test_a_rank_within_its_time_does_not_hang(signs: list[RankStatus]) -> None:
 
 def test_a_late_rank_that_continues_does_not_make_ranks_late_that_have_not_reported_since() -> None:
     """Ranks report in turn: rank 1 reports the end of its long evaluation; rank 0's last report is from before."""
-    search = Search(beat_s=2.0)
+    search = Watch(beat_s=2.0)
     waited = sign(0, 900, count=90, **IN_BACKWARD)
-    assert search.look([waited, sign(1, 900, count=90, still_s=2.0, place="x.py:1 (f)")], NOW) is None
-    assert search.look([waited, sign(1, 0, count=93)], NOW) is None
-    assert search.look([sign(0, 0, count=93), sign(1, 0, count=93)], NOW) is None
+    assert search.confirmed_hang([waited, sign(1, 900, count=90, still_s=2.0, place="x.py:1 (f)")], NOW) is None
+    assert search.confirmed_hang([waited, sign(1, 0, count=93)], NOW) is None
+    assert search.confirmed_hang([sign(0, 0, count=93), sign(1, 0, count=93)], NOW) is None
 
 
 def test_a_late_rank_hangs_once_it_reports_the_same_again_or_is_silent() -> None:
-    search, others = Search(beat_s=2.0), [sign(0, 900, **IN_BACKWARD)]
+    search, others = Watch(beat_s=2.0), [sign(0, 900, **IN_BACKWARD)]
     behind = sign(1, 901, count=89, place="x.py:1 (f)")
-    assert search.look([*others, behind], NOW) is None
-    assert search.look([*others, behind], NOW + 1) is None
-    hang = search.look([*others, replace(behind, heard=NOW + 1)], NOW + 2)
+    assert search.confirmed_hang([*others, behind], NOW) is None
+    assert search.confirmed_hang([*others, behind], NOW + 1) is None
+    hang = search.confirmed_hang([*others, replace(behind, heard=NOW + 1)], NOW + 2)
     assert hang is not None and hang.late == (1,)
-    hang = Search(beat_s=2.0).look([*others, sign(1, 901, silent=900)], NOW)
+    hang = Watch(beat_s=2.0).confirmed_hang([*others, sign(1, 901, silent=900)], NOW)
     assert hang is not None and hang.late == (1,)
 
 
