@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from clusterddp.checkpoint import file_format
@@ -172,7 +171,11 @@ class Writer:
                     check()
                 finally:
                     self._helper.submit(int).result()  # the helper no longer uses this file
-            sync(self._metrics)
+            try:
+                with suppress(FileNotFoundError), open(self._metrics, "rb") as file:  # rank 0 has written them
+                    os.fsync(file.fileno())
+            except OSError as error:
+                raise _MetricsNotSynced(f"cannot sync the metrics before it ({error.strerror})") from error
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -202,15 +205,6 @@ class Writer:
 
 class _MetricsNotSynced(Exception):
     """The metrics before a checkpoint cannot be synced; rank 0 must write them again."""
-
-
-def sync(metrics: Path) -> None:
-    """Syncs the metrics that rank 0 has written, if there are any."""
-    try:
-        with suppress(FileNotFoundError), open(metrics, "rb") as file:
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise _MetricsNotSynced(f"cannot sync the metrics before it ({error.strerror})") from error
 
 
 if __name__ == "__main__":

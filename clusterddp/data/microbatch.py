@@ -36,7 +36,8 @@ def cut(batch: Any, parts: list[int], name: str = "batch") -> list[Any]:
         return [type(batch)({key: pieces[i] for key, pieces in columns.items()}) for i in range(len(parts))]  # type: ignore[call-arg]
     if isinstance(batch, (list, tuple)) and batch and all(_is_cut(item, sum(parts)) for item in batch):
         pieces = zip(*(cut(item, parts, f"{name}[{i}]") for i, item in enumerate(batch)), strict=True)
-        return [_like(batch, items) for items in pieces]
+        is_named = hasattr(batch, "_fields")
+        return [type(batch)(*items) if is_named else type(batch)(items) for items in pieces]
     if _length(batch) != sum(parts):
         raise TypeError(
             f"run.micro() got {name} of type {type(batch).__name__} and length {_length(batch)}: expected the rank's "
@@ -138,8 +139,3 @@ def _is_cut(item: Any, length: int) -> bool:
     if isinstance(item, (list, tuple)) and item and all(_is_cut(value, length) for value in item):
         return True
     return _length(item) == length
-
-
-def _like(example: Any, items: Iterable[Any]) -> Any:
-    """The items as a tuple, named tuple or list, as the example is."""
-    return type(example)(*items) if hasattr(example, "_fields") else type(example)(items)

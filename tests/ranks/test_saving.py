@@ -23,7 +23,7 @@ from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.checkpoint.writer import Messages, Writer
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
-from clusterddp.process import descendants, process_start
+from clusterddp.process import process_start
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of
 from tests.waiting import wait_until
@@ -57,8 +57,11 @@ def save(checkpoint_client: CheckpointClient, step: int, content: dict[str, Any]
 
 
 def writer_pid() -> int:
-    (pid,) = (pid for pid, command in descendants(os.getpid()).items() if "clusterddp.checkpoint.writer" in command)
-    return pid
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    (pid,) = (
+        child for child in children if b"clusterddp.checkpoint.writer" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
+    return int(pid)
 
 
 def names(directory: RunDirectory) -> list[str]:
