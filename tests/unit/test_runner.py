@@ -43,7 +43,8 @@ def run_tests(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 def start_tests(folder: Path, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests", *options]
-    environment, pipe = {**os.environ, "PYTHONPATH": str(REPOSITORY)}, subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(folder)}
+    pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
