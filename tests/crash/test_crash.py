@@ -216,7 +216,7 @@ def only_other(calls: list[Call], rename: Call) -> list[Call]:
 def test_a_kill_at_any_call_loses_nothing_that_was_promised(stories: Stories) -> None:
     """SIGKILL of the rank, or of its writer, before each call that changes something or makes a change safe."""
     wrong = []
-    cases = some(stories.moments, 3)
+    cases = some(stories.moments, 6)
     for moment in cases:
         played = stories.kill(moment)
         if "killed by SIGKILL" not in played.trace:
@@ -230,7 +230,7 @@ def test_a_kill_at_any_call_loses_nothing_that_was_promised(stories: Stories) ->
 def test_an_error_of_any_call_stops_no_training_and_loses_nothing(stories: Stories) -> None:
     """Each call, answered with each error: at most one save fails, and the next one succeeds."""
     wrong = []
-    cases = some(list(itertools.product(stories.moments, ERRORS)), 10)
+    cases = some(list(itertools.product(stories.moments, ERRORS)), 20)
     for moment, error in cases:
         played = stories.fail(moment, error)
         if "(INJECTED)" not in played.trace:
@@ -249,7 +249,7 @@ def test_an_error_that_stays_stops_no_training_and_loses_nothing(stories: Storie
     wrong = []
     last = {moment.name: moment.promises for moment in stories.moments}
     starts = [(promises, name) for name in sorted(last) for promises in range(last[name] + 1)]
-    cases = some([(*start, error) for start in starts for error in ERRORS], 22)
+    cases = some([(*start, error) for start in starts for error in ERRORS], 44)
     for promises, name, error in cases:
         played = stories.fail_from(promises, name, error)
         if found := stopped_training(played) or problem(played.run, Promised.all(played.promises)):
@@ -262,7 +262,7 @@ def test_what_a_failed_sync_has_lost_is_written_again(stories: Stories, replay: 
     """The system holds the data of a failed fsync for written: the next one says nothing about it."""
     wrong = []
     syncs = [moment for moment in stories.moments if moment.name == "fsync"]
-    cases = some(syncs, 12)
+    cases = some(syncs, 24)
     for moment in [*cases, *(sync for sync in syncs if "metrics" in sync.path and sync not in cases)]:
         before, recording = stories.fail_and_record(moment, "EIO")
         wrong += [f"{moment}: {found}" for found in itertools.islice(replay.problems(recording, before), 3)]

@@ -62,7 +62,7 @@ def test_a_model_that_the_script_keeps_does_not_keep_the_group(tmp_path: Path, b
     assert "gloo" not in shown(str(script))["at the end"]
 
 
-@pytest.mark.parametrize("job", ["checkpoint", "model_parallel"])
+@pytest.mark.parametrize("job", ["checkpoint", pytest.param("model_parallel", marks=pytest.mark.product)])
 def test_a_plain_job_ends_its_group_itself(tmp_path: Path, job: str) -> None:
     arguments = ["--folder", str(tmp_path)] if job == "checkpoint" else []
     assert "gloo" not in shown(f"jobs/{job}.py", "--steps", "2", *arguments)["destroyed"]

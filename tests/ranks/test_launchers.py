@@ -49,10 +49,11 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "run")
 
 
-def test_torchrun(run: RunDirectory) -> None:
+@pytest.mark.parametrize("starts", [(0,), pytest.param((0, 2), marks=pytest.mark.product)])  # without launcher: below
+def test_torchrun(run: RunDirectory, starts: tuple[int, ...]) -> None:
     """With a rendezvous of its own."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    check_two_ranks(run, *launcher, starts=(0, 2))
+    check_two_ranks(run, *launcher, starts=starts)
 
 
 @pytest.mark.product  # docs/guide/launchers.md has each of these three, and is tested below

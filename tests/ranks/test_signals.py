@@ -34,10 +34,10 @@ for batch in run.steps(6):
 
 
 def attempt_under(tmp_path: Path, act: str, *signals: signal.Signals) -> RunDirectory:
-    """A run whose first attempt does ``act`` to its signals; preempted, with ``signals`` sent to its two ranks."""
+    """A run whose first attempt does ``act`` to its signals; preempted, with ``signals`` sent to its rank."""
     script, run = tmp_path / "signals.py", RunDirectory(tmp_path / "run")
     script.write_text(OWN_HANDLER.format(act))
-    process = start(run, str(script), "--device", "cpu", "--gpus", "2")
+    process = start(run, str(script), "--device", "cpu", "--gpus", "1")
     try:
         wait_until(lambda: any('"step": 3' in line for line in _lines(run)), "step 3", timeout=60)
         give_notice(run, Cause.PREEMPTED)
@@ -62,7 +62,7 @@ def test_a_handler_of_the_script_is_reported_and_its_exit_0_is_a_preemption_not_
     events = {event["event"]: event for event in run.events() if event["attempt"] == 0}
     assert events["handler_replaced"]["handler"] == f"mine (signals.py:{_line_of('def mine')})"
     assert events["requeued"]["cause"] == "preempted"
-    said = (run.attempt_logs(0) / "rank-1.err").read_text()
+    said = (run.attempt_logs(0) / "rank-0.err").read_text()
     assert (
         "clusterddp: the script replaced the TERM handler of clusterddp.init() with mine (signals.py:"
         f"{_line_of('def mine')}): if it exits or raises when TERM arrives, steps since the last checkpoint are "
