@@ -1,4 +1,4 @@
-"""Slurm's commands: the only module that runs them. Parsers are pure functions of the commands' text.
+"""Runs Slurm's commands, all but srun. Parsers are pure functions of the commands' text.
 
 All use text with explicit fields: the JSON of squeue and sacct changes between versions.
 """

@@ -6,6 +6,7 @@ All of it by rule: a module or a room that is added later is checked like the ot
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Set
@@ -113,6 +114,22 @@ def test_each_package_says_what_belongs_there() -> None:
             text = ast.get_docstring(tree) or ""
             assert len(tree.body) == 1 and text.endswith(".") and text.count(". ") == 0, path
             assert len(text) > 40 and ";" in text, f"{path}: what does not belong there?"
+
+
+def test_the_architecture_lists_each_module_once() -> None:
+    """A line per module, so that a reader finds the file for a change; packages have a section instead."""
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    listed = re.findall(r"^- `([\w/]+\.py)`: ", text, re.MULTILINE)
+    paths = {str(path.relative_to(PACKAGE)) for path in MODULES.values()}
+    assert sorted(listed) == sorted(path for path in paths if not path.endswith("/__init__.py"))
+
+
+def test_the_architecture_names_no_file_that_does_not_exist() -> None:
+    """With its folder or, where that is clear, without."""
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    for name in re.findall(r"`((?:\w+/)*\w+\.(?:py|md|yaml))`", text):
+        found = [*PACKAGE.rglob(name), *PACKAGE.parent.glob(name)]
+        assert found or name in ("job.yaml", "clusterddp.yaml"), name
 
 
 def without_torch() -> set[str]:
