@@ -18,14 +18,14 @@ from tests.waiting import story
 TRAINING = """
 import torch
 import clusterddp
+from tests.descent import Descent
 
 ctx = clusterddp.init(device="cpu")
-model = ctx.wrap(torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+model = torch.nn.Linear(4, 1)
+optimizer = Descent(model)
 run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.ones(64, 4), batch_size=1))
 
 def train(batch):
-    optimizer.zero_grad()
     model(batch).square().mean().backward()
     optimizer.step()
 """

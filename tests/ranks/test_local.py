@@ -44,11 +44,11 @@ import signal
 import torch
 from torch.utils.data import TensorDataset
 import clusterddp
+from tests.descent import Descent
 
 ctx = clusterddp.init()
-model = ctx.wrap(torch.nn.Linear(1, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(TensorDataset(torch.ones(8, 1)), batch_size=1))
+model = torch.nn.Linear(1, 1)
+run = ctx.run(model=model, optimizer=Descent(model), loader=ctx.loader(TensorDataset(torch.ones(8, 1)), batch_size=1))
 try:
     for _ in run.steps(9):
         if run.step == 3 and ctx.attempt == 0:

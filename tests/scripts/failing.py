@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 import clusterddp
+from tests.descent import Descent
 
 HOW, RANKS = sys.argv[1], [int(rank) for rank in sys.argv[2:]]
 
@@ -49,8 +50,8 @@ def fail():
 
 ctx = clusterddp.init()
 odd = ctx.rank in RANKS and os.environ["CLUSTERDDP_ATTEMPT"] == "0"
-model = ctx.wrap(torch.nn.Linear(16, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = torch.nn.Linear(16, 1)
+optimizer = Descent(model, lr=0.1)
 loader = ctx.loader(Samples(), batch_size=4, num_workers=1 if HOW == "worker" else 0)
 run = ctx.run(model=model, optimizer=optimizer, loader=loader)
 for x in run.steps(8):
@@ -59,7 +60,6 @@ for x in run.steps(8):
             break
         fail()
     loss = model(x).square().mean()
-    optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     run.log(loss=loss)
