@@ -12,23 +12,28 @@ import torch.distributed as dist
 
 
 class Descent:
-    """Updates a model by the mean of all ranks' gradients."""
+    """SGD with momentum on the mean of all ranks' gradients; all ranks begin with rank 0's weights."""
 
-    def __init__(self, model: torch.nn.Module, lr: float = 1e-3) -> None:
-        self._model, self._lr = model, lr
+    def __init__(self, model: torch.nn.Module, lr: float = 1e-2) -> None:
+        self._parameters, self._lr = list(model.parameters()), lr
+        self._velocities = [torch.zeros_like(parameter) for parameter in self._parameters]
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        for parameter in self._parameters if self._ranks > 1 else ():
+            dist.broadcast(parameter.data, 0)
 
     @torch.no_grad()
     def step(self) -> None:
-        for parameter in self._model.parameters():
+        """Uses up the gradients."""
+        for parameter, velocity in zip(self._parameters, self._velocities, strict=True):
             assert parameter.grad is not None
-            if dist.is_initialized():
+            if self._ranks > 1:
                 dist.all_reduce(parameter.grad)
-                parameter.grad /= dist.get_world_size()
-            parameter.sub_(parameter.grad, alpha=self._lr)
+            velocity.mul_(0.9).add_(parameter.grad, alpha=1 / self._ranks)
+            parameter.sub_(velocity, alpha=self._lr)
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {"velocities": self._velocities}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is restored."""
+        self._velocities = state["velocities"]

@@ -35,10 +35,10 @@ def wait_at(moment):
 wait_at("import")
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 from torch.utils.data import Dataset  # noqa: E402
 
 import clusterddp  # noqa: E402
+from tests.descent import Descent  # noqa: E402
 
 
 class Noise(Dataset):
@@ -67,40 +67,13 @@ class Watched:
         self.count = state["count"]
 
 
-class Momentum:
-    """SGD with momentum on averaged gradients.
-
-    DDP and torch.optim, which other tests have, import torch._dynamo: that takes each rank longer than these 40 steps.
-    """
-
-    def __init__(self, parameters):
-        self.parameters = list(parameters)
-        for parameter in self.parameters:
-            dist.broadcast(parameter.data, 0)
-        self.velocities = [torch.zeros_like(parameter) for parameter in self.parameters]
-
-    @torch.no_grad()
-    def step(self):
-        for parameter, velocity in zip(self.parameters, self.velocities, strict=True):
-            dist.all_reduce(parameter.grad)
-            velocity.mul_(0.9).add_(parameter.grad, alpha=1 / ctx.world_size)
-            parameter.sub_(velocity, alpha=0.01)
-            parameter.grad = None
-
-    def state_dict(self):
-        return {"velocities": self.velocities}
-
-    def load_state_dict(self, state):
-        self.velocities = state["velocities"]
-
-
 if RANK == "1":
     wait_at("rendezvous")  # rank 0 waits inside init()
 elif MOMENT == "rendezvous":
     (args.marks / f"{ATTEMPT}-{RANK}").touch()
 ctx = clusterddp.init()
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 1))
-optimizer = Momentum(model.parameters())
+optimizer = Descent(model)
 loader = ctx.loader(Noise(), batch_size=4, num_workers=args.workers)
 watched = Watched()
 run = ctx.run(model=model, optimizer=optimizer, loader=loader, watched=watched)
