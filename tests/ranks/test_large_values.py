@@ -16,10 +16,11 @@ import os
 from pathlib import Path
 import torch
 import clusterddp
+from tests.descent import Descent
 
 ctx = clusterddp.init()
-model = ctx.wrap(torch.nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = torch.nn.Linear(4, 2)
+optimizer = Descent(model)
 run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.ones(64, 4), batch_size=4))
 folder, attempt = Path(os.environ["CLUSTERDDP_RUN_DIR"]), int(os.environ["CLUSTERDDP_ATTEMPT"])
 try:
