@@ -160,8 +160,8 @@ def check(ctx, name, prepared):
     return True
 
 
-def seconds(ctx, call, repetitions):
-    """The slowest rank's seconds per call. Sums in place may overflow to infinity meanwhile, at no cost in time."""
+def measure(ctx, name, call, size, factor, repetitions):
+    """Prints the slowest rank's time per call. Sums in place may overflow to infinity meanwhile, at no cost in time."""
     call()
     dist.barrier()
     synchronize(ctx)
@@ -169,7 +169,9 @@ def seconds(ctx, call, repetitions):
     for _ in range(repetitions):
         call()
     synchronize(ctx)
-    return float(ctx.gather(torch.tensor([time.perf_counter() - started])).max()) / repetitions
+    taken = float(ctx.gather(torch.tensor([time.perf_counter() - started])).max()) / repetitions
+    bandwidth = size / taken / 1e9
+    ctx.print(f"{name:15} {size:12} {taken * 1e6:12.1f} {bandwidth:12.4g} {bandwidth * factor:12.4g}")
 
 
 def synchronize(ctx):
@@ -177,18 +179,13 @@ def synchronize(ctx):
         torch.cuda.synchronize()
 
 
-def show(ctx, name, size, taken, factor):
-    bandwidth = size / taken / 1e9
-    ctx.print(f"{name:15} {size:12} {taken * 1e6:12.1f} {bandwidth:12.4g} {bandwidth * factor:12.4g}")
-
-
-def measure(ctx, collective, size, repetitions):
+def check_and_measure(ctx, collective, size, repetitions):
     """Checks and times one collective; ``size``: of each rank's buffer in bytes, rounded up to 4 x ranks."""
     length = -(-size // (4 * ctx.world_size)) * ctx.world_size
     prepared = collective(ctx.rank, ctx.world_size, buffers(length, ctx.device))
     if check(ctx, collective.__name__, prepared):
-        taken = seconds(ctx, prepared.call, repetitions)
-        show(ctx, collective.__name__, 4 * length, taken, bus_factor(collective, ctx.world_size))
+        factor = bus_factor(collective, ctx.world_size)
+        measure(ctx, collective.__name__, prepared.call, 4 * length, factor, repetitions)
 
 
 def measure_pairs(ctx, size, repetitions):
@@ -199,8 +196,8 @@ def measure_pairs(ctx, size, repetitions):
         group = dist.new_group(ranks)
         buffer = buffers(size // 4, ctx.device)(ctx.rank)
         call = (lambda: dist.all_reduce(buffer, group=group)) if ctx.rank in ranks else (lambda: None)  # noqa: B023
-        taken = seconds(ctx, call, repetitions)
-        show(ctx, f"nodes {pair[0]} and {pair[1]}", size // 4 * 4, taken, bus_factor(all_reduce, len(ranks)))
+        factor = bus_factor(all_reduce, len(ranks))
+        measure(ctx, f"nodes {pair[0]} and {pair[1]}", call, size // 4 * 4, factor, repetitions)
         if ctx.rank in ranks:
             dist.destroy_process_group(group)
 
@@ -220,7 +217,7 @@ def main():
         for size in args.sizes if collective is not barrier else [0]:
             if ctx.stop_requested():
                 ctx.requeue()  # restart from the beginning: one table should not mix two machines
-            measure(ctx, collective, size, args.repetitions)
+            check_and_measure(ctx, collective, size, args.repetitions)
     measure_pairs(ctx, max(args.sizes), args.repetitions)
     ctx.print("all results are correct")
 
