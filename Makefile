@@ -52,8 +52,9 @@ test: .venv/integrations slurm
 	.venv/bin/python -m tests $(TESTS)
 
 CORE = agreement context deadline early_end external_loader first_failure gradients local own_process rank_exit saving signals
+FAST = .venv/bin/python -m pytest -q -m 'not slurm' --before tests/costs.jsonl tests/unit $(CORE:%=tests/ranks/test_%.py) $(TESTS)
 test-fast: .venv/ready
-	.venv/bin/python -m pytest -q -m 'not slurm' tests/unit $(CORE:%=tests/ranks/test_%.py) $(TESTS)
+	@$(FAST) --share 1/2 & other=$$!; $(FAST) --share 2/2; code=$$?; wait $$other && exit $$code
 
 test-versions: .venv/ready slurm
 	.venv/bin/python -m tests.versions $(if $(PYTHONS),--pythons "$(PYTHONS)") $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(ROWS)
