@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clusterddp.cli.cancel import cancel_run
-from clusterddp.cli.logs import find_log
 from clusterddp.cli.options import describe
 from clusterddp.cli.progress import Progress
 from clusterddp.cli.recording import Plant
-from clusterddp.cli.status import open_run, state_of
+from clusterddp.cli.runs.cancel import cancel_run
+from clusterddp.cli.runs.logs import find_log
+from clusterddp.cli.runs.status import open_run, state_of
+from clusterddp.cli.runs.watch import LOOK_S, Watcher
 from clusterddp.cli.submission import check, record_local, submit_to_slurm
-from clusterddp.cli.watch import LOOK_S, Watcher
 from clusterddp.errors import RunFailed, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved

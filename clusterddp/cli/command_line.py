@@ -23,6 +23,8 @@ COMMANDS = {
     "drill": "test with a tiny job what a preemption would do to a run",
     "bench": "check and time collectives on the training nodes",
 }
+#: Commands whose module is in a package below ``cli``.
+PACKAGES = {"status": "runs", "logs": "runs", "watch": "runs", "cancel": "runs"}
 USAGE = {
     "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
     "bench": "clusterddp bench collectives [OPTIONS OF submit] [-- ARGS]",
@@ -87,7 +89,8 @@ def parser(complete: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
 
 
 def _module(name: str) -> Any:
-    return import_module(f"clusterddp.cli.{name}")
+    place = f"{PACKAGES[name]}.{name}" if name in PACKAGES else name
+    return import_module(f"clusterddp.cli.{place}")
 
 
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterddp.cli.status import open_run
-from clusterddp.cli.watch import Hold
+from clusterddp.cli.runs.status import open_run
+from clusterddp.cli.runs.watch import Hold
 from clusterddp.errors import SlurmError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command

@@ -100,7 +100,7 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
         print(job_id, flush=True)
     show(f"see its state with: clusterddp status {run}")
     if arguments.wait or arguments.follow:
-        from clusterddp.cli.watch import watch
+        from clusterddp.cli.runs.watch import watch
 
         return watch([run], follow=arguments.follow)
     return 0

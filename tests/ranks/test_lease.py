@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli import status
-from clusterddp.cli.cancel import cancel_run
 from clusterddp.cli.recording import check_not_held
+from clusterddp.cli.runs import status
+from clusterddp.cli.runs.cancel import cancel_run
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, process_start

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli.accounting import cost
+from clusterddp.cli.runs.accounting import cost
 
 
 def event(attempt: int, time: float, name: str, **values: Any) -> dict[str, Any]:

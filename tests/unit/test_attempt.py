@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from clusterddp import protocol
-from clusterddp.cli.accounting import cost
+from clusterddp.cli.runs.accounting import cost
 from clusterddp.errors import SlurmError, SlurmUnavailable
 from clusterddp.failures import exclusion
 from clusterddp.failures.exit_status import ExitStatus

@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from clusterddp import environment, hostlist
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, visible
-from clusterddp.cli import accounting, status
 from clusterddp.cli.main import main
 from clusterddp.cli.progress import Progress
+from clusterddp.cli.runs import accounting, status
 from clusterddp.errors import ClusterddpError, JobDefinitionError, LauncherEnvironmentError
 from clusterddp.jobdef import load, yaml12
 from clusterddp.jobdef.job import Job, Keep

@@ -14,9 +14,9 @@ import pytest
 
 from clusterddp.api import Handle
 from clusterddp.checkpoint.store import lineage
-from clusterddp.cli.cancel import cancel_run
 from clusterddp.cli.progress import Progress
-from clusterddp.cli.status import show
+from clusterddp.cli.runs.cancel import cancel_run
+from clusterddp.cli.runs.status import show
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, make_folder, write_atomically, write_json

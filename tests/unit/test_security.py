@@ -17,8 +17,8 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from clusterddp.cli import status
 from clusterddp.cli.recording import recorded
+from clusterddp.cli.runs import status
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import load
 from clusterddp.jobdef.differences import list_differences
@@ -327,7 +327,7 @@ def test_a_reader_without_permission_gets_a_sentence(tmp_path: Path, monkeypatch
         patch.setattr(Path, "exists", refuse)
         with pytest.raises(RunDirectoryError, match="permission denied.*share=group"):
             status.open_run(str(run))
-    monkeypatch.setattr("clusterddp.cli.status.held_by_other", refuse)
+    monkeypatch.setattr("clusterddp.cli.runs.status.held_by_other", refuse)
     assert status.state_of(run) == (
         "unknown",
         "not over; only its owner can see which job or process trains it",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli import watch
-from clusterddp.cli.watch import Hold, Watcher
+from clusterddp.cli.runs import watch
+from clusterddp.cli.runs.watch import Hold, Watcher
 from clusterddp.errors import SlurmError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json

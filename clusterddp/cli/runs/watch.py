@@ -12,7 +12,7 @@ import time
 from contextlib import ExitStack
 
 from clusterddp.cli.progress import Progress
-from clusterddp.cli.status import open_run, state_of
+from clusterddp.cli.runs.status import open_run, state_of
 from clusterddp.errors import INTERRUPTED, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job

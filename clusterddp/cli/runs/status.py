@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from clusterddp.cli.accounting import cost
+from clusterddp.cli.runs.accounting import cost
 from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.load import load_resolved

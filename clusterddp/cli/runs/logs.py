@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from clusterddp.cli.progress import Tail
-from clusterddp.cli.status import open_run
+from clusterddp.cli.runs.status import open_run
 from clusterddp.errors import RunDirectoryError
 from clusterddp.rundir.run_directory import RunDirectory
 

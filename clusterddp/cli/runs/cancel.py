@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from clusterddp.cli.status import add_arguments as add_arguments
-from clusterddp.cli.status import open_run
+from clusterddp.cli.runs.status import add_arguments as add_arguments
+from clusterddp.cli.runs.status import open_run
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_start, signal_ranks
 from clusterddp.rundir.run_directory import RunDirectory
