@@ -6,6 +6,7 @@
 #                    most of an hour, 3 GB;
 #                    PYTHONS="python3.10 /opt/python3.13/bin/python3.13 ..."  ROWS="python3.10-torch2.4.1 slurm-sid ..."
 # make reference     docs/reference, from the docstrings, signatures and options in the code
+# make completion    completions/ for bash and zsh, from the options in the code
 # make dist   wheel and sdist in dist/, and a run from the wheel in a clean environment
 # make coverage   the tests that need no Slurm, measured line by line, rank processes included (COVERAGE=... other tests)
 # make gpu-check     what needs a GPU, in less than ten minutes; GPU_CHECK="--device cpu" is the dry run
@@ -28,7 +29,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product chaos soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint reference dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product chaos soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -107,6 +108,9 @@ lint: .venv/ready
 
 reference: .venv/ready
 	.venv/bin/python -m docs.reference.generate
+
+completion: .venv/ready
+	.venv/bin/python -m docs.reference.completion
 
 # The wheel is built from the sdist, so that both are tested.
 dist: .venv/ready

@@ -132,6 +132,9 @@ TERM_NOTICE_S = Variable(
     "CLUSTERDDP_TERM_NOTICE_S", "rank's entry point to clusterddp.init(): seconds from TERM to KILL, if known"
 )
 RUNS = Variable("CLUSTERDDP_RUNS", "user to submit and launch(): the folder for new run directories, instead of ./runs")
+SITE_CONFIG = Variable(
+    "CLUSTERDDP_SITE_CONFIG", "site to submit and launch(): its profile, instead of /etc/clusterddp/config.yaml"
+)
 DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows tracebacks")
 
 #: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.

@@ -16,6 +16,8 @@ from pathlib import Path
 
 #: Files that are no modules and must be there.
 DATA = ("clusterddp/py.typed", "clusterddp/digits/digits.csv.gz", "clusterddp/digits/digits.yaml")
+#: What the installed wheel has below the environment's folder.
+COMPLETIONS = ("share/bash-completion/completions/clusterddp", "share/zsh/site-functions/_clusterddp")
 
 
 def main(folder: Path) -> None:
@@ -40,6 +42,7 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     strange = {name.split("/")[0] for name in names} - {
         "clusterddp",
         f"clusterddp-{wheel.name.split('-')[1]}.dist-info",
+        f"clusterddp-{wheel.name.split('-')[1]}.data",
     }
     assert not strange, f"{wheel.name} holds {strange}"
 
@@ -83,6 +86,8 @@ def check_runs(python: Path, place: Path, wheel: Path) -> None:
     assert found[0] == wheel.name.split("-")[1], f"{wheel.name} says that it is {found[0]}"
     assert Path(found[1]).is_relative_to(place), f"{found[1]} is imported instead of the wheel"
     assert output(python.with_name("clusterddp"), "--version").split() == ["clusterddp", found[0]]
+    missing = [name for name in COMPLETIONS if not (place / "venv" / name).is_file()]
+    assert not missing, f"missing: {missing}"
     assert "#SBATCH --ntasks-per-node=2" in output(*command, "--dry-run")
     output(*command, "--local", "--run-dir", "run", "--", "--steps", "20")
     outcome = json.loads((place / "run" / "outcome.json").read_text())

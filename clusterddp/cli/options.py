@@ -14,6 +14,7 @@ from clusterddp.errors import UsageError
 from clusterddp.hostlist import tasks_per_node
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.profiles import find_profiles, read_profiles
 from clusterddp.reporter import show
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
@@ -50,16 +51,7 @@ def add_arguments(
     """The options of ``submit``. What follows ``--`` goes to the script."""
     parser.add_argument("target", nargs="?", metavar=target, help=target_help)
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, like python -m")
-    job = parser.add_argument_group("job")
-    for flags, key, placeholder, text in JOB_OPTIONS:
-        job.add_argument(*flags, dest=key, metavar=placeholder, help=text)
-    job.add_argument(
-        "--set", action="append", default=[], metavar="KEY.PATH=VALUE",
-        help="any key of the job definition, such as seed=1; repeatable",
-    )  # fmt: skip
-    job.add_argument(
-        "--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option; repeatable"
-    )
+    add_job_arguments(parser)
     run = parser.add_argument_group("run")
     run.add_argument(
         "--run-dir", metavar="DIR",
@@ -93,6 +85,20 @@ def add_arguments(
     )  # fmt: skip
 
 
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that set keys of the job definition."""
+    job = parser.add_argument_group("job")
+    for flags, key, placeholder, text in JOB_OPTIONS:
+        job.add_argument(*flags, dest=key, metavar=placeholder, help=text)
+    job.add_argument(
+        "--set", action="append", default=[], metavar="KEY.PATH=VALUE",
+        help="any key of the job definition, such as seed=1; repeatable",
+    )  # fmt: skip
+    job.add_argument(
+        "--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option; repeatable"
+    )
+
+
 def check_combinations(arguments: argparse.Namespace) -> None:
     """Refuses options that contradict each other."""
     if arguments.target and arguments.module:
@@ -115,7 +121,8 @@ def check_combinations(arguments: argparse.Namespace) -> None:
 
 def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> Job:
     """The job that the command line describes; without a script or module, that of the run in --run-dir or --fork."""
-    values = option_values(arguments, script_arguments)
+    values = allocation_shape(os.environ) if arguments.here else {}
+    values |= option_values(arguments, script_arguments)
     target = arguments.target
     if target is None and arguments.module is None:
         if run := named_run(arguments):
@@ -135,20 +142,21 @@ def named_run(arguments: argparse.Namespace) -> RunDirectory | None:
     return None
 
 
-def describe(target: str | None, values: dict[str, Any], overrides: Mapping[str, str]) -> Job:
-    """The job of a YAML file, or of a script with ``values``, on top of the user's defaults."""
-    defaults = jobs.user_defaults(slurm.submission_cluster(os.environ))
+def describe(
+    target: str | None, values: dict[str, Any], overrides: Mapping[str, str], origins: jobs.Origins | None = None
+) -> Job:
+    """The job of a YAML file, or of a script with ``values``, on top of the profiles. ``origins``: as in ``load``."""
+    defaults = read_profiles(find_profiles(os.environ, Path.cwd()), slurm.submission_cluster(os.environ))
     if target and Path(target).suffix in (".yaml", ".yml"):
-        return jobs.load(target, overrides, values=values, defaults=defaults)
+        return jobs.load(target, overrides, values=values, defaults=defaults, origins=origins)
     values |= {"script": target} if target else {}
-    return jobs.from_values(values, overrides=overrides, defaults=defaults)
+    return jobs.from_values(values, overrides=overrides, defaults=defaults, origins=origins)
 
 
 def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> dict[str, Any]:
     """The values of the options, by key of the job definition."""
     named = {key: getattr(arguments, key) for _, key, *_ in JOB_OPTIONS}
-    values: dict[str, Any] = allocation_shape(os.environ) if arguments.here else {}
-    values |= {key: value for key, value in named.items() if value is not None}
+    values: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
     if script_arguments is not None:
         values["args"] = list(script_arguments)
     return values

@@ -115,6 +115,9 @@ class Job:
     cpu. Every rank sees all GPUs of its node; ``ctx.devices`` are its own."""
     gpu_type: str | None = None
     """Slurm's name of the GPU type; in YAML part of ``gpus_per_node: a100:4``."""
+    gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"
+    """The option of sbatch that requests the GPUs: ``--gpus-per-node=a100:8``, or ``--gres=gpu:a100:8`` where the site
+    expects that."""
     device: Literal["cuda", "cpu"] = "cuda"
     """``cpu`` requests no GPUs and uses gloo."""
     time_s: int | None = None
@@ -155,9 +158,11 @@ class Job:
     """YAML: ``{every: 500 steps, keep: 3}``; ``every`` also ``5 minutes``, ``[500 steps, 5 minutes]``, ``auto`` or
     ``never``; ``keep`` also ``{last: 3, every: 5000, best: f1 max}``."""
     timeouts: Timeouts = field(default_factory=Timeouts)
+    """Of the process group, and the notice before the time limit."""
     watchdog: Watchdog | None = field(default_factory=Watchdog)
     """None, in YAML ``off``: a run that hangs does so until its time limit or the process group's timeout."""
     limits: Limits = field(default_factory=Limits)
+    """How much the run may use before it ends as failed."""
     policy: Literal["requeue", "resubmit"] | None = None
     """How a preempted run continues: ``requeue`` keeps the job id and its age, but Slurm holds the job for a while;
     ``resubmit`` submits a new job. None: requeue if the cluster allows it, else resubmit."""
@@ -234,6 +239,11 @@ def written(job: Job) -> dict[str, Any]:
     values["watchdog"] = dataclasses.asdict(job.watchdog) if job.watchdog else "off"
     values["limits"] = {name: value for name, value in dataclasses.asdict(job.limits).items() if value is not None}
     return {renamed.get(name, name): value for name, value in values.items() if name not in ("gpu_type", "min_nodes")}
+
+
+def one_line(value: Any) -> str:
+    """A value as YAML on one line."""
+    return yaml.dump([value], Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=2**20).strip()[1:-1]
 
 
 class _Dumper(yaml.SafeDumper):

@@ -1,6 +1,6 @@
 """Reads a job definition from YAML and the command line into a ``Job``.
 
-Sources, the last wins: the user's defaults, the file, the options of the command line, ``--set key.path=value``.
+Sources, the last wins: the profiles, the file, the options of the command line, ``--set key.path=value``.
 A null restores a key's built-in default. One error reports all mistakes in all sources.
 """
 
@@ -19,7 +19,7 @@ import clusterddp
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import yaml12
 from clusterddp.jobdef.job import Job
-from clusterddp.jobdef.schema import READERS, Fields, check_keys, read_fields
+from clusterddp.jobdef.schema import READERS, Fields, read_fields
 from clusterddp.jobdef.secrets import MASK, is_secret, revealed
 from clusterddp.jobdef.values import quoted
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node, Place, node_of, raise_mistakes
@@ -27,8 +27,8 @@ from clusterddp.rundir.records import retrying
 
 #: The format of run directories that this version writes. A later format is recorded as ``format`` in job.yaml.
 RUN_FORMAT = 1
-#: Keys that cannot be set in the user's defaults.
-_OF_ONE_JOB = {"job_name", "script", "module", "args", "args_on_resume", "steps"}
+#: Where each given value was written, by dotted key: ``nodes``, ``checkpoint.keep``, ``env.HF_HOME``.
+Origins = dict[str, Place]
 
 
 def load(
@@ -38,6 +38,7 @@ def load(
     values: Mapping[str, Any] | None = None,
     defaults: Fields | None = None,
     recorded: bool = False,
+    origins: Origins | None = None,
 ) -> Job:
     """Reads the job definition in the file ``path``.
 
@@ -45,27 +46,35 @@ def load(
         path: the YAML file; a relative ``script`` in it is relative to its folder.
         overrides: the values of ``--set`` by dotted key, read as YAML scalars. They override everything else.
         values: the options of the command line by YAML key. They override the file.
-        defaults: what ``user_defaults`` returned; the file overrides it.
+        defaults: what ``read_profiles`` returned; the file overrides it.
         recorded: whether a run has recorded it: the script need not exist any more.
+        origins: a dict that receives the place of each value that was given in any source.
 
     Raises one JobDefinitionError for all mistakes, RunDirectoryError for a run's format that this version cannot read.
     Example: ``load("jobs/digits.yaml", {"checkpoint.keep": "5"})``.
     """
     mistakes: list[Mistake] = []
-    fields = _file_fields(Path(path), mistakes)
-    given = _get(fields, "format")
+    fields = file_fields(Path(path), mistakes)
+    given = get(fields, "format")
     if given is not None and given.value != RUN_FORMAT:
         raise RunDirectoryError(
             f"{path} has run format {given.text}, but clusterddp {clusterddp.__version__} reads format {RUN_FORMAT}: "
             "a newer version recorded this run; upgrade clusterddp to continue it"
         )
     fields = {key: node for key, node in fields.items() if key != "format"}
-    layers = [defaults or {}, fields, _fields(node_of(values or {}, "command line"), mistakes), *_overrides(overrides)]
+    given_values = fields_of(node_of(values or {}, "command line"), mistakes)
+    layers = [defaults or {}, fields, given_values, *_overrides(overrides)]
+    if origins is not None:
+        origins |= _places(merged(layers))
     return revealed(_job(layers, Path(path).parent, Place(str(path)), mistakes, recorded), Path(path))
 
 
 def from_values(
-    values: Mapping[str, Any], *, overrides: Mapping[str, str] | None = None, defaults: Fields | None = None
+    values: Mapping[str, Any],
+    *,
+    overrides: Mapping[str, str] | None = None,
+    defaults: Fields | None = None,
+    origins: Origins | None = None,
 ) -> Job:
     """Makes a job from Python values by YAML key, such as ``{"gpus_per_node": "a100:4", "nodes": "2"}``.
 
@@ -73,7 +82,9 @@ def from_values(
     are those of ``load``.
     """
     mistakes: list[Mistake] = []
-    layers = [defaults or {}, _fields(node_of(values, "command line"), mistakes), *_overrides(overrides)]
+    layers = [defaults or {}, fields_of(node_of(values, "command line"), mistakes), *_overrides(overrides)]
+    if origins is not None:
+        origins |= _places(merged(layers))
     return _job(layers, Path.cwd(), Place("command line"), mistakes)
 
 
@@ -85,42 +96,11 @@ def load_resolved(path: str | os.PathLike[str]) -> Job:
     return load(path, recorded=True)
 
 
-def user_defaults(cluster: str | None, path: str | os.PathLike[str] | None = None) -> Fields:
-    """The user's defaults for a cluster, for ``load``; empty if the file does not exist.
-
-    The file is ``$XDG_CONFIG_HOME/clusterddp/config.yaml`` (by default in ``~/.config``), such as
-    ``{defaults: {partition: gpu}, clusters: {NAME: {account: x}}}``; the values of a cluster override the others.
-    Mistakes anywhere in the file are reported.
-    """
-    config = Path(path) if path is not None else _user_file()
-    if config is None:
-        return {}
-    mistakes: list[Mistake] = []
-    top = _file_fields(config, mistakes)
-    check_keys(top, ("defaults", "clusters"), mistakes)
-    sections = [_fields(_get(top, "defaults"), mistakes)]
-    clusters = _fields(_get(top, "clusters"), mistakes)
-    by_cluster = {str(name): _fields(node, mistakes) for name, node in clusters.items()}
-    for section in [*sections, *by_cluster.values()]:
-        read_fields(section, {key: READERS[key] for key in READERS if key not in _OF_ONE_JOB}, mistakes)
-    raise_mistakes(mistakes)
-    return _merged([*sections, by_cluster.get(cluster or "", {})])
-
-
 # --- from text to fields
 
 
-def _user_file() -> Path | None:
-    """None if the file, or a home directory that this user can read, does not exist."""
-    home = os.environ.get("XDG_CONFIG_HOME")
-    try:
-        path = (Path(home) if home else Path("~/.config").expanduser()) / "clusterddp" / "config.yaml"
-        return path if path.exists() else None
-    except (OSError, RuntimeError):
-        return None
-
-
-def _file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
+def file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
+    """The fields of a YAML file. JobDefinitionError if it cannot be read or is no mapping."""
     try:
         text = retrying(path, lambda: path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -128,13 +108,13 @@ def _file_fields(path: Path, mistakes: list[Mistake]) -> Fields:
     except UnicodeDecodeError as error:
         raise JobDefinitionError(f"{path}: expected UTF-8 text, got another encoding (byte {error.start})") from error
     root = yaml12.load(text, str(path), mistakes)
-    fields = _fields(root, mistakes)
+    fields = fields_of(root, mistakes)
     if not isinstance(root.value, (dict, type(None))):
         raise_mistakes(mistakes)  # nothing was read; further errors would only be consequences
     return fields
 
 
-def _fields(node: Node | None, mistakes: list[Mistake]) -> Fields:
+def fields_of(node: Node | None, mistakes: list[Mistake]) -> Fields:
     """The fields of a mapping; none for a null, such as an empty file."""
     if node is None or node.value is None:
         return {}
@@ -144,20 +124,30 @@ def _fields(node: Node | None, mistakes: list[Mistake]) -> Fields:
     return {}
 
 
-def _get(fields: Fields, name: str) -> Node | None:
+def get(fields: Fields, name: str) -> Node | None:
+    """The node of a key, or None."""
     return next((node for key, node in fields.items() if key == name), None)
 
 
-def _merged(layers: Iterable[Fields]) -> Fields:
+def merged(layers: Iterable[Fields]) -> Fields:
     """All layers in one; later ones win. Mappings such as ``checkpoint`` or ``env`` are merged key by key."""
-    merged: Fields = {}
+    result: Fields = {}
     for layer in layers:
         for key, node in layer.items():
-            below = merged.pop(key, None)
+            below = result.pop(key, None)
             if below is not None and isinstance(below.value, dict) and isinstance(node.value, dict):
-                node = dataclasses.replace(node, value=_merged([below.value, node.value]))
-            merged[key] = node  # with the later layer's key, which has its place
-    return merged
+                node = dataclasses.replace(node, value=merged([below.value, node.value]))
+            result[key] = node  # with the later layer's key, which has its place
+    return result
+
+
+def _places(fields: Fields, prefix: str = "") -> Origins:
+    places: Origins = {}
+    for key, node in fields.items():
+        places[f"{prefix}{key}"] = node.place
+        if isinstance(node.value, dict):
+            places |= _places(node.value, f"{prefix}{key}.")
+    return places
 
 
 #: Keys of lists and mappings, whose values in ``--set`` are read as YAML: ``--set args=[--lr, 1e-3]``.
@@ -191,7 +181,7 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
     """The job of all layers; a relative script is relative to ``folder``, and that of a recorded run may be missing."""
     for layer in layers:  # each on its own: its mistakes are reported even if a later layer overrides them
         read_fields(layer, READERS, mistakes)
-    fields = _merged(layers)
+    fields = merged(layers)
     values = read_fields(fields, READERS, mistakes)
     script, module = (_given_node(fields, name) for name in ("script", "module"))
     if script and module:
@@ -214,7 +204,7 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
 
 
 def _given_node(fields: Fields, name: str) -> Node | None:
-    node = _get(fields, name)
+    node = get(fields, name)
     return node if node is not None and node.value is not None else None
 
 
@@ -234,7 +224,7 @@ def _why_no_file(script: str, folder: Path) -> str:
 
 def _check_device(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
     for name, needs_gpus in (("backend", job.backend == "nccl"), ("gpus_per_node", job.gpu_type is not None)):
-        node = _get(fields, name)
+        node = get(fields, name)
         if job.device == "cpu" and needs_gpus and node is not None:
             mistakes.append(Mistake(node.place, f"{name}: {node.text!r} needs GPUs, but device is cpu"))
 
@@ -256,7 +246,7 @@ def _check_global_batch(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     batch, per_node = job.global_batch, job.ranks_per_node
     ranks = {nodes: nodes * per_node for nodes in job.node_counts}
     unit = math.lcm(*ranks.values())
-    nodes_node, batch_node = _get(fields, "nodes"), _given_node(fields, "global_batch")
+    nodes_node, batch_node = get(fields, "nodes"), _given_node(fields, "global_batch")
     if nodes_node is not None and len(ranks) > 1 and batch_node is None:
         wrong = f"the range {nodes_node.text} needs global_batch, the samples per step over all ranks"
         fitting = f"a multiple of {unit} fits every number of nodes; a smaller range allows other values"

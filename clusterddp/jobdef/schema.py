@@ -170,11 +170,11 @@ _UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 def _check_variable(name: str, _: Node) -> None:
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise Wrong("not a variable name: expected letters, digits and _, and no digit first")
-    if name in _SET_FOR_RANKS:
+    if name in SET_FOR_RANKS:
         raise Wrong("clusterddp sets this variable for each rank; remove it here")
 
 
-_SET_FOR_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", *FOR_RANKS}
+SET_FOR_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", *FOR_RANKS}
 
 
 def _check_option(name: str, node: Node) -> None:
@@ -183,7 +183,7 @@ def _check_option(name: str, node: Node) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
         raise Wrong("expected a long option of Slurm: lower-case letters, digits and dashes")
     key = name.replace("-", "_")
-    if instead := f"use the key {key}" if key in READERS else _INSTEAD_OF_OPTION.get(name):
+    if instead := f"use the key {key}" if key in READERS else INSTEAD_OF_OPTION.get(name):
         raise Wrong(f"not allowed here: {instead}")
     if name == "export" and (
         secret := next((word for word in ASSIGNMENT.findall(node.text.replace(",", " ")) if is_secret(word)), None)
@@ -199,7 +199,7 @@ _LOGS = "the outputs are in the run directory, below logs/"
 _SUBMITS = "clusterddp submit runs sbatch and parses its output"
 
 #: What to use instead of the options of sbatch and srun that clusterddp sets or relies on and that have no key.
-_INSTEAD_OF_OPTION = {
+INSTEAD_OF_OPTION = {
     "nodefile": "use the key nodelist",
     "array": "a run is one job; submit one run per array task",
     **dict.fromkeys(
@@ -214,12 +214,12 @@ _INSTEAD_OF_OPTION = {
 }
 #: The same for unknown top-level keys: users try the names of sbatch options there.
 _INSTEAD_OF_KEY = {
-    **{name.replace("-", "_"): reason for name, reason in _INSTEAD_OF_OPTION.items()},
+    **{name.replace("-", "_"): reason for name, reason in INSTEAD_OF_OPTION.items()},
     "gpu_type": "write gpus_per_node: TYPE:NUMBER",
     **dict.fromkeys(("time_limit", "walltime"), "use the key time"),
 }
 
-_WORDS = ("partition", "account", "qos", "constraint", "reservation", "exclude", "nodelist")
+WORDS = ("partition", "account", "qos", "constraint", "reservation", "exclude", "nodelist")
 READERS: dict[str, Reader] = {
     "job_name": _field("name", value.name),
     **_fields(
@@ -230,10 +230,14 @@ READERS: dict[str, Reader] = {
     ),
     "nodes": _nodes,
     "gpus_per_node": _gpus_per_node,
-    **_fields(gpus_per_rank=value.whole(1), device=value.choice("cuda", "cpu")),
+    **_fields(
+        gpus_per_rank=value.whole(1),
+        gpu_request=value.choice("gpus-per-node", "gres"),
+        device=value.choice("cuda", "cpu"),
+    ),
     "time": _field("time_s", value.time),
     **_fields(
-        **dict.fromkeys(_WORDS, value.word),
+        **dict.fromkeys(WORDS, value.word),
         mem=value.matching(r"[0-9]+([KMGTkmgt][Bb]?)?", "memory such as 64G, with a unit and no space"),
         cpus_per_task=value.whole(1),
         setup=value.shell_lines,

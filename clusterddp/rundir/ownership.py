@@ -24,18 +24,25 @@ def check_own(path: Path, closed: bool = False) -> None:
     A path that does not exist passes. ``closed``: it is inside a folder that nobody else can enter, so that its own
     mode does not matter.
     """
+    if why := why_foreign(path, "Start your own run; --fork continues from another user's checkpoint", closed):
+        raise RunDirectoryError(why)
+
+
+def why_foreign(path: Path, instead: str, closed: bool = False) -> str | None:
+    """The message of ``check_own``; None if the path passes. ``instead``: what to do if it belongs to another user."""
     try:
         status = path.stat()
     except FileNotFoundError:
-        return
+        return None
     mode = f"{stat.S_IMODE(status.st_mode):04o}"
     if status.st_uid not in (os.geteuid(), 0):
-        raise RunDirectoryError(
+        return (
             f"{path} belongs to user {status.st_uid} (mode {mode}), but clusterddp executes what is in it: expected "
-            f"user {os.geteuid()} or root. Start your own run; --fork continues from another user's checkpoint"
+            f"user {os.geteuid()} or root. {instead}"
         )
     if status.st_mode & 0o022 and not closed:
-        raise RunDirectoryError(
+        return (
             f"{path} (user {status.st_uid}, mode {mode}) can be written by others, but clusterddp executes what is in "
             f"it: expected write permission for the owner alone. If you trust the contents: chmod -R go-w {path}"
         )
+    return None

@@ -69,12 +69,12 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
     """
     log = str(run.logs / "job-%j.log")
     additional: dict[str, Any] = {"requeue": True, "chdir": str(folder), "output": log, "error": log}
-    if job.device == "cuda":
-        additional["gpus-per-node"] = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else str(job.gpus_per_node)
     for key in ("account", "qos", "constraint", "reservation", "exclude", "nodelist", "mem"):
         if (value := getattr(job, key)) is not None:
             additional[key] = value
     additional |= {key: value for key, value in job.sbatch.items() if value is not False}
+    if job.device == "cuda":
+        additional |= _gpus(job)
     return {
         "job_name": job.name,
         "time": job.time_text,
@@ -87,6 +87,14 @@ def batch_parameters(job: Job, run: RunDirectory, folder: Path) -> dict[str, Any
         "setup": ["trap '' TERM", *job.setup],
         "additional_parameters": additional,
     }
+
+
+def _gpus(job: Job) -> dict[str, str]:
+    """The option that requests the GPUs of a node; --gres also has what the job definition gives for it."""
+    gpus = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else str(job.gpus_per_node)
+    if job.gpu_request == "gpus-per-node":
+        return {"gpus-per-node": gpus}
+    return {"gres": ",".join([f"gpu:{gpus}", *([str(job.sbatch["gres"])] if job.sbatch.get("gres") else [])])}
 
 
 def _tasks(job: Job) -> dict[str, int | None]:

@@ -67,6 +67,9 @@ EXAMPLES = {
         "clusterddp submit train.py --nodes 2 --gpus 8 -p gpu -t 1-0 -- --lr 0.1\n"
         "clusterddp submit train.py --local --device cpu --gpus 2 --preempt-after 100"
     ),
+    "config show": "clusterddp config show jobs/digits.yaml --origin --nodes 4",
+    "config validate": "clusterddp config validate jobs/*.yaml .clusterddp/config.yaml",
+    "config schema": "clusterddp config schema",
     "bench": "clusterddp bench collectives -p gpu --nodes 2 --gpus 8",
     "status": "clusterddp status runs/train-0",
     "logs": "clusterddp logs runs/train-0 -f --rank 3",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 import clusterddp
 from clusterddp import errors, protocol
 from clusterddp.cli.command_line import parser
+from clusterddp.jobdef.json_schema import job_schema
 from docs.reference.examples import EXAMPLES
 
 FOLDER = Path(__file__).resolve().parent
@@ -420,15 +422,25 @@ def protocol_page() -> str:
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    """The parser of every command."""
-    (subparsers,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
-    return dict(subparsers.choices)
+    """The parser of every command; of one with actions, such as ``config show``, that of every action."""
+    return {name: command for name, (_, command) in _commands(parser()).items()}
+
+
+def _commands(of: argparse.ArgumentParser, prefix: str = "") -> dict[str, tuple[str, argparse.ArgumentParser]]:
+    """What a parser's commands do, in a few words, and their parsers."""
+    found: dict[str, tuple[str, argparse.ArgumentParser]] = {}
+    for action in of._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            summaries = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, command in action.choices.items():
+                actions = _commands(command, f"{prefix}{name} ")
+                found |= actions or {f"{prefix}{name}": (summaries[name], command)}
+    return found
 
 
 def command_page() -> str:
     """command-line.md."""
-    (subparsers,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
-    summaries = {action.dest: action.help for action in subparsers._choices_actions}
+    found = _commands(parser())
     lines = [
         "# Command line",
         "",
@@ -437,15 +449,15 @@ def command_page() -> str:
         "",
         "| command | |",
         "|---|---|",
-        *(f"| [`{name}`](#clusterddp-{name}) | {summaries[name]} |" for name in commands()),
+        *(f"| [`{name}`](#{_anchor(f'clusterddp {name}')}) | {summary} |" for name, (summary, _) in found.items()),
     ]
-    for name, command in commands().items():
+    for name, (summary, command) in found.items():
         usage = " ".join(command.format_usage().removeprefix("usage: ").split())
         lines += [
             "",
             f"## clusterddp {name}",
             "",
-            f"{_sentence(str(summaries[name]))}",
+            f"{_sentence(summary)}",
             "",
             "```console",
             usage,
@@ -461,12 +473,11 @@ def command_page() -> str:
 
 
 def _options(command: argparse.ArgumentParser) -> Iterator[str]:
-    yield from ("| argument | meaning |", "|---|---|")
-    for action in command._actions:
-        if isinstance(action, argparse._HelpAction):
-            continue
-        yield f"| {_flags(action)} | {_escaped(action.help or '')} |"
-    yield ""
+    actions = [action for action in command._actions if not isinstance(action, argparse._HelpAction)]
+    if actions:
+        yield from ("| argument | meaning |", "|---|---|")
+        yield from (f"| {_flags(action)} | {_escaped(action.help or '')} |" for action in actions)
+        yield ""
 
 
 def _flags(action: argparse.Action) -> str:
@@ -497,6 +508,7 @@ def pages() -> dict[str, str]:
         "command-line.md": command_page(),
         "errors.md": error_page(),
         "protocol.md": protocol_page(),
+        "job.schema.json": json.dumps(job_schema(), indent=2) + "\n",
     }
 
 

@@ -84,6 +84,17 @@ def test_a_rank_with_several_gpus_is_one_task() -> None:
     assert "gpus-per-task" not in text and "gpu-bind" not in text
 
 
+@pytest.mark.parametrize(
+    ("gpu_type", "other", "gres"),
+    [("a100", {}, "gpu:a100:8"), (None, {"gres": "nvme:1"}, "gpu:8,nvme:1"), (None, {"gres": False}, "gpu:8")],
+)
+def test_gpus_are_requested_as_the_site_expects(gpu_type: str | None, other: dict[str, str | bool], gres: str) -> None:
+    """By --gres, beside other resources of the job definition; the script has no --gpus-per-node then."""
+    job = Job(name="net", script="/net.py", gpus_per_node=8, gpu_type=gpu_type, gpu_request="gres", sbatch=other)
+    text = script(job)
+    assert f"#SBATCH --gres={gres}\n" in text and "gpus" not in text
+
+
 def test_a_range_of_nodes_is_slurms_to_choose_from() -> None:
     """Also for the job's later starts, and for a resubmission, which take the same script.
 

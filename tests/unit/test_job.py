@@ -12,7 +12,8 @@ from clusterddp import __version__
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import Checkpointing, Job, Keep, Limits, Timeouts, Watchdog
-from clusterddp.jobdef.load import from_values, load, load_resolved, user_defaults
+from clusterddp.jobdef.load import from_values, load, load_resolved
+from clusterddp.jobdef.profiles import Profile, read_profiles
 from clusterddp.jobdef.schema import READERS
 
 EVERYTHING = """\
@@ -23,6 +24,7 @@ args_on_resume: [--resume]
 nodes: 2
 gpus_per_node: a100:4
 gpus_per_rank: 2
+gpu_request: gres
 device: cuda
 time: 1:30:00
 partition: no
@@ -82,6 +84,7 @@ def test_every_field_is_read(folder: Path) -> None:
         nodes=2,
         gpus_per_node=4,
         gpus_per_rank=2,
+        gpu_request="gres",
         gpu_type="a100",
         time_s=5400,
         partition="no",
@@ -122,7 +125,8 @@ def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp
     assert [getattr(job, name) for name in same] == [getattr(plain, name) for name in same]
     assert (job.checkpoint.every_s, job.checkpoint.keep.last) == (plain.checkpoint.every_s, plain.checkpoint.keep.last)
     (tmp_path / "config.yaml").write_text(users)
-    assert user_defaults("alps", tmp_path / "config.yaml").keys() == {"account", "watchdog", "partition"}
+    profile = Profile("user", tmp_path / "config.yaml")
+    assert read_profiles([profile], "alps").keys() == {"account", "watchdog", "partition"}
 
 
 def test_only_the_script_is_required(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,7 +427,7 @@ def test_layers_win_in_order_and_are_all_checked(folder: Path) -> None:
     """Defaults, file, options, ``--set``; a mistake that a higher layer hides is still reported."""
     (folder / "config.yaml").write_text("defaults: {partition: a, account: a, qos: a, seed: 1, env: {A: a, B: a}}\n")
     given: dict[str, Any] = {
-        "defaults": user_defaults(None, folder / "config.yaml"),
+        "defaults": read_profiles([Profile("user", folder / "config.yaml")], None),
         "values": {"qos": "c", "seed": "3"},
         "overrides": {"seed": "4"},
     }
@@ -565,40 +569,6 @@ def test_every_difference_is_found(folder: Path) -> None:
     unchanged = {item.name for item in dataclasses.fields(Job)} - keys
     assert unchanged == {"name", "time_s", "gpu_type", "min_nodes"}
     assert keys - {item.name for item in dataclasses.fields(Job)} == {"job_name", "time"}
-
-
-def test_user_defaults_follow_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cluster's own values win; an unknown cluster, or none, has the general ones."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert user_defaults("alps") == {}
-    (tmp_path / "clusterddp").mkdir()
-    (tmp_path / "clusterddp" / "config.yaml").write_text(
-        "defaults: {partition: gpu, env: {A: 1, B: 1}}\nclusters:\n  alps: {partition: normal, env: {B: 2}}\n"
-    )
-
-    def job(cluster: str | None) -> Job:
-        return from_values({"module": "m"}, defaults=user_defaults(cluster))
-
-    assert (job("alps").partition, job("alps").env) == ("normal", {"A": "1", "B": "2"})
-    assert (job("other").partition, job(None).env) == ("gpu", {"A": "1", "B": "1"})
-
-
-def test_user_defaults_are_as_strict(tmp_path: Path) -> None:
-    """All mistakes of the whole file, and what belongs to one job has no place there."""
-    path = tmp_path / "config.yaml"
-    path.write_text("default: {}\ndefaults: {nodes: x, script: a.py}\nclusters:\n  a: {partitoin: x}\n  b: [1]\n")
-    with pytest.raises(JobDefinitionError) as caught:
-        user_defaults(None, path)
-    lines = str(caught.value).replace(f"{path}:", "").splitlines()
-    assert [line[:30] for line in lines] == [
-        "1:1: unknown key 'default'; di",
-        "2:19: nodes: expected a whole ",
-        "2:22: unknown key 'script'; va",
-        "4:7: unknown key 'partitoin'; ",
-        "5:6: expected 'key: value' lin",
-    ]
-    with pytest.raises(JobDefinitionError, match="No such file"):
-        user_defaults(None, tmp_path / "absent.yaml")
 
 
 def test_reading_a_definition_leaves_torch_alone() -> None:

@@ -1,0 +1,66 @@
+"""``clusterddp config``: shows the resolved job, checks files, and prints the JSON Schema of job definitions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from clusterddp.cli.options import add_job_arguments
+from clusterddp.cli.settings.resolved import show_job
+from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.jobdef.load import file_fields, load
+from clusterddp.jobdef.profiles import SECTIONS, check_profile
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The actions of ``config``, each with its own options."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", help="what to do")
+    text = "print the job that submit would start, with profiles, options and defaults; secrets are masked"
+    resolved = actions.add_parser("show", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    resolved.add_argument(
+        "target", nargs="?", metavar="SCRIPT.py | JOB.yaml",
+        help="as for submit; default: ./clusterddp.yaml, else the bundled digits example",
+    )  # fmt: skip
+    resolved.add_argument("--origin", action="store_true", help="add where each value comes from, as a comment")
+    resolved.add_argument("--json", action="store_true", help="print values and origins as JSON")
+    add_job_arguments(resolved)
+    text = "check job definitions and profiles; print one line for each valid file, and one for each mistake"
+    checked = actions.add_parser("validate", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    checked.add_argument("files", nargs="+", metavar="FILE", help="a job definition or a profile")
+    text = "print the JSON Schema of job definitions, for editors"
+    actions.add_parser("schema", help=text, description=f"{text[0].upper()}{text[1:]}.")
+
+
+def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> int:
+    """Carries out one action of ``config``; returns the exit code."""
+    if arguments.action == "show":
+        return show_job(arguments, script_arguments)
+    if arguments.action == "validate":
+        return validate(arguments.files)
+    from clusterddp.jobdef.json_schema import job_schema
+
+    print(json.dumps(job_schema(), indent=2))
+    return 0
+
+
+def validate(files: Sequence[str]) -> int:
+    """Prints a line for each valid file and for each mistake; returns the exit code."""
+    code = 0
+    for name in files:
+        try:
+            print(f"{name}: valid {_check(Path(name))}")
+        except ClusterddpError as error:
+            print(error)
+            code = UsageError.exit_code
+    return code
+
+
+def _check(path: Path) -> str:
+    """What kind of file it is. Raises what is wrong with it, regardless of the profiles that apply here."""
+    if file_fields(path, []).keys() & {*SECTIONS}:
+        check_profile(path)
+        return "profile"
+    load(path)
+    return "job definition"

@@ -1,0 +1,170 @@
+"""The JSON Schema of a job definition, for editors: made from the fields of ``Job`` and their docstrings.
+
+It accepts whatever the reader accepts. What depends on several keys, or on files, only the reader checks.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Mapping
+from itertools import pairwise
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from clusterddp.jobdef.job import Job, Keep, Watchdog, written
+from clusterddp.jobdef.load import RUN_FORMAT
+from clusterddp.jobdef.schema import INSTEAD_OF_OPTION, READERS, SET_FOR_RANKS, WORDS
+
+#: A JSON Schema, or a part of one.
+Schema = dict[str, Any]
+#: YAML keys whose field has another name.
+_FIELDS = {"job_name": "name", "time": "time_s"}
+
+
+def job_schema() -> Schema:
+    """The schema, for draft 7, which editors know."""
+    hints, texts, values = get_type_hints(Job), _docstrings(Job), written(Job(name="", module=""))
+    properties: Schema = {"format": {"const": RUN_FORMAT, "description": "Only in the job.yaml of a run."}}
+    for key in READERS:
+        name = _FIELDS.get(key, key)
+        described = {"description": f"As in sbatch: --{key}." if key in WORDS else texts[name]}
+        if (default := values.get(key)) not in (None, "", (), {}):
+            described["default"] = default
+        properties[key] = described | _or_null(_OF_KEY.get(key) or _of_type(hints[name]))
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Job definition of clusterddp",
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        "oneOf": [_has("script"), _has("module")],
+    }
+
+
+def _has(key: str) -> Schema:
+    return {"required": [key], "properties": {key: {"not": {"type": "null"}}}}
+
+
+# --- from a field's type
+
+
+def _of_type(hint: Any) -> Schema:
+    """The values of a field of this type: a number, a boolean, a choice, text, or a section."""
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (part for part in get_args(hint) if part is not NoneType)
+    if get_origin(hint) is Literal:
+        return {"enum": list(get_args(hint))}
+    return _section(hint) if dataclasses.is_dataclass(hint) else dict(_OF_TYPE[hint])
+
+
+def _section(owner: Any, **properties: Schema) -> Schema:
+    """A mapping with fixed keys: the fields of a dataclass, or ``properties``."""
+    texts, hints = _docstrings(owner), get_type_hints(owner)
+    properties = properties or {item.name: _of_type(hints[item.name]) for item in dataclasses.fields(owner)}
+    described = {
+        key: ({"description": texts[key]} if key in texts else {}) | _or_null(schema)
+        for key, schema in properties.items()
+    }
+    return {"type": "object", "properties": described, "additionalProperties": False}
+
+
+def _or_null(schema: Schema) -> Schema:
+    """The same, or null, which leaves the built-in default."""
+    if "enum" in schema:
+        return schema | {"enum": [*schema["enum"], None]}
+    if "type" not in schema:
+        return schema | {"anyOf": [*schema["anyOf"], {"type": "null"}]}
+    types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+    return schema | {"type": [*types, "null"]}
+
+
+def _docstrings(owner: type) -> Mapping[str, str]:
+    """The string below each field of a dataclass, by the field's name."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    body = tree.body if isinstance(tree, ast.ClassDef) else []
+    return {
+        ast.unparse(item.target): " ".join(below.value.value.replace("``", "`").split())
+        for item, below in pairwise(body)
+        if isinstance(item, ast.AnnAssign)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }
+
+
+# --- values that the type alone does not describe
+
+#: Text: also what YAML reads as a number or a boolean.
+_SCALAR = ["string", "number", "boolean"]
+
+
+def _text(pattern: str = "", **more: Any) -> Schema:
+    return {"type": _SCALAR, "minLength": 1, **({"pattern": f"^(?:{pattern})$"} if pattern else {}), **more}
+
+
+def _list(**more: Any) -> Schema:
+    return {"type": "array", "items": {"type": [*_SCALAR, "null"]}, **more}
+
+
+def _either(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
+
+
+def _count(least: int = 1, **more: Any) -> Schema:
+    return {"type": "integer", "minimum": least, **more}
+
+
+_OF_TYPE: Mapping[Any, Schema] = {
+    bool: {"type": "boolean"},
+    int: _count(),
+    float: {"type": "number", "exclusiveMinimum": 0},
+    str: _text(),
+    tuple[str, ...]: _list(),
+}
+_EVERY = r"[0-9][0-9.e+-]* (steps?|seconds?|minutes?|hours?)"
+_OPTION_NAMES = sorted({*INSTEAD_OF_OPTION, *(key.replace("_", "-") for key in READERS)})
+_OPTIONS = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[a-z][a-z0-9-]*$", "not": {"enum": _OPTION_NAMES}},
+    "additionalProperties": _text(),
+}
+_KEEP = _section(Keep, last=_count(), every=_count(), best={"type": "string", "pattern": r"^\S+ (max|min)$"})
+
+_OF_KEY: Mapping[str, Schema] = {
+    "job_name": _text(r"[^\s/.-][^\s/]*", maxLength=200),
+    "module": {"type": "string", "pattern": r"^[^\s\d./-][^\s/-]*$"},
+    "nodes": _either(_count(maximum=65536), {"type": "string", "pattern": "^[1-9][0-9]{0,5}-[1-9][0-9]{0,5}$"}),
+    "gpus_per_node": _either(
+        _count(maximum=999999), {"type": "string", "pattern": r"^([A-Za-z0-9][\w.-]*:)?[1-9][0-9]{0,5}$"}
+    ),
+    "time": _either(_count(), {"type": "string", "pattern": r"^([0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}$"}),
+    **dict.fromkeys(WORDS, _text(r"""[^\s"'\\]+""")),
+    "mem": _either(_count(0), {"type": "string", "pattern": "^[0-9]+([KMGTkmgt][Bb]?)?$"}),
+    "setup": _either(_list(), _text()),
+    "env": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": sorted(SET_FOR_RANKS)}},
+        "additionalProperties": {"type": [*_SCALAR, "null"]},
+    },
+    "python": _text("[^-].*"),
+    **dict.fromkeys(("sbatch", "srun"), _OPTIONS),
+    "seed": _count(0),
+    "checkpoint": {
+        "type": "object",
+        "properties": {
+            "every": _or_null(
+                _either(
+                    {"enum": ["auto", "never"]},
+                    {"type": "string", "pattern": f"^{_EVERY}$"},
+                    {"type": "array", "items": {"type": "string", "pattern": f"^{_EVERY}$"}, "maxItems": 2},
+                )
+            ),
+            "keep": _or_null(_either(_count(), _KEEP)),
+        },
+        "additionalProperties": False,
+    },
+    "watchdog": _either({"const": "off"}, _section(Watchdog)),
+}

@@ -1,0 +1,249 @@
+"""``clusterddp config``: the resolved job and its origins, checked files, and the schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft7Validator
+
+from clusterddp.cli.command_line import command
+from clusterddp.cli.options import PACKAGED_JOB
+from clusterddp.errors import JobDefinitionError
+from clusterddp.jobdef import yaml12
+from clusterddp.jobdef.json_schema import job_schema
+from clusterddp.jobdef.load import load
+from clusterddp.jobdef.schema import READERS
+from clusterddp.jobdef.yaml12 import Node
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+JOB = """\
+script: train.py
+nodes: 2
+checkpoint: {every: 500 steps}
+env: {HF_TOKEN: s3cret-value, TWO: "a\\nb"}
+account: null
+"""
+VALIDATOR = Draft7Validator(job_schema())
+SHOW = ["config", "show", "job.yaml", "--gpus", "a100:4", "--set", "seed=7", "--set", "env.API_KEY=s3cret-value"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a profile of its own and a job, which is the current folder."""
+    for name, value in {
+        "CLUSTERDDP_SITE_CONFIG": "",
+        "XDG_CONFIG_HOME": "/nonexistent",
+        "SLURM_CLUSTERS": "alps",
+    }.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / ".clusterddp").mkdir()
+    (tmp_path / ".clusterddp" / "config.yaml").write_text(
+        "defaults: {account: x, watchdog: off}\nclusters:\n  alps:\n    partition: normal\n    env: {HF_HOME: /data}\n"
+    )
+    (tmp_path / "train.py").touch()
+    (tmp_path / "job.yaml").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# --- show
+
+
+def test_each_value_is_shown_with_its_origin(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """File, line and column, the option, or the default; as YAML with comments."""
+    assert command([*SHOW, "--origin"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == f"cluster: alps; profiles: project {folder}/.clusterddp/config.yaml\n"
+    lines = [" ".join(line.replace(f"{folder}/", "").split()) for line in shown.out.splitlines()]
+    for expected in (
+        "job_name: train # default",
+        "nodes: 2 # job.yaml:2:8",
+        "gpus_per_node: 'a100:4' # option --gpus",
+        "partition: normal # .clusterddp/config.yaml:4:16",
+        "account: null # job.yaml:5:10",
+        "HF_HOME: /data # .clusterddp/config.yaml:5:20",
+        "HF_TOKEN: '***' # job.yaml:4:17",
+        'TWO: "a\\nb" # job.yaml:4:36',
+        "API_KEY: '***' # --set env.API_KEY=***",
+        "seed: 7 # --set seed=7",
+        "every: 500 steps # job.yaml:3:21",
+        "keep: 3 # default",
+        "watchdog: 'off' # .clusterddp/config.yaml:1:34",
+    ):
+        assert expected in lines
+    assert not [line for line in lines if line.startswith("qos")]
+
+
+def test_the_shown_job_is_the_one_that_is_submitted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With origins and without, it is a job definition with the same values."""
+    texts = []
+    for option in ([], ["--origin"]):
+        command([*SHOW, *option, "--", "--lr", "1e-3", "--token", "s3cret-value"])
+        texts.append(capsys.readouterr().out)
+    assert "s3cret" not in "".join(texts)
+    jobs = []
+    for text in texts:
+        (folder / "shown.yaml").write_text(text)
+        jobs.append(load(folder / "shown.yaml"))
+    assert jobs[0] == jobs[1] and jobs[0].args == ("--lr", "1e-3", "--token", "***")
+    assert (jobs[0].gpu_type, jobs[0].partition, jobs[0].watchdog, jobs[0].env["TWO"]) == (
+        "a100",
+        "normal",
+        None,
+        "a\nb",
+    )
+
+
+def test_json_has_every_key_with_its_origin(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those that are not set."""
+    command([*SHOW, "--json"])
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["version"], shown["cluster"], shown["job"]["env"]["HF_TOKEN"]) == (1, "alps", "***")
+    assert shown["profiles"] == [{"owner": "project", "file": str(folder / ".clusterddp" / "config.yaml")}]
+    assert shown["job"].keys() == READERS.keys()
+    assert (shown["origins"]["qos"], shown["origins"]["checkpoint.every"]) == ("default", "job.yaml:3:21")
+
+
+def test_without_a_job_the_bundled_one_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With what the profiles set, which a user on a new cluster wants to see."""
+    command(["config", "show"])
+    shown = capsys.readouterr()
+    assert yaml.safe_load(shown.out)["partition"] == "normal" and "showing the bundled digits example" in shown.err
+    (folder / "clusterddp.yaml").write_text("module: mine\n")
+    command(["config", "show"])
+    assert yaml.safe_load(capsys.readouterr().out)["module"] == "mine"
+
+
+# --- validate
+
+
+def test_each_file_gets_a_line_and_each_mistake_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On stdout; the profiles that apply here do not count."""
+    (folder / "wrong.yaml").write_text("nodes: x\nscript: trian.py\n")
+    (folder / "profile.yaml").write_text("clusters: {alps: {args: [a]}}\n")
+    names = ["job.yaml", "wrong.yaml", "profile.yaml", ".clusterddp/config.yaml", "absent.yaml"]
+    assert command(["config", "validate", *names]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:34] for line in lines] == [
+        "job.yaml: valid job definition",
+        "wrong.yaml:1:8: nodes: expected a ",
+        "wrong.yaml:2:9: script 'trian.py' ",
+        "profile.yaml:1:19: unknown key 'ar",
+        ".clusterddp/config.yaml: valid pro",
+        "cannot read absent.yaml: No such f",
+    ]
+
+
+def test_the_jobs_that_come_with_clusterddp_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [str(path) for path in [*REPOSITORY.glob("jobs/*.yaml"), PACKAGED_JOB]]
+    assert command(["config", "validate", *names]) == 0
+    for name in names:
+        VALIDATOR.validate(plain(yaml12.load(Path(name).read_text(), name)))
+
+
+# --- schema
+
+_ARGUMENTS = (["[--lr, 1e-3]", "[]", "[~]"], ["--lr", "[[a]]", "{a: b}"])
+_WORD = (["gpu", "5", "no", '"1e3"'], ["a b", "[a]", "it's", '""'])
+_COUNT = (["1", "8"], ["0", "-1", "2.5", "x", '"8"', "true"])
+_OPTIONS = (
+    ["{comment: first try, exclusive: true, nice: 5}", "{}"],
+    ["{nodes: 2}", "{gpus-per-node: 2}", "{output: x}", "{--x: y}", "{Comment: x}", "[a]", "{comment: [a]}"],
+)
+#: Values by key: those that are valid, and those that are not.
+VALUES: dict[str, tuple[list[str], list[str]]] = {
+    "job_name": (["digits", "1", "é.x"], ["a b", "-x", "[a]", "a/b"]),
+    "script": (["train.py"], ["[train.py]", "{a: b}", '""']),
+    "module": (["package.train"], ["1a", "a b", "a/b", "[a]"]),
+    "args": _ARGUMENTS,
+    "args_on_resume": _ARGUMENTS,
+    "nodes": (["2", "2-4"], ["0", "two", "2.5", "70000", "2-"]),
+    "gpus_per_node": (["8", "a100:8", '"4"'], ["0", "a100", "-1", "[8]"]),
+    "gpus_per_rank": (["1"], ["0", "x"]),
+    "gpu_request": (["gres", "gpus-per-node"], ["none", "true"]),
+    "device": (["cpu"], ["gpu"]),
+    "time": (["30", "1:30:00", "2-12", "1-00:00:30"], ["soon", "-5", "1:2:3:4", "[1]"]),
+    **dict.fromkeys(("partition", "account", "qos", "constraint", "reservation", "exclude", "nodelist"), _WORD),
+    "mem": (["64G", "0", "500"], ["64 G", "much", "[1]"]),
+    "cpus_per_task": _COUNT,
+    "setup": (["[module load cuda]", "module load cuda", "|\n  a\n  b"], ["{a: b}", "[[a]]", '""']),
+    "env": (["{A: 1, B: , C: text}", "{}"], ["[a]", "{1A: x}", "{RANK: 1}", "{A: [1]}"]),
+    "python": (["/opt/python"], ["-x", "[a]"]),
+    "sbatch": _OPTIONS,
+    "srun": _OPTIONS,
+    "steps": _COUNT,
+    "seed": (["0", "17"], ["-1", "x"]),
+    "global_batch": _COUNT,
+    "checkpoint": (
+        [
+            "{every: 500 steps}", "{every: [500 steps, 5 minutes], keep: 3}", "{every: null}",
+            "{every: never, keep: {last: 3, every: 5000, best: f1 max}}",
+        ],
+        ["{every: 5}", "{keep: 0}", "{often: true}", "{keep: {best: f1}}", "5", "{every: 5 days}"],
+    ),
+    "timeouts": (["{start_s: 60, step_s: 1.5}", "{step_s: null}"], ["{start_s: 0}", "{x: 1}", "60"]),
+    "watchdog": (["off", "{step_s: 5, on_hang: end}"], ["on", "{on_hang: x}", "false"]),
+    "limits": (["{attempts: 3, gpu_hours: 0.5}", "{}"], ["{attempts: 0}", "{gpu_hours: -1}"]),
+    "policy": (["requeue"], ["never"]),
+    "lift_hold": (["false"], ["no", "0"]),
+    "backend": (["gloo"], ["mpi"]),
+    "share": (["group"], ["all"]),
+}  # fmt: skip
+
+
+def plain(node: Node) -> Any:
+    """What an editor passes to a schema."""
+    if isinstance(node.value, dict):
+        return {str(key): plain(item) for key, item in node.value.items()}
+    return [plain(item) for item in node.value] if isinstance(node.value, list) else node.value
+
+
+def accepted(folder: Path, text: str) -> tuple[bool, bool]:
+    """Whether the schema accepts a document, and whether the reader does."""
+    path = folder / "job.yaml"
+    path.write_text(text)
+    by_schema = VALIDATOR.is_valid(plain(yaml12.load(text, "job.yaml")))
+    try:
+        load(path)
+    except JobDefinitionError:
+        return by_schema, False
+    return by_schema, True
+
+
+@pytest.mark.parametrize("key", READERS)
+def test_the_schema_agrees_with_the_reader(key: str, folder: Path) -> None:
+    """Every value of VALUES is accepted, or refused, by both; and so is a null."""
+    valid, wrong = VALUES[key]
+    program = "" if key in ("script", "module") else "script: train.py\n"
+    batch = "global_batch: 24\n" if key == "nodes" else ""  # which a range of nodes needs
+    for text in valid + ([] if not program else ["null"]):
+        assert accepted(folder, f"{program}{batch}{key}: {text}\n") == (True, True), text
+    for text in wrong:
+        assert accepted(folder, f"{program}{batch}{key}: {text}\n") == (False, False), text
+
+
+@pytest.mark.parametrize(
+    "text", ["nodes: 2\n", "script: train.py\nmodule: m\n", "script: train.py\npartitoin: x\n", "[]"]
+)
+def test_what_a_job_must_have_is_in_the_schema(text: str, folder: Path) -> None:
+    """One program, and no unknown key."""
+    assert accepted(folder, text) == (False, False)
+
+
+def test_the_schema_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    """An editor shows the text, and the default."""
+    assert command(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    Draft7Validator.check_schema(schema)
+    described = schema["properties"]
+    assert all(described[key]["description"] for key in READERS)
+    assert (described["nodes"]["default"], described["lift_hold"]["default"], described["seed"]["default"]) == (
+        1,
+        True,
+        0,
+    )
+    assert described["partition"]["description"] == "As in sbatch: --partition."
