@@ -129,6 +129,8 @@ def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] |
             return jobs.load(run.job_file, set_values(arguments), values=values)
         target = default_target(values)
     values |= {"module": arguments.module} if arguments.module else {}
+    if profiles := find_profiles(os.environ, Path.cwd()):
+        show(f"profiles: {', '.join(map(str, profiles))}")
     return describe(target, values, set_values(arguments))
 
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +21,9 @@ from clusterddp.protocol import FOR_RANKS
 from clusterddp.reporter import say
 
 T = TypeVar("T")
+
+#: The second one is where slurmd and sackd put the file that they get from slurmctld (configless).
+CONFIGURATION_FILES = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf")
 
 TIMEOUT_S = 60.0
 
@@ -116,12 +119,12 @@ def submission_cluster(environ: Mapping[str, str]) -> str | None:
     """The cluster that a submission goes to: SLURM_CLUSTERS, else ClusterName in slurm.conf if it is readable."""
     if "SLURM_CLUSTERS" in environ:
         return environ["SLURM_CLUSTERS"]
-    try:
-        text = Path(environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).read_text()
-    except OSError:
-        return None
-    named = re.search(r"^\s*ClusterName\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
-    return named[1] if named else None
+    for path in [environ["SLURM_CONF"]] if "SLURM_CONF" in environ else CONFIGURATION_FILES:
+        with suppress(OSError):
+            text = Path(path).read_text(errors="replace")
+            named = re.search(r"^\s*ClusterName\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
+            return named[1] if named else None
+    return None
 
 
 def cluster_name(environ: Mapping[str, str]) -> str | None:
