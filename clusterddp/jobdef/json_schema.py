@@ -54,7 +54,9 @@ def _has(key: str) -> Schema:
 def _of_type(hint: Any) -> Schema:
     """The values of a field of this type: a number, a boolean, a choice, text, or a section."""
     if get_origin(hint) in (Union, UnionType):
-        (hint,) = (part for part in get_args(hint) if part is not NoneType)
+        hint, *others = (part for part in get_args(hint) if part is not NoneType)
+        if others:
+            return _either(*map(_of_type, (hint, *others)))
     if get_origin(hint) is Literal:
         return {"enum": list(get_args(hint))}
     return _section(hint) if dataclasses.is_dataclass(hint) else dict(_OF_TYPE[hint])
