@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from clusterddp.cli.options import describe
@@ -83,15 +85,15 @@ def launch(
     folder = None if run_dir is None else os.fspath(run_dir)
     with _without_job_variables():
         if callable(target):
-            job, plant = _of_function(target, args, values)
+            (job, plant), source = _of_function(target, args, values), _source_of(target)
         else:
             values |= {"args": [str(argument) for argument in args]} if args else {}
-            job, plant = describe(os.fspath(target), values, {}), None
+            job, plant, source = describe(os.fspath(target), values, {}), None, None
         if check(job, folder, place="--local" if local else None) is None and folder:  # it completed earlier
             return Handle(folder)
         if local:
             return _start_local(job, folder, plant)
-        return Handle(submit_to_slurm(job, folder, plant)[0].path)
+        return Handle(submit_to_slurm(job, folder, plant, source)[0].path)
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,16 @@ def _of_function(function: Callable[..., Any], args: tuple[Any, ...], values: di
     except Exception as error:
         raise UsageError(f"{function!r} and its arguments cannot be pickled: {error}") from error
     return job, lambda run: save_function(function_file(run), content)
+
+
+def _source_of(function: Callable[..., Any]) -> Path | None:
+    """The file that defines a function, or the class of a callable object; None for one that was typed in."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    with suppress(TypeError, OSError):
+        path = Path(inspect.getsourcefile(function if inspect.isroutine(function) else type(function)) or "")
+        return path.absolute() if path.is_file() else None
+    return None
 
 
 def _start_local(job: Job, run_dir: str | None, plant: Plant | None) -> Handle:

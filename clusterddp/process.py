@@ -53,11 +53,25 @@ def descendants(pid: int) -> dict[int, str]:
     """
     processes = _processes()
     found: dict[int, str] = {}
-    below = processes.get(pid, [])
+    below = [child for child in processes.get(pid, []) if child not in _ending_alone]
     while below:
         found |= {child: _command(child) for child in sorted(below)}
         below = [grandchild for child in below for grandchild in processes.get(child, [])]
     return {child: command for child, command in found.items() if not any(name in command for name in _EXIT_ALONE)}
+
+
+#: Children of this process that nobody else may end.
+_ending_alone: set[int] = set()
+
+
+@contextmanager
+def ending_alone(pid: int) -> Iterator[None]:
+    """Leaves a child of this process, and its children, out of ``descendants``."""
+    _ending_alone.add(pid)
+    try:
+        yield
+    finally:
+        _ending_alone.discard(pid)
 
 
 def _processes() -> dict[int, list[int]]:

@@ -85,6 +85,16 @@ HANDLER_REPLACED = (
     "arrives, steps since the last checkpoint are repeated; remove it, as clusterddp saves and stops the run on its own"
 )
 
+#: What the hook of a job definition is told.
+HOOK_EVENTS: Mapping[str, str] = {
+    "preempted": "the job is being preempted, and the run continues: it is requeued or resubmitted",
+    "resumed": "an attempt continues from a checkpoint",
+    "stopped": "nothing trains the run until someone continues it",
+    "completed": "all ranks finished",
+    "failed": "the run failed",
+    "cancelled": "the run was cancelled while an attempt ran",
+}
+
 # --- the control channel: one JSON object per line
 
 #: A rank's first message, and the supervisor's answer once rank 0 has joined: where rank 0's store is, and how many of
@@ -131,6 +141,8 @@ WATCHDOG = Variable("CLUSTERDDP_WATCHDOG", "supervisor to ranks: on or off")
 TERM_NOTICE_S = Variable(
     "CLUSTERDDP_TERM_NOTICE_S", "rank's entry point to clusterddp.init(): seconds from TERM to KILL, if known"
 )
+CODE = Variable("CLUSTERDDP_CODE", "supervisor to ranks and scripts: the snapshot of the code, if the run uses one")
+CHECKOUT = Variable("CLUSTERDDP_CHECKOUT", "supervisor to ranks and scripts: the repository that it is a copy of")
 RUNS = Variable("CLUSTERDDP_RUNS", "user to submit and launch(): the folder for new run directories, instead of ./runs")
 SITE_CONFIG = Variable(
     "CLUSTERDDP_SITE_CONFIG", "site to submit and launch(): its profile, instead of /etc/clusterddp/config.yaml"
@@ -138,4 +150,7 @@ SITE_CONFIG = Variable(
 DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows tracebacks")
 
 #: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
-FOR_RANKS = (RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S)
+FOR_RANKS = (
+    *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
+    *(CODE, CHECKOUT),
+)

@@ -71,6 +71,10 @@ def add_arguments(
     submission.add_argument("--wait", action="store_true", help="wait until the run is over, across requeues")
     submission.add_argument("-f", "--follow", action="store_true", help="like --wait, and print rank 0's output")
     submission.add_argument(
+        "--no-snapshot", action="store_true",
+        help="run the code that is in the checkout when an attempt starts, instead of a snapshot of it",
+    )  # fmt: skip
+    submission.add_argument(
         "--here", action="store_true", help="run in this shell's allocation (salloc, or an sbatch script)"
     )
     local = parser.add_argument_group("without Slurm")
@@ -161,6 +165,8 @@ def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str]
     values: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
     if script_arguments is not None:
         values["args"] = list(script_arguments)
+    if arguments.no_snapshot:
+        values["snapshot"] = False
     return values
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from clusterddp import protocol
 from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
@@ -44,9 +45,9 @@ def claim(run_dir: str | None, job: Job) -> tuple[RunDirectory, bool]:
             raise UsageError(f"cannot create {run} ({error.strerror}): choose another --run-dir") from error
 
 
-def check_not_held(run: RunDirectory) -> None:
-    """Refuses a run that another job or process trains: a run has one job at a time."""
-    if held := held_by_other(run):
+def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> None:
+    """Refuses a run that another job or process than ``me`` trains: a run has one job at a time."""
+    if held := held_by_other(run, me):
         if "cannot be reached from here" in held:
             remedy = "if it has ended, continue the run with --take-over; if it is still training, it will then exit"
         else:
@@ -62,7 +63,7 @@ def recorded(run: RunDirectory, job: Job, created: bool, plant: Plant | None = N
     outcome of a run that continues (failed, or completed and extended) is removed. After any other error in the body
     nothing is undone: the job may exist.
     """
-    files = (secrets_file(run.job_file), run.job_file, run.batch_script, run.outcome_file)
+    files = (secrets_file(run.job_file), run.job_file, run.batch_script, run.outcome_file, run.code_file)
     before = {path: path.read_bytes() for path in files if path.exists()}
     shown, secrets = without_secrets(job)
     try:

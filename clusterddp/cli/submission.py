@@ -9,9 +9,12 @@ import os
 import signal
 from pathlib import Path
 
+from clusterddp import protocol
 from clusterddp.checkpoint.store import of_run
 from clusterddp.cli.recording import Plant, check_not_held, claim, recorded
 from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.jobdef import code_snapshot
+from clusterddp.jobdef.checkout import checkout_of
 from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -97,7 +100,7 @@ def failed_before_first_step(run: RunDirectory) -> bool:
     if outcome is None or outcome["state"] != "failed" or outcome["step"] or run.last_metrics() is not None:
         return False
     own = {path.name for path in (run.job_file, run.batch_script, run.events_file, run.metrics_file, run.outcome_file)}
-    own |= {path.name for path in (run.checkpoints, run.logs, run.private)}
+    own |= {path.name for path in (run.checkpoints, run.logs, run.private, run.code)}
     return not any(run.checkpoints.glob("*")) and not {path.name for path in run.path.iterdir()} - own
 
 
@@ -137,8 +140,30 @@ def check_place(job: Job, place: str | None) -> None:
         )
 
 
+def with_code(
+    job: Job, run_dir: str | None, plant: Plant | None = None, *, batch: bool = False, source: Path | None = None
+) -> Plant:
+    """``plant``, and what makes the run use the present code: a snapshot of it, or the checkout.
+
+    A ``batch`` job waits, and is requeued: it gets a snapshot unless told otherwise. ``source``: the file of a launched
+    function. The repository is listed and its size checked at once, before anything is written.
+    """
+    wanted = batch if job.snapshot is None else job.snapshot
+    runs = [Path(os.environ.get(protocol.RUNS, "runs")), *([Path(run_dir)] if run_dir else [])]
+    checkout = checkout_of(job, runs, source) if wanted else None
+
+    def act(run: RunDirectory) -> None:
+        if plant:
+            plant(run)
+        if text := code_snapshot.renew(run, checkout):
+            show(text)
+
+    return act
+
+
 def record_local(job: Job, run_dir: str | None, plant: Plant | None) -> RunDirectory:
     """Records a job that is to run on this machine, without Slurm."""
+    plant = with_code(job, run_dir, plant)
     run, created = claim(run_dir, job)
     check_not_held(run)
     with recorded(run, job, created, plant):
@@ -147,12 +172,18 @@ def record_local(job: Job, run_dir: str | None, plant: Plant | None) -> RunDirec
     return run
 
 
-def submit_to_slurm(job: Job, run_dir: str | None, plant: Plant | None) -> tuple[RunDirectory, str]:
-    """Checks the job against the cluster, records it and submits it; returns the run and the job id."""
+def submit_to_slurm(
+    job: Job, run_dir: str | None, plant: Plant | None, source: Path | None = None
+) -> tuple[RunDirectory, str]:
+    """Checks the job against the cluster, records it and submits it; returns the run and the job id.
+
+    ``source``: the file of a launched function.
+    """
     from clusterddp.slurm import batch
     from clusterddp.supervisor.lease import submitted
 
     fitted = fit_to_cluster(job, required=True)
+    plant = with_code(job, run_dir, plant, batch=True, source=source)
     run, created = claim(run_dir, job)
     check_not_held(run)
     # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.

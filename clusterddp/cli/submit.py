@@ -16,8 +16,8 @@ from clusterddp.cli import fork
 from clusterddp.cli.options import add_arguments as add_arguments
 from clusterddp.cli.options import check_combinations, resolve_job
 from clusterddp.cli.progress import Progress
-from clusterddp.cli.recording import Plant, choose_run_directory, claim, recorded
-from clusterddp.cli.submission import check, fit_to_cluster, record_local, submit_to_slurm
+from clusterddp.cli.recording import Plant, check_not_held, choose_run_directory, claim, recorded
+from clusterddp.cli.submission import check, fit_to_cluster, record_local, submit_to_slurm, with_code
 from clusterddp.environment import in_batch_step
 from clusterddp.errors import INTERRUPTED
 from clusterddp.jobdef.job import Job
@@ -74,11 +74,15 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
     from clusterddp.slurm.batch import batch_script
     from clusterddp.supervisor.main import supervise_slurm
 
+    plant = with_code(job, run_dir)
     run, created = claim(run_dir, job)
     if changed or not run.exists():
-        with recorded(run, job, created):
+        with recorded(run, job, created, plant):
             script = batch_script(resources.as_allocated(job, os.environ), run, Path.cwd())
             write_atomically(run.batch_script, script)
+    elif not in_batch_step(os.environ):  # there, it may have been requeued: nobody asks for the present code
+        check_not_held(run, lease.of_job(os.environ["SLURM_JOB_ID"]))
+        plant(run)
     if in_batch_step(os.environ):
         return supervise_slurm(str(run))
     show(f"run directory: {run}")

@@ -137,6 +137,12 @@ class Job:
     """Memory per node with its unit, such as ``64G``; ``0``: all; None: in proportion to the GPUs."""
     cpus_per_task: int | None = None
     """CPUs per rank; None: in proportion to the GPUs."""
+    snapshot: bool | str | None = None
+    """Whether a submission takes a snapshot of the code; a size such as ``500M``: of at most so much. None: a batch job
+    whose program is in a git repository does, of at most 100 MB."""
+    hook: tuple[str, ...] = ()
+    """A command that the supervisor starts when the run is preempted, resumed, stopped, or over, with the event on its
+    standard input. YAML: a list of words, or one line for ``sh``."""
     setup: tuple[str, ...] = ()
     """Shell lines that run on the first node before the ranks start."""
     env: dict[str, str] = field(default_factory=dict)

@@ -240,6 +240,8 @@ READERS: dict[str, Reader] = {
         **dict.fromkeys(WORDS, value.word),
         mem=value.matching(r"[0-9]+([KMGTkmgt][Bb]?)?", "memory such as 64G, with a unit and no space"),
         cpus_per_task=value.whole(1),
+        snapshot=value.snapshot,
+        hook=value.command,
         setup=value.shell_lines,
     ),
     "env": _table("env", _check_variable, value.variable),

@@ -128,6 +128,24 @@ def arguments(node: Node) -> tuple[str, ...]:
     return tuple(_argument(item) for item in node.value)
 
 
+def command(node: Node) -> tuple[str, ...]:
+    """A command as a list of words, or as one line for ``sh``."""
+    if isinstance(node.value, list) and node.value:
+        return arguments(node)
+    if isinstance(node.value, (dict, list)) or not node.text:
+        raise Wrong(f"expected a command such as [python, notify.py], or one line for sh, got {quoted(node)}")
+    return ("/bin/sh", "-c", text(node))
+
+
+def snapshot(node: Node) -> bool | str:
+    """Whether to take a snapshot of the code, or the most that it may take."""
+    if isinstance(node.value, bool):
+        return node.value
+    if not re.fullmatch(r"[1-9][0-9]{0,5}[MG]", node.text, re.ASCII):
+        raise Wrong(f"expected true, false, or a size such as 500M or 2G, got {quoted(node)}")
+    return node.text
+
+
 def shell_lines(node: Node) -> tuple[str, ...]:
     """A list of lines, or one block of text; an item with a line break is two lines."""
     items = [_argument(item) for item in node.value] if isinstance(node.value, list) else [_block(node)]

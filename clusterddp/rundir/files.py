@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import math
@@ -127,6 +128,16 @@ def remove(path: Path) -> None:
     """Deletes a file durably, if it exists."""
     path.unlink(missing_ok=True)
     fsync_directory(path.parent)
+
+
+def fsync_file_system(path: Path) -> None:
+    """Makes everything that was written to the file system of ``path`` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    finally:
+        os.close(descriptor)
 
 
 def fsync_directory(path: Path) -> None:

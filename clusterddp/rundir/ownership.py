@@ -14,7 +14,8 @@ def check_run(run: RunDirectory) -> None:
     """Raises RunDirectoryError if another user may have written, or could replace, what the run executes."""
     check_own(run.path)
     closed = run.path.exists() and run.path.stat().st_mode & 0o077 == 0
-    for path in (run.private, run.logs, run.checkpoints, run.job_file, run.batch_script):
+    snapshots = run.code.iterdir() if run.code.is_dir() else ()
+    for path in (run.private, run.logs, run.checkpoints, run.job_file, run.batch_script, run.code, *snapshots):
         check_own(path, closed)
 
 

@@ -30,6 +30,9 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.loop_log = self.logs / "loop.log"
+        self.hook_log = self.logs / "hook.log"
+        self.code = self.path / "code"
+        self.code_file = self.code / "current.json"  # which snapshot of the code the run uses
         self.private = self.path / "private"
         self.submitted_file = self.private / "submitted.json"
         self.request_file = self.private / "resubmit.json"

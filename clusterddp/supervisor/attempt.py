@@ -25,6 +25,7 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.failures.exit_status import ExitStatus, in_order
 from clusterddp.failures.hangs import Watch
 from clusterddp.hostlist import expand
+from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_state import changed, code_state
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
@@ -32,12 +33,14 @@ from clusterddp.reporter import say
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.control_server import ControlServer
-from clusterddp.supervisor.controller import Controller
+from clusterddp.supervisor.controller import Controller, Notice, Stop
 from clusterddp.supervisor.history import History
+from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.monitor import Monitor
 from clusterddp.supervisor.recovery import AttemptResult, Recovery
 from clusterddp.supervisor.verdict import RankEnd
+from clusterddp.worker.code_paths import mapped_variables
 
 #: What a rank's report may raise that is not of the expected form.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -58,6 +61,9 @@ class Attempt:
         self._run, self._job, self._number, self._submission = run, job, number, submission
         self._launcher, self._controller = launcher, controller
         self._history = History(run, number, secret_values(job, os.environ))
+        self._hook = Hook(run, job, number, hurry=controller.resubmits)
+        self._history.listener = self._hook.hear
+        self._code = code_snapshot.present(run)
         self._state = decide.State(job, _nodes_of(controller), steps_made(run), launcher.abandon_s)
         self._events: queue.SimpleQueue[tuple[float, decide.Event | BaseException]] = queue.SimpleQueue()
         #: When each timer that runs expires, on the monotonic clock.
@@ -72,7 +78,9 @@ class Attempt:
     def supervise(self) -> int:
         """Runs the attempt to its end; returns this process's exit code, or RESTART."""
         self._run_ranks()
-        return Recovery(self._run, self._number, self._controller, self._history, self._result()).act()
+        code = Recovery(self._run, self._number, self._controller, self._history, self._result()).act()
+        self._hook.finish()
+        return code
 
     def post(self, event: decide.Event) -> None:
         """Adds an event to the queue; from any thread."""
@@ -109,9 +117,11 @@ class Attempt:
 
     def _environment(self, token: str) -> dict[str, str]:
         """The environment of the ranks."""
+        environ = {**os.environ, **self._job.env}
+        if self._code is not None:
+            environ |= mapped_variables(environ, self._code.checkout, str(self._code.folder(self._run)))
         return {
-            **os.environ,
-            **self._job.env,
+            **environ,
             protocol.RUN_DIR: str(self._run),
             protocol.ATTEMPT: str(self._number),
             protocol.DEVICE: self._job.device,
@@ -152,6 +162,7 @@ class Attempt:
     def _handle(self, now: float, event: decide.Event | BaseException) -> None:
         if isinstance(event, BaseException):
             raise event
+        self._tell_hook(now, event)
         try:
             self._state, actions = decide.step(self._state, event, now)
             for action in actions:
@@ -161,6 +172,16 @@ class Attempt:
                 raise
             skipped = f"skipped what rank {event.rank} reported ({event.name!r}): {error!r}"
             self._carry_out(decide.Say(f"{skipped}\n{traceback.format_exc()}"))
+
+    def _tell_hook(self, now: float, event: decide.Event) -> None:
+        """Calls the hook as soon as a preemption is certain: afterwards the nodes have to be handed over."""
+        if not self._hook or self._state.superseded:
+            return
+        if isinstance(event, Notice) and event.stop is Stop.PREEMPTION:
+            told = {"time": now, "attempt": self._number, **self._controller.describe()}
+            self._hook.call("preempted", told)
+        elif isinstance(event, decide.RankEvent) and event.name == "signal" and not self._state.heard:
+            self._monitor.ask()  # at the first of them
 
     def _carry_out(self, action: decide.Action) -> None:
         """Does something about an event. Nothing here waits: for no disk, no rank and no controller."""
@@ -219,7 +240,7 @@ class Attempt:
         try:
             if self._submission is not None:
                 self._history.add("submitted", job=self._submission["job"], submitted=self._submission["time"])
-            state = code_state(self._job)
+            state = code_state(self._job, self._code.state() if self._code else None)
             before = [event.get("code") or {} for event in self._history.events if event["event"] == "started"]
             differences = changed(before[-1], state) if before else []
             started = {**self._controller.describe(), "ranks": self._job.world_size}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from clusterddp.jobdef.secrets import masked
@@ -42,6 +42,8 @@ class History:
         self._closed = False
         self.newest_step: int | None = None
         self.newest_checkpoint: int | None = None
+        #: Gets every event that is added.
+        self.listener: Callable[[Mapping[str, Any]], None] = lambda _: None
         drop_torn_line(run.events_file)
         #: All events of the run, oldest first, with those that a full disk has not taken yet.
         self.events = run.events()
@@ -57,6 +59,7 @@ class History:
         self.events.append(line)
         self.pending.append(line)
         self._write_pending()
+        self.listener(line)
         if words := sentence(line):  # a local run's terminal shows the events in the file, and our stderr
             print(words, file=sys.stderr if self.pending else sys.stdout, flush=True)
 

@@ -22,6 +22,7 @@ from clusterddp.checkpoint.store import of_run
 from clusterddp.entry import exit_with
 from clusterddp.environment import in_batch_step
 from clusterddp.errors import RunDirectoryError
+from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import check_revealed
@@ -35,11 +36,13 @@ from clusterddp.supervisor import lease
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import AllocationController, Controller, LocalController, SlurmController
 from clusterddp.supervisor.history import History
+from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLauncher
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.messages import at_step
 from clusterddp.supervisor.recovery import RESTART
 from clusterddp.supervisor.verdict import Action
+from clusterddp.worker.code_paths import mapped
 
 
 def supervise_slurm(run_directory: str) -> int:
@@ -47,7 +50,7 @@ def supervise_slurm(run_directory: str) -> int:
     prepare_process()
     run = RunDirectory(run_directory)
     _open_own_log(run)
-    job = as_started(load_trusted(run), os.environ)
+    job = as_started(with_snapshot(run, load_trusted(run)), os.environ)
     if in_batch_step(os.environ):
         return supervise(run, job, lambda: SlurmLauncher(job), SlurmController(os.environ, run, job))
     run.notice_file.unlink(missing_ok=True)  # of a previous attempt
@@ -69,6 +72,16 @@ def load_trusted(run: RunDirectory) -> Job:
     return job
 
 
+def with_snapshot(run: RunDirectory, job: Job) -> Job:
+    """The job with its script in the snapshot of the code that the run was submitted with, if there is one."""
+    snapshot = code_snapshot.present(run)
+    if snapshot is None or job.script is None:
+        return job
+    script = Path(job.script)
+    folder = mapped(str(script.parent), snapshot.checkout, str(snapshot.folder(run)))
+    return dataclasses.replace(job, script=str(Path(folder, script.name)))
+
+
 def as_started(job: Job, environ: Mapping[str, str]) -> Job:
     """The job with the number of nodes that Slurm allocated, if its definition gives a range.
 
@@ -84,7 +97,7 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
     die_with_parent()
     prepare_process()
     run = RunDirectory(run_directory)
-    job = load_trusted(run)
+    job = with_snapshot(run, load_trusted(run))
     if debug_rank is not None:
         signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the debugged rank
         job = dataclasses.replace(job, watchdog=None)  # a rank in the debugger is no hang
@@ -127,7 +140,10 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     if (run.outcome() or {}).get("state") == Action.FAIL.value:
         remove(run.outcome_file)  # whoever restarts the run has seen it
     elif reason is not None:
-        History(run, number).conclude(Action.FAIL.value, reason)
+        history, hook = History(run, number), Hook(run, job, number)
+        history.listener = hook.hear
+        history.conclude(Action.FAIL.value, reason)
+        hook.finish()
         return 1
     submission = lease.take(run, number, me)
     if run.cancelled:  # after the check above: `clusterddp cancel` may have found no holder

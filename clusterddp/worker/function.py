@@ -26,6 +26,7 @@ from clusterddp.errors import Declined, RunDirectoryError, Stopped, StoppedAlone
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker.code_paths import of_this_attempt
 from clusterddp.worker.signals import STOP_SIGNALS
 
 MODULE = "clusterddp.function"
@@ -121,6 +122,7 @@ def save_function(path: Path, content: bytes) -> None:
 def load_function(path: Path) -> DelayedSubmission:
     """Loads a call; extends this process's ``sys.path``."""
     search_path, inner = load_private(path)
+    search_path = [of_this_attempt(entry) for entry in search_path]
     sys.path.extend(entry for entry in search_path if entry not in sys.path)
     delayed: DelayedSubmission = pickle.loads(inner)
     return delayed

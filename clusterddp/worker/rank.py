@@ -31,7 +31,7 @@ from clusterddp.process import at_exit, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import completion, control_channel, rank_exit
+from clusterddp.worker import code_paths, completion, control_channel, rank_exit
 from clusterddp.worker.control_channel import ControlChannel
 
 #: A rank that uses clusterddp has imported one of these.
@@ -70,6 +70,7 @@ def main() -> None:
     _let_signals_through()
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
+    code_paths.use_snapshot()
     values, code = run_script(whole_command(sys.argv[1:], run))
     if os.getpid() != process:
         rank_exit.finish_child(code)
@@ -162,7 +163,7 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
         if command[0] == "-m":
             sys.argv = command[1:]
             if not command[1].startswith("clusterddp."):  # never import our own modules from the current folder
-                sys.path.insert(0, str(Path.cwd()))
+                sys.path.insert(0, code_paths.of_this_attempt(str(Path.cwd())))
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = command

@@ -48,6 +48,8 @@ checkpoint: {every: 500 steps, keep: 5}
 timeouts: {start_s: 600, step_s: 90.5, notice_s: 60}
 watchdog: {step_s: 120, start_s: 900, on_hang: end}
 limits: {attempts: 20, gpu_hours: 1.5}
+snapshot: 500M
+hook: [python, notify.py]
 policy: resubmit
 lift_hold: false
 backend: gloo

@@ -10,6 +10,7 @@ from typing import Any
 from clusterddp.cli.runs.accounting import cost
 from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.failures import exclusion
+from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -47,6 +48,8 @@ def show(run: RunDirectory) -> None:
     print(f"job       {job.name}: {job.shape}")
     print(f"state     {readable(state_of(run)[1])}")
     events = run.events()
+    if code := code_snapshot.described(code_snapshot.current(run), events):
+        print(f"code      {readable(code)}")
     print(f"attempts  {attempts_made(events)}")
     recorded = any(event.get("step") is not None for event in events)
     if recorded and (spent := cost(events, time.time())) is not None:

@@ -1,0 +1,236 @@
+"""The snapshot of the code that a submission takes, so that editing the checkout changes no queued or requeued run.
+
+``RUN/code/HASH`` has the layout of the script's repository. HASH is of the copied files: an unchanged submission uses
+the snapshot that is there. A file is copied, as a reflink where the file system can, and never hard-linked: an editor
+that rewrites it in place would change both. What is not code is linked, so that paths relative to a script's own file
+lead to the same data as in the checkout. ``RUN/code/current.json`` names the snapshot of the newest submission.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import RunDirectoryError
+from clusterddp.jobdef.checkout import Checkout
+from clusterddp.reporter import counted
+from clusterddp.rundir.files import create_folder, file_mode, fsync_directory, fsync_file_system, remove, write_json
+from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json
+from clusterddp.rundir.run_directory import RunDirectory
+
+_FICLONE = 0x40049409  # linux/fs.h
+_CHUNK = 1 << 20
+#: The most names that a message lists.
+_MOST_NAMES = 4
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The code of a submission: ``RUN/code/<snapshot>``, a copy of the repository in the folder ``checkout``."""
+
+    snapshot: str
+    checkout: str
+    commit: str | None
+    changes: str | None
+    """A hash of the uncommitted changes; None: there were none."""
+    changed: int
+    """The number of files that differed from the commit."""
+
+    def folder(self, run: RunDirectory) -> Path:
+        """Where it is."""
+        return run.code / self.snapshot
+
+    def state(self) -> dict[str, Any]:
+        """What the history records of it."""
+        return {"commit": self.commit, "changes": self.changes, "snapshot": self.snapshot}
+
+    def words(self) -> str:
+        """``commit 1f3a9c21 + 2 changed files, snapshot code/4f1c2a9be0d7``."""
+        commit = f"commit {self.commit[:8]}" if self.commit else "no commit"
+        changed = f" + {counted(self.changed, 'changed file')}" if self.changed else ""
+        return f"{commit}{changed}, snapshot code/{self.snapshot}"
+
+
+_RECORD: Schema = {
+    "snapshot": lambda name: is_text(name) and re.fullmatch(r"[0-9a-f]{12}", name) is not None,
+    "checkout": is_text,
+    "commit": optional(is_text),
+    "changes": optional(is_text),
+    "changed": is_count,
+}
+
+
+def current(run: RunDirectory) -> Snapshot | None:
+    """The snapshot that the run uses; None if it uses the checkout."""
+    record = read_json(run.code_file, _RECORD)
+    return None if record is None else Snapshot(**{key: record.get(key) for key in _RECORD})  # type: ignore[arg-type]
+
+
+def present(run: RunDirectory) -> Snapshot | None:
+    """The same, for an attempt that is about to start: RunDirectoryError if its folder does not exist any more."""
+    snapshot = current(run)
+    if snapshot is not None and not snapshot.folder(run).is_dir():
+        raise RunDirectoryError(
+            f"{snapshot.folder(run)}, the snapshot of the code that this run was submitted with, does not exist: "
+            f"clusterddp submit --run-dir {run} takes a new one of {snapshot.checkout}"
+        )
+    return snapshot
+
+
+def renew(run: RunDirectory, checkout: Checkout | None) -> str | None:
+    """Makes the run use the present code: a snapshot of ``checkout``, or (None) the checkout itself.
+
+    Returns what to tell the user; None: nothing changed, and there is no snapshot.
+    """
+    before = current(run)
+    if checkout is None:
+        remove(run.code_file) if before else None
+        return f"code: the checkout as it is when each attempt starts, instead of {before.words()}" if before else None
+    snapshot = _take(run, checkout)
+    write_json(run.code_file, asdict(snapshot))
+    if before is None or before.snapshot == snapshot.snapshot:
+        return f"code: {snapshot.words()}"
+    different = _different(before.folder(run), snapshot.folder(run))
+    more = f" and {len(different) - _MOST_NAMES} more" if len(different) > _MOST_NAMES else ""
+    names = f"{', '.join(different[:_MOST_NAMES])}{more}"
+    return f"code: {snapshot.words()}; changed since the last submission ({before.words()}): {names}"
+
+
+def unused(run: RunDirectory) -> list[Path]:
+    """The folders of earlier submissions' snapshots, without those into which the script wrote files."""
+    used = current(run)
+    folders = sorted(run.code.iterdir()) if run.code.is_dir() else []
+    old = [path for path in folders if path.is_dir() and (used is None or path.name != used.snapshot)]
+    return [path for path in old if path.name.endswith(".tmp") or path.name == _digest(path, _walk(path))]
+
+
+# --- taking one
+
+
+def _take(run: RunDirectory, checkout: Checkout) -> Snapshot:
+    create_folder(run.code, exist_ok=True)
+    name = _digest(checkout.root, checkout.copied)
+    if not (run.code / name).is_dir():
+        name = _copy(checkout, run.code)
+    _link(checkout, run.code / name)
+    return Snapshot(name, str(checkout.root), checkout.commit, checkout.changes, checkout.changed)
+
+
+def _copy(checkout: Checkout, code: Path) -> str:
+    """Copies the files; returns the digest of the copies, which names their folder: files may change meanwhile."""
+    temporary = code / f"{secrets.token_hex(4)}.tmp"
+    create_folder(temporary)
+    try:
+        for name in checkout.copied:
+            _make_parents(temporary, name)
+            _copy_file(checkout.root / name, temporary / name)
+        digest = _digest(temporary, checkout.copied)
+        if (code / digest).is_dir():
+            shutil.rmtree(temporary)
+        else:
+            fsync_file_system(temporary)  # a file at a time would take seconds
+            temporary.rename(code / digest)
+            fsync_directory(code)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RunDirectoryError(
+            f"cannot copy {error.filename or checkout.root} for the snapshot of the code ({error.strerror}); "
+            "--no-snapshot uses the code in the checkout"
+        ) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return digest
+
+
+def _make_parents(top: Path, name: str) -> None:
+    for parent in reversed(Path(name).parents[:-1]):
+        create_folder(top / parent, exist_ok=True)
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    """Copies a file or a symbolic link; the copy is at most as readable as the folder of the run, and the source."""
+    if source.is_symlink():
+        target.symlink_to(source.readlink())
+        return
+    with open(source, "rb") as original, open(target, "xb") as copy:
+        status = os.fstat(original.fileno())
+        readable = file_mode(target.parent)
+        executable = (readable >> 2) & 0o111 if status.st_mode & 0o100 else 0
+        os.fchmod(copy.fileno(), (readable | executable) & (status.st_mode | 0o700))
+        try:
+            fcntl.ioctl(copy.fileno(), _FICLONE, original.fileno())
+        except OSError:  # another file system, or one that cannot share blocks
+            shutil.copyfileobj(original, copy, _CHUNK)
+        copy.flush()
+        os.utime(copy.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _link(checkout: Checkout, folder: Path) -> None:
+    for name in checkout.linked:
+        if not os.path.lexists(folder / name):
+            _make_parents(folder, name)
+            (folder / name).symlink_to(checkout.root / name)
+
+
+# --- comparing
+
+
+def _digest(root: Path, names: Iterable[str]) -> str:
+    total = hashlib.sha256()
+    for name, content in sorted(_contents(root, names).items()):
+        total.update(hashlib.sha256(os.fsencode(name)).digest() + content)
+    return total.hexdigest()[:12]
+
+
+def _contents(root: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """A hash of each file's kind and content, by name; of a symbolic link, of its target."""
+    hashes = {}
+    for name in names:
+        path = root / name
+        if path.is_symlink():
+            hashes[name] = hashlib.sha256(b"link " + os.fsencode(path.readlink())).digest()
+            continue
+        with open(path, "rb") as file:
+            content = hashlib.sha256(b"program " if os.fstat(file.fileno()).st_mode & stat.S_IXUSR else b"file ")
+            while chunk := file.read(_CHUNK):
+                content.update(chunk)
+        hashes[name] = content.digest()
+    return hashes
+
+
+def _different(before: Path, after: Path) -> list[str]:
+    """The names of files that only one of two snapshots has, or that differ."""
+    old, new = (_contents(folder, _walk(folder)) for folder in (before, after))
+    return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    """The files in a snapshot, without Python's caches and the links to the checkout."""
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        links = [name for name in folders if Path(parent, name).is_symlink()]
+        for path in (Path(parent, name) for name in (*files, *links)):
+            name = str(path.relative_to(folder))
+            if not (path.is_symlink() and str(path.readlink()).endswith(f"/{name}")):
+                yield name
+
+
+def described(snapshot: Snapshot | None, events: Iterable[dict[str, Any]]) -> str | None:
+    """The code that the run uses, in words; without a snapshot, that of its newest attempt. None if unknown."""
+    if snapshot is not None:
+        return snapshot.words()
+    codes = [event.get("code") or {} for event in events if event["event"] == "started"]
+    if not codes or not codes[-1].get("commit"):
+        return None
+    changed = " + uncommitted changes" if codes[-1].get("changes") else ""
+    return f"commit {str(codes[-1]['commit'])[:8]}{changed}, no snapshot"

@@ -1,0 +1,104 @@
+"""The user's hook: a command that gets what happens to the run, as JSON on its standard input.
+
+A call never delays the ranks and changes nothing about the run: it has a thread and a session of its own, its output
+goes to ``logs/hook.log``, and a failure is a message. It is killed after ``TIMEOUT_S``. Before this process exits it
+waits for the calls that it would end: as long as that when nobody needs the nodes, and ``HANDOVER_S`` when a preempting
+job does. On a preemption the hook is therefore called as soon as the controller confirms it, while the ranks save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from clusterddp import protocol
+from clusterddp.jobdef.job import Job
+from clusterddp.process import ending_alone
+from clusterddp.reporter import say
+from clusterddp.rundir.files import create_file, finite
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.cause import Cause
+
+TIMEOUT_S = 10.0
+HANDOVER_S = 0.25
+_PREEMPTED = (Cause.PREEMPTED.value, Cause.PREEMPTED_WITHOUT_GRACE.value)
+
+
+def hook_event(event: Mapping[str, Any]) -> str | None:
+    """What the hook is told of an event of the history: a word of ``protocol.HOOK_EVENTS``, or nothing."""
+    name = event["event"]
+    if name == "stopped" and event.get("then") != "requeued by Slurm":
+        return "stopped"
+    if name in ("requeued", "resubmitted", "stopped"):
+        return "preempted" if event.get("cause") in _PREEMPTED else None
+    return name if name in protocol.HOOK_EVENTS else None
+
+
+class Hook:
+    """Calls the hook of a job, if it has one. ``hurry``: whether a preempting job waits for this process to exit."""
+
+    def __init__(self, run: RunDirectory, job: Job, attempt: int, hurry: bool = False) -> None:
+        self._run, self._job, self._attempt, self._hurry = run, job, attempt, hurry
+        self._told: set[str] = set()
+        self._calls: list[tuple[str, threading.Thread]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._job.hook)
+
+    def hear(self, event: Mapping[str, Any]) -> None:
+        """Calls the hook if it is to be told of this event of the history."""
+        if (word := hook_event(event)) is not None:
+            self.call(word, event)
+
+    def call(self, word: str, event: Mapping[str, Any]) -> None:
+        """Calls the hook, once for each word of an attempt. Does not wait."""
+        if not self._job.hook or word in self._told:
+            return
+        self._told.add(word)
+        told: dict[str, Any] = {**event, "event": word, "run": str(self._run), "job_name": self._job.name}
+        thread = threading.Thread(target=self._carry_out, args=(word, told), name=f"hook {word}", daemon=True)
+        self._calls.append((word, thread))
+        thread.start()
+
+    def finish(self) -> None:
+        """Waits for calls that the end of this process would cut short, but not for long."""
+        begun = time.monotonic()
+        for word, thread in self._calls:
+            soon = word == "resumed" or (self._hurry and "preempted" in self._told)
+            thread.join(max(0.0, (HANDOVER_S if soon else TIMEOUT_S + 1) - (time.monotonic() - begun)))
+
+    def _carry_out(self, word: str, told: Mapping[str, Any]) -> None:
+        names: dict[str, str] = {protocol.RUN_DIR: str(self._run), protocol.ATTEMPT: str(self._attempt)}
+        try:
+            with open(self._run.hook_log, "ab", opener=create_file) as log:
+                process = subprocess.Popen(
+                    self._job.hook,
+                    env={**os.environ, **names},
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            with ending_alone(process.pid):
+                self._wait(process, word, (json.dumps(finite(told)) + "\n").encode())
+        except OSError as error:
+            say(f"hook not called for {word!r}: {error.strerror} ({error.filename})")
+
+    def _wait(self, process: subprocess.Popen[bytes], word: str, told: bytes) -> None:
+        try:
+            process.communicate(told, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            say(f"hook killed: not done with {word!r} after {TIMEOUT_S:.0f} s; its output: {self._run.hook_log}")
+            return
+        if process.returncode:
+            say(f"hook failed for {word!r} (exit code {process.returncode}); its output: {self._run.hook_log}")
