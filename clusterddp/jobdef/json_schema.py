@@ -145,6 +145,8 @@ _OF_KEY: Mapping[str, Schema] = {
     "time": _either(_count(), {"type": "string", "pattern": r"^([0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}$"}),
     **dict.fromkeys(WORDS, _text(r"""[^\s"'\\]+""")),
     "mem": _either(_count(0), {"type": "string", "pattern": "^[0-9]+([KMGTkmgt][Bb]?)?$"}),
+    "snapshot": _either({"type": "boolean"}, {"type": "string", "pattern": "^[1-9][0-9]{0,5}[MG]$"}),
+    "hook": _either(_list(minItems=1), _text()),
     "setup": _either(_list(), _text()),
     "env": {
         "type": "object",

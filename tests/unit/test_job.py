@@ -109,6 +109,8 @@ def test_every_field_is_read(folder: Path) -> None:
         checkpoint=Checkpointing(every_steps=500, every_s=None, keep=Keep(5)),
         watchdog=Watchdog(120.0, 900.0, "end"),
         limits=Limits(attempts=20, gpu_hours=1.5),
+        snapshot="500M",
+        hook=("python", "notify.py"),
         policy="resubmit",
         lift_hold=False,
         timeouts=Timeouts(start_s=600.0, step_s=90.5, notice_s=60.0),
