@@ -29,7 +29,7 @@ print(Path(__file__).parents[1] == code, os.getcwd() == str(checkout))
 
 
 def test_every_attempt_uses_the_code_of_the_submission(tmp_path: Path) -> None:
-    """The script, a module beside it, PYTHONPATH, also in a child; ignored data as ever. The hook is told of the end."""
+    """The script, a module beside it, PYTHONPATH, also in a child; ignored data as ever. The hook is told."""
     repository, run = tmp_path / "repo", RunDirectory(tmp_path / "run")
     code = {"scripts/train.py": TRAIN, "scripts/net.py": "VALUE = 'submitted'", "lib/tools.py": "VALUE = 'submitted'"}
     for name, text in {**code, "data/images": "pixels", ".gitignore": "data"}.items():
