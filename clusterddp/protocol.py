@@ -60,6 +60,9 @@ RUN_ENDS: Mapping[str, Event] = {
 #: After these an attempt has no ranks.
 ATTEMPT_ENDS: Mapping[str, Event] = {**_ENDS, **RUN_ENDS}
 
+#: Events of an attempt that never started its ranks. Any other event shows that it did, even if `started` is missing.
+WITHOUT_RANKS = frozenset(("submitted", "forked", "failed", "cancelled"))
+
 EVENTS: Mapping[str, Event] = {
     "forked": Event("step source", "`submit --fork` copied checkpoint `step` of the run `source`"),
     "submitted": Event("job submitted", "when the job was submitted"),

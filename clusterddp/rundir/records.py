@@ -156,6 +156,24 @@ def read_backwards(path: Path, schema: Schema | None = None) -> Iterator[dict[st
                 warned = True
 
 
+def both_ends(path: Path, size: int) -> tuple[list[bytes], list[bytes]]:
+    """The complete lines in the first and in the last ``size`` bytes of a file, oldest first; of a small file, none and
+    all. The file is opened once. If one line fills the last bytes, more are read."""
+    try:
+        file = retrying(path, lambda: open(path, "rb"))
+    except FileNotFoundError:
+        return [], []
+    with file:
+        end = file.seek(0, os.SEEK_END)
+        block = min(size, end)
+        lines = _read_at(path, file, end - block, block).split(b"\n")
+        while block < end and len(lines) < 3:  # the first line is cut, and what follows the last line end is torn
+            block = min(2 * block, end)
+            lines = _read_at(path, file, end - block, block).split(b"\n")
+        beginning = _read_at(path, file, 0, min(size, end - block)).split(b"\n")
+    return beginning[:-1], lines[block < end : -1]
+
+
 def _lines_backwards(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """The complete lines, newest first, each with its position in the file."""
     start, block, rest, torn = file.seek(0, os.SEEK_END), _BLOCK, b"", True

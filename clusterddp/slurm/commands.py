@@ -317,8 +317,8 @@ def parse_job(text: str) -> JobInfo | None:
             reason=fields.get("Reason", "None"),
             nodes=fields.get("NodeList", "").replace("(null)", ""),
             restarts=int(fields.get("Restarts", 0)),
-            preempt_time=_time(fields.get("PreemptTime")),
-            end_time=_time(fields.get("EndTime")),
+            preempt_time=unix_time(fields.get("PreemptTime")),
+            end_time=unix_time(fields.get("EndTime")),
             run_time_s=_seconds(fields.get("RunTime")),
             time_limit_s=_seconds(fields.get("TimeLimit")),
         )
@@ -331,7 +331,7 @@ def _seconds(text: str | None) -> float:
     return 86400 * days + 3600 * hours + 60 * minutes + seconds
 
 
-def _time(text: str | None) -> float | None:
+def unix_time(text: str | None) -> float | None:
     """Unix seconds of Slurm's ``2026-01-31T12:00:00`` (local time); None for None, Unknown, N/A and the like."""
     try:
         return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))

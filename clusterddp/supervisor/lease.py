@@ -8,16 +8,15 @@ the run. It names the run that it was written for, so that it is void in a copy 
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from clusterddp.process import process_namespace, process_start
+from clusterddp.rundir.claims import on_this_machine, process_alive, read_claim, write_claim
 from clusterddp.rundir.files import remove, write_json
-from clusterddp.rundir.records import Schema, is_text, optional, read_json
+from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 
@@ -42,29 +41,29 @@ def of_this_process() -> dict[str, Any]:
 
 def submitted(run: RunDirectory, job_id: str) -> None:
     """Records that a submitted job holds the run until it starts an attempt."""
-    _write(run.submitted_file, run, {**of_job(job_id), "time": time.time()})
+    write_claim(run.submitted_file, run, {**of_job(job_id), "time": time.time()})
 
 
 def loop_started(run: RunDirectory) -> None:
     """Records that this process is the loop of a local run, which also holds the run between two attempts."""
-    _write(run.loop_file, run, of_this_process())
+    write_claim(run.loop_file, run, of_this_process())
 
 
 def loop_ended(run: RunDirectory) -> None:
     """Records that the loop has ended."""
-    _write(run.loop_file, run, {**of_this_process(), "let_go": True})
+    write_claim(run.loop_file, run, {**of_this_process(), "let_go": True})
 
 
 def local_loop_alive(run: RunDirectory) -> bool:
     """Whether the loop of a local run is alive."""
-    loop = _read(run.loop_file, run)
+    loop = read_claim(run.loop_file, run)
     return loop is not None and not loop.get("let_go") and _held_by_process(loop) is not None
 
 
 def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, Any] | None:
     """An attempt's supervisor takes the lease; returns the entry of the submission that led to it."""
-    _write(run.holder_file(attempt), run, me)
-    pending = _read(run.submitted_file, run)
+    write_claim(run.holder_file(attempt), run, me)
+    pending = read_claim(run.submitted_file, run)
     if pending is None or not _same(pending, me):
         return None
     remove(run.submitted_file)
@@ -83,22 +82,22 @@ def let_go_unreachable(run: RunDirectory) -> None:
     One that is still running exits when it sees the next attempt.
     """
     for file in (run.submitted_file, *map(run.holder_file, run.attempts())):
-        entry = _read(file, run)
+        entry = read_claim(file, run)
         if entry is not None and not reachable(entry):
-            _write(file, run, {**entry, "let_go": True})
+            write_claim(file, run, {**entry, "let_go": True})
 
 
 def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
     """Whether the job or process with this entry held an attempt until its end."""
-    entry = _read(run.holder_file(attempt), run)
+    entry = read_claim(run.holder_file(attempt), run)
     return entry is not None and not entry.get("let_go") and _same(entry, me)
 
 
 def holders(run: RunDirectory) -> list[dict[str, Any]]:
     """Who may hold the run, the newest claim first."""
-    pending = _read(run.submitted_file, run)
+    pending = read_claim(run.submitted_file, run)
     # An attempt that is just being claimed has no entry yet: then the previous one counts.
-    taken = (_read(run.holder_file(number), run) for number in reversed(run.attempts()))
+    taken = (read_claim(run.holder_file(number), run) for number in reversed(run.attempts()))
     newest = next(filter(None, taken), {})
     return [entry for entry in (pending, newest) if entry and not entry.get("let_go")]
 
@@ -121,43 +120,7 @@ def reachable(entry: Mapping[str, Any]) -> bool:
     if entry["kind"] == "slurm":
         own, other = slurm.cluster_name(os.environ), entry.get("cluster")
         return None in (own, other) or own == other
-    return entry["host"] == socket.gethostname() or entry.get("machine") == process_namespace()
-
-
-def _write(path: Path, run: RunDirectory, entry: Mapping[str, Any]) -> None:
-    write_json(path, {**entry, "run": _identity(run)}, mode=0o600)
-
-
-def _read(path: Path, run: RunDirectory) -> dict[str, Any] | None:
-    """An entry; None if there is none, or it came with a copy of another run's directory.
-
-    RunDirectoryError unless it names a job or a process.
-    """
-    entry = read_json(path, {"kind": lambda kind: kind in ("slurm", "local")})
-    if entry is None:
-        return None
-    entry = read_json(path, _JOB if entry["kind"] == "slurm" else _PROCESS) or {}
-    written_for, here = entry.pop("run", None), _identity(run)
-    # A run that was moved keeps its inode; one that is mounted on another node may keep only its path.
-    if isinstance(written_for, dict) and not written_for.items() & here.items():
-        return None
-    return entry
-
-
-def _identity(run: RunDirectory) -> dict[str, Any]:
-    return {"path": str(run.path.resolve()), "inode": run.path.stat().st_ino}
-
-
-_JOB: Schema = {
-    "job": lambda job: is_text(job) and re.fullmatch(r"\d+(_\d+)?", job, re.ASCII) is not None,
-    "cluster": optional(is_text),
-}
-_PROCESS: Schema = {
-    "host": is_text,
-    "machine": optional(is_text),
-    "pid": lambda pid: type(pid) is int and 1 < pid < 2**31,
-    "process_start": optional(is_text),
-}
+    return on_this_machine(entry)
 
 
 def _same(entry: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -181,5 +144,4 @@ def _held_by_job(entry: Mapping[str, Any]) -> str | None:
 def _held_by_process(holder: Mapping[str, Any]) -> str | None:
     if not reachable(holder):
         return f"held by process {holder['pid']} on {holder['host']}, which cannot be reached from here"
-    alive = process_start(holder["pid"]) == holder["process_start"]
-    return f"held by process {holder['pid']} on this machine" if alive else None
+    return f"held by process {holder['pid']} on this machine" if process_alive(holder) else None

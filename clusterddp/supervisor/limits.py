@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from clusterddp.jobdef.job import Job
-from clusterddp.protocol import ATTEMPT_ENDS
+from clusterddp.protocol import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.rundir.records import is_count
 from clusterddp.slurm.cause import Cause
 
-#: Events of an attempt that never started its ranks. Any other event shows that it did, even if `started` is missing.
-_WITHOUT_RANKS = frozenset(("submitted", "forked", "failed", "cancelled"))
 #: So many consecutive attempts may end at their time limit, or by a transient failure, without a new checkpoint: the
 #: next one would not get further.
 FRUITLESS = 3
@@ -34,7 +32,7 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
 
 def attempts_made(events: Iterable[Mapping[str, Any]]) -> int:
     """How many attempts have started their ranks."""
-    return len({event["attempt"] for event in events if event["event"] not in _WITHOUT_RANKS})
+    return len({event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS})
 
 
 def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size: int) -> float:
@@ -47,7 +45,7 @@ def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size:
     ranks: dict[int, int] = {}
     ended: set[int] = set()
     for event in events:
-        if event["event"] not in _WITHOUT_RANKS:
+        if event["event"] not in WITHOUT_RANKS:
             first.setdefault(event["attempt"], event["time"])
         if event["event"] == "started" and is_count(event.get("ranks")):
             ranks[event["attempt"]] = event["ranks"]
@@ -65,7 +63,7 @@ def _fruitless(events: list[Mapping[str, Any]]) -> int:
     A script that never recorded a step may save on its own: then attempts that reached their time limit do not count.
     """
     count, records = 0, any(event.get("step") is not None for event in events)
-    for attempt in sorted({event["attempt"] for event in events if event["event"] not in _WITHOUT_RANKS}, reverse=True):
+    for attempt in sorted({event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}, reverse=True):
         own = [event for event in events if event["attempt"] == attempt]
         failed, timed = any(map(_failed, own)), any(map(_timed, own))
         if not (failed or (timed and records)) or any(event["event"] == "checkpoint" for event in own):

@@ -18,6 +18,7 @@ from clusterddp.cli.runs.cancel import cancel_run
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, process_start
+from clusterddp.rundir import claims
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease, main
@@ -50,7 +51,8 @@ def entry_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 def be_elsewhere(monkeypatch: pytest.MonkeyPatch, namespace: str = "another 4026531836") -> None:
     """As in a container that was started again under another name."""
     monkeypatch.setattr("socket.gethostname", lambda: "another")
-    monkeypatch.setattr(lease, "process_namespace", lambda: namespace)
+    for module in (claims, lease):
+        monkeypatch.setattr(module, "process_namespace", lambda: namespace)
 
 
 def test_a_local_run_that_was_stopped_can_be_continued_under_another_host_name(

@@ -1,0 +1,91 @@
+"""Which runs the words of a command line name: run directories, folders of runs, patterns; and the nearest run to a
+wrong path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from clusterddp.errors import RunDirectoryError
+from clusterddp.protocol import RUNS
+from clusterddp.rundir.run_directory import RunDirectory
+
+
+def runs_folder(environ: Mapping[str, str]) -> Path:
+    """The folder for new runs: $CLUSTERDDP_RUNS, else ./runs."""
+    return Path(environ.get(RUNS) or "runs")
+
+
+def find_runs(words: Sequence[str]) -> list[RunDirectory]:
+    """The runs that ``words`` name, each once; without words, those of the folder for new runs, which may not exist.
+
+    A word is a run directory, a folder of runs or of folders of runs (as sweeps are), or a pattern, which may also
+    match what is no run. RunDirectoryError if a word names no run at all.
+    """
+    if not words:
+        return list(_runs_in(runs_folder(os.environ)))
+    found: dict[Path, RunDirectory] = {}
+    for word in words:
+        runs = list(_named(word))
+        if not runs:
+            proposal = _proposal(Path(word)) or "; expected a run directory or a folder of runs"
+            raise RunDirectoryError(f"{word}: no run there{proposal}")
+        found |= {run.path: run for run in runs}
+    return list(found.values())
+
+
+def open_run(path: str) -> RunDirectory:
+    """The run in a folder; RunDirectoryError, which proposes the nearest run, if there is none."""
+    run = RunDirectory(path)
+    if not run.exists():
+        proposal = _proposal(Path(path)) or ": expected the path that `clusterddp submit` printed"
+        raise RunDirectoryError(f"{run} is not a run directory (no job.yaml){proposal}")
+    return run
+
+
+def _named(word: str) -> Iterator[RunDirectory]:
+    """The runs of one word. A name that exists is not a pattern: a folder may be called ``lr[1]``."""
+    path = Path(word)
+    matches = [path] if os.path.lexists(path) else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    for match in matches:
+        run = RunDirectory(match)
+        if run.exists():
+            yield run
+        else:
+            yield from _runs_in(run.path)
+
+
+def _runs_in(folder: Path, deeper: bool = True) -> Iterator[RunDirectory]:
+    """The runs in a folder and, if ``deeper``, in its folders that are not runs; none if it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            folders = sorted(entry.path for entry in entries if entry.is_dir())
+    except OSError:
+        return
+    for path in folders:
+        if os.path.lexists(f"{path}/job.yaml"):
+            yield RunDirectory(path)
+        elif deeper:
+            yield from _runs_in(Path(path), deeper=False)
+
+
+def _proposal(path: Path) -> str:
+    """What to say about a path that is no run: the run that contains it, or the run with the most similar name."""
+    above = next((folder for folder in path.absolute().parents if os.path.lexists(folder / "job.yaml")), None)
+    nearest = above or _nearest(path.name, [*_runs_in(runs_folder(os.environ)), *_runs_in(path.absolute().parent)])
+    return f"; did you mean {as_typed(nearest)}?" if nearest else ""
+
+
+def _nearest(name: str, runs: Iterable[RunDirectory]) -> Path | None:
+    """The run with the most similar name; None if none is similar."""
+    paths = {run.path.name: run.path for run in runs}
+    similar = get_close_matches(name, paths, 1)
+    return paths[similar[0]] if similar else None
+
+
+def as_typed(path: Path) -> str:
+    """A path as a user types it: relative to the current folder if it is below."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,0 +1,279 @@
+"""What ``list`` and ``status`` say of a run, from at most five of its files, of which only the ends are read.
+
+A damaged or unreadable file leaves its part empty: one run must not hide the others. The state of a run that is not
+over: ``slurm/run_states.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from clusterddp.errors import RunDirectoryError
+from clusterddp.protocol import ATTEMPT_ENDS, WITHOUT_RANKS
+from clusterddp.rundir import records
+from clusterddp.rundir.claims import read_claim
+from clusterddp.rundir.run_directory import RunDirectory
+
+_T = TypeVar("_T")
+
+#: Bytes read at each end of the history, and at the end of the metrics.
+_EVENTS_BYTES, _METRICS_BYTES = 1 << 15, 1 << 14
+#: The most metrics lines that a speed is taken from.
+_SAMPLES = 24
+_EVENT_NAME = re.compile(rb'"event": ?"(\w+)"')
+_BEGINNINGS = ("training", "resumed")
+#: The events that are read. The others may be many; of the checkpoints, only the newest is read.
+_READ = frozenset(("forked", "submitted", "started", "progress", *_BEGINNINGS, *ATTEMPT_ENDS))
+#: How an attempt ends other than by completing the run.
+_STOPS = ATTEMPT_ENDS.keys() - {"completed"}
+#: A folder of runs with this file is a sweep.
+SWEEP_FILE = "sweep.yaml"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in short. Times are unix seconds."""
+
+    run: RunDirectory
+    name: str
+    """The folder's name; of a member of a sweep, with that of the sweep."""
+    sweep: str | None = None
+    """The name of the sweep that the run belongs to."""
+    outcome: Mapping[str, Any] | None = None
+    """How the run ended, as in outcome.json; None until then."""
+    cancelled: bool = False
+    """Whether ``clusterddp cancel`` was called."""
+    step: int | None = None
+    """The number of steps done; None if none is recorded."""
+    steps: int | None = None
+    """The number of steps of the whole run; None if unknown."""
+    attempts: int = 0
+    """How many attempts started their ranks."""
+    ends: tuple[str, ...] = ()
+    """Why attempts ended, oldest first; of a very long history, the newest."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """The newest metrics line that counts; empty if there is none."""
+    saved: Mapping[str, Any] | None = None
+    """The event of the newest checkpoint."""
+    started: float = 0.0
+    """When the run began: its first event, else its job.yaml."""
+    updated: float = 0.0
+    """When the run last recorded anything."""
+    job_id: str | None = None
+    """The newest job, also of a run that is over; None if the run had none."""
+    local: bool = False
+    """Whether processes of a machine train the run, without Slurm."""
+    nodes: str = ""
+    """The nodes of the newest attempt."""
+    seconds_per_step: float | None = None
+    """The median over the newest attempt's last steps; None if unknown."""
+    claims: tuple[Mapping[str, Any], ...] = ()
+    """Who may train the run, the newest claim first: see ``rundir/claims.py``. Empty: nobody does."""
+    begun: bool = False
+    """Whether the newest job has started an attempt already."""
+    readable: bool = True
+    """Whether the claims could be read: they are the owner's alone."""
+    error: str | None = None
+    """Why a record of the run cannot be read."""
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds of training that are left; None if unknown."""
+        if self.seconds_per_step is None or self.step is None or self.steps is None:
+            return None
+        return max(0, self.steps - self.step) * self.seconds_per_step
+
+
+def summarize(run: RunDirectory) -> Summary:
+    """Reads a run's summary."""
+    names = _names_in(run.path) or []
+    problems: list[str] = []
+    outcome = _tried(run.outcome, problems) if "outcome.json" in names else None
+    history = _History(run)
+    metrics, pace = _metrics(run, history.begun)
+    claims, readable = _claims(run, problems) if outcome is None else ((), True)
+    newest = claims[0] if claims else {}
+    in_sweep = os.path.lexists(run.path.parent / SWEEP_FILE)
+    return Summary(
+        run=run,
+        name=f"{run.path.parent.name}/{run.path.name}" if in_sweep else run.path.name,
+        sweep=run.path.parent.name if in_sweep else None,
+        outcome=outcome,
+        cancelled="cancelled" in names,
+        step=_step(outcome, metrics, history),
+        steps=history.steps,
+        attempts=history.attempts,
+        ends=history.ends,
+        metrics=metrics,
+        saved=history.saved,
+        started=history.first_time or _changed(run.job_file),
+        updated=max(history.last_time, metrics.get("time", 0.0)) or _changed(run.job_file),
+        job_id=newest.get("job") or history.job_id,
+        local=newest.get("kind", "local" if history.local else "slurm") == "local",
+        nodes=history.nodes,
+        seconds_per_step=pace,
+        claims=claims if readable else history.claims(),
+        begun="job" in newest and newest["job"] == history.started_job,
+        readable=readable,
+        error=problems[0] if problems else None,
+    )
+
+
+class _History:
+    """What the ends of events.jsonl say."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        try:
+            beginning, end = records.both_ends(run.events_file, _EVENTS_BYTES)
+        except OSError:  # another user's
+            beginning, end = [], []
+        late = list(_events(end))
+        events = [*_events(beginning), *late]
+        self.attempts = _attempts(events, whole=not beginning)
+        begun = [event for event in events if event["event"] in _BEGINNINGS and records.is_count(event.get("step"))]
+        self.begun = {event["attempt"]: event["step"] for event in begun}
+        self.ends = tuple(str(event.get("reason", "")) for event in late if event["event"] in _STOPS)
+        self.saved = _newest_checkpoint(end)
+        self.first_time: float = events[0]["time"] if events else 0.0
+        late += [self.saved] if self.saved else []
+        self.last_time: float = max((event["time"] for event in late), default=0.0)
+        self.steps = _newest(events, "steps")
+        self.step = _newest(sorted(late, key=lambda event: event["time"]), "step")
+        started = next((event for event in reversed(events) if event["event"] == "started"), {})
+        self.nodes = str(started.get("nodes", ""))
+        self.local = bool(started) and "job" not in started
+        self.started_job: str | None = started.get("job")
+        jobs = [event["job"] for event in events if records.is_text(event.get("job"))]
+        self.job_id: str | None = jobs[-1] if jobs else None
+
+    def claims(self) -> tuple[Mapping[str, Any], ...]:
+        """The claim of the newest job, where the claims themselves cannot be read."""
+        return ({"kind": "slurm", "job": self.job_id},) if self.job_id else ()
+
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The events that a summary needs. Most lines of a long history are not parsed."""
+    for line in lines:
+        name = _EVENT_NAME.search(line)
+        if name and name[1].decode() in _READ:
+            event, _ = records.parse(line, records.EVENT)
+            if event is not None:
+                yield event
+
+
+def _newest_checkpoint(lines: list[bytes]) -> dict[str, Any] | None:
+    for line in reversed(lines):
+        name = _EVENT_NAME.search(line)
+        if name and name[1] == b"checkpoint":
+            return records.parse(line, records.EVENT)[0]
+    return None
+
+
+def _attempts(events: list[dict[str, Any]], whole: bool) -> int:
+    """How many attempts have started their ranks. Attempts whose events were not read are counted by their numbers."""
+    made = {event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}
+    copied = any(event["event"] == "forked" for event in events)
+    return len(made) if whole or not made else max(made) + 1 - copied
+
+
+def _newest(events: list[dict[str, Any]], key: str) -> int | None:
+    return next((event[key] for event in reversed(events) if records.is_count(event.get(key))), None)
+
+
+def _metrics(run: RunDirectory, begun: Mapping[int, int]) -> tuple[dict[str, Any], float | None]:
+    """The newest metrics line that counts, and the seconds per step at the end of the newest attempt.
+
+    A line counts unless a later attempt began at its step or before.
+    """
+    try:
+        _, lines = records.both_ends(run.metrics_file, _METRICS_BYTES)
+    except OSError:  # another user's
+        return {}, None
+
+    def counts(line: Mapping[str, Any]) -> bool:
+        return all(line["step"] < step for later, step in begun.items() if later > line["attempt"])
+
+    newest: dict[str, Any] = {}
+    for text in reversed(lines):
+        line, _ = records.parse(text, records.METRICS)
+        if line is not None and counts(line):
+            newest = records.with_floats(line)
+            break
+    every = len(lines) // _SAMPLES + 1
+    sample = [line for text in lines[::-1][::every] if (line := records.parse(text, records.METRICS)[0])]
+    return newest, _pace(sample)
+
+
+def _pace(newest_first: list[dict[str, Any]]) -> float | None:
+    """The median of the seconds per step between metrics lines of one attempt: a pause or two do not matter."""
+    own = [line for line in newest_first if line["attempt"] == newest_first[0]["attempt"] and _has_time(line)]
+    pairs = zip(own, own[1:], strict=False)
+    paces = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for b, a in pairs if b["step"] > a["step"]]
+    return statistics.median(paces) if paces and statistics.median(paces) > 0 else None
+
+
+def _has_time(line: Mapping[str, Any]) -> bool:
+    return records.is_time(line.get("time"))
+
+
+def _step(outcome: Mapping[str, Any] | None, metrics: Mapping[str, Any], history: _History) -> int | None:
+    """The number of steps done: metrics number them from 0, events and outcome count them."""
+    if outcome is not None and outcome["step"] is not None:
+        return int(outcome["step"])
+    return metrics["step"] + 1 if metrics else history.step
+
+
+def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Mapping[str, Any], ...], bool]:
+    """Who may train the run, the newest claim first, and whether that could be read."""
+    names = _names_in(run.private)
+    if names is None:
+        return (), False
+    numbers = sorted((int(name[8:]) for name in names if re.fullmatch(r"attempt-\d{1,18}", name)), reverse=True)
+    files = [run.submitted_file] if "submitted.json" in names else []
+    files += map(run.holder_file, numbers[:2])  # one that is just being claimed has no record yet: then the one before
+    found: list[Mapping[str, Any]] = []
+    for file in files:
+        claim = _tried(partial(read_claim, file, run), problems)
+        if claim is not None:
+            found.append(claim)
+            if file != run.submitted_file:
+                break
+    if "loop.json" in names and not any(claim["kind"] == "slurm" for claim in found):
+        loop = _tried(partial(read_claim, run.loop_file, run), problems)
+        found += [loop] if loop else []
+    return tuple(claim for claim in found if not claim.get("let_go")), True
+
+
+def _tried(read: Callable[[], _T | None], problems: list[str]) -> _T | None:
+    """The result of ``read``; None, and a line in ``problems``, if a record is damaged or cannot be read."""
+    try:
+        return read()
+    except (RunDirectoryError, OSError) as error:
+        problems.append(str(error))
+        return None
+
+
+
+def _names_in(folder: Path) -> list[str] | None:
+    """The names in a folder; None if they cannot be read."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError:
+        return None
+
+
+def _changed(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0

@@ -1,0 +1,113 @@
+"""The state of runs in a word and a reason: from their own records and one call of squeue for all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clusterddp.errors import SlurmError
+from clusterddp.rundir.claims import on_this_machine, process_alive
+from clusterddp.rundir.summary import Summary
+from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.queue import QueuedJob, queued_jobs
+from clusterddp.slurm.waiting import is_hold, why_waiting
+
+#: The run is over.
+OVER = ("completed", "failed", "cancelled")
+#: held: waits for the hold after a requeue, or its owner's or administrator's. pending: waits in the queue. stopped:
+#: nothing trains it until someone continues it. unknown: cannot be seen from here.
+WORDS = (*OVER, "pending", "held", "running", "stopped", "unknown")
+
+_OTHERS = "not over; only its owner can see which job or process trains it"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run's state: one of WORDS, why it is in it, and where."""
+
+    word: str
+    reason: str
+    job_id: str | None = None
+    nodes: str = ""
+    job: QueuedJob | None = None
+    """Slurm's record of the newest job, if it has one."""
+
+
+def run_states(summaries: Sequence[Summary]) -> list[RunState]:
+    """The state of each run. Calls squeue once, and not at all if no run can have a job."""
+    cluster = slurm.cluster_name(os.environ)
+    ids = {claim["job"] for summary in summaries for claim in _jobs(summary) if _reachable(claim, cluster)}
+    jobs: Mapping[str, QueuedJob] = {}
+    away = ""
+    try:
+        jobs = queued_jobs(ids) if ids else {}
+    except SlurmError as error:
+        away = str(error)
+    return [_state(summary, jobs, away, cluster) for summary in summaries]
+
+
+def _jobs(summary: Summary) -> Iterable[Mapping[str, Any]]:
+    return () if summary.outcome else (claim for claim in summary.claims if claim["kind"] == "slurm")
+
+
+def _reachable(claim: Mapping[str, Any], cluster: str | None) -> bool:
+    """Whether this cluster's controller knows the job; entries of old runs do not name their cluster."""
+    return None in (cluster, claim.get("cluster")) or claim["cluster"] == cluster
+
+
+def _state(summary: Summary, jobs: Mapping[str, QueuedJob], away: str, cluster: str | None) -> RunState:
+    if summary.outcome is not None:
+        word = str(summary.outcome["state"])
+        return RunState(word if word in OVER else "unknown", summary.outcome["reason"], summary.job_id, summary.nodes)
+    if summary.error:
+        return RunState("unknown", summary.error, summary.job_id)
+    for claim in summary.claims:
+        of_job = claim["kind"] == "slurm"
+        found = _of_job(summary, claim, jobs, away, cluster) if of_job else _of_process(summary, claim)
+        if found is not None:
+            return found
+    if not summary.readable:
+        return RunState("unknown", _OTHERS, summary.job_id)
+    job = jobs.get(summary.job_id or "")
+    if summary.cancelled:
+        return RunState("cancelled", "cancelled", summary.job_id, job=job)
+    return RunState("stopped", _why_stopped(summary, job), summary.job_id, job=job)
+
+
+def _of_job(
+    summary: Summary, claim: Mapping[str, Any], jobs: Mapping[str, QueuedJob], away: str, cluster: str | None
+) -> RunState | None:
+    """The state of a run that a job may train; None if the job has ended."""
+    job_id = claim["job"]
+    if not _reachable(claim, cluster):
+        return RunState("unknown", f"job {job_id} of cluster {claim['cluster']} cannot be reached from here", job_id)
+    if away:
+        return RunState("unknown", f"Slurm controller unreachable: {away}", job_id)
+    job = jobs.get(job_id)
+    if job is None or not job.live:
+        return None
+    if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"):
+        begun = summary.begun and job_id == summary.job_id
+        return RunState("held" if is_hold(job, begun) else "pending", why_waiting(job, begun).words, job_id, job=job)
+    # CONFIGURING: the ranks already run, for seconds (seen on 22.05.8).
+    reason = "" if job.state in ("RUNNING", "CONFIGURING") else job.state.lower()
+    return RunState("running", reason, job_id, job.nodes or summary.nodes, job)
+
+
+def _of_process(summary: Summary, claim: Mapping[str, Any]) -> RunState | None:
+    """The state of a run that a local process may train; None if the process has ended."""
+    if not on_this_machine(claim):
+        where = f"process {claim['pid']} on {claim['host']}, which cannot be reached from here"
+        return RunState("unknown", where, nodes=str(claim["host"]))
+    return RunState("running", "local", nodes=summary.nodes) if process_alive(claim) else None
+
+
+def _why_stopped(summary: Summary, job: QueuedJob | None) -> str:
+    """How the run's last job or attempt ended."""
+    if job is not None and not job.live:
+        return f"job {job.job_id} ended: {job.state}"
+    if summary.ends:
+        return summary.ends[-1]
+    return "its last attempt ended without a record" if summary.attempts else "has not started"
