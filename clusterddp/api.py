@@ -19,7 +19,7 @@ from clusterddp.cli.progress import Progress
 from clusterddp.cli.recording import Plant
 from clusterddp.cli.runs.cancel import cancel_run
 from clusterddp.cli.runs.logs import find_log
-from clusterddp.cli.runs.status import open_run, state_of
+from clusterddp.cli.runs.status import state_of
 from clusterddp.cli.runs.watch import LOOK_S, Watcher
 from clusterddp.cli.submission import check, record_local, submit_to_slurm
 from clusterddp.errors import RunFailed, UsageError
@@ -28,6 +28,7 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
 from clusterddp.process import module_command
 from clusterddp.rundir.files import create_file
+from clusterddp.rundir.find import open_run
 from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import scrub_own
@@ -106,7 +107,7 @@ class Status:
     state: str
     """``"completed"``, ``"failed"`` or ``"cancelled"`` for a run that is over; ``"held"`` while a job or process trains
     it or is queued to; ``"stopped"`` if it can be continued; ``"unknown"`` if the controller does not answer, or if
-    only the owner of the run may see it."""
+    only its owner, or another machine or cluster, can see what trains it."""
     step: int
     """Number of steps done, according to the metrics."""
     attempts: int

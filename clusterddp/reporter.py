@@ -40,6 +40,17 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+def duration(seconds: float) -> str:
+    """``97 s``, ``5 min``, ``2 h 05 min``, ``3 d 4 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
 def ignore_print_errors() -> None:
     """Makes prints to stdout and stderr never fail; output that cannot be written is lost."""
     sys.stdout, sys.stderr = (

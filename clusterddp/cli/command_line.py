@@ -15,6 +15,7 @@ from clusterddp.reporter import show
 
 COMMANDS = {
     "submit": "start a run, or continue one",
+    "list": "list runs: state, step, speed, metrics",
     "status": "show a run's state and history",
     "logs": "print a rank's stdout and stderr",
     "watch": "wait for runs; release requeue holds and resubmit lost jobs",
@@ -25,7 +26,7 @@ COMMANDS = {
     "config": "show and check job definitions and profiles",
 }
 #: Commands whose module is in a package below ``cli``.
-PACKAGES = {"status": "runs", "logs": "runs", "watch": "runs", "cancel": "runs", "config": "settings"}
+PACKAGES = {"list": "runs", "status": "runs", "logs": "runs", "watch": "runs", "cancel": "runs", "config": "settings"}
 USAGE = {
     "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
     "bench": "clusterddp bench collectives [OPTIONS OF submit] [-- ARGS]",
@@ -33,7 +34,9 @@ USAGE = {
 DESCRIPTIONS = {
     "submit": "Start a run, or continue the one in --run-dir. The script's arguments follow --. If stdout is not a "
     "terminal, only the job id is printed there; messages go to stderr.",
-    "status": "Show a run's state and history.",
+    "list": "List runs, also those that are over: state and reason, steps, speed, time left, metrics, attempts, job, "
+    "nodes.",
+    "status": "Show a run's state, why it waits, its progress and its history.",
     "logs": "Print a rank's stdout and stderr.",
     "watch": "Wait until runs are over and show their events. Meanwhile lift the hold that Slurm puts on a requeued "
     "job, and resubmit a run whose job ended without continuing it. Ctrl-C stops watching; the runs continue.",

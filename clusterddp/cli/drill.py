@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterddp.cli.runs.status import open_run
 from clusterddp.cli.runs.watch import Hold
 from clusterddp.errors import SlurmError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command
 from clusterddp.reporter import show
 from clusterddp.rundir.files import write_json
+from clusterddp.rundir.find import open_run
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm

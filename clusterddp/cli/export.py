@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from clusterddp.cli.runs.status import open_run
+from clusterddp.rundir.find import open_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

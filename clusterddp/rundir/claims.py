@@ -10,19 +10,24 @@ import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_namespace, process_start
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.records import Schema, is_text, optional, read_json, schema_error
-from clusterddp.rundir.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from clusterddp.rundir.run_directory import RunDirectory
+
+
+def is_job_id(value: Any) -> bool:
+    """Whether a value is the id of a Slurm job, or of a task of an array."""
+    return is_text(value) and re.fullmatch(r"\d+(_\d+)?", value, re.ASCII) is not None
+
 
 _KIND: Schema = {"kind": lambda kind: kind in ("slurm", "local")}
-_JOB: Schema = {
-    "job": lambda job: is_text(job) and re.fullmatch(r"\d+(_\d+)?", job, re.ASCII) is not None,
-    "cluster": optional(is_text),
-}
+_JOB: Schema = {"job": is_job_id, "cluster": optional(is_text)}
 _PROCESS: Schema = {
     "host": is_text,
     "machine": optional(is_text),
@@ -57,7 +62,7 @@ def on_this_machine(claim: Mapping[str, Any]) -> bool:
 
 def process_alive(claim: Mapping[str, Any]) -> bool:
     """Whether the process that a claim names is running; it must be one of this machine."""
-    return process_start(claim["pid"]) == claim["process_start"]
+    return bool(process_start(claim["pid"]) == claim["process_start"])
 
 
 def _identity(run: RunDirectory) -> dict[str, Any]:

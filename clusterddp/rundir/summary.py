@@ -6,28 +6,34 @@ over: ``slurm/run_states.py``.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.protocol import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.rundir import records
-from clusterddp.rundir.claims import read_claim
+from clusterddp.rundir.claims import is_job_id, read_claim
 from clusterddp.rundir.run_directory import RunDirectory
 
 _T = TypeVar("_T")
 
 #: Bytes read at each end of the history, and at the end of the metrics.
 _EVENTS_BYTES, _METRICS_BYTES = 1 << 15, 1 << 14
+#: Bytes at the end of the metrics in which a metric is looked for that the newest line lacks.
+_WANTED_BYTES = 1 << 18
+#: Keys of a line or an event that are not metrics.
+_RESERVED = frozenset(("step", "time", "attempt", "event", "rank"))
 #: The most metrics lines that a speed is taken from.
-_SAMPLES = 24
+_SAMPLES = 12
 _EVENT_NAME = re.compile(rb'"event": ?"(\w+)"')
 _BEGINNINGS = ("training", "resumed")
 #: The events that are read. The others may be many; of the checkpoints, only the newest is read.
@@ -60,7 +66,8 @@ class Summary:
     ends: tuple[str, ...] = ()
     """Why attempts ended, oldest first; of a very long history, the newest."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """The newest metrics line that counts; empty if there is none."""
+    """The newest metrics line that counts, with values that the script logged after its last step; empty if there is
+    none."""
     saved: Mapping[str, Any] | None = None
     """The event of the newest checkpoint."""
     started: float = 0.0
@@ -76,7 +83,8 @@ class Summary:
     seconds_per_step: float | None = None
     """The median over the newest attempt's last steps; None if unknown."""
     claims: tuple[Mapping[str, Any], ...] = ()
-    """Who may train the run, the newest claim first: see ``rundir/claims.py``. Empty: nobody does."""
+    """Who may train the run, the newest claim first (``rundir/claims.py``); empty if nobody does. That of the loop of a
+    local run, which also holds it between two attempts, has "loop"."""
     begun: bool = False
     """Whether the newest job has started an attempt already."""
     readable: bool = True
@@ -92,13 +100,13 @@ class Summary:
         return max(0, self.steps - self.step) * self.seconds_per_step
 
 
-def summarize(run: RunDirectory) -> Summary:
-    """Reads a run's summary."""
+def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
+    """Reads a run's summary. ``wanted``: metrics whose newest values are looked for in earlier lines, too."""
     names = _names_in(run.path) or []
     problems: list[str] = []
     outcome = _tried(run.outcome, problems) if "outcome.json" in names else None
     history = _History(run)
-    metrics, pace = _metrics(run, history.begun)
+    metrics, pace = _metrics(run, history, wanted)
     claims, readable = _claims(run, problems) if outcome is None else ((), True)
     newest = claims[0] if claims else {}
     in_sweep = os.path.lexists(run.path.parent / SWEEP_FILE)
@@ -115,7 +123,7 @@ def summarize(run: RunDirectory) -> Summary:
         metrics=metrics,
         saved=history.saved,
         started=history.first_time or _changed(run.job_file),
-        updated=max(history.last_time, metrics.get("time", 0.0)) or _changed(run.job_file),
+        updated=max(history.last_time, metrics["time"] if _has_time(metrics) else 0.0) or _changed(run.job_file),
         job_id=newest.get("job") or history.job_id,
         local=newest.get("kind", "local" if history.local else "slurm") == "local",
         nodes=history.nodes,
@@ -135,23 +143,25 @@ class _History:
             beginning, end = records.both_ends(run.events_file, _EVENTS_BYTES)
         except OSError:  # another user's
             beginning, end = [], []
-        late = list(_events(end))
-        events = [*_events(beginning), *late]
+        named = _named(end)
+        late = list(_events(named))
+        events = [*_events(_named(beginning)), *late]
         self.attempts = _attempts(events, whole=not beginning)
         begun = [event for event in events if event["event"] in _BEGINNINGS and records.is_count(event.get("step"))]
         self.begun = {event["attempt"]: event["step"] for event in begun}
         self.ends = tuple(str(event.get("reason", "")) for event in late if event["event"] in _STOPS)
-        self.saved = _newest_checkpoint(end)
+        self.saved = _last(named, "checkpoint")
+        self.result = _last(named, "result")
         self.first_time: float = events[0]["time"] if events else 0.0
         late += [self.saved] if self.saved else []
         self.last_time: float = max((event["time"] for event in late), default=0.0)
         self.steps = _newest(events, "steps")
         self.step = _newest(sorted(late, key=lambda event: event["time"]), "step")
-        started = next((event for event in reversed(events) if event["event"] == "started"), {})
+        started: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "started"), {})
         self.nodes = str(started.get("nodes", ""))
         self.local = bool(started) and "job" not in started
-        self.started_job: str | None = started.get("job")
-        jobs = [event["job"] for event in events if records.is_text(event.get("job"))]
+        self.started_job = started.get("job")
+        jobs = [event["job"] for event in events if is_job_id(event.get("job"))]
         self.job_id: str | None = jobs[-1] if jobs else None
 
     def claims(self) -> tuple[Mapping[str, Any], ...]:
@@ -159,23 +169,23 @@ class _History:
         return ({"kind": "slurm", "job": self.job_id},) if self.job_id else ()
 
 
+def _named(lines: Iterable[bytes]) -> list[tuple[str, bytes]]:
+    """The lines, each with its event."""
+    return [(name[1].decode(), line) for line in lines if (name := _EVENT_NAME.search(line))]
 
-def _events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+
+def _events(lines: Iterable[tuple[str, bytes]]) -> Iterator[dict[str, Any]]:
     """The events that a summary needs. Most lines of a long history are not parsed."""
-    for line in lines:
-        name = _EVENT_NAME.search(line)
-        if name and name[1].decode() in _READ:
-            event, _ = records.parse(line, records.EVENT)
-            if event is not None:
-                yield event
+    for name, line in lines:
+        event = records.parse(line, records.EVENT)[0] if name in _READ else None
+        if event is not None:
+            yield event
 
 
-def _newest_checkpoint(lines: list[bytes]) -> dict[str, Any] | None:
-    for line in reversed(lines):
-        name = _EVENT_NAME.search(line)
-        if name and name[1] == b"checkpoint":
-            return records.parse(line, records.EVENT)[0]
-    return None
+def _last(lines: Sequence[tuple[str, bytes]], event: str) -> dict[str, Any] | None:
+    """The newest event of a kind."""
+    line = next((line for name, line in reversed(lines) if name == event), b"")
+    return records.parse(line, records.EVENT)[0]
 
 
 def _attempts(events: list[dict[str, Any]], whole: bool) -> int:
@@ -189,35 +199,45 @@ def _newest(events: list[dict[str, Any]], key: str) -> int | None:
     return next((event[key] for event in reversed(events) if records.is_count(event.get(key))), None)
 
 
-def _metrics(run: RunDirectory, begun: Mapping[int, int]) -> tuple[dict[str, Any], float | None]:
-    """The newest metrics line that counts, and the seconds per step at the end of the newest attempt.
+def _metrics(run: RunDirectory, history: _History, wanted: Collection[str]) -> tuple[dict[str, Any], float | None]:
+    """The newest metrics that count, and the seconds per step at the end of the newest attempt.
 
     A line counts unless a later attempt began at its step or before.
     """
     try:
-        _, lines = records.both_ends(run.metrics_file, _METRICS_BYTES)
+        _, lines = records.both_ends(run.metrics_file, _WANTED_BYTES if wanted else _METRICS_BYTES)
     except OSError:  # another user's
         return {}, None
+    lines.reverse()
 
     def counts(line: Mapping[str, Any]) -> bool:
-        return all(line["step"] < step for later, step in begun.items() if later > line["attempt"])
+        return all(line["step"] < step for later, step in history.begun.items() if later > line["attempt"])
 
-    newest: dict[str, Any] = {}
-    for text in reversed(lines):
-        line, _ = records.parse(text, records.METRICS)
-        if line is not None and counts(line):
-            newest = records.with_floats(line)
-            break
-    every = len(lines) // _SAMPLES + 1
-    sample = [line for text in lines[::-1][::every] if (line := records.parse(text, records.METRICS)[0])]
-    return newest, _pace(sample)
+    def newest(lines: Iterable[bytes]) -> dict[str, Any]:
+        parsed = (records.parse(line, records.METRICS)[0] for line in lines)
+        return next((records.with_floats(line) for line in parsed if line is not None and counts(line)), {})
+
+    found = newest(lines)
+    for name in wanted:  # not every step logs every metric
+        if found and name not in found:
+            quoted = json.dumps(name).encode()
+            earlier = newest(line for line in lines if quoted in line)
+            found |= {key: value for key, value in earlier.items() if key == name}
+    sample = (records.parse(line, records.METRICS)[0] for line in lines[:: len(lines) // _SAMPLES + 1])
+    return found | _values(history.result, found), _pace([line for line in sample if line is not None])
+
+
+def _values(result: Mapping[str, Any] | None, newest: Mapping[str, Any]) -> dict[str, Any]:
+    """What the script logged outside a step, after the newest step."""
+    if result is None or (_has_time(newest) and result["time"] < newest["time"]):
+        return {}
+    return {name: value for name, value in records.with_floats(result).items() if name not in _RESERVED}
 
 
 def _pace(newest_first: list[dict[str, Any]]) -> float | None:
     """The median of the seconds per step between metrics lines of one attempt: a pause or two do not matter."""
     own = [line for line in newest_first if line["attempt"] == newest_first[0]["attempt"] and _has_time(line)]
-    pairs = zip(own, own[1:], strict=False)
-    paces = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for b, a in pairs if b["step"] > a["step"]]
+    paces = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for b, a in pairwise(own) if b["step"] > a["step"]]
     return statistics.median(paces) if paces and statistics.median(paces) > 0 else None
 
 
@@ -229,7 +249,7 @@ def _step(outcome: Mapping[str, Any] | None, metrics: Mapping[str, Any], history
     """The number of steps done: metrics number them from 0, events and outcome count them."""
     if outcome is not None and outcome["step"] is not None:
         return int(outcome["step"])
-    return metrics["step"] + 1 if metrics else history.step
+    return metrics["step"] + 1 if "step" in metrics else history.step
 
 
 def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Mapping[str, Any], ...], bool]:
@@ -249,7 +269,7 @@ def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Mapping[str, 
                 break
     if "loop.json" in names and not any(claim["kind"] == "slurm" for claim in found):
         loop = _tried(partial(read_claim, run.loop_file, run), problems)
-        found += [loop] if loop else []
+        found += [{**loop, "loop": True}] if loop else []
     return tuple(claim for claim in found if not claim.get("let_go")), True
 
 
@@ -260,7 +280,6 @@ def _tried(read: Callable[[], _T | None], problems: list[str]) -> _T | None:
     except (RunDirectoryError, OSError) as error:
         problems.append(str(error))
         return None
-
 
 
 def _names_in(folder: Path) -> list[str] | None:

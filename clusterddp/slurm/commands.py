@@ -156,6 +156,7 @@ def require(*commands: str) -> None:
 def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
     """A command's standard output; SlurmError with Slurm's message when it fails or does not answer."""
     require(command[0])
+    shown = " ".join(word if len(word) < 200 else f"{word[:60]}..." for word in command)  # such as the ids of many jobs
     try:
         done = subprocess.run(
             command,
@@ -167,14 +168,14 @@ def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise SlurmUnavailable(f"`{' '.join(command)}` did not answer within {timeout_s:.0f} s") from error
+        raise SlurmUnavailable(f"`{shown}` did not answer within {timeout_s:.0f} s") from error
     except OSError as error:  # no memory or file descriptor left for it at the moment
-        raise SlurmUnavailable(f"`{' '.join(command)}` cannot be started: {error}") from error
+        raise SlurmUnavailable(f"`{shown}` cannot be started: {error}") from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         kind = SlurmUnavailable if any(sign in line for sign in _NO_ANSWER for line in lines) else SlurmError
-        shown = lines[-1:] if kind is SlurmUnavailable else lines[-8:]  # a site's plugin explains a refusal in several
-        raise kind(f"`{' '.join(command)}` failed: {'; '.join(shown)}")
+        said = lines[-1:] if kind is SlurmUnavailable else lines[-8:]  # a site's plugin explains a refusal in several
+        raise kind(f"`{shown}` failed: {'; '.join(said)}")
     return done.stdout
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import SlurmError
 from clusterddp.rundir.claims import on_this_machine, process_alive
+from clusterddp.rundir.find import as_typed
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.queue import QueuedJob, queued_jobs
@@ -20,7 +22,7 @@ OVER = ("completed", "failed", "cancelled")
 #: nothing trains it until someone continues it. unknown: cannot be seen from here.
 WORDS = (*OVER, "pending", "held", "running", "stopped", "unknown")
 
-_OTHERS = "not over; only its owner can see which job or process trains it"
+_OTHERS = "only its owner can see which job or process trains it"
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,23 @@ class RunState:
     reason: str
     job_id: str | None = None
     nodes: str = ""
+    remedy: str = ""
+    """What a user can do about a run that waits."""
     job: QueuedJob | None = None
     """Slurm's record of the newest job, if it has one."""
 
 
-def run_states(summaries: Sequence[Summary]) -> list[RunState]:
-    """The state of each run. Calls squeue once, and not at all if no run can have a job."""
+def run_states(summaries: Sequence[Summary], patience_s: float = 0.0) -> list[RunState]:
+    """The state of each run. Calls squeue once, and not at all if no run can have a job.
+
+    ``patience_s``: seconds for which a controller that does not answer is asked again.
+    """
     cluster = slurm.cluster_name(os.environ)
     ids = {claim["job"] for summary in summaries for claim in _jobs(summary) if _reachable(claim, cluster)}
     jobs: Mapping[str, QueuedJob] = {}
     away = ""
     try:
-        jobs = queued_jobs(ids) if ids else {}
+        jobs = slurm.patiently(lambda: queued_jobs(ids), patience_s) if ids else {}
     except SlurmError as error:
         away = str(error)
     return [_state(summary, jobs, away, cluster) for summary in summaries]
@@ -90,10 +97,12 @@ def _of_job(
         return None
     if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"):
         begun = summary.begun and job_id == summary.job_id
-        return RunState("held" if is_hold(job, begun) else "pending", why_waiting(job, begun).words, job_id, job=job)
+        why = why_waiting(job, begun, shlex.quote(as_typed(summary.run.path)))
+        word = "held" if is_hold(job, begun) else "pending"
+        return RunState(word, why.words, job_id, remedy=why.remedy, job=job)
     # CONFIGURING: the ranks already run, for seconds (seen on 22.05.8).
     reason = "" if job.state in ("RUNNING", "CONFIGURING") else job.state.lower()
-    return RunState("running", reason, job_id, job.nodes or summary.nodes, job)
+    return RunState("running", reason, job_id, job.nodes or summary.nodes, job=job)
 
 
 def _of_process(summary: Summary, claim: Mapping[str, Any]) -> RunState | None:
@@ -101,7 +110,11 @@ def _of_process(summary: Summary, claim: Mapping[str, Any]) -> RunState | None:
     if not on_this_machine(claim):
         where = f"process {claim['pid']} on {claim['host']}, which cannot be reached from here"
         return RunState("unknown", where, nodes=str(claim["host"]))
-    return RunState("running", "local", nodes=summary.nodes) if process_alive(claim) else None
+    if not process_alive(claim):
+        return None
+    between = "between two attempts" if summary.attempts else "starting"
+    words = f"local run, {between}" if claim.get("loop") else f"process {claim['pid']} on this machine"
+    return RunState("running", words, nodes=summary.nodes)
 
 
 def _why_stopped(summary: Summary, job: QueuedJob | None) -> str:
@@ -110,4 +123,4 @@ def _why_stopped(summary: Summary, job: QueuedJob | None) -> str:
         return f"job {job.job_id} ended: {job.state}"
     if summary.ends:
         return summary.ends[-1]
-    return "its last attempt ended without a record" if summary.attempts else "has not started"
+    return "its last attempt ended without a record" if summary.attempts else "not started"

@@ -79,14 +79,16 @@ _BEGINNINGS: tuple[tuple[str, Why], ...] = (
     ("Nodes required for job are DOWN", Why("nodes that it needs are down, drained or reserved for other partitions")),
     (
         "launch failed requeued held",
-        Why("held: Slurm could not launch it on its node and requeued it", f"{_RELEASE}; if it happens again, {_ADMIN}"),
+        Why(
+            "held: Slurm could not launch it on its node and requeued it", f"{_RELEASE}; if it happens again, {_ADMIN}"
+        ),
     ),
     ("job requeued in held state", Why("held: it was requeued with a hold", _RELEASE)),
     ("BurstBuffer", Why("waits for the burst buffer")),
 )
 
-#: Limits have dozens of names, such as QOSMaxGRESPerUser, AssocGrpCpuLimit or QOSMaxWallDurationPerJobLimit: whose limit it
-#: is, which kind, what is limited, and over which jobs.
+#: Limits have dozens of names, such as QOSMaxGRESPerUser or QOSMaxWallDurationPerJobLimit: whose limit it is, which
+#: kind, what is limited, and over which jobs.
 _LIMIT = re.compile(r"(QOS|Assoc)?(Grp|Max|Min)(\w*?)(PerUser|PerAccount|PerAcct|PerJob|PerNode)?(Limit)?")
 _WHOSE = {"QOS": "its QOS", "Assoc": "its account", None: "the cluster"}
 #: What is limited, by how Slurm's word for it begins; the first that fits counts.

@@ -71,6 +71,7 @@ EXAMPLES = {
     "config validate": "clusterddp config validate jobs/*.yaml .clusterddp/config.yaml",
     "config schema": "clusterddp config schema",
     "bench": "clusterddp bench collectives -p gpu --nodes 2 --gpus 8",
+    "list": "clusterddp list --show loss --state running,pending",
     "status": "clusterddp status runs/train-0",
     "logs": "clusterddp logs runs/train-0 -f --rank 3",
     "watch": "clusterddp watch runs/train-0 runs/train-1",

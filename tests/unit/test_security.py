@@ -34,6 +34,7 @@ from clusterddp.jobdef.secrets import (
     without_secrets,
 )
 from clusterddp.rundir.files import append_line, write_atomically, write_json
+from clusterddp.rundir.find import open_run
 from clusterddp.rundir.ownership import check_own
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.launcher import rank_command
@@ -326,12 +327,10 @@ def test_a_reader_without_permission_gets_a_sentence(tmp_path: Path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(Path, "exists", refuse)
         with pytest.raises(RunDirectoryError, match="permission denied.*share=group"):
-            status.open_run(str(run))
-    monkeypatch.setattr("clusterddp.cli.runs.status.held_by_other", refuse)
-    assert status.state_of(run) == (
-        "unknown",
-        "not over; only its owner can see which job or process trains it",
-    )
+            open_run(str(run))
+    hidden = lambda folder: None if folder == run.private else os.listdir(folder)  # noqa: E731
+    monkeypatch.setattr("clusterddp.rundir.summary._names_in", hidden)
+    assert status.state_of(run) == ("unknown", "unknown: only its owner can see which job or process trains it")
 
 
 def test_anothers_history_sends_no_control_characters_to_the_terminal(

@@ -194,8 +194,8 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     training = Watcher(run, JOB)
     training.look()
     assert training.result is None
-    between, held = capsys.readouterr().err.splitlines()
-    assert between == "run: local run, between two attempts: waiting for the run to end"
+    starting, held = capsys.readouterr().err.splitlines()
+    assert starting == "run: local run, starting: waiting for the run to end"
     assert re.fullmatch(r"run: process \d+ on this machine: waiting for the run to end", held)
     write_json(run.loop_file, {**lease.of_this_process(), "process_start": "1"})
     write_json(run.holder_file(0), {**lease.of_this_process(), "process_start": "1"})
@@ -203,4 +203,4 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     stopped.look()
     assert stopped.result == 1
     how = f"continue with: clusterddp submit --local --run-dir {run}"
-    assert capsys.readouterr().err == f"run: stopped; {how}\n"
+    assert capsys.readouterr().err == f"run: stopped (not started); {how}\n"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.protocol import ATTEMPT_ENDS, RUN_ENDS
-from clusterddp.reporter import counted
+from clusterddp.reporter import counted, duration
 from clusterddp.rundir.records import is_count
 from clusterddp.supervisor.limits import attempts_made
 
@@ -29,7 +29,7 @@ class Cost:
     def sentence(self) -> str:
         """``0 steps repeated, 97% of 2 h 05 min spent training``."""
         part = 100 * self.training_s / self.total_s if self.total_s else 0.0
-        return f"{counted(self.repeated, 'step')} repeated, {part:.0f}% of {_duration(self.total_s)} spent training"
+        return f"{counted(self.repeated, 'step')} repeated, {part:.0f}% of {duration(self.total_s)} spent training"
 
 
 def cost(events: Iterable[Mapping[str, Any]], now: float) -> Cost | None:
@@ -52,10 +52,3 @@ def cost(events: Iterable[Mapping[str, Any]], now: float) -> Cost | None:
     known: list[Any] = [event.get("redone") for event in events if event["event"] == "resumed"]
     repeated = sum(steps for steps in known if is_count(steps))
     return Cost(repeated, training, last - first)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"

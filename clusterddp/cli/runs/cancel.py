@@ -8,10 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from clusterddp.cli.runs.status import add_arguments as add_arguments
-from clusterddp.cli.runs.status import open_run
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_start, signal_ranks
+from clusterddp.rundir.find import open_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
@@ -21,6 +20,11 @@ from clusterddp.supervisor.lease import held_by_other, holders, reachable
 from clusterddp.supervisor.messages import at_step, over_already
 
 TIMEOUT_S = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``cancel``."""
+    parser.add_argument("run", metavar="RUN", help="a run directory")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from clusterddp.cli.progress import Tail
-from clusterddp.cli.runs.status import open_run
 from clusterddp.errors import RunDirectoryError
+from clusterddp.rundir.find import open_run
 from clusterddp.rundir.run_directory import RunDirectory
 
 

@@ -1,77 +1,81 @@
-"""``clusterddp status``: a run's state and history, from its own files and, if it answers, the Slurm controller."""
+"""``clusterddp status``: one run's state and history, from its own files and, if it answers, the Slurm controller."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clusterddp.cli.runs import live
 from clusterddp.cli.runs.accounting import cost
-from clusterddp.errors import RunDirectoryError, SlurmError
+from clusterddp.cli.runs.report import left_s, report, speed, values
 from clusterddp.failures import exclusion
 from clusterddp.jobdef import code_snapshot
+from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.reporter import counted, duration
+from clusterddp.rundir.find import open_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.slurm import commands as slurm
-from clusterddp.supervisor.lease import held_by_other, holders, local_loop_alive, reachable
+from clusterddp.rundir.summary import Summary, summarize
+from clusterddp.slurm.run_states import OVER, RunState, run_states
 from clusterddp.supervisor.limits import attempts_made
 from clusterddp.supervisor.messages import at_step, readable, sentence
 
+#: Seconds for which a controller that does not answer is asked again.
+PATIENCE_S = 20.0
+Event = Mapping[str, Any]
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``status`` and ``cancel``."""
+    """The arguments of ``status``."""
     parser.add_argument("run", metavar="RUN", help="a run directory")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON, without the history (run.schema.json)")
+    form.add_argument("--watch", action="store_true", help="show it anew every 5 s, until Ctrl-C")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
     """Carries out ``status``."""
-    show(open_run(arguments.run))
+    run = open_run(arguments.run)
+    if arguments.watch:
+        return live.watch(lambda: described(run))
+    if arguments.json:
+        print(json.dumps(_report(run), indent=1))
+    else:
+        show(run)
     return 0
-
-
-def open_run(path: str) -> RunDirectory:
-    """The run in a folder; RunDirectoryError if there is none."""
-    run = RunDirectory(path)
-    if not run.exists():
-        raise RunDirectoryError(
-            f"{run} is not a run directory (no job.yaml): expected the path that `clusterddp submit` printed"
-        )
-    return run
 
 
 def show(run: RunDirectory) -> None:
     """Prints a run's state, its history in sentences, and how to continue it."""
-    job = load_resolved(run.job_file)
-    last = run.newest_metrics()
-    print(f"run       {run}")
-    print(f"job       {job.name}: {job.shape}")
-    print(f"state     {readable(state_of(run)[1])}")
-    events = run.events()
-    if code := code_snapshot.described(code_snapshot.current(run), events):
-        print(f"code      {readable(code)}")
-    print(f"attempts  {attempts_made(events)}")
-    recorded = any(event.get("step") is not None for event in events)
-    if recorded and (spent := cost(events, time.time())) is not None:
-        print(f"cost      {spent.sentence()}")
-    if last is not None:
-        values = {key: value for key, value in last.items() if key not in ("step", "time", "attempt")}
-        logged = readable(_values(values))
-        print(f"steps     {last['step'] + 1} done{f'; the last: {logged}' if logged else ''}")
-    elif not recorded:
-        print("steps     no steps recorded")
+    print(described(run))
+
+
+def described(run: RunDirectory) -> str:
+    """A run's state and its history in sentences, and a text for the administrator about its excluded nodes."""
+    job, events, now = load_resolved(run.job_file), run.events(), time.time()
+    summary, state = _looked_at(run)
+    code = _code(run, events)
+    facts = [
+        ("run", str(run)),
+        ("job", f"{job.name}: {job.shape}"),
+        ("state", _sentence(summary, state)),
+        *_waiting(state, now),
+        *([("code", code)] if code else []),
+        ("attempts", str(attempts_made(events))),
+        *_spent(events, now),
+        *_progress(summary, state, now),
+        *_nodes(job, summary, state, exclusion.excluded(events, now)),
+    ]
+    lines = [readable(f"{name:9} {words}") for name, words in facts]
     for event in events:
-        words = sentence(event)
-        if words:
-            print(f"  {time.strftime('%m-%d %H:%M:%S', time.localtime(event['time']))}  {words}")
-    for node in exclusion.excluded(events, time.time()):
-        print(f"\nto send to the cluster's administrator:\n\n{exclusion.letter(events, node, time.time())}")
-
-
-def _values(values: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
-    )
+        if words := sentence(event):
+            lines.append(f"  {time.strftime('%m-%d %H:%M:%S', time.localtime(event['time']))}  {words}")
+    for node in exclusion.excluded(events, now):
+        lines.append(f"\nto send to the cluster's administrator:\n\n{exclusion.letter(events, node, now)}")
+    return "\n".join(lines)
 
 
 def state_of(run: RunDirectory) -> tuple[str, str]:
@@ -79,26 +83,116 @@ def state_of(run: RunDirectory) -> tuple[str, str]:
 
     Held: a job or process trains the run, or is queued to. Stopped: nothing does, until someone continues it.
     """
-    outcome = run.outcome()
-    if outcome is not None:
-        return outcome["state"], f"{outcome['state']}{at_step(outcome['step'])}: {outcome['reason']}"
-    try:
-        held = slurm.patiently(lambda: held_by_other(run))
-        ended = None if held else _ended_job(run)
-    except SlurmError as error:
-        return "unknown", f"unknown, Slurm controller unreachable: {error}"
-    except PermissionError:
-        return "unknown", "not over; only its owner can see which job or process trains it"
-    if held is not None:
-        return "held", held.removeprefix("held by ")
-    if local_loop_alive(run):
-        return "held", "local run, between two attempts"
-    how = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
-    return "stopped", f"stopped{ended or ''}; continue with: clusterddp submit {how} {run}"
+    summary, state = _looked_at(run)
+    word = "held" if state.word in ("pending", "running") else state.word
+    return word, _sentence(summary, state)
 
 
-def _ended_job(run: RunDirectory) -> str | None:
-    """The final state of the job that trained the run last, if the controller still knows it."""
-    claims = [entry for entry in holders(run) if entry["kind"] == "slurm" and reachable(entry)]
-    job = slurm.show_job(claims[0]["job"]) if claims else None
-    return f" (job {job.job_id} ended: {job.state})" if job else None
+def _looked_at(run: RunDirectory) -> tuple[Summary, RunState]:
+    summary = summarize(run)
+    return summary, run_states([summary], PATIENCE_S)[0]
+
+
+def _report(run: RunDirectory) -> dict[str, Any]:
+    """The keys of every run, and those that need the whole history or the job definition."""
+    job, events, now = load_resolved(run.job_file), run.events(), time.time()
+    spent = cost(events, now)
+    return report(*_looked_at(run)) | {
+        "attempts": attempts_made(events),
+        "job_name": job.name,
+        "shape": job.shape,
+        "code": _code(run, events),
+        "gpus_per_node": job.gpus_per_node if job.device == "cuda" else 0,
+        "gpu_type": job.gpu_type,
+        "excluded": exclusion.excluded(events, now),
+        "cost": spent
+        and {
+            "repeated_steps": spent.repeated,
+            "training_s": spent.training_s,
+            "total_s": spent.total_s,
+        },
+    }
+
+
+# --- the lines of the text
+
+
+def _code(run: RunDirectory, events: Sequence[Event]) -> str | None:
+    return code_snapshot.described(code_snapshot.current(run), events)
+
+
+def _sentence(summary: Summary, state: RunState) -> str:
+    """The state in a sentence, with the job or process that holds the run, or how to continue it."""
+    if summary.outcome is not None:
+        return f"{state.word}{at_step(summary.outcome['step'])}: {state.reason}"
+    if state.word in OVER:
+        return state.reason
+    if state.word == "unknown":
+        return f"unknown: {state.reason}"
+    if state.word == "stopped":
+        how = "--local --run-dir" if summary.run.loop_file.exists() else "--run-dir"
+        ended = f" ({state.reason})" if state.reason else ""
+        return f"stopped{ended}; continue with: clusterddp submit {how} {summary.run}"
+    if state.job is None:
+        return state.reason
+    return f"job {state.job_id} ({state.job.state}{f' on {state.nodes}' if state.nodes else ''})"
+
+
+def _waiting(state: RunState, now: float) -> Sequence[tuple[str, str]]:
+    """Why a job waits, what can be done about it, and when Slurm expects it to start."""
+    if state.word not in ("pending", "held") or state.job is None:
+        return []
+    lines = [("waits", state.reason)]
+    if state.remedy:
+        lines.append(("to do", state.remedy))
+    start = state.job.start
+    if start is not None:
+        when = time.strftime("%m-%d %H:%M", time.localtime(start))
+        lines.append(("starts", f"{when} at the earliest, in {duration(max(0.0, start - now))}"))
+    return lines
+
+
+def _spent(events: Sequence[Event], now: float) -> Sequence[tuple[str, str]]:
+    recorded = any(event.get("step") is not None for event in events)
+    spent = cost(events, now) if recorded else None
+    return [("cost", spent.sentence())] if spent else []
+
+
+def _progress(summary: Summary, state: RunState, now: float) -> Sequence[tuple[str, str]]:
+    """Steps, their speed, and the last checkpoint."""
+    if summary.step is None:
+        return [("steps", "no steps recorded")]
+    of = f" of {summary.steps}" if summary.steps is not None else ""
+    logged = _values(values(summary))
+    lines = [("steps", f"{summary.step}{of} done{f'; the last: {logged}' if logged else ''}")]
+    if summary.seconds_per_step and state.word not in OVER:
+        left = left_s(summary, state)
+        about = "" if left is None else f", about {duration(left)} left"
+        lines.append(("speed", f"{speed(summary.seconds_per_step)}{about}"))
+    if summary.saved is not None:
+        lines.append(
+            ("saved", f"step {summary.saved.get('step')}, {duration(max(0.0, now - summary.saved['time']))} ago")
+        )
+    return lines
+
+
+def _nodes(job: Job, summary: Summary, state: RunState, excluded: Sequence[str]) -> Sequence[tuple[str, str]]:
+    """The nodes of the running attempt, or of the last, with their GPUs; and those that the next jobs exclude."""
+    lines = []
+    if nodes := state.nodes or summary.nodes:
+        kind = f"{job.gpu_type} GPU" if job.gpu_type else "GPU"
+        each = (
+            counted(job.gpus_per_node, kind)
+            if job.device == "cuda"
+            else counted(job.ranks_per_node, "process", "processes")
+        )
+        lines.append(("nodes", f"{nodes}, {each} each"))
+    if excluded:
+        lines.append(("excluded", f"{', '.join(excluded)}: failed this run repeatedly"))
+    return lines
+
+
+def _values(logged: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in logged.items()
+    )

@@ -12,12 +12,13 @@ import time
 from contextlib import ExitStack
 
 from clusterddp.cli.progress import Progress
-from clusterddp.cli.runs.status import open_run, state_of
+from clusterddp.cli.runs.status import state_of
 from clusterddp.errors import INTERRUPTED, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show
+from clusterddp.rundir.find import open_run
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory

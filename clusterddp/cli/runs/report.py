@@ -1,0 +1,66 @@
+"""A run as JSON: what ``list --json`` and ``status --json`` print, as docs/reference/run.schema.json describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from clusterddp.rundir.files import finite
+from clusterddp.rundir.records import is_count
+from clusterddp.rundir.summary import Summary
+from clusterddp.slurm.run_states import RunState
+
+#: The version of the schema. A new key does not change it; another meaning of a key, or one that is removed, does.
+SCHEMA = 1
+_NOT_METRICS = ("step", "time", "attempt")
+
+
+def report(summary: Summary, state: RunState) -> dict[str, Any]:
+    """The keys that every run has. Times are unix seconds."""
+    waits = state.word in ("pending", "held") and state.job is not None
+    return {
+        "schema": SCHEMA,
+        "run": str(summary.run.path),
+        "name": summary.name,
+        "sweep": summary.sweep,
+        "state": state.word,
+        "reason": state.reason,
+        "remedy": state.remedy,
+        "expected_start": state.job.start if waits and state.job else None,
+        "job_id": state.job_id,
+        "nodes": state.nodes,
+        "local": summary.local,
+        "step": summary.step,
+        "steps": summary.steps,
+        "steps_per_second": 1 / summary.seconds_per_step if summary.seconds_per_step else None,
+        "left_s": left_s(summary, state),
+        "attempts": summary.attempts,
+        "ends": list(summary.ends),
+        "metrics": finite(values(summary)),
+        "saved": _saved(summary.saved),
+        "started": summary.started,
+        "updated": summary.updated,
+    }
+
+
+def left_s(summary: Summary, state: RunState) -> float | None:
+    """Seconds of training that are left; None unless the run is being trained."""
+    return summary.left_s if state.word == "running" else None
+
+
+def speed(seconds_per_step: float | None) -> str:
+    """``12.5/s`` or ``3.1 s/step``; empty if unknown."""
+    if not seconds_per_step:
+        return ""
+    return f"{1 / seconds_per_step:.3g}/s" if seconds_per_step < 1 else f"{seconds_per_step:.3g} s/step"
+
+
+def values(summary: Summary) -> dict[str, Any]:
+    """The newest metrics alone."""
+    return {name: value for name, value in summary.metrics.items() if name not in _NOT_METRICS}
+
+
+def _saved(event: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if event is None or not is_count(event.get("step")):
+        return None
+    return {name: event[name] for name in ("step", "attempt", "time")}

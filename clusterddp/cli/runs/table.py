@@ -1,0 +1,190 @@
+"""The table of ``clusterddp list``: its columns, the order of its rows, and how it fits a terminal. Pure."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterddp.cli.runs.report import left_s, speed, values
+from clusterddp.reporter import counted, duration
+from clusterddp.rundir.summary import Summary
+from clusterddp.slurm.run_states import RunState
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run, and its state."""
+
+    summary: Summary
+    state: RunState
+
+
+@dataclass(frozen=True)
+class Column:
+    """``value``: what rows are sorted by, None for a run that has none. ``text``: the cell."""
+
+    value: Callable[[Row], Any]
+    text: Callable[[Row], str]
+    right: bool = False
+
+
+def columns(metrics: Sequence[str]) -> dict[str, Column]:
+    """The columns, in their order; ``metrics`` are shown behind the time left."""
+    here = str(Path.cwd())
+    return {
+        "run": Column(lambda row: _path(row, here), lambda row: _path(row, here)),
+        "state": Column(lambda row: row.state.word, lambda row: row.state.word),
+        "step": Column(lambda row: row.summary.step, _step, right=True),
+        "speed": Column(_speed, lambda row: speed(row.summary.seconds_per_step), right=True),
+        "left": Column(_left, lambda row: "" if (left := _left(row)) is None else duration(left), right=True),
+        **{name: _metric(name) for name in metrics},
+        "attempts": Column(lambda row: row.summary.attempts, lambda row: str(row.summary.attempts), right=True),
+        "job": Column(lambda row: row.state.job_id, lambda row: row.state.job_id or "", right=True),
+        "nodes": Column(lambda row: row.state.nodes or None, lambda row: row.state.nodes),
+        "ends": Column(lambda row: len(row.summary.ends), _ends),
+        "reason": Column(lambda row: row.state.reason or None, lambda row: " ".join(row.state.reason.split())),
+    }
+
+
+def ordered(rows: Sequence[Row], column: Column | None, reverse: bool) -> list[Row]:
+    """The rows in ascending order of a column, the newest runs first without one; ``reverse``: in descending order.
+
+    Runs without a value come last.
+    """
+    by = column or Column(lambda row: -row.summary.started, lambda _: "")
+    known = [row for row in rows if _is_known(by.value(row))]
+    numbers = all(isinstance(by.value(row), (int, float)) for row in known)
+    known.sort(key=by.value if numbers else lambda row: str(by.value(row)), reverse=reverse)
+    return known + [row for row in rows if not _is_known(by.value(row))]
+
+
+def table(
+    rows: Sequence[Row], shown: Mapping[str, Column], width: int | None = None, colour: bool = False
+) -> list[str]:
+    """The lines of the table, with a heading. ``width``: the terminal's; None for a pipe, where nothing is left out."""
+    cells = {name: [name.upper(), *(one_line(column.text(row)) for row in rows)] for name, column in shown.items()}
+    cells = {name: texts for name, texts in cells.items() if name in ("run", "state") or any(texts[1:])}
+    widths = {name: max(map(columns_of, texts)) for name, texts in cells.items()}
+    widths = widths if width is None else _fitted(widths, width)
+    lines = []
+    for index in range(len(rows) + 1):
+        parts = [_padded(cells[name][index], widths[name], shown[name].right) for name in widths]
+        if colour and index:
+            parts[1] = _coloured(parts[1], rows[index - 1].state.word)
+        lines.append("  ".join(parts).rstrip())
+    return lines
+
+
+def one_line(text: str) -> str:
+    """A text as one line that a terminal shows as it is: other characters become question marks."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def columns_of(text: str) -> int:
+    """The columns of a terminal that a text takes: East Asian letters take two, combining ones none."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+        for letter in text
+    )
+
+
+# --- cells
+
+
+def _path(row: Row, here: str) -> str:
+    path = str(row.summary.run.path)
+    return path.removeprefix(f"{here}/")
+
+
+def _step(row: Row) -> str:
+    step, steps = row.summary.step, row.summary.steps
+    if step is None:
+        return ""
+    return str(step) if steps is None else f"{step}/{steps}"
+
+
+def _speed(row: Row) -> float | None:
+    return 1 / row.summary.seconds_per_step if row.summary.seconds_per_step else None
+
+
+def _left(row: Row) -> float | None:
+    return left_s(row.summary, row.state)
+
+
+def _metric(name: str) -> Column:
+    def value(row: Row) -> Any:
+        return values(row.summary).get(name)
+
+    def text(row: Row) -> str:
+        found = value(row)
+        return "" if found is None else f"{found:.4g}" if isinstance(found, float) else str(found)
+
+    return Column(value, text, right=True)
+
+
+def _ends(row: Row) -> str:
+    """``preempted x2, node n2 lost``."""
+    counts = Counter(" ".join(reason.split())[:40] for reason in row.summary.ends)
+    return ", ".join(f"{reason} x{number}" if number > 1 else reason for reason, number in counts.items())
+
+
+def _is_known(value: Any) -> bool:
+    return value is not None and not (isinstance(value, float) and math.isnan(value))
+
+
+# --- layout
+
+#: What is left out first where a terminal is narrow, and the fewest columns of a reason that are worth showing.
+_LEFT_OUT = ("ends", "nodes", "job", "attempts", "speed")
+_LEAST_REASON = 16
+_COLOURS = {"completed": 32, "running": 36, "failed": 31, "cancelled": 31, "pending": 33, "held": 33, "unknown": 35}
+
+
+def _fitted(widths: dict[str, int], width: int) -> dict[str, int]:
+    """Widths that fit: the reason is clipped, columns are left out, and at last the run's path is clipped."""
+    widths = dict(widths)
+
+    def room(name: str) -> int:
+        return width - sum(other + 2 for column, other in widths.items() if column != name)
+
+    for name in _LEFT_OUT:
+        if room("reason") >= min(widths.get("reason", 0), _LEAST_REASON):
+            break
+        widths.pop(name, None)
+    if "reason" in widths:
+        widths["reason"] = min(widths["reason"], room("reason"))
+        if widths["reason"] < _LEAST_REASON:
+            del widths["reason"]
+    widths["run"] = max(8, min(widths["run"], room("run")))
+    return widths
+
+
+def _padded(text: str, width: int, right: bool) -> str:
+    text = _clipped(text, width)
+    space = " " * (width - columns_of(text))
+    return space + text if right else text + space
+
+
+def _clipped(text: str, width: int) -> str:
+    if columns_of(text) <= width:
+        return text
+    while columns_of(text) > width - 3:
+        text = text[:-1]
+    return f"{text}..."
+
+
+def _coloured(text: str, word: str) -> str:
+    return f"\x1b[{_COLOURS[word]}m{text}\x1b[0m" if word in _COLOURS else text
+
+
+def heading(rows: Sequence[Row]) -> str:
+    """``12 runs: 3 running, 9 completed``."""
+    counts = Counter(row.state.word for row in rows)
+    return f"{counted(len(rows), 'run')}: {', '.join(f'{number} {word}' for word, number in counts.most_common())}"

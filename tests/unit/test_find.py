@@ -1,0 +1,81 @@
+"""Which runs words name, and which run is proposed for a wrong path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clusterddp.errors import RunDirectoryError
+from clusterddp.rundir.find import find_runs, open_run, runs_folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with two runs, a sweep of two, and a folder that is no run."""
+    for name in ("runs/train-0", "runs/train-1", "runs/lr/lr=0.1", "runs/lr/lr=0.2", "runs/logs/deep/er"):
+        (tmp_path / name).mkdir(parents=True)
+        if "logs" not in name:
+            (tmp_path / name / "job.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
+    return tmp_path
+
+
+def names(*words: str) -> list[str]:
+    return [run.path.name for run in find_runs(words)]
+
+
+def test_without_words_all_runs_of_the_runs_folder_are_found_with_those_of_sweeps(here: Path) -> None:
+    """One level down, and no deeper."""
+    (here / "runs/logs/deep/er/job.yaml").touch()
+    assert names() == ["lr=0.1", "lr=0.2", "train-0", "train-1"]
+
+
+def test_the_runs_folder_is_the_one_of_new_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty variable counts as unset; a folder that does not exist yet has no runs."""
+    monkeypatch.setenv("CLUSTERDDP_RUNS", str(here / "runs/lr"))
+    assert names() == ["lr=0.1", "lr=0.2"]
+    assert runs_folder({"CLUSTERDDP_RUNS": ""}) == Path("runs")
+    monkeypatch.setenv("CLUSTERDDP_RUNS", str(here / "later"))
+    assert names() == []
+
+
+def test_words_are_runs_folders_and_patterns_and_each_run_is_found_once(here: Path) -> None:
+    """A pattern may also match what is no run."""
+    assert names("runs/train-1", "runs/lr", "runs/train-*") == ["train-1", "lr=0.1", "lr=0.2", "train-0"]
+    assert names(f"{here}/runs/*") == ["lr=0.1", "lr=0.2", "train-0", "train-1"]
+
+
+def test_a_folder_that_looks_like_a_pattern_is_itself(here: Path) -> None:
+    """Shells leave such names alone, too."""
+    (here / "runs/lr[1] ä").mkdir()
+    (here / "runs/lr[1] ä/job.yaml").touch()
+    assert names("runs/lr[1] ä") == ["lr[1] ä"]
+
+
+@pytest.mark.parametrize(
+    ("path", "proposal"),
+    [
+        ("train-1", "; did you mean runs/train-1?"),
+        ("runs/trian-0", "; did you mean runs/train-0?"),
+        ("lr=0.3", "; did you mean runs/lr/lr=0."),
+        ("runs/train-1/checkpoints", "; did you mean runs/train-1?"),
+    ],
+)
+def test_the_nearest_run_is_proposed_for_a_wrong_path(here: Path, path: str, proposal: str) -> None:
+    """By its name, or because it contains the path."""
+    with pytest.raises(RunDirectoryError) as error:
+        open_run(path)
+    assert proposal in str(error.value) and "is not a run directory (no job.yaml)" in str(error.value)
+    with pytest.raises(RunDirectoryError) as error:
+        find_runs([path])
+    assert proposal in str(error.value) and f"{path}: no run there" in str(error.value)
+
+
+def test_without_a_similar_run_the_message_says_what_is_expected(here: Path) -> None:
+    """Nothing is proposed at random."""
+    with pytest.raises(RunDirectoryError, match="expected the path that `clusterddp submit` printed"):
+        open_run("zzz")
+    with pytest.raises(RunDirectoryError, match="zzz: no run there; expected a run directory or a folder of runs"):
+        find_runs(["zzz"])

@@ -1,0 +1,257 @@
+"""``list`` and ``status``: tables, JSON against the committed schema, and what is read for them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from clusterddp.cli.command_line import command
+from clusterddp.cli.runs import live, table
+from clusterddp.errors import INTERRUPTED, UsageError
+from clusterddp.rundir.find import find_runs
+from clusterddp.rundir.summary import summarize
+from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.run_states import WORDS, run_states
+from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/run.schema.json").read_text())
+QUEUE = """\
+41|RUNNING|n[1-2]|2026-11-22T08:00:00|1:00:00|gpu|None
+42|PENDING||2126-11-23T08:00:00|1:00:00|gpu|QOSMaxGRESPerUser
+43|PENDING||N/A|1:00:00|gpu|BeginTime
+"""
+BEGUN = [event("progress", step=0, steps=400, rank=0), event("training", step=0)]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Six runs in all kinds of states, with squeue's answer about three jobs."""
+    folder = tmp_path / "runs"
+    requeued = event("requeued", reason="preempted", cause="preempted", step=9, checkpoint=9, window_s=1.0)
+    saved = event("checkpoint", step=90, blocked_s=0.1, durable_s=0.2, bytes=9)
+    recorded_run(
+        folder / "running", [started(), *BEGUN, saved], holder=of_job(), metrics=steps(range(100), loss=0.5, acc=0.9)
+    )
+    recorded_run(folder / "pending", submitted=of_job("42"))
+    recorded_run(folder / "held", [started(job="43"), *BEGUN, requeued], holder=of_job("43"))
+    over = {"state": "completed", "step": 400, "reason": "all ranks finished"}
+    recorded_run(folder / "completed", [started(job="9"), *BEGUN], outcome=over, metrics=steps([399], acc=0.7))
+    ended = {"state": "failed", "step": 3, "reason": "rank 1 (n2) failed:\nRuntimeError: " + "x" * 200}
+    recorded_run(folder / "failed", [started(job="8"), *BEGUN, requeued, started(1, job="8")], outcome=ended)
+    recorded_run(folder / "stopped", [started(job="7")], holder=of_job("7"), metrics=steps([0], loss=float("nan")))
+    monkeypatch.setattr(slurm, "run", lambda *_: QUEUE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert command(words) == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_is_a_line_with_all_that_is_asked_for(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a pipe nothing is left out, and there are no colours."""
+    heading, *lines = said(capsys, "list", "--show", "loss,acc").splitlines()
+    assert heading.split() == "RUN STATE STEP SPEED LEFT LOSS ACC ATTEMPTS JOB NODES ENDS REASON".split()
+    found = {line.split()[0]: line.split() for line in lines}
+    assert found["runs/running"][1:] == "running 100/400 2/s 2 min 0.5 0.9 1 41 n[1-2]".split()
+    assert found["runs/completed"][1:5] == "completed 400/400 0.7 1".split()
+    assert found["runs/pending"][1] == "pending" and "a limit of its QOS is reached" in "\n".join(lines)
+    assert found["runs/held"][1] == "held"
+    assert found["runs/stopped"][1:4] == "stopped 1 nan".split()
+    assert "x" * 200 in "\n".join(lines)
+
+
+def test_newest_runs_are_first_or_those_with_the_lowest_value(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a column or a metric, which is shown then; runs without a value, or with NaN, are last."""
+
+    def order(*words: str) -> list[str]:
+        return [line.split()[0].removeprefix("runs/") for line in said(capsys, "list", *words).splitlines()[1:]]
+
+    assert order()[0] == "pending", "whose job definition is newer than the recorded starts"
+    assert order("--sort", "acc")[:2] == ["completed", "running"]
+    assert order("--sort", "acc", "--reverse")[:2] == ["running", "completed"]
+    assert order("--sort", "loss")[0] == "running"
+    assert order("--sort", "job", "--state", "held,failed") == ["held", "failed"]
+    assert order("--state", "running,stopped", "--sort", "run") == ["running", "stopped"]
+    with pytest.raises(UsageError, match="--sort speeed: no such column or metric; available: run, state.*acc, loss"):
+        command(["list", "--sort", "speeed"])
+    with pytest.raises(UsageError, match="--state runing: no such state; available: .*; did you mean running?"):
+        command(["list", "--state", "runing"])
+
+
+def test_json_follows_the_committed_schema(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every state; status prints the same object, with more."""
+    check = jsonschema.Draft202012Validator(SCHEMA)
+    found = {one["name"]: one for one in json.loads(said(capsys, "list", "--json"))}
+    assert {one["state"] for one in found.values()} == {*WORDS} - {"cancelled", "unknown"}
+    assert SCHEMA["properties"]["state"]["enum"] == list(WORDS)
+    assert found["stopped"]["metrics"] == {"loss": "NaN"}
+    assert found["pending"]["expected_start"] > BEGAN and "--qos" in found["pending"]["remedy"]
+    for name, one in found.items():
+        check.validate(one)
+        assert one.keys() == set(SCHEMA["required"])
+        more = json.loads(said(capsys, "status", "--json", f"runs/{name}"))
+        check.validate(more)
+        assert more.keys() == SCHEMA["properties"].keys()
+        assert {key: more[key] for key in one} == one
+
+
+def test_csv_has_a_line_per_run_and_all_metrics(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the keys of the JSON."""
+    found = {line["name"]: line for line in csv.DictReader(io.StringIO(said(capsys, "list", "--csv")))}
+    assert len(found) == 6
+    assert (found["running"]["state"], found["running"]["steps"], found["running"]["metrics.acc"]) == (
+        "running",
+        "400",
+        "0.9",
+    )
+    assert found["pending"]["metrics.acc"] == "" and found["failed"]["ends"] == "preempted"
+
+
+def test_a_folder_without_runs_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Nothing on stdout but, for a program, an empty list."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
+    assert command(["list"]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "no runs\n")
+    assert json.loads(said(capsys, "list", "--json")) == []
+
+
+def test_status_says_why_a_run_waits_and_what_to_do(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the start that Slurm expects."""
+    shown = said(capsys, "status", "runs/pending")
+    assert "state     job 42 (PENDING)\n" in shown
+    assert "waits     a limit of its QOS is reached: GPUs of all your jobs (QOSMaxGRESPerUser)\n" in shown
+    assert "to do     it starts when jobs that count towards the limit end" in shown
+    assert "starts    11-23 08:00" in shown
+    shown = said(capsys, "status", "runs/held")
+    assert "waits     held by Slurm for a while, as after each requeue\n" in shown
+    assert "to do     `clusterddp watch runs/held` lifts the hold" in shown and "starts  " not in shown
+
+
+def test_status_says_how_far_a_run_is(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps, speed, time left, the last save, nodes and what they have."""
+    shown = said(capsys, "status", "runs/running")
+    assert "state     job 41 (RUNNING on n[1-2])\n" in shown
+    assert "steps     100 of 400 done; the last: loss 0.5, acc 0.9\n" in shown
+    assert "speed     2/s, about 2 min left\n" in shown
+    assert "saved     step 90, " in shown
+    assert "nodes     n[1-2], 1 process each\n" in shown
+    assert "state     failed at step 3: rank 1 (n2) failed:" in said(capsys, "status", "runs/failed")
+
+
+ODD = ["two words", "line\nbreak", "[red]x", "l\u00e4ufe \u65e5\u672c", "\x1b[2J\x9b\u202ex", "a\u0301b"]
+
+
+def test_odd_names_are_shown_in_one_line_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Markup is no markup; what a terminal would obey, or show in another order, becomes a question mark."""
+    for name in ODD:
+        recorded_run(tmp_path / "runs" / name, [started()], outcome={"state": "failed", "reason": name})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
+    shown = said(capsys, "list").splitlines()
+    assert len(shown) == 1 + len(ODD)
+    assert all(line.isprintable() for line in shown)
+    text = "\n".join(shown)
+    assert "runs/[red]x " in text and "runs/line?break " in text and "runs/?[2J??x " in text
+    at = {table.columns_of(line[: line.index("failed")]) for line in shown[1:]}
+    assert len(at) == 1, "the columns are aligned, also behind letters that take two columns or none"
+    assert {one["name"] for one in json.loads(said(capsys, "list", "--json"))} == set(ODD)
+
+
+def rows(runs: Path) -> list[table.Row]:
+    summaries = [summarize(run) for run in find_runs([str(runs)])]
+    return [table.Row(*pair) for pair in zip(summaries, run_states(summaries), strict=True)]
+
+
+@pytest.mark.parametrize("width", [200, 100, 80, 60, 40])
+def test_a_table_fits_the_terminal(runs: Path, width: int) -> None:
+    """Run, state and step stay, columns are left out, and the reason is clipped."""
+    lines = table.table(rows(runs), table.columns([]), width)
+    assert max(map(len, lines)) <= width
+    assert all(word in lines[0].split() for word in ("RUN", "STATE", "STEP"))
+    assert ("REASON" in lines[0].split()) == (width > 40)
+
+
+def test_colours_change_no_text(runs: Path) -> None:
+    """They are on a terminal alone, and not with NO_COLOR."""
+    found = rows(runs)
+    plain, coloured = (table.table(found, table.columns([]), 100, colour) for colour in (False, True))
+    assert plain[0] == coloured[0]
+    assert _without_colours("\n".join(coloured)) == "\n".join(plain)
+    assert "\x1b[31mfailed" in "".join(coloured)
+
+
+def _without_colours(text: str) -> str:
+    from rich.text import Text
+
+    return Text.from_ansi(text).plain
+
+
+def test_watching_redraws_until_ctrl_c(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program is told to use --json instead."""
+    with pytest.raises(UsageError, match="--watch: stdout is not a terminal"):
+        command(["list", "--watch"])
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) % 2 == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(live.time, "sleep", sleep)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert command(["list", "--watch"]) == INTERRUPTED
+    assert command(["status", "--watch", "runs/running"]) == INTERRUPTED
+    assert looks == [live.EVERY_S] * 4
+    shown = capsys.readouterr().out
+    assert "runs/running" in shown and "6 runs: " in shown and "state     job 41" in shown
+
+
+@pytest.fixture
+def opened() -> Iterator[list[str]]:
+    """The files that are opened meanwhile."""
+    found: list[str] = []
+    watching = [True]
+
+    def hook(name: str, arguments: tuple[Any, ...]) -> None:
+        if watching[0] and name == "open" and isinstance(arguments[0], (str, Path)):
+            found.append(str(arguments[0]))
+
+    sys.addaudithook(hook)  # for the rest of the process
+    yield found
+    watching[0] = False
+
+
+def test_a_list_opens_at_most_five_files_of_a_run_and_no_job_definition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], opened: list[str]
+) -> None:
+    """Fifty runs, with every record that a run can have."""
+    folder = tmp_path / "runs"
+    for number in range(50):
+        history = [line for attempt in range(4) for line in (started(attempt), event("training", attempt, step=0))]
+        more = {"outcome": {"state": "completed"}} if number % 2 else {"submitted": of_job("9"), "loop": of_job("9")}
+        recorded_run(folder / f"net-{number}", history, holder=of_job(), metrics=steps(range(100)), **more)
+    monkeypatch.setattr(slurm, "run", lambda *_: QUEUE)
+    opened.clear()
+    assert len(json.loads(said(capsys, "list", "--json", str(folder)))) == 50
+    of_runs = [Path(path) for path in opened if path.startswith(str(folder))]
+    most = max(sum(path.is_relative_to(folder / f"net-{number}") for path in of_runs) for number in range(50))
+    assert 2 <= most <= 5
+    assert not any(path.suffix == ".yaml" for path in of_runs)
