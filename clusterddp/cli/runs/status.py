@@ -117,7 +117,7 @@ def _report(run: RunDirectory) -> dict[str, Any]:
 # --- the lines of the text
 
 
-def _code(run: RunDirectory, events: Sequence[Event]) -> str | None:
+def _code(run: RunDirectory, events: Sequence[dict[str, Any]]) -> str | None:
     return code_snapshot.described(code_snapshot.current(run), events)
 
 
