@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -160,6 +161,28 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+#: Allocations between two garbage collections while a rank imports. With Python 3.11's 700 the collections take a tenth
+#: of the CPU time of importing torch 2.13.
+_IMPORTING = 5000
+_usual = gc.get_threshold()
+
+
+def collect_rarely() -> None:
+    """Has garbage collected less often, until ``collect_as_usual()``: imported modules leave nothing to collect."""
+    gc.set_threshold(_IMPORTING, *_usual[1:])
+
+
+def collect_as_usual() -> None:
+    """Ends ``collect_rarely()``, unless the script has chosen its own threshold; collections skip what exists now.
+
+    That is mostly imported modules: with torch, some 200,000 objects. Collections that traverse them while the first
+    optimizer or DDP imports torch._dynamo take a seventh of a rank's start-up CPU time (torch 2.13).
+    """
+    gc.freeze()
+    if gc.get_threshold()[0] == _IMPORTING:
+        gc.set_threshold(*_usual)
 
 
 class RunningClock:

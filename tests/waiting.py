@@ -32,10 +32,10 @@ def wait_until(condition: Callable[[], T], what: str, timeout: float = 120) -> T
 
 def wait_for_step(run: RunDirectory, step: int, timeout: float = 120) -> None:
     """Until the metrics hold ``step``, and so training is beyond it."""
-    wait_until(
-        lambda: any(line["step"] >= step for line in read_lines(run.metrics_file)),
-        f"step {step} in {run}\n{story(run)}", timeout,
-    )  # fmt: skip
+    try:
+        wait_until(lambda: any(line["step"] >= step for line in read_lines(run.metrics_file)), f"step {step}", timeout)
+    except AssertionError as error:
+        raise AssertionError(f"{error} of {run}\n{story(run)}") from None
 
 
 def wait_for_outcome(run: RunDirectory, timeout: float = 180) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -23,7 +22,7 @@ from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed import collectives, process_group, wrapping
 from clusterddp.errors import Stopped
 from clusterddp.jobdef.job import Checkpointing
-from clusterddp.process import at_exit, cancel_at_exit
+from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
 from clusterddp.training import settings
 from clusterddp.training.attempt_history import AttemptHistory
@@ -66,9 +65,7 @@ def init(
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("clusterddp.init() must be called in the main thread, as it installs signal handlers")
     read = settings.read(os.environ, seed=seed, device=device, backend=backend, run_dir=run_dir, checkpoint=checkpoint)
-    # Imported modules stay: with torch, some 200,000 objects. Collections that traverse them while the first optimizer
-    # or DDP imports torch._dynamo take a seventh of a rank's start-up CPU time (torch 2.13).
-    gc.freeze()
+    collect_as_usual()
     _current = Context(read)
     return _current
 

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from clusterddp import environment, protocol
 from clusterddp.errors import STOPPED, ClusterddpError, Declined, LauncherEnvironmentError, Stopped, StoppedAlone
-from clusterddp.process import at_exit, die_with_parent
+from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -71,6 +71,7 @@ def main() -> None:
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
     code_paths.use_snapshot()
+    collect_rarely()
     values, code = run_script(whole_command(sys.argv[1:], run))
     if os.getpid() != process:
         rank_exit.finish_child(code)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 import clusterddp
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training import metrics
 from tests import ddp
 
@@ -34,17 +38,25 @@ FREEZES = """
 import gc
 import clusterddp
 assert gc.get_freeze_count() == 0
+print(gc.get_threshold()[0], "allocations before")
 clusterddp.init(device="cpu")
 print(gc.get_freeze_count(), "objects frozen")
+print(gc.get_threshold()[0], "allocations after")
 """
 
 
 def test_init_takes_the_objects_of_imported_modules_out_of_garbage_collection(tmp_path: Path) -> None:
-    """Every full collection would traverse them, in start-up and in training."""
+    """Every full collection would traverse them. There are few while they are imported."""
     script = tmp_path / "freezes.py"
     script.write_text(FREEZES)
-    (frozen,) = re.findall(r"(\d+) objects frozen", ddp.run(script, ranks=1, folder=tmp_path).output(0))
+    submit = [sys.executable, "-m", "clusterddp", "submit", str(script), "--local", "--device", "cpu"]
+    subprocess.run([*submit, "--run-dir", str(tmp_path / "run")], check=True, capture_output=True)
+    said = RunDirectory(tmp_path / "run").attempt_logs(0).joinpath("rank-0.out").read_text()
+    (frozen,) = re.findall(r"(\d+) objects frozen", said)
     assert int(frozen) > 100_000
+    usual = gc.get_threshold()[0]
+    before, after = (int(re.findall(rf"(\d+) allocations {when}", said)[0]) for when in ("before", "after"))
+    assert before > usual == after
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def charlm(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, str]
     return run, submit(run, "charlm", *CHARLM)
 
 
-CHARLM = ["--", "--steps", "100"]
+CHARLM = ["--", "--steps", "60"]
 
 
 def held_out_loss(said: str) -> str:

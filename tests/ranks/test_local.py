@@ -23,7 +23,9 @@ from tests.histories import check_history
 from tests.waiting import differing, final_state, story, wait_for_step, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DIGITS = ["jobs/digits.yaml", "--device", "cpu", "--nodes", "2", "--gpus", "1"]
+STEPS = 120
+SHAPE = ["--device", "cpu", "--nodes", "2", "--gpus", "1"]
+TRAINING = ["tests/scripts/train.py", *SHAPE]
 
 
 def start(run: RunDirectory, *options: str, **more: object) -> subprocess.Popen[str]:
@@ -61,7 +63,7 @@ except:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     run = RunDirectory(tmp_path_factory.mktemp("local") / "uninterrupted")
-    done = submit(run, *DIGITS)
+    done = submit(run, *TRAINING, *whole())
     assert done.returncode == 0, done.stderr
     return run
 
@@ -71,8 +73,13 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "run")
 
 
+def whole(pause_s: float = 0.0) -> list[str]:
+    """The script's arguments for all steps."""
+    return ["--", "--steps", str(STEPS), "--pause", str(pause_s)]
+
+
 def check_same(run: RunDirectory, reference: RunDirectory) -> None:
-    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(240)), story(run)
+    assert [line["step"] for line in read_lines(run.metrics_file)] == list(range(STEPS)), story(run)
     assert [line["loss"] for line in run.metrics()] == [line["loss"] for line in reference.metrics()]
     check_history(run.events())
     assert differing(final_state(run), final_state(reference)) == []
@@ -82,7 +89,7 @@ def check_same(run: RunDirectory, reference: RunDirectory) -> None:
 def stopped_twice(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Preempted, then interrupted with Ctrl-C and continued by the same command."""
     run = RunDirectory(tmp_path_factory.mktemp("stopped") / "run")
-    process = start(run, *DIGITS, "--preempt-after", "20")
+    process = start(run, *TRAINING, "--preempt-after", "20", *whole(0.02))
     wait_until(lambda: 1 in run.attempts(), "the second attempt")
     wait_until(lambda: any(line["attempt"] == 1 for line in read_lines(run.metrics_file)), "its first step")
     process.send_signal(signal.SIGINT)
@@ -96,8 +103,6 @@ def stopped_twice(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     done = submit(run)
     assert done.returncode == 0, done.stderr
     assert re.search(r"attempt 2: resumed from step \d+, 0 steps repeated", done.stderr)
-    accuracy = re.search(r"test accuracy ([\d.]+)", done.stderr)
-    assert accuracy is not None and float(accuracy[1]) > 0.95
     return run
 
 
@@ -106,7 +111,7 @@ def test_a_preempted_and_interrupted_run_is_the_uninterrupted_one(
 ) -> None:
     """Three attempts, no step twice, the same bits."""
     assert stopped_twice.outcome() == {
-        "state": "completed", "step": 240, "attempts": 3, "reason": "all ranks finished",
+        "state": "completed", "step": STEPS, "attempts": 3, "reason": "all ranks finished",
     }  # fmt: skip
     check_same(stopped_twice, uninterrupted)
 
@@ -132,7 +137,7 @@ def test_a_killed_rank_is_named_and_all_ranks_restart_in_place(
     run: RunDirectory, uninterrupted: RunDirectory, rank: int
 ) -> None:
     """From the newest checkpoint, in the same supervisor; no bit differs in the end."""
-    process = start(run, *DIGITS, "--set", "checkpoint.every=20 steps")
+    process = start(run, *TRAINING, "--set", "checkpoint.every=20 steps", *whole(0.02))
     wait_until(lambda: any(run.checkpoints.glob("step-*")), "a checkpoint", timeout=60)
     (victim,) = [pid for pid in ranks_of(run) if variable(pid, "RANK") == str(rank)]
     os.kill(victim, signal.SIGKILL)
@@ -159,7 +164,7 @@ def variable(pid: int, name: str) -> str:
 
 def test_a_killed_local_command_leaves_no_process_and_the_run_continues(run: RunDirectory) -> None:
     """Its supervisor and ranks exit with it. A second start is refused before, and continues the run afterwards."""
-    process = start(run, *DIGITS, "--", "--steps", "100000")
+    process = start(run, *TRAINING, "--", "--steps", "100000")
     wait_for_step(run, 10)
     second = submit(run)
     assert second.returncode == 1
@@ -386,7 +391,7 @@ def test_without_slurm_on_path_submit_says_so_and_never_runs_locally(run: RunDir
 
 def test_a_completed_run_runs_again_only_with_changed_arguments(run: RunDirectory) -> None:
     """The same command again does nothing and succeeds; other arguments are refused, and --change applies them."""
-    one_rank = [*DIGITS, "--nodes", "1"]
+    one_rank = [*TRAINING, "--nodes", "1"]
     assert submit(run, *one_rank, "--", "--steps", "5").returncode == 0
     again = submit(run, *one_rank, "--", "--steps", "5")
     assert again.returncode == 0
@@ -424,10 +429,10 @@ def test_status_logs_and_cancel_work_without_slurm(stopped_twice: RunDirectory) 
         return subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
 
     shown = ask("status", str(run))
-    assert "completed at step 240" in shown
+    assert f"completed at step {STEPS}" in shown
     assert "attempts  3" in shown
-    assert "test accuracy" in ask("logs", str(run))
-    assert "already completed at step 240" in ask("cancel", str(run))
+    assert f"finished at step {STEPS}" in ask("logs", str(run))
+    assert f"already completed at step {STEPS}" in ask("cancel", str(run))
 
 
 def test_the_history_says_when_the_code_changed_between_attempts(run: RunDirectory, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_for_step, wait_until
 
-STEPS = 500
+STEPS = 200
+SCRIPT = ["tests/scripts/train.py"]
 
 
 def submit(cluster: Cluster, run: RunDirectory, *options: str, check: bool = True) -> Any:
@@ -21,16 +22,21 @@ def submit(cluster: Cluster, run: RunDirectory, *options: str, check: bool = Tru
     return cluster.run(command, cwd=cluster.source, check=check)
 
 
-def digits(steps: int = STEPS) -> tuple[str, ...]:
-    return ("jobs/digits.yaml", *"--nodes 2 --gpus 1 --partition low --".split(), "--steps", str(steps))
+def arguments(steps: int = STEPS) -> list[str]:
+    """Of the script, whose steps wait rather than compute, so that there is time to interrupt them."""
+    return ["--steps", str(steps), "--pause", "0.02"]
+
+
+def job(steps: int = STEPS) -> list[str]:
+    return [*SCRIPT, *"--nodes 2 --gpus 1 --device cpu --partition low --".split(), *arguments(steps)]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(clusters: Any) -> RunDirectory:
-    """The digits run without any preemption, on the same cluster."""
+    """The run without any preemption, on the same cluster."""
     cluster = clusters.get(clusters.standard)
     run = RunDirectory(cluster.scratch / "uninterrupted")
-    submit(cluster, run, *digits())
+    submit(cluster, run, *job())
     assert wait_for_outcome(run) == "completed", story(run)
     return run
 
@@ -58,8 +64,8 @@ def test_a_preempted_run_is_requeued_and_is_the_same_run(
     """The main promise: requeued automatically, each step exactly once, the weights equal to the last bit."""
     cluster.set_grace(grace)
     run = RunDirectory(runs / "run")
-    job_id = submit(cluster, run, *digits()).stdout.strip()
-    preempt_in_training(cluster, run, 100)
+    job_id = submit(cluster, run, *job()).stdout.strip()
+    preempt_in_training(cluster, run, 20)
     assert wait_for_outcome(run) == "completed", story(run)
     outcome = run.outcome()
     assert outcome is not None
@@ -80,8 +86,8 @@ def ended_once(cluster: Cluster, job_id: str, run: RunDirectory) -> None:
 def test_a_scancelled_run_ends_and_never_runs_again(cluster: Cluster, runs: Path) -> None:
     """Saved, over, and not restarted: neither by Slurm, nor by hand, nor by submitting it again."""
     run = RunDirectory(runs / "run")
-    job_id = submit(cluster, run, *digits(100_000)).stdout.strip()
-    wait_for_step(run, 30)
+    job_id = submit(cluster, run, *job(100_000)).stdout.strip()
+    wait_for_step(run, 20)
     cluster.run(["scancel", job_id])
     assert wait_for_outcome(run) == "cancelled", story(run)
     assert cluster.wait_job(job_id, {"CANCELLED"})["Restarts"] == "0"
@@ -98,7 +104,7 @@ def test_clusterddp_cancel_ends_a_pending_run_for_good(cluster: Cluster, runs: P
     blocker = cluster.preempt(seconds=300)
     cluster.wait_job(blocker, {"RUNNING"})
     run = RunDirectory(runs / "run")
-    job_id = submit(cluster, run, *digits()).stdout.strip()
+    job_id = submit(cluster, run, *job()).stdout.strip()
     cluster.run([cluster.python, "-m", "clusterddp", "cancel", run.path])
     assert cluster.wait_job(job_id, {"CANCELLED"})
     outcome = run.outcome()
@@ -111,13 +117,13 @@ def test_job_sbatch_by_hand_starts_continues_and_completes_the_run(
 ) -> None:
     """The file that submit writes suffices: here it continues a run that was stopped by a signal."""
     run = RunDirectory(runs / "run")
-    job_id = submit(cluster, run, *digits()).stdout.strip()
-    wait_for_step(run, 50)
+    job_id = submit(cluster, run, *job()).stdout.strip()
+    wait_for_step(run, 20)
     cluster.run(["scancel", "--signal=USR2", job_id])
     cluster.wait_job(job_id, {"COMPLETED"})
     assert run.outcome() is None, story(run)
     by_hand = cluster.run(["sbatch", "--parsable", run.batch_script], cwd="/").stdout.strip()
-    preempt_in_training(cluster, run, 300)
+    preempt_in_training(cluster, run, 60)
     assert wait_for_outcome(run) == "completed", story(run)
     cluster.wait_job(by_hand, {"COMPLETED"})
     check_same_run(run, uninterrupted)
@@ -134,8 +140,8 @@ def sbatch_template(cluster: Cluster, run: RunDirectory, *script: str) -> str:
 def test_the_template_survives_a_preemption(cluster: Cluster, runs: Path, uninterrupted: RunDirectory) -> None:
     """For those who submit by hand: the same run, by the same supervisor."""
     run = RunDirectory(runs / "run")
-    job_id = sbatch_template(cluster, run, "jobs/digits.py", "--steps", str(STEPS))
-    preempt_in_training(cluster, run, 100)
+    job_id = sbatch_template(cluster, run, *SCRIPT, *arguments())
+    preempt_in_training(cluster, run, 20)
     assert wait_for_outcome(run) == "completed", story(run)
     ended_once(cluster, job_id, run)
     check_same_run(run, uninterrupted)
@@ -176,7 +182,7 @@ def test_a_script_that_does_not_use_clusterddp_is_restarted(cluster: Cluster, ru
 def test_a_run_that_another_job_holds_is_refused_with_its_name(cluster: Cluster, runs: Path) -> None:
     """The message names the holder, its state and its nodes."""
     run = RunDirectory(runs / "run")
-    job_id = submit(cluster, run, *digits(100_000)).stdout.strip()
+    job_id = submit(cluster, run, *job(100_000)).stdout.strip()
     wait_for_step(run, 10)
     refused = submit(cluster, run, check=False)
     assert refused.returncode == 1

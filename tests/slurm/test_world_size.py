@@ -18,7 +18,7 @@ from tests.waiting import story, wait_for_step
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = "tests/scripts/elastic.py"
-STEPS, GLOBAL_BATCH, SAMPLES = 200, 24, 100
+STEPS, GLOBAL_BATCH, SAMPLES = 120, 24, 100
 SHAPE = "--gpus 1 --device cpu --set checkpoint.every=never".split()
 LARGE = ["--batch-size", str(GLOBAL_BATCH // 2)]
 KEPT = ["--set", f"global_batch={GLOBAL_BATCH}"]
@@ -64,7 +64,7 @@ def test_a_local_run_goes_from_two_ranks_to_one_and_back(tmp_path: Path, on_two_
     The global batch is the first attempt's, 12 samples for each of two ranks; to name it later changes nothing.
     """
     run = RunDirectory(tmp_path / "run")
-    first = local(run, SCRIPT, "--nodes", "2", *SHAPE, "--", *LARGE, "--stops", "70,140")
+    first = local(run, SCRIPT, "--nodes", "2", *SHAPE, "--", *LARGE, "--stops", "40,80")
     assert first.returncode == 130, first.stderr
     second = local(run, "--change", "--nodes", "1", *KEPT)
     assert second.returncode == 130, second.stderr
