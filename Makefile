@@ -55,7 +55,8 @@ test: .venv/integrations slurm
 CORE = agreement context deadline early_end external_loader first_failure gradients local own_process rank_exit saving signals
 FAST = .venv/bin/python -m pytest -q -m 'not slurm' --before tests/costs.jsonl tests/unit $(CORE:%=tests/ranks/test_%.py) $(TESTS)
 test-fast: .venv/ready
-	@$(FAST) --share 1/2 & other=$$!; $(FAST) --share 2/2; code=$$?; wait $$other && exit $$code
+	@queue=$$(mktemp -d); $(FAST) --queue $$queue & other=$$!; $(FAST) --queue $$queue; code=$$?; \
+	wait $$other && rm -r $$queue && exit $$code
 
 test-versions: .venv/ready slurm
 	.venv/bin/python -m tests.versions $(if $(PYTHONS),--pythons "$(PYTHONS)") $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(ROWS)

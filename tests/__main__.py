@@ -57,17 +57,17 @@ UNSHARE = "setpriv --pdeathsig KILL unshare --mount --net --pid --fork --kill-ch
 
 @dataclass(frozen=True)
 class Part:
-    """The tests that a ``-m`` expression selects, or a share of their files; ``number``: that of its cluster."""
+    """The tests that ``-m`` selects, shared with the other parts of the queue; ``number``: that of its cluster."""
 
     name: str
     select: str
     folder: Path
-    share: str = ""
+    queue: Path | None = None
     number: int = 0
 
     def command(self, *options: str) -> list[str]:
         pytest = [sys.executable, "-u", "-m", "pytest", "-p", "tests.plugin", "-m", self.select, "--durations=15"]
-        share = ["--share", self.share, "--before", str(LAST_RUN)] if self.share else []
+        share = [f"--queue={self.queue}", f"--before={LAST_RUN}"] if self.queue else []
         files = [f"--costs={self.costs}", f"--junitxml={self.junit}", "-o", f"cache_dir={self.folder}"]
         return [*pytest, *share, *files, *options]
 
@@ -116,15 +116,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parts(folder: Path) -> list[Part]:
     """Where there is no Slurm the tests that need it are skipped, or fail in CI, in one part."""
+    parts = [Part("slurm", "slurm", folder / "slurm")]
     if unavailable() is None:
-        numbers = range(1, CLUSTERS + 1)
-        parts = [Part(f"slurm {n}", "slurm", folder / f"slurm-{n}", f"{n}/{CLUSTERS}", n) for n in numbers]
-    else:
-        parts = [Part("slurm", "slurm", folder / "slurm")]
-    parts += [Part(f"others {n}", "not slurm", folder / f"others-{n}", f"{n}/{OTHERS}") for n in range(1, OTHERS + 1)]
+        parts = sharing("slurm", "slurm", folder, CLUSTERS, clusters=True)
+    parts += sharing("others", "not slurm", folder, OTHERS)
     for part in parts:
         part.folder.mkdir()
     return parts
+
+
+def sharing(name: str, select: str, folder: Path, count: int, *, clusters: bool = False) -> list[Part]:
+    """Parts that take their tests from one queue, so that they end at about the same time."""
+    queue = folder / f"{name}-queue"
+    queue.mkdir()
+    return [
+        Part(f"{name} {number}", select, folder / f"{name}-{number}", queue, number if clusters else 0)
+        for number in range(1, count + 1)
+    ]
 
 
 def expected(parts: Sequence[Part]) -> str:
@@ -168,7 +176,7 @@ def run(parts: Sequence[Part], options: Sequence[str]) -> int:
 
 
 def run_again(part: Part, options: Sequence[str]) -> int:
-    running = replace(part, share="").start("--last-failed", *options)
+    running = replace(part, queue=None).start("--last-failed", *options)
     show(part.name, running)
     return running.wait()
 

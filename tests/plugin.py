@@ -1,4 +1,4 @@
-"""pytest options of this project: ``--seed``, ``--costs`` and ``--share``.
+"""pytest options of this project: ``--seed``, ``--costs`` and ``--queue``.
 
 CPU seconds include those of every process that the test started and waited for, and of ranks that ``tests.ddp`` forked.
 Slurm's daemons and their jobs are not included.
@@ -11,7 +11,7 @@ import random
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     default = time.time_ns() % 1_000_000
     group.addoption("--seed", type=int, default=default, help="of the tests' random moments; default: by the clock")
     group.addoption("--costs", type=Path, metavar="FILE", help="append each test's wall-clock and CPU seconds to FILE")
-    group.addoption("--share", metavar="I/N", help="run the I-th of N shares of the test files")
-    group.addoption("--before", type=Path, metavar="FILE", help="the costs of an earlier run, to make shares equal")
+    group.addoption(
+        "--queue",
+        type=Path,
+        metavar="FOLDER",
+        help="share the tests, file by file, with all processes given this folder",
+    )
+    group.addoption(
+        "--before", type=Path, metavar="FILE", help="the costs of an earlier run: the longest file is first"
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -37,41 +44,52 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     random.seed(f"{item.config.getoption('--seed')}/{item.nodeid}")
 
 
-@pytest.hookimpl(trylast=True)  # after the selection by marks and names
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if share := config.getoption("--share"):
-        number, shares = map(int, share.split("/"))
-        before = config.getoption("--before")
-        seconds = {line["test"]: line["seconds"] for line in costs(before)} if before else {}
-        files = file_shares([item.nodeid for item in items], seconds, shares)[number - 1]
-        dropped = [item for item in items if _file(item.nodeid) not in files]
-        items[:] = [item for item in items if _file(item.nodeid) in files]
-        config.hook.pytest_deselected(items=dropped)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Runs the tests of one file after another that no other process has taken from the queue; all without a queue."""
+    queue: Path | None = session.config.getoption("--queue")
+    if queue is None or session.config.option.collectonly or session.testsfailed:
+        return None
+    before = session.config.getoption("--before")
+    seconds = {line["test"]: line["seconds"] for line in costs(before)} if before else {}
+    tests = taken(queue, longest_first(session.items, seconds))
+    item = next(tests, None)
+    while item is not None:
+        following = next(tests, None)  # whose fixtures are kept
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail or session.shouldstop:
+            raise session.Failed(session.shouldfail) if session.shouldfail else session.Interrupted(session.shouldstop)
+        item = following
+    return True
 
 
-def file_shares(tests: list[str], seconds: dict[str, float], shares: int) -> list[set[str]]:
-    """The files of ``tests`` in shares that take about as long: the longest file first, to the share with the least.
+def taken(queue: Path, files: Sequence[Sequence[pytest.Item]]) -> Iterator[pytest.Item]:
+    """The tests of the files that this process takes first, by creating an entry in ``queue``."""
+    for number, tests in enumerate(files):
+        try:
+            (queue / str(number)).mkdir()
+        except FileExistsError:
+            continue
+        yield from tests
+
+
+def longest_first(items: Sequence[pytest.Item], seconds: dict[str, float]) -> list[list[pytest.Item]]:
+    """The tests file by file, as those of a file share fixtures; the file that takes longest comes first.
 
     A test that ``seconds`` does not know counts as 10 s, a unit test as 0.1 s.
     """
+    files: dict[str, list[pytest.Item]] = defaultdict(list)
     lengths: dict[str, float] = defaultdict(float)
-    for test in tests:
-        lengths[_file(test)] += seconds.get(test, 0.1 if "/unit/" in test else 10)
-    totals, files = [0.0] * shares, [set[str]() for _ in range(shares)]
-    for file in sorted(lengths, key=lambda name: (-lengths[name], name)):
-        least = totals.index(min(totals))
-        totals[least] += lengths[file]
-        files[least].add(file)
-    return files
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        files[file].append(item)
+        lengths[file] += seconds.get(item.nodeid, 0.1 if "/unit/" in item.nodeid else 10)
+    return [files[file] for file in sorted(files, key=lambda name: (-lengths[name], name))]
 
 
 def costs(file: Path) -> list[dict[str, Any]]:
     """The lines of a file that ``--costs`` wrote; none if it is not there."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def _file(test: str) -> str:
-    return test.partition("::")[0]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import unavailable
-from tests.plugin import file_shares
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INI = "[pytest]\nmarkers = slurm\naddopts = -p no:hypothesispytest -p no:anyio\n"
@@ -108,7 +107,41 @@ def test_no_daemon_outlives_a_runner_that_is_killed(tmp_path: Path) -> None:
         assert pipe.read() == ""  # at its end: no process has it open
 
 
-def test_the_files_are_distributed_by_their_duration() -> None:
-    """The longest first; a file stays whole, as its tests share fixtures."""
-    tests = ["a::1", "a::2", "b::1", "c::1", "d::1"]
-    assert file_shares(tests, {"a::1": 5, "a::2": 60, "b::1": 40, "c::1": 20}, 2) == [{"a"}, {"b", "c", "d"}]
+SHARED = """
+import os
+import time
+import pytest
+
+@pytest.fixture(scope="module")
+def shared():
+    print(f"{__name__} begins in {os.getpid()}")
+    yield
+    print(f"{__name__} ends")
+
+@pytest.mark.parametrize("number", range(3))
+def test_some(shared, number):
+    print(__name__, number)
+"""
+
+
+def test_processes_with_one_queue_run_each_file_once_the_longest_first(tmp_path: Path) -> None:
+    """A file's tests stay together, with the fixtures that they share."""
+    names = [f"test_{letter}" for letter in "abcdef"]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(SHARED)
+    (tmp_path / "queue").mkdir()
+    (tmp_path / "costs").write_text('{"test": "test_e.py::test_some[2]", "seconds": 99}\n')
+    command = [sys.executable, "-m", "pytest", "-p", "tests.plugin", "-s", "-q", "--queue=queue", "--before=costs"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    running = [
+        subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    said = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    ran = [re.findall(r"(test_\w)(?: (\d|begins|ends))", text) for text in said]
+    assert sorted(ran[0] + ran[1]) == sorted(
+        (name, what) for name in names for what in ("begins", "0", "1", "2", "ends")
+    )
+    assert any(one[:1] == [("test_e", "begins")] for one in ran)
+    for one in ran:
+        assert [name for name, _ in one] == [name for name, what in one if what == "begins" for _ in range(5)]
