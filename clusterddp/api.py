@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from clusterddp.cli.options import describe
 from clusterddp.cli.progress import Progress
 from clusterddp.cli.recording import Plant
 from clusterddp.cli.runs.cancel import cancel_run
+from clusterddp.cli.runs.first_failure import box, newest_failure
 from clusterddp.cli.runs.logs import find_log
 from clusterddp.cli.runs.status import state_of
 from clusterddp.cli.runs.watch import LOOK_S, Watcher
@@ -25,7 +26,6 @@ from clusterddp.cli.submission import check, record_local, submit_to_slurm
 from clusterddp.errors import RunFailed, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.jobdef.secrets import revealed, secret_values
 from clusterddp.process import module_command
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.find import open_run
@@ -34,8 +34,6 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor.lease import local_loop_alive
 from clusterddp.supervisor.limits import attempts_made
-from clusterddp.supervisor.messages import failure_box
-from clusterddp.supervisor.verdict import RankEnd
 
 #: Keys that say what runs, and so cannot be given with a function.
 _PROGRAM_KEYS = {"script", "module", "args", "args_on_resume"}
@@ -233,19 +231,13 @@ class Handle:
 
     def _why_not_done(self) -> str:
         text = f"{self._run}: {self.status()}"
-        failures = [event for event in self._run.events() if event["event"] == "rank_failed"]
         if self._run.outcome() is None and not self._run.attempts():
             log = self._run.loop_log
             return f"{text}\n{log.read_text(errors='replace')}" if log.exists() else text
-        if not failures or (self._run.outcome() or {}).get("state") == "cancelled":
+        failure = newest_failure(self._run.events())
+        if failure is None or (self._run.outcome() or {}).get("state") == "cancelled":
             return text
-        event = failures[-1]
-        attempt, rank, when = event["attempt"], event["rank"], event["time"]
-        end = RankEnd.read(rank, event["host"], when, self._run.rank_record(attempt, rank))
-        if end.end == "died":  # the supervisor knows more about how it was killed
-            end = replace(end, error=event["error"])
-        secrets = secret_values(revealed(load_resolved(self._run.job_file), self._run.job_file), os.environ)
-        return f"{text}\n{failure_box(self._run, attempt, end.without(secrets), (), event.get('step'), when, secrets)}"
+        return f"{text}\n{box(self._run, failure)}"
 
 
 # --- starting

@@ -12,6 +12,9 @@ from typing import ClassVar
 #: Exit codes. Those of sysexits.h are EX_SOFTWARE (70) and EX_TEMPFAIL (75: stopped at a checkpoint, start it again);
 #: those above 128 are what a shell reports for SIGINT and SIGPIPE.
 FAILED, WRONG_USAGE, INTERNAL_ERROR, STOPPED, INTERRUPTED, BROKEN_PIPE = 1, 2, 70, 75, 130, 141
+#: Of `clusterddp wait` alone: that of the worst end of its runs, in this order; when its time is up, as of timeout(1).
+WAITED = {"failed": 10, "cancelled": 11, "stopped": 12, "unknown": 13}
+TIMED_OUT = 124
 
 
 class ClusterddpError(Exception):

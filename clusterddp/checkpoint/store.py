@@ -125,9 +125,8 @@ class Checkpoints:
         included, such as one that was killed in its first save. If such an attempt is still alive, it is superseded and
         could not commit.
         """
-        for path in self.folder.iterdir():
-            match = _TEMPORARY.fullmatch(path.name)
-            if match and int(match[1]) <= self._attempt:
+        for attempt, path in incomplete(self._directory):
+            if attempt <= self._attempt:
                 self.check_newest()
                 path.unlink(missing_ok=True)
         return self._path(step).with_name(f".{self._path(step).name}.{secrets.token_hex(4)}.tmp")
@@ -155,15 +154,18 @@ class Checkpoints:
 
     def delete_old(self) -> None:
         """Deletes the checkpoints that ``keep`` does not match. Raises Superseded if a newer attempt exists."""
+        for checkpoint in self.old():
+            self.check_newest()
+            try:
+                checkpoint.path.unlink(missing_ok=True)
+            except OSError as error:  # the new one is committed; retried after the next
+                say(f"cannot delete {checkpoint.path.name}: {error.strerror}")
+
+    def old(self) -> list[Checkpoint]:
+        """The checkpoints that ``keep`` does not match, newest first."""
         candidates = self.candidates()
         stay = kept(candidates, self._keep)
-        for checkpoint in candidates:
-            if checkpoint not in stay:
-                self.check_newest()
-                try:
-                    checkpoint.path.unlink(missing_ok=True)
-                except OSError as error:  # the new one is committed; retried after the next
-                    say(f"cannot delete {checkpoint.path.name}: {error.strerror}")
+        return [checkpoint for checkpoint in candidates if checkpoint not in stay]
 
     def check_newest(self) -> None:
         """Raises Superseded if a newer attempt exists: it may already train from an older checkpoint."""
@@ -191,6 +193,14 @@ def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
     for path in retrying(folder, lambda: list(folder.iterdir()) if folder.exists() else []):
         if match := _NAME.fullmatch(path.name):
             yield Checkpoint(path, int(match[1]), int(match[2]))
+
+
+def incomplete(directory: RunDirectory) -> Iterator[tuple[int, Path]]:
+    """The files that were being written when their attempt was killed, or still are; each with its attempt."""
+    folder = directory.checkpoints
+    for path in folder.iterdir() if folder.exists() else ():
+        if match := _TEMPORARY.fullmatch(path.name):
+            yield int(match[1]), path
 
 
 def of_run(directory: RunDirectory) -> Checkpoints:

@@ -17,16 +17,21 @@ COMMANDS = {
     "submit": "start a run, or continue one",
     "list": "list runs: state, step, speed, metrics",
     "status": "show a run's state and history",
-    "logs": "print a rank's stdout and stderr",
+    "logs": "print what ranks wrote, or a run's first failure",
     "watch": "wait for runs; release requeue holds and resubmit lost jobs",
-    "cancel": "end a run for good",
+    "wait": "wait for runs, and tell by the exit code how they ended",
+    "cancel": "end runs for good",
+    "prune": "delete old checkpoints and logs of runs that are over",
     "export": "write a checkpoint's model to a file",
     "drill": "test with a tiny job what a preemption would do to a run",
     "bench": "check and time collectives on the training nodes",
     "config": "show and check job definitions and profiles",
 }
 #: Commands whose module is in a package below ``cli``.
-PACKAGES = {"list": "runs", "status": "runs", "logs": "runs", "watch": "runs", "cancel": "runs", "config": "settings"}
+PACKAGES = {
+    **dict.fromkeys(("list", "status", "logs", "watch", "wait", "cancel", "prune"), "runs"),
+    "config": "settings",
+}
 USAGE = {
     "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
     "bench": "clusterddp bench collectives [OPTIONS OF submit] [-- ARGS]",
@@ -37,10 +42,18 @@ DESCRIPTIONS = {
     "list": "List runs, also those that are over: state and reason, steps, speed, time left, metrics, attempts, job, "
     "nodes.",
     "status": "Show a run's state, why it waits, its progress and its history.",
-    "logs": "Print a rank's stdout and stderr.",
+    "logs": "Print what ranks wrote, by default rank 0: its stdout to stdout, its stderr to stderr. Several ranks or "
+    "attempts are all printed to stdout, each file below a line that names it. A failed run shows its first failure.",
     "watch": "Wait until runs are over and show their events. Meanwhile lift the hold that Slurm puts on a requeued "
     "job, and resubmit a run whose job ended without continuing it. Ctrl-C stops watching; the runs continue.",
-    "cancel": "End a run for good: cancel its job or processes, and wait until they have ended. It never runs again.",
+    "wait": "Wait until all runs are over, or stopped so that only a submission continues them. Unlike watch, it "
+    "changes nothing. The exit code is 0 if all completed, else that of the worst end: 10 failed, 11 cancelled, "
+    "12 stopped, 13 unknown; 124 if the time is up.",
+    "cancel": "End runs for good: cancel their jobs or processes, and wait until they have ended. They never run "
+    "again. Several runs are listed first, and cancelled after a yes on the terminal or with --yes.",
+    "prune": "Delete old checkpoints, and with --logs old logs, of runs that are over. The newest checkpoint and the "
+    "one with the best metric are kept. What would be deleted is printed first, and deleted after a yes on the "
+    "terminal or with --yes.",
     "export": "Write a checkpoint's model, or more of it, to a file that other programs read.",
     "drill": "Test with a tiny job what a preemption would do to a run in a partition: whether the nodes have Slurm's "
     "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",

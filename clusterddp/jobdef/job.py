@@ -177,6 +177,8 @@ class Job:
     may ask its users not to."""
     backend: Literal["nccl", "gloo"] | None = None
     """The process group's backend; None: NCCL for cuda, gloo for cpu."""
+    keep_logs: int = 50
+    """The number of newest attempts whose logs are kept; those of the first attempt are always kept."""
     share: Literal["private", "group"] = "private"
     """Who may read the run directory: its owner, or also its group."""
 

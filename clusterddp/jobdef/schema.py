@@ -257,6 +257,7 @@ READERS: dict[str, Reader] = {
         policy=value.choice("requeue", "resubmit"),
         lift_hold=value.truth,
         backend=value.backend,
+        keep_logs=value.whole(1),
         share=value.choice("private", "group"),
     ),
 }

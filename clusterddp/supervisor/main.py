@@ -12,6 +12,7 @@ import dataclasses
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,6 +29,7 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import check_revealed
 from clusterddp.process import die_with_parent
 from clusterddp.reporter import ignore_print_errors, say
+from clusterddp.rundir.deletion import delete_old_logs
 from clusterddp.rundir.files import follow_folder, remove
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
@@ -150,6 +152,8 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
         say(f"{run} was cancelled; it will not run again")
         code = 1
     else:
+        # In a thread: thousands of ranks have thousands of files, and the ranks need not wait for that.
+        threading.Thread(target=delete_old_logs, args=(run, job.keep_logs), daemon=True).start()
         code = Attempt(run, job, number, launcher, controller, submission).supervise()
     if me["kind"] == "local" and code != RESTART:
         with suppress(OSError):  # the next start on this machine sees that the process has ended

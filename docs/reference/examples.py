@@ -73,9 +73,13 @@ EXAMPLES = {
     "bench": "clusterddp bench collectives -p gpu --nodes 2 --gpus 8",
     "list": "clusterddp list --show loss --state running,pending",
     "status": "clusterddp status runs/train-0",
-    "logs": "clusterddp logs runs/train-0 -f --rank 3",
+    "logs": (
+        "clusterddp logs runs/train-0 -f --rank 3\nclusterddp logs runs/train-0 --rank 0,4-7 --attempt all --grep Error"
+    ),
     "watch": "clusterddp watch runs/train-0 runs/train-1",
     "drill": "clusterddp drill -p gpu --run runs/train-0",
     "export": "clusterddp export runs/train-0 model.safetensors",
-    "cancel": "clusterddp cancel runs/train-0",
+    "wait": "clusterddp wait runs/train-0 runs/train-1 --timeout 2h",
+    "cancel": "clusterddp cancel runs/train-0\nclusterddp cancel 'runs/lr-*' --yes",
+    "prune": "clusterddp prune runs --keep-checkpoints 2 --logs",
 }

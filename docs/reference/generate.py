@@ -390,7 +390,24 @@ def error_page() -> str:
     }
     lines += ["", "## Exit codes", "", "| code | meaning |", "|---|---|"]
     lines += [f"| {code} | {meaning} |" for code, meaning in codes.items()]
+    lines += ["", "Some commands answer with their exit code:", "", "| command | exit codes |", "|---|---|"]
+    lines += [f"| [`{name}`](command-line.md#clusterddp-{name}) | {text} |" for name, text in ANSWERS.items()]
     return _page(lines)
+
+
+#: What the exit codes of single commands mean, besides errors.
+ANSWERS: dict[str, str] = {
+    "submit": "0 submitted; with `--wait`, `-f`, `--local`, `--here`: 0 completed, else the training's exit code or 1",
+    "watch": "0 all runs completed, 1 another end",
+    "wait": (
+        "0 all runs completed; else that of the worst end: "
+        + ", ".join(f"{code} {word}" for word, code in errors.WAITED.items())
+        + f", in this order; {errors.TIMED_OUT} the time is up before all of them, with `--any` one, have ended"
+    ),
+    "cancel": "0 all runs are over, also if they were before; 1 one is not, or the answer was no",
+    "logs": "0 printed; 1 nothing matches `--grep`",
+    "prune": "0 also if nothing was to be deleted, or the answer was no; 1 a run was refused, or a file stayed",
+}
 
 
 def protocol_page() -> str:

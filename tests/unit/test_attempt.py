@@ -37,6 +37,7 @@ from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
+from tests.waiting import wait_until
 
 
 class FakeController:
@@ -308,6 +309,15 @@ def test_ranks_that_save_between_two_failures_may_fail_more_often(run: RunDirect
 
     assert supervise(run, JOB, ranks, FakeController(Cause.NONE)) == 0
     assert run.outcome() == {"state": "completed", "step": 1, "attempts": 6, "reason": "all ranks finished"}
+
+
+def test_an_attempt_deletes_the_logs_of_old_ones(run: RunDirectory) -> None:
+    """Its own and the first attempt's stay, and the numbers of all."""
+    ends = iter([{"end": "died", "error": "killed"}] * 2 + [{"end": "done"}])
+    job = dataclasses.replace(JOB, keep_logs=1)
+    assert supervise(run, job, lambda: FakeRanks(run, next(ends)), FakeController(Cause.NONE)) == 0
+    wait_until(lambda: not run.attempt_logs(1).exists(), "the logs of attempt 1 to be deleted")
+    assert run.attempt_logs(0).exists() and run.attempt_logs(2).exists() and run.attempts() == [0, 1, 2]
 
 
 # ---- nodes that fail

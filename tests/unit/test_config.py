@@ -190,6 +190,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "limits": (["{attempts: 3, gpu_hours: 0.5}", "{}"], ["{attempts: 0}", "{gpu_hours: -1}"]),
     "policy": (["requeue"], ["never"]),
     "lift_hold": (["false"], ["no", "0"]),
+    "keep_logs": _COUNT,
     "backend": (["gloo"], ["mpi"]),
     "share": (["group"], ["all"]),
 }  # fmt: skip

@@ -53,6 +53,7 @@ hook: [python, notify.py]
 policy: resubmit
 lift_hold: false
 backend: gloo
+keep_logs: 7
 share: group
 """
 
@@ -115,6 +116,7 @@ def test_every_field_is_read(folder: Path) -> None:
         lift_hold=False,
         timeouts=Timeouts(start_s=600.0, step_s=90.5, notice_s=60.0),
         backend="gloo",
+        keep_logs=7,
         share="group",
     )
 
@@ -125,7 +127,7 @@ def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp
     every_key, users = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert set(re.findall(r"^(\w+):", every_key, re.MULTILINE)) == READERS.keys() - {"module"}
     job, plain = read(folder, every_key), read(folder, "script: train.py")
-    same = ("gpus_per_rank", "device", "seed", "timeouts", "watchdog", "lift_hold", "share")
+    same = ("gpus_per_rank", "device", "seed", "timeouts", "watchdog", "lift_hold", "keep_logs", "share")
     assert [getattr(job, name) for name in same] == [getattr(plain, name) for name in same]
     assert (job.checkpoint.every_s, job.checkpoint.keep.last) == (plain.checkpoint.every_s, plain.checkpoint.keep.last)
     (tmp_path / "config.yaml").write_text(users)

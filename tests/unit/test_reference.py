@@ -100,6 +100,18 @@ def test_every_error_is_listed_with_its_exit_code() -> None:
         assert getattr(error, "exit_code", 75 if issubclass(error, errors.Stopped) else 1) == int(code)
 
 
+def test_exit_codes_that_answer_are_listed_for_existing_commands_and_are_no_errors() -> None:
+    """Those of `wait` are in the same page as all others, from the same source."""
+    page = (FOLDER / "errors.md").read_text()
+    assert reference.ANSWERS.keys() <= reference.commands().keys()
+    own = {*errors.WAITED.values(), errors.TIMED_OUT}
+    general = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
+    assert len(own) == 5 and not own & general
+    assert general == {0, 1, 2, errors.INTERNAL_ERROR, errors.STOPPED, errors.INTERRUPTED, errors.BROKEN_PIPE}
+    row = re.search(r"^\| \[`wait`\].*", page, re.MULTILINE)
+    assert row and all(re.search(rf"\b{code}\b", row[0]) for code in own)
+
+
 def test_every_argument_of_a_command_has_a_help_text() -> None:
     missing = [
         f"{name} {action.dest}"

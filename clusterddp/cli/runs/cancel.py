@@ -1,16 +1,18 @@
-"""``clusterddp cancel``: ends a run for good."""
+"""``clusterddp cancel``: ends runs for good."""
 
 from __future__ import annotations
 
 import argparse
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clusterddp.errors import RunDirectoryError
+from clusterddp.cli.runs.confirmation import agreed, can_ask
+from clusterddp.errors import FAILED, ClusterddpError, RunDirectoryError, UsageError
 from clusterddp.process import process_start, signal_ranks
-from clusterddp.rundir.find import open_run
+from clusterddp.reporter import counted, say, show
+from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
@@ -23,20 +25,53 @@ TIMEOUT_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``cancel``."""
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    """The options of ``cancel``."""
+    parser.add_argument("run", nargs="+", metavar="RUN", help="run directories, folders of runs, or quoted patterns")
+    parser.add_argument("--yes", action="store_true", help="cancel several runs without asking")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
-    """Cancels the run, and prints its final state."""
-    run = open_run(arguments.run)
-    outcome = run.outcome()
-    if outcome is not None:
-        print(over_already(run, outcome))
-        return 0
-    final = cancel_run(run)
-    print(f"{run}: {final['state']}{at_step(final['step'])}; it will not run again")
-    return 0
+    """Cancels the runs, and prints the final state of each; returns 0 if all are over."""
+    runs = find_runs(arguments.run)
+    live = []
+    for run in runs:
+        outcome = run.outcome()
+        if outcome is None:
+            live.append(run)
+        else:
+            print(over_already(run, outcome))
+    if live and len(runs) > 1 and not arguments.yes and not _confirmed(live):
+        show("nothing was cancelled")
+        return FAILED
+    return 0 if _cancel(live) else FAILED
+
+
+def _confirmed(runs: Sequence[RunDirectory]) -> bool:
+    """Lists the runs and asks; without a terminal it needs ``--yes``."""
+    if not can_ask():
+        raise UsageError(f"cancel: {counted(len(runs), 'run')} to cancel and no terminal to ask on: add --yes")
+    for run in runs:
+        show(str(run))
+    return agreed(f"cancel {counted(len(runs), 'run')} for good?")
+
+
+def _cancel(runs: Sequence[RunDirectory]) -> bool:
+    """Ends all runs before it waits for any; prints how each ended, and returns whether all did."""
+    failed: list[RunDirectory] = []
+    for work in (_begin, _report):
+        for run in runs:
+            try:
+                if run not in failed:
+                    work(run)
+            except ClusterddpError as error:
+                failed.append(run)
+                say(str(error))
+    return not failed
+
+
+def _report(run: RunDirectory) -> None:
+    final = _finish(run)
+    print(f"{run}: {final['state']}{at_step(final['step'])}; it will not run again", flush=True)
 
 
 def cancel_run(run: RunDirectory) -> dict[str, Any]:
@@ -44,12 +79,22 @@ def cancel_run(run: RunDirectory) -> dict[str, Any]:
 
     Returns the outcome.
     """
+    _begin(run)
+    return _finish(run)
+
+
+def _begin(run: RunDirectory) -> None:
+    """Marks the run as cancelled, and ends its job or processes."""
     for entry in holders(run):
         if entry["kind"] == "slurm" and not reachable(entry):
             raise RunDirectoryError(f"{run} is {held_by_other(run)}: cancel it on that cluster")
     run.mark_cancelled()
     for entry in holders(run):
         _end_holder(entry, run)
+
+
+def _finish(run: RunDirectory) -> dict[str, Any]:
+    """Waits until nothing trains the run; returns the outcome."""
     held = _await_end(run)
     if held:
         text = f"{run} is cancelled and will not run again, but is still {held}"

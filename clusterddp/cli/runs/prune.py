@@ -1,0 +1,193 @@
+"""``clusterddp prune``: deletes old checkpoints and logs of runs that are over; without a yes it only says which."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from clusterddp.checkpoint.store import Checkpoint, Checkpoints, incomplete
+from clusterddp.cli.runs.confirmation import agreed, can_ask
+from clusterddp.errors import FAILED, CheckpointError, ClusterddpError, RunDirectoryError
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.reporter import counted, say, show
+from clusterddp.rundir.deletion import delete_folder, old_logs, size_of
+from clusterddp.rundir.find import find_runs
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.lease import held_by_other
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``prune``."""
+    parser.add_argument("run", nargs="+", metavar="RUN", help="run directories, folders of runs, or quoted patterns")
+    parser.add_argument(
+        "--keep-checkpoints",
+        type=_at_least_one,
+        default=1,
+        metavar="N",
+        help="newest checkpoints to keep, besides the one with the best metric; default: 1",
+    )
+    parser.add_argument("--logs", action="store_true", help="also delete logs, except the first and the last attempt's")
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
+
+
+def _at_least_one(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to delete of a run: files and folders, each with its size in bytes."""
+
+    run: RunDirectory
+    files: dict[Path, int]
+    folders: dict[Path, int]
+    kept: list[Checkpoint]
+    """The checkpoints that stay, newest first."""
+
+    @property
+    def size(self) -> int:
+        """How many bytes are freed."""
+        return sum((*self.files.values(), *self.folders.values()))
+
+
+def run(arguments: argparse.Namespace, _: object) -> int:
+    """Prints what can be deleted, and deletes it if that is wanted; returns 1 if a run was refused."""
+    plans, refused = [], 0
+    for run in find_runs(arguments.run):
+        try:
+            plan = plan_for(run, arguments.keep_checkpoints, arguments.logs)
+        except ClusterddpError as error:
+            say(str(error))
+            refused += 1
+            continue
+        _print(plan)
+        if plan.files or plan.folders:
+            plans.append(plan)
+    if plans and _wanted(plans, arguments.yes):
+        refused += _delete_all(plans)
+    return FAILED if refused else 0
+
+
+# --- what may be deleted
+
+
+def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool) -> Plan:
+    """What may be deleted of a run. Raises RunDirectoryError if it is not over, or belongs to another user."""
+    check_over(run)
+    for folder in (run.checkpoints, run.logs):
+        if folder.is_symlink():
+            say(f"{folder} is a symbolic link: nothing behind it is deleted")
+    keep = replace(load_resolved(run.job_file).checkpoint.keep, last=keep_checkpoints, every=None)
+    checkpoints = Checkpoints(run, run.newest_attempt() or 0, keep)
+    old = checkpoints.old()
+    paths = [checkpoint.path for checkpoint in old] + [path for _, path in incomplete(run)]
+    folders = [run.attempt_logs(number) for number in old_logs(run, keep=1)] if logs else []
+    return Plan(
+        run,
+        {path: path.lstat().st_size for path in paths if _own(path)},
+        {folder: size_of(folder) for folder in folders if _own(folder)},
+        [checkpoint for checkpoint in checkpoints.candidates() if checkpoint not in old],
+    )
+
+
+def check_over(run: RunDirectory) -> None:
+    """Raises RunDirectoryError unless the run is over, is not being continued, and belongs to this user."""
+    owner, outcome = run.path.stat().st_uid, run.outcome()
+    if owner != os.geteuid():
+        raise RunDirectoryError(f"{run} belongs to user {owner}: only its owner can prune it")
+    if outcome is None:
+        raise RunDirectoryError(f"{run} is not over, so nothing of it is deleted: wait for its end, or cancel it")
+    if outcome["state"] == "failed" and (held := held_by_other(run)) is not None:
+        raise RunDirectoryError(f"{run} failed and is being continued ({held}), so nothing of it is deleted")
+
+
+def _own(path: Path) -> bool:
+    """Whether a file or folder is this user's, and neither a symbolic link nor behind one."""
+    return not path.is_symlink() and not path.parent.is_symlink() and path.lstat().st_uid == os.geteuid()
+
+
+# --- what is printed
+
+
+def _print(plan: Plan) -> None:
+    if not plan.files and not plan.folders:
+        print(f"{plan.run}: nothing to delete")
+        return
+    print(f"{plan.run}: {size_text(plan.size)} to delete; {_kept(plan)}")
+    for path, size in plan.files.items():
+        print(f"  {size_text(size):>10}  {path.relative_to(plan.run.path)}")
+    for path, size in plan.folders.items():
+        print(f"  {size_text(size):>10}  {path.relative_to(plan.run.path)}/")
+
+
+def _kept(plan: Plan) -> str:
+    """``keeps checkpoints 900, 750``, at most five of them."""
+    steps = [str(checkpoint.step) for checkpoint in plan.kept]
+    if not steps:
+        return "it has no checkpoint"
+    shown = ", ".join(steps if len(steps) <= 5 else [*steps[:5], "..."])
+    return f"keeps checkpoint {shown}" if len(steps) == 1 else f"keeps checkpoints {shown}"
+
+
+def size_text(count: int) -> str:
+    """``831 B``, ``1.2 GiB``."""
+    if count < 1024:
+        return f"{count} B"
+    size, units = count / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size:.1f} {units[0]}"
+
+
+# --- deleting
+
+
+def _wanted(plans: Sequence[Plan], yes: bool) -> bool:
+    """Whether to delete: by ``--yes``, or by an answer on the terminal."""
+    files, folders = sum(len(plan.files) for plan in plans), sum(len(plan.folders) for plan in plans)
+    parts = [counted(files, "checkpoint file")] if files else []
+    parts += [f"the logs of {counted(folders, 'attempt')}"] if folders else []
+    what = f"{' and '.join(parts)} of {counted(len(plans), 'run')}, {size_text(sum(plan.size for plan in plans))}"
+    if yes:
+        return True
+    if can_ask():
+        return agreed(f"delete {what}?")
+    show(f"nothing was deleted; --yes deletes {what}")
+    return False
+
+
+def _delete_all(plans: Sequence[Plan]) -> int:
+    """Deletes; returns of how many runs something could not be deleted."""
+    failed, freed = 0, 0
+    for plan in plans:
+        try:
+            _delete(plan)
+            freed += plan.size
+        except ClusterddpError as error:
+            say(str(error))
+            failed += 1
+        except OSError as error:
+            say(f"cannot delete {error.filename} of {plan.run}: {error.strerror}")
+            failed += 1
+    show(f"deleted {size_text(freed)}")
+    return failed
+
+
+def _delete(plan: Plan) -> None:
+    """Deletes a run's old files, once it is certain that the newest checkpoint, which stays, is readable."""
+    check_over(plan.run)
+    if plan.files and plan.kept:
+        try:
+            plan.kept[0].verify()
+        except CheckpointError as error:
+            raise RunDirectoryError(f"{plan.run}: {error}; its older checkpoints are kept") from error
+    for path in plan.files:
+        path.unlink(missing_ok=True)
+    for folder in plan.folders:
+        delete_folder(folder)

@@ -1,0 +1,117 @@
+"""``clusterddp wait``: waits until runs are over, and tells by its exit code how they ended. It changes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Collection, Sequence
+
+from clusterddp.errors import TIMED_OUT, WAITED
+from clusterddp.reporter import show
+from clusterddp.rundir.find import find_runs
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.summary import summarize
+from clusterddp.slurm.run_states import RunState, run_states
+from clusterddp.supervisor.messages import at_step, readable
+
+#: Seconds between two looks at the runs' files, and between two questions to the controller.
+LOOK_S, ASK_S = 1.0, 10.0
+#: Seconds for which a run without an outcome must be stopped, or unknown, to have ended. A job may be submitted, or an
+#: outcome be written, between a look at the files and the controller's answer; and the controller may be restarting.
+SETTLE_S, UNKNOWN_S = 3.0, 300.0
+
+_CONTINUES = ("pending", "held", "running")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``wait``."""
+    parser.add_argument("run", nargs="+", metavar="RUN", help="run directories, folders of runs, or quoted patterns")
+    parser.add_argument("--timeout", type=_seconds, metavar="TIME", help="90s, 30m, 2h, 1d, ...; default: no limit")
+    parser.add_argument("--any", action="store_true", help="wait until one of the runs has ended, not all of them")
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", text, re.ASCII)
+    if not match:
+        raise argparse.ArgumentTypeError(f"expected a time with its unit, such as 90s, 30m, 2h or 1d, got {text!r}")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def run(arguments: argparse.Namespace, _: object) -> int:
+    """Carries out ``wait``; returns the exit code."""
+    return wait(find_runs(arguments.run), arguments.timeout, arguments.any)
+
+
+class _Wait:
+    """A run that is waited for."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        #: How it ended: completed, or a key of WAITED; None until then.
+        self.end: str | None = None
+        #: The word of its state if that may be an end, and since when.
+        self._doubt: tuple[str, float] | None = None
+
+    @property
+    def about_to_end(self) -> bool:
+        """Whether the next answer of the controller may end the wait."""
+        return self.end is None and self._doubt is not None and self._doubt[0] != "unknown"
+
+    def look(self) -> None:
+        """Reads the run's outcome."""
+        if (outcome := self.run.outcome()) is not None:
+            self._ended(outcome["state"], f"{outcome['state']}{at_step(outcome['step'])}: {outcome['reason']}")
+
+    def hear(self, state: RunState, now: float) -> None:
+        """Takes the run's state at the time ``now``."""
+        if state.word in _CONTINUES:
+            self._doubt = None
+        elif self._doubt is None or self._doubt[0] != state.word:
+            self._doubt = (state.word, now)
+        elif now - self._doubt[1] >= (UNKNOWN_S if state.word == "unknown" else SETTLE_S):
+            self._ended(state.word, f"{state.word}: {state.reason}")
+
+    def _ended(self, word: str, sentence: str) -> None:
+        self.end = word
+        show(f"{self.run}: {readable(sentence)}")
+
+
+def wait(runs: Sequence[RunDirectory], timeout_s: float | None, for_any: bool) -> int:
+    """Waits until all runs, or any of them, are over or stopped; returns the exit code."""
+    waits = [_Wait(run) for run in runs]
+    enough = 1 if for_any else len(waits)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    ask_at = 0.0
+    while True:
+        for one in _left(waits):
+            one.look()
+        if len(waits) - len(_left(waits)) < enough and time.monotonic() >= ask_at:
+            _ask(_left(waits))
+            ask_at = time.monotonic() + (LOOK_S if any(one.about_to_end for one in waits) else ASK_S)
+        left = _left(waits)
+        if len(waits) - len(left) >= enough:
+            return _exit_code({one.end for one in waits})
+        if deadline is not None and time.monotonic() >= deadline:
+            names = ", ".join([*(one.run.path.name for one in left[:5]), *(["..."] if len(left) > 5 else [])])
+            show(f"timed out: {len(left)} of {len(waits)} runs have not ended: {names}")
+            return TIMED_OUT
+        time.sleep(LOOK_S)
+
+
+def _left(waits: Sequence[_Wait]) -> list[_Wait]:
+    return [one for one in waits if one.end is None]
+
+
+def _ask(left: Sequence[_Wait]) -> None:
+    """Finds the states of the runs that have not ended, by one call of squeue for all."""
+    states = run_states([summarize(one.run) for one in left])
+    now = time.monotonic()
+    for one, state in zip(left, states, strict=True):
+        one.hear(state, now)
+
+
+def _exit_code(ends: Collection[str | None]) -> int:
+    """0 if all runs that ended completed, else the code of the worst end."""
+    return next((code for word, code in WAITED.items() if word in ends), 0)

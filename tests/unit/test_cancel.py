@@ -1,0 +1,100 @@
+"""``clusterddp cancel`` of many runs; of one with processes: tests/ranks/test_lease.py, with jobs: tests/slurm."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from clusterddp.cli.command_line import command
+from clusterddp.cli.runs import cancel
+from clusterddp.errors import SlurmError, UsageError
+from clusterddp.rundir.files import write_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.commands import JobInfo
+from clusterddp.supervisor import lease
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunDirectory]:
+    """Three runs, a, b and c, of which b has completed."""
+    monkeypatch.chdir(tmp_path)
+    made = [RunDirectory(tmp_path / name) for name in "abc"]
+    for run in made:
+        run.create()
+        run.job_file.write_text("module: x\n")
+    write_json(made[1].outcome_file, {"state": "completed", "step": 7, "attempts": 1, "reason": "why"})
+    return made
+
+
+def states(runs: list[RunDirectory]) -> list[str | None]:
+    return [(run.outcome() or {"state": None})["state"] for run in runs]
+
+
+def test_one_run_is_cancelled_without_a_question(three: list[RunDirectory], capsys: Captured) -> None:
+    assert command(["cancel", "a"]) == 0
+    assert states(three) == ["cancelled", "completed", None]
+    assert capsys.readouterr().out.endswith(f"{three[0]}: cancelled; it will not run again\n")
+
+
+def test_several_need_a_yes_where_nobody_can_be_asked(three: list[RunDirectory]) -> None:
+    with pytest.raises(UsageError, match="cancel: 2 runs to cancel and no terminal to ask on: add --yes"):
+        command(["cancel", "."])
+    assert states(three) == [None, "completed", None]
+
+
+def test_with_yes_each_tells_its_end_and_one_that_is_over_is_no_error(
+    three: list[RunDirectory], capsys: Captured
+) -> None:
+    assert command(["cancel", "?", "--yes"]) == 0
+    assert states(three) == ["cancelled", "completed", "cancelled"]
+    shown = capsys.readouterr().out
+    assert f"{three[1]}: already completed at step 7\n" in shown
+    assert f"{three[2]}: cancelled; it will not run again\n" in shown
+    assert command(["cancel", "?"]) == 0, "there is nothing to ask"
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_on_a_terminal_the_runs_are_listed_and_the_answer_counts(
+    three: list[RunDirectory], answer: bool, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(cancel, "can_ask", lambda: True)
+    monkeypatch.setattr(cancel, "agreed", lambda question: asked.append(question) or answer)
+    assert command(["cancel", "a", "b", "c"]) == (0 if answer else 1)
+    assert states(three) == (["cancelled", "completed", "cancelled"] if answer else [None, "completed", None])
+    said = capsys.readouterr().err
+    assert (asked, said.startswith(f"{three[0]}\n{three[2]}\n")) == (["cancel 2 runs for good?"], True)
+    assert ("nothing was cancelled" in said) is not answer
+
+
+def test_all_jobs_are_cancelled_before_any_is_waited_for(
+    three: list[RunDirectory], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Many runs end in the time of one. One that cannot be cancelled does not keep the others."""
+    done: list[str] = []
+    jobs = {name: JobInfo(name, "RUNNING", "None", "n1", 0, None, None) for name in ("41", "42", "43")}
+
+    def scancel(job: str) -> None:
+        done.append(f"cancel {job}")
+        if job == "42":
+            raise SlurmError("job 42: scancel: error: Access/permission denied")
+        jobs[job] = dataclasses.replace(jobs[job], state="CANCELLED")
+
+    def show_job(job: str) -> JobInfo:
+        done.append(f"show {job}")
+        return jobs[job]
+
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
+    monkeypatch.setattr("clusterddp.slurm.commands.cancel", scancel)
+    three[1].outcome_file.unlink()
+    for run, job in zip(three, jobs, strict=True):
+        lease.take(run, run.create_attempt(), lease.of_job(job))
+    assert command(["cancel", "?", "--yes"]) == 1
+    assert states(three) == ["cancelled", None, "cancelled"]
+    assert "clusterddp: job 42: scancel: error: Access/permission denied\n" in capsys.readouterr().err
+    assert [what for what in done if "show" not in what] == ["cancel 41", "cancel 42", "cancel 43"]
+    assert done[-2:] == ["show 41", "show 43"]

@@ -1,0 +1,333 @@
+"""``clusterddp logs``: which output of which ranks it prints, and how."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clusterddp.cli.command_line import command
+from clusterddp.cli.runs import rank_logs
+from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.run_directory import RunDirectory
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.job_file.write_text("job_name: x\nmodule: x\n")
+    return run
+
+
+def attempt(run: RunDirectory, **ranks: str) -> int:
+    """A new attempt; ``r3="text"`` is what rank 3 wrote to stdout, ``e3`` to stderr."""
+    number = run.create_attempt()
+    for name, text in ranks.items():
+        kind = "out" if name[0] == "r" else "err"
+        (run.attempt_logs(number) / f"rank-{name[1:]}.{kind}").write_text(text)
+    return number
+
+
+def over(run: RunDirectory, state: str, reason: str = "why") -> None:
+    write_json(run.outcome_file, {"state": state, "step": None, "attempts": 1, "reason": reason})
+
+
+def failed(run: RunDirectory, number: int, rank: int, error: str = "raised ValueError: bad batch") -> None:
+    """The history and the record of a rank that failed first, as its supervisor and the rank leave them."""
+    event = {"event": "rank_failed", "attempt": number, "time": 1.0, "rank": rank, "host": "n1", "error": error}
+    append_line(run.events_file, event)
+    record = {"host": "n1", "end": "exception", "error": "ValueError: bad batch", "traceback": "in train.py, line 7"}
+    write_json(run.rank_record(number, rank), {**record, "used_clusterddp": True})
+
+
+def logs(run: RunDirectory, *words: str) -> int:
+    return command(["logs", str(run), *words])
+
+
+def test_one_rank_is_printed_as_it_was_written(run: RunDirectory, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """Its stdout to stdout and its stderr to stderr, without a header; also bytes that are not text, and a last line
+    without an end."""
+    number = attempt(run, r0="zero\n", e3="warning\n")
+    (run.attempt_logs(number) / "rank-3.out").write_bytes(b"\xff\x00 50%\r100%\nlast")
+    assert logs(run, "--rank", "3") == 0
+    assert capfdbinary.readouterr() == (b"\xff\x00 50%\r100%\nlast", b"warning\n")
+
+
+def test_several_ranks_and_attempts_are_grouped_by_rank(run: RunDirectory, capsys: Captured) -> None:
+    """All to stdout, so that a pipe gets them; files without output have no header."""
+    attempt(run, r0="a0\n", r1="a1", e1="oops\n", r2="", r10="a10\n")
+    attempt(run, r0="b0\n", r1="b1\n")
+    assert logs(run, "--rank", "1-10", "--attempt", "all") == 0
+    assert capsys.readouterr().out == (
+        "==> rank 1, attempt 0: stdout <==\na1\n\n==> rank 1, attempt 0: stderr <==\noops\n\n"
+        "==> rank 1, attempt 1: stdout <==\nb1\n\n==> rank 10, attempt 0: stdout <==\na10\n"
+    )
+    assert logs(run, "--rank", "all") == 0
+    assert capsys.readouterr().out == (
+        "==> rank 0, attempt 1: stdout <==\nb0\n\n==> rank 1, attempt 1: stdout <==\nb1\n"
+    )
+
+
+def test_grep_prints_the_lines_that_match_and_tells_if_none_did(run: RunDirectory, capsys: Captured) -> None:
+    attempt(run, r0="loss 1\nloss nan\n", e1="Error: x\nloss nan", r2="fine\n")
+    assert logs(run, "--rank", "all", "--grep", "n[ae]n$") == 0
+    shown = "==> rank 0, attempt 0: stdout <==\nloss nan\n\n==> rank 1, attempt 0: stderr <==\nloss nan\n"
+    assert capsys.readouterr().out == shown
+    assert logs(run, "--grep", "nothing") == 1
+    assert capsys.readouterr() == ("", "clusterddp: no line matches 'nothing'\n")
+
+
+def test_lines_longer_than_a_block_are_whole(
+    run: RunDirectory, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read in pieces; of one that matches in a piece, that piece is printed."""
+    monkeypatch.setattr(rank_logs, "BLOCK", 8)
+    attempt(run, r0="0123456789abcdef\nx\n")
+    assert logs(run, "--rank", "0") == 0
+    assert capsys.readouterr().out == "0123456789abcdef\nx\n"
+    assert logs(run, "--rank", "0", "--grep", "9") == 0
+    assert capsys.readouterr().out == "89abcdef"
+
+
+def test_more_ranks_than_a_process_may_open_files(run: RunDirectory, capsys: Captured) -> None:
+    """One file is open at a time."""
+    attempt(run, **{f"r{rank}": f"{rank}\n" for rank in range(200)})
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, before[1]))
+    try:
+        assert logs(run, "--rank", "all", "--grep", "9") == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert capsys.readouterr().out.count("==> rank") == 38
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rank", "5-3"], "expected ranks such as 3 or 0,4-7, all, or failed, got '5-3'"),
+        (["--rank", "some"], "got 'some'"),
+        (["--attempt", "-1"], "expected the number of an attempt, or all, got '-1'"),
+        (["--grep", "("], "'(' is not a regular expression: missing )"),
+    ],
+)
+def test_wrong_values_are_refused(run: RunDirectory, words: list[str], message: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as exited:
+        logs(run, *[f"{words[0]}={words[1]}"])
+    assert exited.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_ranks_and_attempts_that_do_not_exist_are_refused(run: RunDirectory) -> None:
+    with pytest.raises(RunDirectoryError, match="has not started yet"):
+        logs(run)
+    attempt(run, r0="x\n")
+    for words, message in {
+        ("--attempt", "1"): "has no attempt 1; available: 0$",
+        ("--rank", "9"): r"attempt 0 of \S+ has no rank 9: \S+ does not exist",
+        ("--rank", "7-9"): r"of \S+ have no log of rank 7-9; --rank all prints those there are$",
+        ("--rank", "failed"): r"no rank of \S+ failed; ",
+    }.items():
+        with pytest.raises(RunDirectoryError, match=message):
+            logs(run, *words)
+
+
+def test_deleted_logs_are_told_from_missing_ones(run: RunDirectory) -> None:
+    """An old attempt keeps its number."""
+    first, _ = attempt(run, r0="x\n"), attempt(run, r0="y\n")
+    (run.attempt_logs(first) / "rank-0.out").unlink()
+    run.attempt_logs(first).rmdir()
+    for words in (["--attempt", "0"], ["--attempt", "0", "--rank", "all"]):
+        with pytest.raises(RunDirectoryError, match=r"the logs of attempt 0 of \S+ were deleted: .*keep_logs"):
+            logs(run, *words)
+
+
+# --- a failed run
+
+
+def test_a_failed_run_shows_its_first_failure(run: RunDirectory, capsys: Captured) -> None:
+    """The box goes to stdout; what to do next, and why the run failed, to stderr. With -f, too."""
+    attempt(run, r0="x\n", r3="y\n", e3="at rank 3\n")
+    failed(run, 0, 3)
+    over(run, "failed", "rank 3 (n1) raised ValueError: bad batch")
+    for words in ([], ["-f"]):
+        assert logs(run, *words) == 0
+        shown = capsys.readouterr()
+        assert "| rank 3 (n1) raised ValueError: bad batch\n" in shown.out and "| in train.py, line 7\n" in shown.out
+        assert shown.err.splitlines() == [
+            f"{run}: failed: rank 3 (n1) raised ValueError: bad batch",
+            f"the whole output of rank 3: clusterddp logs {run} --rank 3 --attempt 0",
+            "of others: --rank failed, --rank 0,4-7 or --rank all; of all attempts: --attempt all",
+        ]
+    assert logs(run, "--rank", "0") == 0
+    assert capsys.readouterr().out == "x\n"
+
+
+def test_a_run_that_failed_without_a_rank_that_did_shows_rank_0(run: RunDirectory, capsys: Captured) -> None:
+    """As at the limit of its attempts."""
+    attempt(run, r0="x\n")
+    over(run, "failed", "limits.attempts (1) reached")
+    assert logs(run) == 0
+    assert capsys.readouterr() == ("x\n", f"{run}: failed: limits.attempts (1) reached\n")
+
+
+def test_a_hang_is_shown_as_the_first_failure(run: RunDirectory, capsys: Captured) -> None:
+    """With the stack that its rank's log ends with."""
+    stack = 'Timeout (0:00:09)!\nThread 0x1 (most recent call first):\n  File "train.py", line 9 in main\n'
+    attempt(run, r0="x\n", e0=stack)
+    event = {
+        "event": "hung",
+        "attempt": 0,
+        "time": 1.0,
+        "rank": 0,
+        "late": [0],
+        "host": "n1",
+        "step": 4,
+        "seconds": 9.0,
+    }
+    append_line(run.events_file, {**event, "what": "rank 0 (n1) last at step 4, 9 s ago"})
+    over(run, "failed")
+    assert logs(run) == 0
+    shown = capsys.readouterr().out
+    assert "| rank 0 (n1) last at step 4, 9 s ago\n" in shown and "line 9 in main" in shown
+
+
+def test_the_ranks_that_failed_by_themselves(run: RunDirectory, capsys: Captured) -> None:
+    """Those that the supervisor named, and those whose own records tell of an exception of the script; no lost peers.
+    Without --attempt: in the newest attempt with a failure."""
+    for number in range(2):
+        attempt(run, **{f"r{rank}": f"{number}-{rank}\n" for rank in range(4)})
+        failed(run, number, 1 + number)
+    peer = {"host": "n1", "end": "exception", "error": "DistBackendError: NCCL error", "traceback": ""}
+    write_json(run.rank_record(1, 0), peer)
+    write_json(run.rank_record(1, 3), {**peer, "error": "KeyError: 'x'"})
+    attempt(run, r0="restarted\n")
+
+    def shown(*words: str) -> list[str]:
+        assert logs(run, "--rank", "failed", *words) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "-" in line[:2]]
+
+    assert shown() == ["1-2", "1-3"]
+    assert shown("--attempt", "0") == ["0-1"]
+    assert shown("--attempt", "all") == ["0-1", "1-2", "1-3"]
+    with pytest.raises(RunDirectoryError, match=r"no rank of \S+ failed in attempt 2"):
+        shown("--attempt", "2")
+
+
+# --- following
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """What happens between the looks of a command that follows, in this order; then nothing may be waited for."""
+
+    def script(*steps: Callable[[], object]) -> None:
+        left = list(steps)
+        monkeypatch.setattr(rank_logs.time, "sleep", lambda _: left.pop(0)())
+
+    return script
+
+
+def add(run: RunDirectory, number: int, name: str, text: str) -> None:
+    with open(run.attempt_logs(number) / name, "a") as file:
+        file.write(text)
+
+
+def test_lines_of_several_ranks_are_labelled_as_they_arrive_across_attempts(
+    run: RunDirectory, capsys: Captured, meanwhile: Callable[..., None]
+) -> None:
+    """Also of ranks whose files appear later; a line comes whole, and in the end without its end."""
+    attempt(run, r0="early\n")
+    meanwhile(
+        lambda: (add(run, 0, "rank-0.out", "one\nhal"), add(run, 0, "rank-2.err", "warned\n")),
+        lambda: add(run, 0, "rank-0.out", "f\n"),
+        lambda: (add(run, 0, "rank-1.out", "killed he"), attempt(run, r1="again\n", r5="not wanted\n")),
+        lambda: over(run, "completed"),
+    )
+    assert logs(run, "-f", "--rank", "0-2") == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == [
+        "[rank 0] early",
+        "[rank 0] one",
+        "[rank 2] warned",
+        "[rank 0] half",
+        "[rank 1] killed he",
+        "[rank 1] again",
+    ]
+    assert shown.err == "==> attempt 1 <==\n"
+
+
+def test_following_one_rank_prints_its_streams_apart_and_filtered(
+    run: RunDirectory, capsys: Captured, meanwhile: Callable[..., None]
+) -> None:
+    attempt(run, r0="loss 1\n")
+    meanwhile(
+        lambda: (add(run, 0, "rank-0.out", "lr 2\nloss 3\n"), add(run, 0, "rank-0.err", "loss!\n")),
+        lambda: over(run, "completed"),
+    )
+    assert logs(run, "-f", "--grep", "loss") == 0
+    assert capsys.readouterr() == ("loss 1\nloss 3\n", "loss!\n")
+
+
+def test_a_followed_run_that_fails_shows_its_first_failure(
+    run: RunDirectory, capsys: Captured, meanwhile: Callable[..., None]
+) -> None:
+    """It may start, and fail, while it is followed."""
+    meanwhile(
+        lambda: attempt(run, r0="x\n"),
+        lambda: (failed(run, 0, 2), over(run, "failed")),
+    )
+    assert logs(run, "-f") == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("x\n+---") and "clusterddp logs" in shown.err
+
+
+def test_following_one_attempt_ends_with_it(
+    run: RunDirectory, capsys: Captured, meanwhile: Callable[..., None]
+) -> None:
+    attempt(run, r0="a\n")
+    meanwhile(lambda: attempt(run, r0="b\n"))
+    assert logs(run, "-f", "--attempt", "0") == 0
+    assert capsys.readouterr().out == "a\n"
+    meanwhile(lambda: over(run, "completed"))
+    assert logs(run, "-f", "--attempt", "all") == 0
+    assert capsys.readouterr().out == "a\nb\n"
+
+
+def test_the_failed_ranks_of_a_live_run_cannot_be_followed(run: RunDirectory) -> None:
+    attempt(run, r0="a\n")
+    with pytest.raises(UsageError, match="--rank failed: the run is not over; with -f, expected ranks such as"):
+        logs(run, "-f", "--rank", "failed")
+
+
+@pytest.mark.parametrize(
+    ("environment", "terminal", "label"),
+    [
+        ({"TERM": "xterm"}, True, "\x1b[33m[rank 1]\x1b[0m line\n"),
+        ({"TERM": "xterm"}, False, "[rank 1] line\n"),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, True, "[rank 1] line\n"),
+        ({"TERM": "dumb"}, True, "[rank 1] line\n"),
+    ],
+)
+def test_labels_are_coloured_on_a_terminal_unless_colours_are_unwanted(
+    run: RunDirectory,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    meanwhile: Callable[..., None],
+    environment: dict[str, str],
+    terminal: bool,
+    label: str,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    attempt(run, r1="line\n")
+    meanwhile(lambda: over(run, "completed"))
+    assert logs(run, "-f", "--rank", "all") == 0
+    assert capsys.readouterr().out == label

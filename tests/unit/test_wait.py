@@ -1,0 +1,179 @@
+"""``clusterddp wait``: when it ends, and with which exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from clusterddp.cli.command_line import command
+from clusterddp.cli.runs import wait
+from clusterddp.errors import RunDirectoryError
+from clusterddp.rundir.files import write_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.summary import Summary
+from clusterddp.slurm.run_states import RunState
+
+Captured = pytest.CaptureFixture[str]
+
+
+class World:
+    """The clock, what happens at each second of it, and what the controller says about each run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now = folder, 1000.0
+        self.events: dict[int, Callable[[], object]] = {}
+        self.states: dict[str, str] = {}
+        #: When it was asked about which runs.
+        self.asked: list[tuple[float, list[str]]] = []
+
+    def add(self, name: str, state: str = "running") -> RunDirectory:
+        """A run."""
+        run = RunDirectory(self.folder / name)
+        run.create()
+        run.job_file.write_text("module: x\n")
+        self.states[name] = state
+        return run
+
+    def over(self, name: str, state: str) -> None:
+        """A run ends."""
+        outcome = {"state": state, "step": 7, "attempts": 1, "reason": "why"}
+        write_json(RunDirectory(self.folder / name).outcome_file, outcome)
+
+    def sleep(self, seconds: float) -> None:
+        """Passes the time."""
+        before, self.now = self.now, self.now + seconds
+        for second in range(int(before), int(self.now)):
+            self.events.pop(second - 1000, lambda: None)()
+        assert self.now < 10_000, "waits for ever"
+
+    def run_states(self, summaries: Sequence[Summary]) -> list[RunState]:
+        """Stands for squeue."""
+        names = [summary.run.path.name for summary in summaries]
+        self.asked.append((self.now - 1000, names))
+        return [RunState(self.states[name], "reason") for name in names]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(wait.time, "monotonic", lambda: world.now)
+    monkeypatch.setattr(wait.time, "sleep", world.sleep)
+    monkeypatch.setattr(wait, "run_states", world.run_states)
+    return world
+
+
+def test_it_waits_for_all_and_says_how_each_ended(world: World, capsys: Captured) -> None:
+    """On standard error, once; nothing on standard output."""
+    a, b = world.add("a"), world.add("b", "pending")
+    world.events = {3: lambda: world.over("b", "completed"), 5: lambda: world.over("a", "completed")}
+    assert command(["wait", "a", "b"]) == 0
+    assert capsys.readouterr() == ("", f"{b}: completed at step 7: why\n{a}: completed at step 7: why\n")
+
+
+def test_runs_that_are_over_need_no_controller(world: World) -> None:
+    world.add("a")
+    world.over("a", "completed")
+    assert (command(["wait", "a"]), world.asked) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        (["completed", "cancelled"], 11),
+        (["cancelled", "failed", "completed"], 10),
+        (["stopped", "cancelled"], 11),
+        (["unknown", "stopped"], 12),
+        (["completed", "unknown"], 13),
+    ],
+)
+def test_the_exit_code_is_that_of_the_worst_end(world: World, ends: list[str], code: int) -> None:
+    """Failed, cancelled, stopped, unknown, in this order."""
+    for number, end in enumerate(ends):
+        world.add(f"r{number}", end)
+        if end in ("completed", "cancelled", "failed"):
+            world.over(f"r{number}", end)
+    assert command(["wait", "r*"]) == code
+
+
+def test_any_ends_with_the_first_that_ends(world: World) -> None:
+    world.add("a"), world.add("b")
+    world.events = {4: lambda: world.over("b", "failed")}
+    assert command(["wait", "--any", "a", "b"]) == 10
+    assert world.now - 1000 < 10
+
+
+def test_the_time_is_up(world: World, capsys: Captured) -> None:
+    """Whatever ended before."""
+    for number in range(7):
+        world.add(f"r{number}")
+    world.over("r0", "failed")
+    assert command(["wait", "--timeout", "0.5h", "r*"]) == 124
+    assert 1800 <= world.now - 1000 < 1802
+    assert capsys.readouterr().err.endswith("timed out: 6 of 7 runs have not ended: r1, r2, r3, r4, r5, ...\n")
+
+
+def test_the_controller_is_asked_once_for_all_and_not_often(world: World) -> None:
+    world.add("a"), world.add("b"), world.add("c")
+    world.over("c", "completed")
+    assert command(["wait", "--timeout", "25s", "a", "b", "c"]) == 124
+    assert world.asked == [(0, ["a", "b"]), (10, ["a", "b"]), (20, ["a", "b"])]
+
+
+def test_a_run_that_is_between_two_jobs_has_not_stopped(world: World, capsys: Captured) -> None:
+    """Nor one whose outcome is written just after its job left the queue. One that stays stopped has."""
+    resubmitted, late, stopped = (world.add(name, "stopped") for name in "abc")
+    world.events = {
+        1: lambda: world.states.update(a="held"),
+        2: lambda: world.over("b", "completed"),
+        15: lambda: world.states.update(a="stopped"),
+        24: lambda: world.over("a", "completed"),
+    }
+    assert command(["wait", "a", "b", "c"]) == 12
+    assert capsys.readouterr().err.splitlines() == [
+        f"{late}: completed at step 7: why",
+        f"{stopped}: stopped: reason",
+        f"{resubmitted}: completed at step 7: why",
+    ]
+
+
+def test_an_unreachable_controller_is_not_the_end(world: World) -> None:
+    """It restarts within minutes."""
+    world.add("a", "unknown")
+    world.events = {200: lambda: world.states.update(a="running"), 700: lambda: world.over("a", "completed")}
+    assert command(["wait", "a"]) == 0
+
+
+def test_a_cancelled_run_without_an_outcome_has_ended(world: World) -> None:
+    """Its supervisor was killed, and `cancel` could not write on a full disk."""
+    world.add("a", "cancelled")
+    assert command(["wait", "a"]) == 11
+
+
+def test_nothing_in_a_run_changes(world: World) -> None:
+    """Unlike with `watch`."""
+    run = world.add("a", "stopped")
+
+    def files() -> Mapping[Path, float]:
+        return {path: path.stat().st_mtime_ns for path in [run.path, *run.path.rglob("*")]}
+
+    before = files()
+    assert command(["wait", "a"]) == 12
+    assert files() == before
+
+
+@pytest.mark.parametrize("text", ["5", "1:30:00", "-1s", "2 h", "1w"])
+def test_a_timeout_has_a_unit(world: World, text: str, capsys: Captured) -> None:
+    """A bare number would be minutes to Slurm, and seconds to timeout(1)."""
+    with pytest.raises(SystemExit) as exited:
+        command(["wait", "a", f"--timeout={text}"])
+    assert exited.value.code == 2
+    assert f"expected a time with its unit, such as 90s, 30m, 2h or 1d, got {text!r}" in capsys.readouterr().err
+
+
+def test_a_word_that_names_no_run_is_refused(world: World) -> None:
+    world.add("a")
+    with pytest.raises(RunDirectoryError, match="b: no run there"):
+        command(["wait", "a", "b"])
