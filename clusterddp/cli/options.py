@@ -71,10 +71,6 @@ def add_arguments(
     submission.add_argument("--wait", action="store_true", help="wait until the run is over, across requeues")
     submission.add_argument("-f", "--follow", action="store_true", help="like --wait, and print rank 0's output")
     submission.add_argument(
-        "--no-snapshot", action="store_true",
-        help="run the code that is in the checkout when an attempt starts, instead of a snapshot of it",
-    )  # fmt: skip
-    submission.add_argument(
         "--here", action="store_true", help="run in this shell's allocation (salloc, or an sbatch script)"
     )
     local = parser.add_argument_group("without Slurm")
@@ -97,6 +93,10 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--set", action="append", default=[], metavar="KEY.PATH=VALUE",
         help="any key of the job definition, such as seed=1; repeatable",
+    )  # fmt: skip
+    job.add_argument(
+        "--no-snapshot", action="store_true",
+        help="run the code that is in the checkout when an attempt starts, instead of a snapshot of it",
     )  # fmt: skip
     job.add_argument(
         "--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option; repeatable"

@@ -191,6 +191,8 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "policy": (["requeue"], ["never"]),
     "lift_hold": (["false"], ["no", "0"]),
     "keep_logs": _COUNT,
+    "snapshot": (["true", "false", "500M", "2G"], ["500", "2 G", "no", "[2G]"]),
+    "hook": (["[python, notify.py]", "echo done"], ["[]", "{a: b}", '""', "[[a]]"]),
     "backend": (["gloo"], ["mpi"]),
     "share": (["group"], ["all"]),
 }  # fmt: skip
