@@ -71,6 +71,7 @@ EVENTS: Mapping[str, Event] = {
     "slow": Event("rank host own_s ratio", "a straggler"),
     "hung": Event("rank late host step seconds what", "a hang: all ranks are being ended"),
     "notice": Event("why", "the supervisor asks the ranks to stop"),
+    "requested": Event("request nodes?", "the user asked for `request`; the next jobs exclude `nodes` for a day"),
     "controller_away": Event("error", "Slurm's controller is unreachable; training continues"),
     "controller_back": Event("", "Slurm's controller answers again"),
     "controller_missing": Event("error", "Slurm's commands are not installed here"),
@@ -107,16 +108,39 @@ HELLO, ANSWER, REFUSAL = "token rank port host pid process", "host port known te
 ORDERS: Mapping[str, str] = {
     "stop": "stop at a step boundary",
     "flight_record": "write torch's flight record of the last collectives",
+    "stacks": "answer with the stacks of all threads; the text is the request's number",
+    "save": "rank 0: save at the next step boundary; the text is the request's number",
     "leave": "exit now",
 }
 #: Events that are not written into the history.
 CHANNEL_EVENTS: Mapping[str, Event] = {
     "joined": Event("host pid address", "made by the supervisor from a rank's first message"),
     "alive": Event("count step age_s allowed_s own_s? step_s? place? waits? still_s?", "the rank's heartbeat"),
+    "stacks": Event("request place threads", "a rank's stacks, for a request"),
+    "saving": Event("request step? committed?", "rank 0 will save; without `step` it has no run to save"),
     "left": Event(
         "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? used_clusterddp?",
         "how the rank ended; its last message",
     ),
+}
+
+#: A user's request, the first and only message of a connection: the token, the kind of request and its values. The
+#: supervisor answers with any number of `news`, and one of the others as the last.
+REQUEST = "token request values"
+REQUESTS: Mapping[str, Event] = {
+    "stacks": Event("ranks", "the stacks of these ranks' threads, such as 0,3-5; null: of all ranks"),
+    "save": Event("", "save at the next step boundary"),
+    "stop": Event("", "save, stop, and hold the run until it is submitted again"),
+    "requeue": Event("nodes?", "save, stop, and continue in the queue; in a job without `nodes`, if they are given"),
+}
+ANSWERS: Mapping[str, Event] = {
+    "news": Event("news", "a sentence for the user who waits"),
+    "refused": Event("refused", "why nothing was done"),
+    "stacks": Event(
+        "stacks unanswered starting exited hosts", "ranks with equal stacks together, and ranks without an answer"
+    ),
+    "checkpoint": Event("checkpoint", "the step of the checkpoint that is committed"),
+    "ended": Event("ended", "all ranks have exited; the history will tell how the attempt ended"),
 }
 
 # --- environment variables

@@ -22,6 +22,9 @@ COMMANDS = {
     "wait": "wait for runs, and tell by the exit code how they ended",
     "cancel": "end runs for good",
     "prune": "delete old checkpoints and logs of runs that are over",
+    "stacks": "show where the ranks are now, as Python stacks",
+    "tell": "give a run an order: save, stop",
+    "requeue": "stop a run, saved, and have it continue in the queue",
     "export": "write a checkpoint's model to a file",
     "drill": "test with a tiny job what a preemption would do to a run",
     "bench": "check and time collectives on the training nodes",
@@ -30,6 +33,7 @@ COMMANDS = {
 #: Commands whose module is in a package below ``cli``.
 PACKAGES = {
     **dict.fromkeys(("list", "status", "logs", "watch", "wait", "cancel", "prune"), "runs"),
+    **dict.fromkeys(("stacks", "tell", "requeue"), "steering"),
     "config": "settings",
 }
 USAGE = {
@@ -54,6 +58,10 @@ DESCRIPTIONS = {
     "prune": "Delete old checkpoints, and with --logs old logs, of runs that are over. The newest checkpoint and the "
     "one with the best metric are kept. What would be deleted is printed first, and deleted after a yes on the "
     "terminal or with --yes.",
+    "stacks": "Show where the ranks are now, as Python stacks of their threads. Equal ones are shown once.",
+    "tell": "Give a run an order while it trains, and wait until it is carried out.",
+    "requeue": "Stop a run after its current step, saved, and have it continue in the queue: in the same job, or in a "
+    "new one without some nodes. A local run restarts at once.",
     "export": "Write a checkpoint's model, or more of it, to a file that other programs read.",
     "drill": "Test with a tiny job what a preemption would do to a run in a partition: whether the nodes have Slurm's "
     "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",

@@ -35,10 +35,10 @@ def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], 
     Slurm could allocate to the job, which needs ``needed`` of them; if too few would remain, none is added.
     """
     events = list(events)
-    before = excluded(events, now)
+    before = left_out(events, now)
     new = [node for node in failed(events, now) if node not in before]
     fresh = [node for node in dict.fromkeys([*lost, *new]) if node not in before]
-    room = max(0, MOST - len(before))
+    room = max(0, MOST - len(excluded(events, now)))
     nodes, over = [*before, *fresh[:room]], fresh[room:]
     left = set(usable) - set(nodes)
     if nodes != before and len(left) < needed:
@@ -63,16 +63,25 @@ def failed(events: Iterable[Event], now: float) -> list[str]:
 
 
 def excluded(events: Iterable[Event], now: float) -> list[str]:
-    """The nodes that are excluded now."""
-    recent = [event for event in events if event["event"] == "excluded" and event["time"] > now - FOR_S]
-    return list(dict.fromkeys(node for event in recent for node in event["nodes"]))
+    """The nodes that are excluded now because they failed."""
+    return _named(events, ("excluded",), now)
+
+
+def left_out(events: Iterable[Event], now: float) -> list[str]:
+    """All nodes that are excluded now: those that failed, and those that the user does not want."""
+    return _named(events, ("excluded", "requested"), now)
+
+
+def _named(events: Iterable[Event], kinds: Sequence[str], now: float) -> list[str]:
+    recent = [event for event in events if event["event"] in kinds and event["time"] > now - FOR_S]
+    return list(dict.fromkeys(node for event in recent for node in event.get("nodes") or ()))
 
 
 def still_excluded(
     events: Iterable[Event], now: float, usable: Callable[[], Sequence[str] | None], needed: int
 ) -> list[str]:
     """The excluded nodes, unless fewer than ``needed`` others are usable, or that is unknown (None)."""
-    nodes = excluded(events, now)
+    nodes = left_out(events, now)
     found = usable() if nodes else None
     return nodes if found is not None and len(set(found) - set(nodes)) >= needed else []
 

@@ -112,6 +112,10 @@ class RunDirectory:
         """Where an attempt's supervisor records its job or process."""
         return self.attempt_private(attempt) / "holder.json"
 
+    def control_file(self, attempt: int) -> Path:
+        """Where an attempt's supervisor records how the user's requests reach it."""
+        return self.attempt_private(attempt) / "control.json"
+
     def rank_record(self, attempt: int, rank: int) -> Path:
         """Where a rank records how it ended."""
         return self.attempt_private(attempt) / f"rank-{rank}.json"

@@ -35,6 +35,8 @@ class Cause(enum.Enum):
     ENDED_IN_GRACE = "ended within the grace of a preemption, as scancel does"
     ENDED_OTHERWISE = "the job was ended, and not by preemption, time limit or scancel"
     INTERRUPTED = "interrupted"
+    STOP_REQUESTED = "stopped by `clusterddp tell stop`"
+    REQUEUE_REQUESTED = "stopped by `clusterddp requeue`"
     SUPERSEDED = "superseded"
     UNKNOWN = "stopped, and the controller cannot tell why"
     NONE = "stopped by a signal that neither preemption, time limit nor cancellation explains"

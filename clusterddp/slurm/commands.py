@@ -250,6 +250,14 @@ def default_partition() -> str:
     raise SlurmError("this cluster has no default partition: choose one with -p")
 
 
+def node_address(node: str) -> str:
+    """The address by which Slurm reaches a node. SlurmError if there is no such node."""
+    text = run("scontrol", "show", "node", "-o", node)
+    if (found := re.search(r"\bNodeAddr=(\S+)", text)) is None:
+        raise SlurmError(f"scontrol knows no address of node {node}: {text[:200]!r}")
+    return found[1]
+
+
 def partition_nodes(partition: str | None) -> list[NodeShape]:
     """The nodes of a partition (None: the default one). SlurmError, with the partitions, if it does not exist."""
     text = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%c|%m|%G")

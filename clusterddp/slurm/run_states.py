@@ -13,6 +13,7 @@ from clusterddp.rundir.claims import on_this_machine, process_alive
 from clusterddp.rundir.find import as_typed
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.queue import QueuedJob, queued_jobs
 from clusterddp.slurm.waiting import is_hold, why_waiting
 
@@ -118,7 +119,9 @@ def _of_process(summary: Summary, claim: Mapping[str, Any]) -> RunState | None:
 
 
 def _why_stopped(summary: Summary, job: QueuedJob | None) -> str:
-    """How the run's last job or attempt ended."""
+    """How the run's last job or attempt ended; what its user wanted is more than Slurm knows."""
+    if summary.ends and summary.ends[-1] == Cause.STOP_REQUESTED.value:
+        return summary.ends[-1]
     if job is not None and not job.live:
         return f"job {job.job_id} ended: {job.state}"
     if summary.ends:

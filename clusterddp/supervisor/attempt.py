@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import queue
 import secrets
+import socket
 import threading
 import time
 import traceback
@@ -30,15 +31,35 @@ from clusterddp.jobdef.code_state import changed, code_state
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
+from clusterddp.rundir.control_address import Address, write_address
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.control_server import ControlServer
-from clusterddp.supervisor.controller import Controller, Notice, Stop
+from clusterddp.supervisor.controller import Controller
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.monitor import Monitor
 from clusterddp.supervisor.recovery import AttemptResult, Recovery
+from clusterddp.supervisor.state import (
+    Action,
+    Answer,
+    Broadcast,
+    ConnectionLost,
+    Do,
+    Event,
+    Heartbeat,
+    Notice,
+    RankEvent,
+    RanksExited,
+    Record,
+    Request,
+    Say,
+    StartTimer,
+    State,
+    Stop,
+    Timer,
+)
 from clusterddp.supervisor.verdict import RankEnd
 from clusterddp.worker.code_paths import mapped_variables
 
@@ -64,10 +85,11 @@ class Attempt:
         self._hook = Hook(run, job, number, hurry=controller.resubmits)
         self._history.listener = self._hook.hear
         self._code = code_snapshot.present(run)
-        self._state = decide.State(job, _nodes_of(controller), steps_made(run), launcher.abandon_s)
-        self._events: queue.SimpleQueue[tuple[float, decide.Event | BaseException]] = queue.SimpleQueue()
+        nodes, steps = _nodes_of(controller), steps_made(run)
+        self._state = State(job, nodes, steps, launcher.abandon_s, controller.starts_again)
+        self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
         #: When each timer that runs expires, on the monotonic clock.
-        self._timers = {decide.Timer.LOOK: 0.0, decide.Timer.WATCHDOG: 0.0}
+        self._timers = {Timer.LOOK: 0.0, Timer.WATCHDOG: 0.0}
         self._watch = self._new_watch()
         #: What the thread of the history has to do; None: nothing more.
         self._writes: queue.Queue[Callable[[], Any] | None] = queue.Queue()
@@ -82,7 +104,7 @@ class Attempt:
         self._hook.finish()
         return code
 
-    def post(self, event: decide.Event) -> None:
+    def post(self, event: Event) -> None:
         """Adds an event to the queue; from any thread."""
         self._events.put((time.time(), event))
 
@@ -92,16 +114,22 @@ class Attempt:
         token = secrets.token_hex(16)
         self._server = ControlServer(
             token,
-            lambda rank, name, values: self.post(decide.RankEvent(rank, name, values)),
-            lambda rank, silent: self.post(decide.ConnectionLost(rank, silent)),
+            lambda rank, name, values: self.post(RankEvent(rank, name, values)),
+            lambda rank, silent: self.post(ConnectionLost(rank, silent)),
             self._launcher.supervisor_host,
             self._job.world_size,
+            lambda client, kind, values: self.post(Request(client, kind, values)),
         )
         logs = self._run.attempt_logs(self._number)
         self._launcher.start(rank_command(self._job, self._number), self._environment(token), logs)
         self._monitor = Monitor(self._controller, partial(self._run.superseded, self._number), self.post)
         # A local launcher reaps any child of this process: it waits only once git, asked for the code's state, is done.
-        for write in (self._tell_notice, self._record_start, lambda: self._start("launcher", self._wait)):
+        for write in (
+            partial(self._record_address, token),
+            self._tell_notice,
+            self._record_start,
+            lambda: self._start("launcher", self._wait),
+        ):
             self._writes.put(write)
         history = self._start("history", self._write)
         try:
@@ -146,9 +174,9 @@ class Attempt:
         return thread
 
     def _wait(self) -> None:
-        self.post(decide.RanksExited(self._launcher.wait()))
+        self.post(RanksExited(self._launcher.wait()))
 
-    def _next_event(self) -> tuple[float, decide.Event | BaseException]:
+    def _next_event(self) -> tuple[float, Event | BaseException]:
         """The next event and when it came; an expired timer comes before what is in the queue."""
         timer = min(self._timers, key=self._timers.__getitem__, default=None)
         if timer is None:
@@ -159,7 +187,7 @@ class Attempt:
         del self._timers[timer]
         return time.time(), timer
 
-    def _handle(self, now: float, event: decide.Event | BaseException) -> None:
+    def _handle(self, now: float, event: Event | BaseException) -> None:
         if isinstance(event, BaseException):
             raise event
         self._tell_hook(now, event)
@@ -168,50 +196,52 @@ class Attempt:
             for action in actions:
                 self._carry_out(action)
         except _MALFORMED as error:
-            if not isinstance(event, decide.RankEvent):
+            if not isinstance(event, RankEvent):
                 raise
             skipped = f"skipped what rank {event.rank} reported ({event.name!r}): {error!r}"
-            self._carry_out(decide.Say(f"{skipped}\n{traceback.format_exc()}"))
+            self._carry_out(Say(f"{skipped}\n{traceback.format_exc()}"))
 
-    def _tell_hook(self, now: float, event: decide.Event) -> None:
+    def _tell_hook(self, now: float, event: Event) -> None:
         """Calls the hook as soon as a preemption is certain: afterwards the nodes have to be handed over."""
         if not self._hook or self._state.superseded:
             return
         if isinstance(event, Notice) and event.stop is Stop.PREEMPTION:
             told = {"time": now, "attempt": self._number, **self._controller.describe()}
             self._hook.call("preempted", told)
-        elif isinstance(event, decide.RankEvent) and event.name == "signal" and not self._state.heard:
+        elif isinstance(event, RankEvent) and event.name == "signal" and not self._state.heard:
             self._monitor.ask()  # at the first of them
 
-    def _carry_out(self, action: decide.Action) -> None:
+    def _carry_out(self, action: Action) -> None:
         """Does something about an event. Nothing here waits: for no disk, no rank and no controller."""
         match action:
-            case decide.Record(event, values):
+            case Record(event, values):
                 self._writes.put(partial(self._record, event, values))
-            case decide.Say(text):
+            case Say(text):
                 self._writes.put(partial(say, text))
-            case decide.Broadcast(order, reason):
-                self._server.broadcast(**{order: reason})
-            case decide.StartTimer(timer, seconds):
+            case Broadcast(order, reason, ranks):
+                self._server.broadcast(ranks, **{order: reason})
+            case Answer(client, values, last):
+                self._server.answer(client, values, last)
+            case StartTimer(timer, seconds):
                 self._timers[timer] = time.monotonic() + seconds
-            case decide.Heartbeat(rank, host, values):
+            case Heartbeat(rank, host, values):
                 if self._watch:
                     self._watch.hear(rank, host, values)
-            case decide.Do.ASK_CONTROLLER:
+            case Do.ASK_CONTROLLER:
                 self._monitor.ask()
-            case decide.Do.NOTIFY_RANKS:
+            case Do.NOTIFY_RANKS:
                 self._launcher.notify()
-            case decide.Do.KILL_RANKS:
+            case Do.KILL_RANKS:
                 self._launcher.kill()
-            case decide.Do.ABANDON_RANKS:
+            case Do.ABANDON_RANKS:
                 self._launcher.abandon()
-            case decide.Do.RUN_WATCHDOG:
+            case Do.RUN_WATCHDOG:
                 # While a disk does not answer, ranks may wait for it, too: that time does not count.
                 for found in self._watch.look(self._writes.unfinished_tasks == 0) if self._watch else ():
                     self.post(found)
-            case decide.Do.RESET_WATCHDOG:
+            case Do.RESET_WATCHDOG:
                 self._watch = self._new_watch()
-            case decide.Do.FENCE:
+            case Do.FENCE:
                 self._history.close()
                 self._server.close()
 
@@ -227,6 +257,15 @@ class Attempt:
             self._history.add(event, **values)
         except _MALFORMED as error:
             say(f"not recorded: {event!r}: {error!r}")
+
+    def _record_address(self, token: str) -> None:
+        """Where the user's requests reach this process."""
+        host = self._launcher.supervisor_host or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        try:
+            job_id = os.environ.get("SLURM_JOB_ID")
+            write_address(self._run, self._number, Address(host, self._server.port, token, job_id))
+        except OSError as error:
+            say(f"cannot record the supervisor's address ({error}): it will get no requests, such as `clusterddp tell`")
 
     def _tell_notice(self) -> None:
         """While the ranks start: how long after a TERM they are killed. Without an answer nobody knows."""

@@ -1,4 +1,7 @@
-"""The supervisor's side of the control channel; ``worker/control_channel.py`` has the ranks' side and the protocol."""
+"""The supervisor's side of the control channel; ``worker/control_channel.py`` has the ranks' side and the protocol.
+
+The user's requests come over connections of their own (``cli/steering/client.py``), one each.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,18 +35,22 @@ _SILENT = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
 _LAST_WORDS_S = 1.0
 #: The longest time for which reports that have already arrived are read after that.
 _MOST_WORDS_S = 10.0
+#: The most requests of the user that are answered at a time, and how long one may take to read its answer, in seconds.
+_MOST_CLIENTS, _READ_S = 16, 10.0
 #: So many unanswered keepalive probes in a row mean that a rank is falling silent; one may just be in flight.
 _FALLING_SILENT = 2
 
 
 @dataclass
 class _Peer:
-    """A connection; ``rank`` is None until it has sent the token."""
+    """A connection; ``rank`` and ``client`` are None until it has sent the token."""
 
     connection: socket.socket
     address: str
     deadline: float
     rank: int | None = None
+    client: int | None = None
+    """The number of the user's request that came over it."""
     pending: bytes = b""
     skipping: bool = False
     """Whether the line being received is too long and will be skipped."""
@@ -54,6 +61,7 @@ class ControlServer:
 
     ``on_event(rank, event, values)`` and ``on_lost(rank, silent)`` are called from the server's own thread, one at a
     time. ``silent``: the rank did not exit; its node does not respond.
+    ``on_request(client, kind, values)``: the same for a request of the user, which ``answer`` answers.
     ``ranks``: the number of ranks; None: any number may join. Each may join once, and rejoin (event ``rejoined``) after
     its connection broke, but not after its node was silent, because it may have been declared lost.
     """
@@ -65,13 +73,17 @@ class ControlServer:
         on_lost: Callable[[int, bool], None] = lambda _rank, _silent: None,
         host: str = "",
         ranks: int | None = None,
+        on_request: Callable[[int, str, Mapping[str, Any]], None] = lambda *_: None,
     ) -> None:
         self._token, self._on_event, self._on_lost, self._ranks = token, on_event, on_lost, ranks
+        self._on_request = on_request
         self._listener = socket.create_server((host, 0), backlog=4096)  # a thousand ranks may connect at once
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._peers: dict[socket.socket, _Peer] = {}
         self._strangers: dict[socket.socket, _Peer] = {}  # peers without a rank, the oldest first
+        self._clients: dict[int, _Peer] = {}  # peers whose request is not answered yet
+        self._requests_made = 0
         self._taken: dict[int, Any] = {}  # the process that joined as a rank; None: it may not rejoin
         self._known: Counter[int] = Counter()  # how many events each rank has reported
         self._store: dict[str, Any] | None = None
@@ -90,9 +102,16 @@ class ControlServer:
         """Adds values to the answer that each rank gets when it joins from now on."""
         self._request(lambda: self._told.update(values))
 
-    def broadcast(self, **words: Any) -> None:
-        """Sends a message to all ranks that have joined. Never waits: a rank that cannot take it at once is skipped."""
-        self._request(lambda: self._send_to_all(words))
+    def broadcast(self, ranks: Collection[int] | None = None, /, **words: Any) -> None:
+        """Sends a message to these ranks, or to all, if they have joined.
+
+        Never waits: a rank that cannot take it at once is skipped.
+        """
+        self._request(lambda: self._send_to_all(words, ranks))
+
+    def answer(self, client: int, values: Mapping[str, Any], last: bool) -> None:
+        """Answers a request; the ``last`` answer closes its connection. Never waits."""
+        self._request(lambda: self._answer(client, values, last))
 
     def _request(self, act: Callable[[], None]) -> None:
         """Has the server's thread do something at once; nothing after ``close``."""
@@ -100,11 +119,11 @@ class ControlServer:
         with suppress(OSError):
             self._wake_write.send(b".")
 
-    def _send_to_all(self, words: Mapping[str, Any]) -> None:
+    def _send_to_all(self, words: Mapping[str, Any], ranks: Collection[int] | None) -> None:
         if self._store is None and "stop" in words:
             return  # all wait for rank 0, and expect its address or the order to exit; USR2 tells them to stop
         for peer in self._peers.values():
-            if peer.rank is not None:
+            if peer.rank is not None and (ranks is None or peer.rank in ranks):
                 with suppress(OSError):
                     # With data in flight to a rank that is falling silent, the kernel would begin to count again.
                     if _unanswered_probes(peer.connection) < _FALLING_SILENT:
@@ -120,12 +139,12 @@ class ControlServer:
 
     def _serve(self) -> None:
         deadline: float | None = None
-        while deadline is None or len(self._peers) > len(self._strangers):
+        while deadline is None or self._rank_connections():
             over_s = -1.0 if deadline is None else time.monotonic() - deadline
             look_s = 0.1 if deadline else _HELLO_S / 10  # the deadlines of unauthenticated connections wake no thread
             ready = self._selector.select(look_s if deadline or self._strangers else None)
             if over_s >= 0:
-                ranks = self._peers.keys() - self._strangers.keys()
+                ranks = self._rank_connections()
                 if over_s >= _MOST_WORDS_S or not any(key.fileobj in ranks for key, _ in ready):
                     break
             for key, _ in ready:
@@ -146,6 +165,9 @@ class ControlServer:
             peer.connection.close()
         self._wake_read.close()
         self._selector.close()
+
+    def _rank_connections(self) -> set[socket.socket]:
+        return {peer.connection for peer in self._peers.values() if peer.rank is not None}
 
     def _accept(self) -> None:
         try:
@@ -194,12 +216,12 @@ class ControlServer:
             self._hear(peer.rank, None if peer.skipping else line)
             peer.skipping = False
             return True
-        if len(line) > _LONGEST_HELLO:
+        if peer.client is not None or len(line) > _LONGEST_HELLO:
             return False
         try:
             message = json.loads(line)
             trusted = hmac.compare_digest(str(message["token"]).encode(), self._token.encode())
-            return trusted and self._greet(peer, message)
+            return trusted and (self._take(peer, message) if "request" in message else self._greet(peer, message))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
 
@@ -215,6 +237,34 @@ class ControlServer:
             self._on_event(rank, event, message)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             say(f"skipped what rank {rank} reported ({event!r}): {error!r}")
+
+    def _take(self, peer: _Peer, message: Mapping[str, Any]) -> bool:
+        """Takes a request of the user: any process that knows the token, which only the user can read."""
+        if len(self._clients) >= _MOST_CLIENTS:
+            with suppress(OSError):
+                send_line(peer.connection, {"refused": f"{_MOST_CLIENTS} other requests are not answered yet"})
+            return False
+        kind, values = str(message["request"]), dict(message.get("values") or {})
+        self._requests_made += 1
+        peer.client = self._requests_made
+        del self._strangers[peer.connection]
+        self._clients[peer.client] = peer
+        self._on_request(peer.client, kind, values)
+        return True
+
+    def _answer(self, client: int, values: Mapping[str, Any], last: bool) -> None:
+        """Sends what the connection takes at once; a thread sends the rest of a long last answer."""
+        peer = self._clients.get(client)
+        if peer is None:  # the user did not wait for the answer
+            return
+        data = (json.dumps(values) + "\n").encode()
+        with suppress(OSError):
+            data = data[peer.connection.send(data) :]
+        if not last:
+            return
+        if data:
+            threading.Thread(target=_send_rest, args=(peer.connection.dup(), data), name="answer", daemon=True).start()
+        self._drop(peer)
 
     def _greet(self, peer: _Peer, hello: Mapping[str, Any]) -> bool:
         rank, port = hello["rank"], hello["port"]
@@ -257,11 +307,18 @@ class ControlServer:
         self._selector.unregister(peer.connection)
         del self._peers[peer.connection]
         self._strangers.pop(peer.connection, None)
+        self._clients.pop(peer.client or 0, None)
         peer.connection.close()
         if peer.rank is not None:
             if silent:
                 self._taken[peer.rank] = None
             self._on_lost(peer.rank, silent)
+
+
+def _send_rest(connection: socket.socket, data: bytes) -> None:
+    with connection, suppress(OSError):  # the user stopped reading
+        connection.settimeout(_READ_S)
+        connection.sendall(data)
 
 
 def _most_strangers(ranks: int) -> int:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,23 +22,7 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import preemption_policy
 from clusterddp.slurm.cause import Cause, read_cause
 from clusterddp.supervisor import lease
-
-
-class Stop(enum.Enum):
-    """Why ranks are told to stop; the value is the word for it in messages and in the history."""
-
-    PREEMPTION = "preemption"
-    TIME_LIMIT = "time limit"
-    JOB_END = "end of the job"
-    INTERRUPTION = "interruption"
-
-
-@dataclass(frozen=True)
-class Notice:
-    """When a job ends: ``end_time`` in unix seconds (None: no time limit), and why it must stop now, if it must."""
-
-    end_time: float | None
-    stop: Stop | None = None
+from clusterddp.supervisor.state import Notice, Stop
 
 
 class Controller(Protocol):
@@ -77,6 +59,10 @@ class Controller(Protocol):
 
     def requeue(self) -> None:
         """Requeues this job. The caller exits at once."""
+
+    def hold(self) -> None:
+        """Keeps Slurm from starting this job again by itself."""
+        return
 
     def usable_nodes(self) -> list[str]:
         """The nodes that the job could be given, busy ones included; none if it cannot be resubmitted."""
@@ -146,6 +132,11 @@ class SlurmController(Controller):
     def requeue(self) -> None:
         """Slurm then ends this process, if it has not exited before."""
         slurm.requeue(self._job_id)
+
+    def hold(self) -> None:
+        """Slurm 24.11 starts a job once more that was requeued within a grace before."""
+        with suppress(SlurmError):  # `main.finished` keeps the run from starting, too
+            slurm.set_requeue(self._job_id, allowed=False)
 
     def usable_nodes(self) -> list[str]:
         """The partition's working nodes without those that the job definition excludes."""

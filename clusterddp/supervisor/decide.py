@@ -6,23 +6,41 @@ Nothing here reads a clock, a file or a socket.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from clusterddp.failures.hangs import Hang, Slow
-from clusterddp.jobdef.job import Job
 from clusterddp.rundir.records import is_count, optional, schema_error
-from clusterddp.supervisor.controller import Notice, Stop
+from clusterddp.supervisor import requests
+from clusterddp.supervisor.state import (
+    ASK_S,
+    Action,
+    Broadcast,
+    ConnectionLost,
+    ControllerFailed,
+    Do,
+    Event,
+    Heartbeat,
+    Notice,
+    RankEvent,
+    RanksExited,
+    Record,
+    Request,
+    Say,
+    StartTimer,
+    State,
+    Step,
+    Stop,
+    Superseded,
+    Timer,
+)
 from clusterddp.supervisor.verdict import check_record
 from clusterddp.worker.control_channel import SILENCE_S
 
 #: Grace period, in seconds, for the peers of a failed rank to fail with errors of their own, and for hung ranks to exit
 #: on their own. The launcher ends them as well, but Slurm waits for KillWait where they do not react to TERM.
 PEER_GRACE_S = HANG_GRACE_S = 3.0
-#: How often the controller is asked: ranks are told of a stop within 5 s even if no signal reached them.
-ASK_S = 4.0
 #: How often the time limit is compared with the clock. Ranks that did not confirm a stop are told again as often.
 LOOK_S = 2.0
 #: A signal gets this much time to reach the ranks before they are told what it means.
@@ -31,191 +49,7 @@ SETTLE_S = 0.5
 ASK_AGAIN_S = 2.0
 
 
-# --- events
-
-
-@dataclass(frozen=True)
-class RankEvent:
-    """A rank reported ``name`` over the control channel, with these values."""
-
-    rank: int
-    name: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ConnectionLost:
-    """The connection to a rank broke. ``silent``: the rank did not close it; its node stopped answering."""
-
-    rank: int
-    silent: bool = False
-
-
-@dataclass(frozen=True)
-class ControllerFailed:
-    """The controller gave no answer, or an error (``reachable``). ``missing``: it can never be asked from here."""
-
-    error: str
-    reachable: bool = False
-    missing: bool = False
-
-
-@dataclass(frozen=True)
-class Superseded:
-    """A newer attempt of the run exists."""
-
-
-@dataclass(frozen=True)
-class RanksExited:
-    """All ranks have exited; ``exit_code`` is the launcher's."""
-
-    exit_code: int
-
-
-class Timer(enum.Enum):
-    """A timer; as an event: it has expired."""
-
-    LOOK = "compare the time limit with the clock"
-    WATCHDOG = "look for hung and slow ranks"
-    DISMISS = "tell the peers of a failed rank to exit"
-    KILL = "kill hung ranks"
-    ASK = "ask the controller again while a node is silent"
-    ABANDON = "stop waiting for the launcher"
-
-
-Event = RankEvent | ConnectionLost | Notice | ControllerFailed | Superseded | RanksExited | Timer | Hang | Slow
-
-# --- actions
-
-
-@dataclass(frozen=True)
-class Record:
-    """Append an event to the run's history."""
-
-    event: str
-    values: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Say:
-    """Print a line."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Broadcast:
-    """Send ``{order: reason}`` to all ranks. ``protocol.ORDERS`` lists the orders."""
-
-    order: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class StartTimer:
-    """Start a timer, or restart it."""
-
-    timer: Timer
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """Pass a rank's heartbeat to the watchdog."""
-
-    rank: int
-    host: str
-    values: Mapping[str, Any]
-
-
-class Do(enum.Enum):
-    """The actions without arguments."""
-
-    ASK_CONTROLLER = "ask the controller now"
-    NOTIFY_RANKS = "signal the ranks to stop"
-    KILL_RANKS = "kill the ranks"
-    ABANDON_RANKS = "stop waiting for ranks that may be unreachable"
-    RUN_WATCHDOG = "look for hung and slow ranks"
-    RESET_WATCHDOG = "forget all heartbeats"
-    FENCE = "write nothing more, and close all connections"
-
-
-Action = Record | Say | Broadcast | StartTimer | Heartbeat | Do
-_Step = tuple["State", list[Action]]
-
-
-# --- state
-
-
-@dataclass(frozen=True)
-class State:
-    """What is known of an attempt. The first four fields do not change."""
-
-    job: Job
-    #: The nodes of the job in Slurm's order; empty where they are unknown.
-    nodes: tuple[str, ...] = ()
-    #: How many steps the run had made before.
-    steps_before: int = 0
-    #: Grace period for reachable ranks to exit before the launcher is no longer waited for.
-    abandon_s: float = 0.0
-
-    hosts: Mapping[int, str] = field(default_factory=dict)
-    #: When each rank's connection broke, or it reported a failure, in unix seconds.
-    lost_at: Mapping[int, float] = field(default_factory=dict)
-    #: The record of its end that each rank has sent.
-    ends: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    #: The ranks whose nodes stopped answering.
-    silent: frozenset[int] = frozenset()
-    #: Whether the controller is being asked if it was this node that was cut off instead, and whether it failed to
-    #: answer before.
-    confirming: bool = False
-    cut_off: bool = False
-    #: Why to abandon the attempt as soon as rank 0 has saved; empty: no reason.
-    abandon: str = ""
-    #: From when all ranks stop, or are done, until rank 0 has saved or is lost.
-    saving: bool = False
-    #: Whether the ranks were told to stop, and one has confirmed it.
-    told: bool = False
-    heard: bool = False
-    #: What the controller said last, and whether that called for a stop at the last look.
-    notice: Notice = field(default_factory=lambda: Notice(None))
-    due: bool = False
-    controller_away: bool = False
-    controller_missing: bool = False
-    #: Whether the newest training loop has steps left; None: none has begun.
-    unfinished: bool | None = None
-    last_save_s: float = 0.0
-    #: Why the peers of a failed rank are to exit; empty: none failed.
-    dismissal: str = ""
-    #: Whether heartbeats count: a lost rank, or node, is no hang.
-    watched: bool = True
-    hang: Hang | None = None
-    hung_at: float = 0.0
-    superseded: bool = False
-    exit_code: int | None = None
-
-    @property
-    def stop_margin_s(self) -> float:
-        """How many seconds before the time limit to stop: as requested, more if saves are slow, less if the limit is
-        short. A save may take three times as long as the last one on a shared disk."""
-        wanted = max(self.job.timeouts.notice_s, 10.0 + 3.0 * self.last_save_s)
-        return wanted if self.job.time_s is None else min(wanted, self.job.time_s / 4)
-
-    @property
-    def lost_nodes(self) -> tuple[str, ...]:
-        """The nodes that were lost with their ranks."""
-        return tuple(dict.fromkeys(self.node_of(rank) for rank in sorted(self.silent)))
-
-    def node_of(self, rank: int) -> str:
-        """The node of a rank: its host where Slurm uses that name, else the node that the launcher puts the rank on."""
-        host, index = self.hosts.get(rank, "unknown"), rank // self.job.ranks_per_node
-        return self.nodes[index] if host not in self.nodes and index < len(self.nodes) else host
-
-
-# --- decisions
-
-
-def step(state: State, event: Event, now: float) -> _Step:
+def step(state: State, event: Event, now: float) -> Step:
     """The next state, and what to do about an event that came at ``now`` (unix seconds).
 
     ValueError, KeyError or TypeError for a rank's report that is not of the expected form.
@@ -235,7 +69,7 @@ def step(state: State, event: Event, now: float) -> _Step:
 # Reports of ranks
 
 
-def _on_rank_event(state: State, event: RankEvent, now: float) -> _Step:
+def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     rank, values = event.rank, event.values
     if event.name == "joined":
         return replace(state, hosts={**state.hosts, rank: values["host"]}), []
@@ -243,6 +77,8 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> _Step:
         return state, [Heartbeat(rank, state.hosts[rank], values)]
     if event.name == "left":
         return _on_left(state, event, now)
+    if event.name in ("stacks", "saving"):
+        return requests.on_rank_event(state, event)
     if wrong := schema_error(values, {"step": optional(is_count)}):
         raise ValueError(wrong)
     values = {"rank": rank, **values}
@@ -252,7 +88,7 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> _Step:
     return state, [*actions, Record(event.name, values)]
 
 
-def _note(state: State, event: RankEvent) -> _Step:
+def _note(state: State, event: RankEvent) -> Step:
     """What a report changes besides the history."""
     values = event.values
     if event.name == "rejoined":
@@ -264,11 +100,13 @@ def _note(state: State, event: RankEvent) -> _Step:
     if event.name in ("signal", "notified"):
         return replace(state, told=True, heard=True), []
     if event.name == "checkpoint":
-        return replace(state, last_save_s=float(values["durable_s"])), []
+        return requests.on_checkpoint(replace(state, last_save_s=float(values["durable_s"])), values)
+    if event.name == "checkpoint_failed":
+        return requests.on_checkpoint(state, values)
     return state, []
 
 
-def _on_left(state: State, event: RankEvent, now: float) -> _Step:
+def _on_left(state: State, event: RankEvent, now: float) -> Step:
     """A rank's last report is the record of its end."""
     check_record(event.values)
     state = replace(state, ends={event.rank: event.values, **state.ends})
@@ -280,7 +118,7 @@ def _on_left(state: State, event: RankEvent, now: float) -> _Step:
     return _dismiss_peers(state, f"rank {event.rank} ({event.values['host']}) failed", more_s)
 
 
-def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> _Step:
+def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step:
     rank = event.rank
     # A peer that waits for a silent rank may fail before the silence has lasted long enough.
     lost_at = now - SILENCE_S if event.silent else now
@@ -298,7 +136,7 @@ def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> _Ste
     return state, [*actions, Do.ASK_CONTROLLER] if first else actions
 
 
-def _on_rejoined(state: State, rank: int) -> _Step:
+def _on_rejoined(state: State, rank: int) -> Step:
     """Only its connection broke. Other ranks may be lost."""
     lost_at = {lost: at for lost, at in state.lost_at.items() if lost != rank}
     state = replace(state, lost_at=lost_at, dismissal="")
@@ -312,19 +150,19 @@ def _exited(state: State, rank: int) -> str:
     return f"rank {rank} ({state.hosts[rank]}) exited"
 
 
-def _dismiss_peers(state: State, why: str, more_s: float = 0.0) -> _Step:
+def _dismiss_peers(state: State, why: str, more_s: float = 0.0) -> Step:
     """Tells the other ranks to exit after a grace period; not in a stop, in which they may be saving."""
     if state.dismissal or state.told:
         return state, []
     return replace(state, dismissal=why), [StartTimer(Timer.DISMISS, PEER_GRACE_S + more_s)]
 
 
-def _on_dismiss(state: State, _now: float) -> _Step:
+def _on_dismiss(state: State, _now: float) -> Step:
     wanted = state.dismissal and not state.told and not state.saving
     return state, [Broadcast("leave", state.dismissal)] if wanted else []
 
 
-def _abandon(state: State) -> _Step:
+def _abandon(state: State) -> Step:
     """Ends an attempt that lost a node. Rank 0 may save first: it needs no other rank for that."""
     if not state.abandon or state.saving:
         return state, []
@@ -335,7 +173,7 @@ def _abandon(state: State) -> _Step:
 # The controller, the time limit, newer attempts
 
 
-def _on_notice(state: State, notice: Notice, now: float) -> _Step:
+def _on_notice(state: State, notice: Notice, now: float) -> Step:
     back: list[Action] = [Record("controller_back", {})] if state.controller_away else []
     state = replace(state, notice=notice, controller_away=False)
     state, lost = _lose_nodes(state) if state.confirming else (state, [])
@@ -344,7 +182,7 @@ def _on_notice(state: State, notice: Notice, now: float) -> _Step:
     return state, [*back, *lost, *actions]
 
 
-def _on_controller_failed(state: State, event: ControllerFailed, _now: float) -> _Step:
+def _on_controller_failed(state: State, event: ControllerFailed, _now: float) -> Step:
     actions: list[Action] = []
     if event.missing and not state.controller_missing:
         state, actions = replace(state, controller_missing=True), [Record("controller_missing", {"error": event.error})]
@@ -361,7 +199,7 @@ def _on_controller_failed(state: State, event: ControllerFailed, _now: float) ->
     return replace(state, cut_off=True), [*actions, StartTimer(Timer.ASK, ASK_AGAIN_S)]
 
 
-def _lose_nodes(state: State) -> _Step:
+def _lose_nodes(state: State) -> Step:
     """The controller answers, so that it is the silent nodes that were cut off."""
     nodes = state.lost_nodes
     records: list[Action] = [Record("node_lost", {"node": node, "suspect": node}) for node in nodes]
@@ -369,7 +207,7 @@ def _lose_nodes(state: State) -> _Step:
     return state, [*records, *actions]
 
 
-def _look(state: State, now: float) -> _Step:
+def _look(state: State, now: float) -> Step:
     """Tells the ranks to stop if it is time, and again until one of them has confirmed it."""
     due = _due(state, now)
     first, state = not state.due, replace(state, due=due is not None)
@@ -384,7 +222,7 @@ def _look(state: State, now: float) -> _Step:
     actions: list[Action] = [Broadcast("stop", stop.value)]
     if state.told or len(state.hosts) < state.job.world_size:
         actions.append(Do.NOTIFY_RANKS)
-    if not state.told:
+    if why and not state.told:
         actions.append(Record("notice", {"why": why}))
     return replace(state, told=True), [*actions, StartTimer(Timer.LOOK, LOOK_S)]
 
@@ -397,16 +235,29 @@ _WORDS = {
 
 
 def _due(state: State, now: float) -> tuple[Stop, str] | None:
-    """Why to stop now, and the same in words."""
+    """Why to stop now, and the same in words; no words for what the user wants, which the history has already."""
     stop, end_time = state.notice.stop, state.notice.end_time
     if stop is not None:
         return stop, _WORDS[stop]
     if end_time is not None and now >= end_time - state.stop_margin_s:
         return Stop.TIME_LIMIT, f"the time limit is {max(0, round(end_time - now))} s away"
-    return None
+    return None if state.wanted is None else (state.wanted, "")
 
 
-def _on_superseded(state: State, _event: Superseded, _now: float) -> _Step:
+def _on_request(state: State, request: Request, now: float) -> Step:
+    """A stop that the user wants is told like any other, unless one is due already."""
+    state, actions = requests.accept(state, request, now)
+    if state.wanted is None or state.due:
+        return state, actions
+    state, more = _look(state, now)
+    return state, [*actions, *more]
+
+
+def _on_exit(state: State, event: RanksExited, _now: float) -> Step:
+    return requests.on_exit(replace(state, exit_code=event.exit_code, saving=False))
+
+
+def _on_superseded(state: State, _event: Superseded, _now: float) -> Step:
     """The ranks see the newer attempt when their connection breaks, and exit on their own. srun may wait forever for a
     node that it cannot reach."""
     return replace(state, superseded=True), [Do.FENCE, StartTimer(Timer.ABANDON, state.abandon_s)]
@@ -415,7 +266,7 @@ def _on_superseded(state: State, _event: Superseded, _now: float) -> _Step:
 # Hangs
 
 
-def _on_hang(state: State, hang: Hang, now: float) -> _Step:
+def _on_hang(state: State, hang: Hang, now: float) -> Step:
     """Ends all ranks: those that can exit on their own do when they are told, and the launcher kills the rest."""
     if not state.watched:
         return state, []
@@ -425,28 +276,30 @@ def _on_hang(state: State, hang: Hang, now: float) -> _Step:
     return replace(state, hang=hang, hung_at=now, watched=False), actions
 
 
-def _on_watchdog(state: State, _now: float) -> _Step:
+def _on_watchdog(state: State, _now: float) -> Step:
     if state.job.watchdog is None:
         return state, []
     again = StartTimer(Timer.WATCHDOG, state.job.watchdog.beat_s)
     return state, [Do.RUN_WATCHDOG, again] if state.watched else [again]
 
 
-_HANDLERS: Mapping[type, Callable[[State, Any, float], _Step]] = {
+_HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     RankEvent: _on_rank_event,
     ConnectionLost: _on_connection_lost,
     Notice: _on_notice,
     ControllerFailed: _on_controller_failed,
     Superseded: _on_superseded,
-    RanksExited: lambda state, event, _: (replace(state, exit_code=event.exit_code, saving=False), []),
+    RanksExited: _on_exit,
+    Request: _on_request,
     Hang: _on_hang,
     Slow: lambda state, slow, _: (state, [Record("slow", asdict(slow))]),
 }
-_TIMERS: Mapping[Timer, Callable[[State, float], _Step]] = {
+_TIMERS: Mapping[Timer, Callable[[State, float], Step]] = {
     Timer.LOOK: _look,
     Timer.WATCHDOG: _on_watchdog,
     Timer.DISMISS: _on_dismiss,
     Timer.KILL: lambda state, _: (state, [Do.KILL_RANKS]),
     Timer.ASK: lambda state, _: (state, [Do.ASK_CONTROLLER]),
     Timer.ABANDON: lambda state, _: (state, [Do.ABANDON_RANKS]),
+    Timer.ANSWER: requests.on_timer,
 }

@@ -80,3 +80,11 @@ def _failed(event: Mapping[str, Any]) -> bool:
 
 def _timed(event: Mapping[str, Any]) -> bool:
     return event.get("cause") in (Cause.TIME_LIMIT.value, Cause.TIMED_OUT.value)
+
+
+def held(events: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the user has stopped the run by ``clusterddp tell stop``, and nothing may continue it but the user."""
+    events = list(events)
+    newest = max((event["attempt"] for event in events), default=None)
+    own = [event for event in events if event["attempt"] == newest]
+    return any(event["event"] == "requested" and event.get("request") == "stop" for event in own)

@@ -40,7 +40,7 @@ from clusterddp.supervisor.controller import AllocationController, Controller, L
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLauncher
-from clusterddp.supervisor.limits import exceeded
+from clusterddp.supervisor.limits import exceeded, held
 from clusterddp.supervisor.messages import at_step
 from clusterddp.supervisor.recovery import RESTART
 from clusterddp.supervisor.verdict import Action
@@ -134,8 +134,8 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     if (code := finished(run, controller)) is not None:
         return code
     me = controller.holder()
-    if held := lease.held_by_other(run, me):
-        raise RunDirectoryError(f"{run} is {held}; two jobs must not train one run")
+    if other := lease.held_by_other(run, me):
+        raise RunDirectoryError(f"{run} is {other}; two jobs must not train one run")
     of_run(run).check_present()
     reason = exceeded(job, run.events(), time.time())
     number = run.create_attempt()
@@ -175,6 +175,9 @@ def finished(run: RunDirectory, controller: Controller) -> int | None:
     if outcome["state"] == Action.FAIL.value and same_job and controller.starts_again:  # else a user restarted it
         say(f"{run} has already failed{at_step(outcome['step'])} in this job; a requeue does not restart it")
         return 1
+    if outcome["state"] is None and same_job and controller.starts_again and held(run.events()):  # else by a user
+        say(f"{run} was stopped by `clusterddp tell stop`; a requeue does not continue it, `clusterddp submit` does")
+        return controller.leave_code
     if run.cancelled or outcome["state"] == Action.CANCEL.value:
         say(f"{run} was cancelled; it will not run again")
         return 1

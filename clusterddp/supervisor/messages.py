@@ -71,6 +71,12 @@ def _ended(event: Event, then: str) -> str:
     return f"{event['reason']} at step {step}, checkpoint {checkpoint} committed{repeated}, {then}"
 
 
+def _requested(event: Event) -> str:
+    command = "requeue" if event["request"] == "requeue" else f"tell {event['request']}"
+    without = f", without {', '.join(event['nodes'])}" if event.get("nodes") else ""
+    return f"requested by `clusterddp {command}`: {_REQUESTS.get(event['request'], event['request'])}{without}"
+
+
 def _failed(event: Event) -> str:
     reason = event["reason"]
     shown = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ..."
@@ -85,6 +91,11 @@ def _not_finite(event: Event) -> str:
     return f"{name} became {value} at step {event['step']}{also}; training continues"
 
 
+_REQUESTS = {
+    "save": "a checkpoint at the next step boundary",
+    "stop": "all ranks save and stop, and the run is held",
+    "requeue": "all ranks save and stop, and the run is requeued",
+}
 _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "submitted": lambda e: f"submitted as job {e['job']}",
     "started": _started,
@@ -114,6 +125,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "handler_replaced": lambda e: HANDLER_REPLACED.format(**e),
     "controller_back": lambda _: "Slurm controller reachable again",
     "notice": lambda e: f"{e['why']}: telling the ranks to stop",
+    "requested": _requested,
     "stopped": lambda e: _ended(e, e.get("then", "stopped")),
     "restarted": lambda e: _ended(e, "restarting all ranks in place"),
     "requeued": lambda e: _ended(e, "requeued"),

@@ -16,7 +16,7 @@ from contextlib import suppress
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.reporter import say
 from clusterddp.supervisor.controller import Controller
-from clusterddp.supervisor.decide import ASK_S, ControllerFailed, Event, Superseded
+from clusterddp.supervisor.state import ASK_S, ControllerFailed, Event, Superseded
 
 #: How often to look for a newer attempt, in seconds.
 LOOK_S = 2.0

@@ -18,10 +18,10 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.controller import Controller
-from clusterddp.supervisor.decide import State
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.messages import failure_box
+from clusterddp.supervisor.state import State, Stop
 from clusterddp.supervisor.verdict import Action, RankEnd, Verdict, judge
 
 _T = TypeVar("_T")
@@ -53,7 +53,7 @@ class Recovery:
         return self._act(judge(self._ends, self._state.exit_code or 0, self._state.told, self._why))
 
     def _why(self) -> Cause:
-        """Why the ranks stopped. A newer attempt and ``clusterddp cancel`` take precedence over the controller.
+        """Why the ranks stopped. A newer attempt, ``cancel`` and ``tell stop`` take precedence over the controller.
 
         An unreachable controller is asked until it answers, or until this process is killed at the end of the grace
         period: nothing is requeued without an answer.
@@ -62,7 +62,13 @@ class Recovery:
         def ask() -> Cause:
             if self._run.superseded(self._number):
                 return Cause.SUPERSEDED
-            return Cause.CANCELLED if self._run.cancelled else self._controller.why(self._state.stop_margin_s)
+            if self._run.cancelled:
+                return Cause.CANCELLED
+            if self._state.wanted is Stop.HOLD:
+                return Cause.STOP_REQUESTED
+            cause = self._controller.why(self._state.stop_margin_s)
+            requeue = self._state.wanted is Stop.REQUEUE and cause is Cause.NONE
+            return Cause.REQUEUE_REQUESTED if requeue else cause
 
         try:
             return _until_answered(ask)
@@ -86,6 +92,9 @@ class Recovery:
             if verdict.cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE):
                 self._ask_watcher()
             then = "requeued by Slurm" if verdict.action is Action.LEAVE_TO_SLURM else "stopped"
+            if verdict.cause is Cause.STOP_REQUESTED:
+                self._controller.hold()
+                then = "held until it is submitted again"
             return self._stop(verdict, then=then)
         self._history.conclude(verdict.action.value, verdict.reason)
         return verdict.exit_code
@@ -186,7 +195,8 @@ class Recovery:
         if not self._controller.starts_again:
             return self._stop(verdict)
         wanted = self._job.policy != "resubmit" or not self._controller.resubmits
-        if not (wanted and verdict.cause in (Cause.PREEMPTED, Cause.TIME_LIMIT)):
+        requeues = (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED)
+        if not (wanted and verdict.cause in requeues) or self._nodes_refused():
             return self._resubmit(verdict, self._excluded())
         try:
             requeued = self._requeue(verdict.cause)
@@ -197,6 +207,11 @@ class Recovery:
             return self._act(requeued)
         self._add_end("requeued", verdict, window_s=requeued)
         return self._controller.again_code
+
+    def _nodes_refused(self) -> bool:
+        """Whether the user asked for a job without some nodes: Slurm does not change the nodes of a requeued job."""
+        own = [event for event in self._history.events if event["attempt"] == self._number]
+        return any(event["event"] == "requested" and event.get("nodes") for event in own)
 
     def _requeue(self, cause: Cause) -> float | Verdict:
         """Requeues the job, until the controller answers; before each try it is asked if the cause is still the same.

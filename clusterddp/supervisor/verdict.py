@@ -194,6 +194,8 @@ class Verdict:
         return (self.first_failure and self.first_failure.exit_code) or 1
 
 
+#: What the user asks of a run without ending it.
+_BY_USER = (Cause.INTERRUPTED, Cause.STOP_REQUESTED, Cause.REQUEUE_REQUESTED)
 #: After any other cause the job ends, and the run does not.
 _FOLLOWS = {
     Cause.PREEMPTED: Action.AGAIN,
@@ -201,6 +203,7 @@ _FOLLOWS = {
     Cause.TIMED_OUT: Action.AGAIN,
     Cause.PREEMPTED_WITHOUT_GRACE: Action.LEAVE_TO_SLURM,
     Cause.CANCELLED: Action.CANCEL,
+    Cause.REQUEUE_REQUESTED: Action.AGAIN,
 }
 
 
@@ -225,7 +228,7 @@ def judge(ends: Sequence[RankEnd], exit_code: int, told: bool, ask: Callable[[],
     if cause is Cause.TIME_LIMIT and not told:
         cause = Cause.NONE
     # A script that does not use clusterddp, or that left its loop, ends with exit code 0 after a notice, too: stopped.
-    if all_done and (cause is Cause.UNKNOWN and not told if left_loop else cause is Cause.INTERRUPTED):
+    if all_done and (cause is Cause.UNKNOWN and not told if left_loop else cause in _BY_USER):
         cause = Cause.NONE
     if cause is not Cause.NONE and not (raised and cause is Cause.UNKNOWN):
         return Verdict(_FOLLOWS.get(cause, Action.LEAVE), cause.value, cause, raised, others if raised else ())

@@ -254,8 +254,11 @@ class Context:
         training_loader = loader if isinstance(loader, Loader) else ExternalLoader(loader, self._group)
         deadline = self._stopping.deadline
         services = Services(read.job, self._group, self._agreement, saver, deadline, self._heartbeat, report)
-        self._run = Run(parts, training_loader, rng, services)
-        return self._run
+        self._run = run = Run(parts, training_loader, rng, services)
+        if control_channel.current is not None:
+            savable = control_channel.Savable(lambda: (run.step, saver.committed), saver.request)
+            control_channel.current.savable = savable
+        return run
 
     # --- hanging
 

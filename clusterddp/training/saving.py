@@ -54,6 +54,7 @@ class Saver:
         self._committed: int | None = None
         self._saved_at = time.monotonic()
         self._every_s = FIRST_S if settings.auto else settings.every_s
+        self._requested = False
         self._said_s = 0.0
         #: The events so far, read once, for ``every: auto``: those of this attempt cost no steps.
         self._history: list[dict[str, Any]] | None = None
@@ -89,6 +90,15 @@ class Saver:
                 self._best = self._settings.keep.order(best[1])
         self._saved_at = time.monotonic()
 
+    @property
+    def committed(self) -> int | None:
+        """The step of the newest checkpoint, on rank 0."""
+        return self._committed
+
+    def request(self) -> None:
+        """The next step boundary saves, once no other save is under way. Any thread."""
+        self._requested = True
+
     def prepare(self, state: State) -> None:
         """Rank 0 prepares for the first save, once the state has its full size."""
         if self._checkpoints is not None:
@@ -120,14 +130,14 @@ class Saver:
     def due_together(self, step: int) -> bool:
         """Whether a checkpoint is due, with the same answer on all ranks, where all must take part in a save.
 
-        Every rank can count steps; whether time is up is rank 0's decision, broadcast now and then. The best metric is
-        known only to rank 0 and does not count.
+        Every rank can count steps; whether time is up, or the user asked for a save, is rank 0's decision, broadcast
+        now and then. The best metric is known only to rank 0 and does not count.
         """
         if not self.saves:
             return False
         if self._settings.every_steps is not None and step % self._settings.every_steps == 0:
             return True
-        if step % TOGETHER_STEPS or (self._settings.every_s is None and not self._settings.auto):
+        if step % TOGETHER_STEPS:
             return False
         return bool(broadcast_json(self._checkpoints is not None and self._is_time(), self._group.collective_device))
 
@@ -177,10 +187,13 @@ class Saver:
         return self._settings.every_steps is not None and step % self._settings.every_steps == 0
 
     def _is_time(self) -> bool:
+        if self._requested:
+            return True
         return self._every_s is not None and time.monotonic() - self._saved_at >= self._every_s
 
     def _save(self, step: int, state: State, urgent: bool) -> str | None:
         """Takes the snapshot and passes it to the writer, whose result ``_take_answer`` gets; the problem, if any."""
+        self._requested = False
         self._saved_at = started = time.monotonic()
         try:
             self._metrics.flush()

@@ -6,7 +6,7 @@ This is the rank's end; the supervisor's is ``supervisor/control_server.py``, an
   the port; the address is the peer address of its connection, so no host name is resolved.
 - Events: ranks report them; only the supervisor writes the history.
 - Orders: the supervisor tells ranks to stop at a step boundary, or to exit at once; before it ends a hang, to write
-  torch's flight record.
+  torch's flight record; when the user asks for it, to save, or to answer with their stacks.
 - Failure detection: if the connection breaks and the rank does not reconnect at once, the rank is lost; if it becomes
   silent, the rank's node is lost.
 
@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -54,6 +55,15 @@ _KEEPALIVE = {
 }
 
 
+@dataclass(frozen=True)
+class Savable:
+    """A run that rank 0 can be told to save: ``progress`` returns how many steps are done and the newest checkpoint's
+    step; ``request`` has the next step boundary save. Both from any thread."""
+
+    progress: Callable[[], tuple[int, int | None]]
+    request: Callable[[], None]
+
+
 class ControlChannel:
     """A rank's connection. ``store_host`` and ``store_port``: the address of rank 0's store.
 
@@ -77,6 +87,8 @@ class ControlChannel:
         self._stopping = threading.Lock()
         #: Writes torch's flight record, in bounded time.
         self.write_flight_record: Callable[[], None] = lambda: None
+        #: The run that this rank saves, once there is one.
+        self.savable: Savable | None = None
 
     @classmethod
     def join(

@@ -33,6 +33,7 @@ from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import code_paths, completion, control_channel, rank_exit
 from clusterddp.worker.control_channel import ControlChannel
+from clusterddp.worker.stacks import stacks
 
 #: A rank that uses clusterddp has imported one of these.
 USING_CLUSTERDDP = {"clusterddp.training.context", "clusterddp.worker.function"}
@@ -138,8 +139,8 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
 
 
 def obey(order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """Carries out an order of the supervisor: stop like on a signal, write torch's flight record, or exit at once, even
-    if the main thread hangs.
+    """Carries out an order of the supervisor: stop like on a signal, save, report stacks, write torch's flight
+    record, or exit at once, even if the main thread hangs.
 
     A script that does not use clusterddp may be saving, and is left to its launcher.
     """
@@ -147,11 +148,31 @@ def obey(order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
         control_channel.current.stop(str(order["stop"]))
     if "flight_record" in order and control_channel.current is not None:
         control_channel.current.write_flight_record()
+    if "stacks" in order and control_channel.current is not None:
+        # In a thread of its own: orders that follow do not wait for it.
+        threading.Thread(target=_report_stacks, args=(str(order["stacks"]),), name="stacks", daemon=True).start()
+    if "save" in order and control_channel.current is not None:
+        _save(control_channel.current.savable, str(order["save"]))
     if "leave" in order and _used_clusterddp():
         say_unlocked(f"told to exit: {order['leave']}")
         control_channel.report("left", **{**end, "end": "dismissed", "error": order["leave"], "used_clusterddp": True})
         rank_exit.end_children()
         os._exit(1)
+
+
+def _report_stacks(request: str) -> None:
+    control_channel.report("stacks", request=request, **stacks())
+
+
+def _save(run: control_channel.Savable | None, request: str) -> None:
+    """Has the next step boundary save. The answer comes first: it must precede the report of the checkpoint."""
+    if run is None:
+        control_channel.report("saving", request=request)
+        return
+    step, committed = run.progress()
+    control_channel.report("saving", request=request, step=step, committed=committed)
+    if committed != step:
+        run.request()
 
 
 def _used_clusterddp() -> bool:

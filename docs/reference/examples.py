@@ -82,4 +82,7 @@ EXAMPLES = {
     "wait": "clusterddp wait runs/train-0 runs/train-1 --timeout 2h",
     "cancel": "clusterddp cancel runs/train-0\nclusterddp cancel 'runs/lr-*' --yes",
     "prune": "clusterddp prune runs --keep-checkpoints 2 --logs",
+    "stacks": "clusterddp stacks runs/train-0 --rank 0,8-15",
+    "tell": "clusterddp tell runs/train-0 save",
+    "requeue": "clusterddp requeue runs/train-0 --exclude n3",
 }

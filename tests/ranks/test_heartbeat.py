@@ -18,7 +18,8 @@ from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.training.heartbeat import RECORDED, Heartbeat, Pace, flight_record, place_of, positions_of, sleeping
+from clusterddp.training.heartbeat import RECORDED, Heartbeat, Pace, flight_record, positions_of
+from clusterddp.worker.stacks import place_of, sleeping
 from tests import ddp
 from tests.waiting import wait_until
 
@@ -184,7 +185,8 @@ import clusterddp
 from clusterddp.failures.hangs import Hang
 from clusterddp.jobdef.job import Job
 from clusterddp.supervisor.control_server import ControlServer
-from clusterddp.supervisor.decide import Broadcast, RankEvent, State, step
+from clusterddp.supervisor.decide import step
+from clusterddp.supervisor.state import Broadcast, RankEvent, State
 from clusterddp.worker import control_channel, rank
 
 server = ControlServer("token", lambda *_: None, host="127.0.0.1")

@@ -30,11 +30,11 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import decide, lease, recovery
 from clusterddp.supervisor.attempt import Attempt
-from clusterddp.supervisor.controller import Notice, SlurmController
-from clusterddp.supervisor.decide import ConnectionLost, RankEvent, State
+from clusterddp.supervisor.controller import SlurmController
 from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
+from clusterddp.supervisor.state import ConnectionLost, Notice, RankEvent, State
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
 from tests.waiting import wait_until
@@ -67,6 +67,9 @@ class FakeController:
 
     def ends_what_it_preempts(self) -> bool:
         return False
+
+    def hold(self) -> None:
+        self.asked.append("hold")
 
     def requeue(self) -> None:
         self.asked.append("requeue")

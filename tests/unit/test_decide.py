@@ -10,13 +10,8 @@ import pytest
 
 from clusterddp.failures.hangs import Hang, Slow
 from clusterddp.jobdef.job import Job, Timeouts, Watchdog
-from clusterddp.supervisor.controller import Notice, Stop
-from clusterddp.supervisor.decide import (
-    ASK_AGAIN_S,
-    HANG_GRACE_S,
-    LOOK_S,
-    PEER_GRACE_S,
-    SETTLE_S,
+from clusterddp.supervisor.decide import ASK_AGAIN_S, HANG_GRACE_S, LOOK_S, PEER_GRACE_S, SETTLE_S, step
+from clusterddp.supervisor.state import (
     Action,
     Broadcast,
     ConnectionLost,
@@ -24,15 +19,16 @@ from clusterddp.supervisor.decide import (
     Do,
     Event,
     Heartbeat,
+    Notice,
     RankEvent,
     RanksExited,
     Record,
     Say,
     StartTimer,
     State,
+    Stop,
     Superseded,
     Timer,
-    step,
 )
 from clusterddp.worker.control_channel import SILENCE_S
 

@@ -21,9 +21,9 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import hook as hooks
 from clusterddp.supervisor.attempt import Attempt
-from clusterddp.supervisor.controller import Notice, Stop
 from clusterddp.supervisor.hook import Hook, hook_event
 from clusterddp.supervisor.main import supervise
+from clusterddp.supervisor.state import Notice, Stop
 from tests.unit.test_attempt import JOB, STOPPED, FakeController, FakeRanks
 from tests.waiting import wait_until
 

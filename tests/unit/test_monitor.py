@@ -9,9 +9,8 @@ import pytest
 
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.supervisor import monitor
-from clusterddp.supervisor.controller import Notice, Stop
-from clusterddp.supervisor.decide import ControllerFailed, Event, Superseded
 from clusterddp.supervisor.monitor import Monitor
+from clusterddp.supervisor.state import ControllerFailed, Event, Notice, Stop, Superseded
 from tests.unit.test_attempt import FakeController
 
 

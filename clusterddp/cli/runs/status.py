@@ -67,7 +67,7 @@ def described(run: RunDirectory) -> str:
         ("attempts", str(attempts_made(events))),
         *_spent(events, now),
         *_progress(summary, state, now),
-        *_nodes(job, summary, state, exclusion.excluded(events, now)),
+        *_nodes(job, summary, state, exclusion.left_out(events, now)),
     ]
     lines = [readable(f"{name:9} {words}") for name, words in facts]
     for event in events:
@@ -104,7 +104,7 @@ def _report(run: RunDirectory) -> dict[str, Any]:
         "code": _code(run, events),
         "gpus_per_node": job.gpus_per_node if job.device == "cuda" else 0,
         "gpu_type": job.gpu_type,
-        "excluded": exclusion.excluded(events, now),
+        "excluded": exclusion.left_out(events, now),
         "cost": spent
         and {
             "repeated_steps": spent.repeated,

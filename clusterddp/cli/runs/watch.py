@@ -25,6 +25,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor.lease import holders, reachable, submitted
+from clusterddp.supervisor.limits import held
 from clusterddp.supervisor.messages import over_already
 
 LOOK_S = 0.2
@@ -135,9 +136,10 @@ class Watcher:
         return self._say(f"job {job.job_id}: PENDING ({job.reason})")
 
     def _should_continue(self, job: JobInfo | None) -> bool:
-        """Whether to resubmit the run: never after a scancel; otherwise if preemption, the time limit or a lost node
-        ended its job, or if its supervisor could not continue it, which the newest attempt's request says."""
-        if self._run.cancelled or job is None or job.state == "CANCELLED":
+        """Whether to resubmit the run: never after a scancel or ``tell stop``; otherwise if preemption, the time limit
+        or a lost node ended its job, or if its supervisor could not continue it, which the newest attempt's request
+        says."""
+        if self._run.cancelled or job is None or job.state == "CANCELLED" or held(self._run.events()):
             return False
         request = read_json(self._run.request_file) or {}
         known = {"job": job.job_id, "attempt": self._run.newest_attempt()}

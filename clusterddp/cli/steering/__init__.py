@@ -1,0 +1,1 @@
+"""Commands for a run while it trains, answered by its supervisor; what reads or ends runs belongs in ``cli/runs/``."""

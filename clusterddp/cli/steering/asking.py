@@ -1,0 +1,203 @@
+"""Sends a request to the supervisor that trains a run, and takes its answer, or says why there is none.
+
+The connection goes to the supervisor's node; where the login node cannot reach it, a job step sends the request from
+that node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from clusterddp.cli.runs.status import state_of
+from clusterddp.cli.steering.client import ask
+from clusterddp.errors import RunDirectoryError, SlurmError
+from clusterddp.process import module_command
+from clusterddp.protocol import ATTEMPT_ENDS
+from clusterddp.reporter import show
+from clusterddp.rundir.control_address import Address, read_address
+from clusterddp.rundir.records import EVENT, read_backwards
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import commands as slurm
+from clusterddp.slurm.commands import JobInfo
+from clusterddp.supervisor import lease
+from clusterddp.supervisor.messages import over_already
+
+LOOK_S = 0.1
+#: Seconds for an attempt that is starting to record its address, and for one whose ranks have exited to end.
+START_S, END_S = 10.0, 60.0
+
+
+def request(run: RunDirectory, kind: str, **values: Any) -> tuple[int, dict[str, Any]]:
+    """The number of the attempt that trains the run, and its supervisor's last answer to a request.
+
+    Shows what the supervisor says meanwhile. The answer is empty if the supervisor exited without one. Raises
+    RunDirectoryError if nothing trains the run, or the supervisor refuses.
+    """
+    check_trains(run)
+    attempt, address = find_address(run)
+    answer: dict[str, Any] = {}
+    for answer in _answers(run, attempt, address, kind, values):
+        if "news" in answer:
+            show(f"{run.path.name}: {answer['news']}")
+    if "refused" in answer:
+        raise RunDirectoryError(f"{run}: {answer['refused']}")
+    return attempt, {} if "news" in answer else answer
+
+
+def check_trains(run: RunDirectory) -> None:
+    """Raises RunDirectoryError, with the reason, unless a process or a job that has started trains the run."""
+    if outcome := run.outcome():
+        raise RunDirectoryError(f"{over_already(run, outcome)}: nothing trains it")
+    if job := waiting_job(run):
+        hold = f"; `scontrol hold {job.job_id}` keeps it from starting" if job.reason != "JobHeldUser" else ""
+        raise RunDirectoryError(f"{run} waits in the queue (job {job.job_id}, {job.reason}): it has no ranks{hold}")
+    for entry in _holders(run):
+        if not lease.reachable(entry):
+            where = f"on {entry['host']}" if entry["kind"] == "local" else f"on cluster {entry.get('cluster')}"
+            raise RunDirectoryError(f"{run} is {lease.held_by_other(run)}: give this command {where}")
+    deadline = time.monotonic() + START_S
+    try:
+        while (held := lease.held_by_other(run)) is None and lease.local_loop_alive(run):  # between two attempts
+            if time.monotonic() > deadline:
+                break
+            time.sleep(LOOK_S)
+    except SlurmError as error:
+        show(f"{error}; asking the supervisor nevertheless")
+        return
+    if held is None:
+        raise RunDirectoryError(f"nothing trains {run}: {state_of(run)[1]}")
+
+
+def waiting_job(run: RunDirectory) -> JobInfo | None:
+    """The job of the run that waits in the queue; None if none does, or that is unknown."""
+    for entry in _holders(run):
+        if entry["kind"] == "slurm" and lease.reachable(entry):
+            try:
+                job = slurm.show_job(entry["job"])
+            except SlurmError:
+                return None
+            if job is not None and job.live:
+                return job if job.state == "PENDING" else None
+    return None
+
+
+def _holders(run: RunDirectory) -> list[dict[str, Any]]:
+    try:
+        return lease.holders(run)
+    except PermissionError as error:
+        raise RunDirectoryError(f"{run} belongs to {run.path.owner()}, who alone can give it orders") from error
+
+
+def find_address(run: RunDirectory) -> tuple[int, Address]:
+    """The newest attempt, and where its supervisor takes requests. Waits for an attempt that is just starting."""
+    deadline = time.monotonic() + START_S
+    while True:
+        newest = run.newest_attempt()
+        if newest is not None:
+            started = any(event["event"] == "started" for event in _backwards(run, newest))
+            if address := read_address(run, newest):
+                return newest, address
+            if started:
+                raise RunDirectoryError(
+                    f"{run}: the supervisor of attempt {newest} takes no requests: an older version of clusterddp "
+                    "started it; the next attempt is of the version that is installed now"
+                )
+        if time.monotonic() > deadline:
+            raise RunDirectoryError(f"{run}: its job has started, but not its supervisor; try again in a minute")
+        time.sleep(LOOK_S)
+
+
+def _backwards(run: RunDirectory, attempt: int) -> Iterator[dict[str, Any]]:
+    """An attempt's events, the newest first."""
+    for event in read_backwards(run.events_file, EVENT):
+        if event["attempt"] < attempt:
+            return
+        if event["attempt"] == attempt:
+            yield event
+
+
+def _answers(
+    run: RunDirectory, attempt: int, address: Address, kind: str, values: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The supervisor's answers; from within the job if it cannot be reached directly."""
+    said = False
+    try:
+        for answer in ask(address, _reachable_name(address), kind, values):
+            said = True
+            yield answer
+    except OSError as error:
+        if said:  # the supervisor's node is lost, or the supervisor was killed
+            return
+        if address.job is None:
+            where = f"{address.host}, port {address.port}"
+            raise RunDirectoryError(f"{run}: its supervisor does not answer ({where}: {error})") from error
+        yield from _through_a_step(run, attempt, address, [kind, json.dumps(values)], error)
+
+
+def _reachable_name(address: Address) -> str:
+    """The address by which Slurm reaches the supervisor's node: its name may be unknown here."""
+    if address.job is None:
+        return address.host
+    try:
+        return slurm.node_address(address.host)
+    except SlurmError:
+        return address.host
+
+
+def _through_a_step(
+    run: RunDirectory, attempt: int, address: Address, request: list[str], direct: OSError
+) -> Iterator[dict[str, Any]]:
+    slurm.require("srun")
+    command = [*step_command(address), str(run), str(attempt), *request]
+    with subprocess.Popen(
+        command,
+        env=slurm.for_parsing(os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as step:
+        assert step.stdout is not None and step.stderr is not None
+        try:
+            said = False
+            for line in step.stdout:
+                said = True
+                yield json.loads(line)
+            problem = step.stderr.read().strip().splitlines()
+        finally:
+            step.kill()
+    if not said:
+        why = problem[-1] if problem else f"srun ended with exit code {step.returncode}"
+        raise RunDirectoryError(
+            f"{run}: its supervisor cannot be reached on {address.host}, port {address.port} ({direct}), nor from a "
+            f"step of job {address.job}: {why}"
+        )
+
+
+def step_command(address: Address) -> list[str]:
+    """srun's command line for a step beside the ranks, on the supervisor's node, that takes nothing from them."""
+    options = ("--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0", "--gres=none", "--unbuffered")
+    where = (f"--jobid={address.job}", f"--nodelist={address.host}", "--chdir=/")
+    return ["srun", *where, *options, *module_command("clusterddp.cli.steering.client")]
+
+
+def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:
+    """The event that ended an attempt whose ranks have exited.
+
+    RunDirectoryError if there is none after a minute: the supervisor may be waiting for Slurm's controller.
+    """
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline:
+        for event in _backwards(run, attempt):
+            if event["event"] in ATTEMPT_ENDS:
+                return event
+        time.sleep(LOOK_S)
+    raise RunDirectoryError(
+        f"{run}: all ranks have exited, and attempt {attempt} has not ended yet: the supervisor waits for Slurm, or "
+        f"was killed; see its state with: clusterddp status {run}"
+    )

@@ -1,0 +1,241 @@
+"""What the supervisor does about a user's requests while the ranks run: a part of ``decide.py``, and pure like it.
+
+A request comes over a connection of its own (``control_server.py``) and ends with one last answer. A new kind of
+request is a function here, in ``_KINDS``, and an entry in ``protocol.REQUESTS``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from clusterddp import __version__
+from clusterddp.failures.stack_groups import grouped, is_threads, ranks_in
+from clusterddp.rundir.records import Schema, is_count, is_text, optional, schema_error
+from clusterddp.supervisor.state import (
+    Action,
+    Answer,
+    Broadcast,
+    Pending,
+    RankEvent,
+    Record,
+    Request,
+    StartTimer,
+    State,
+    Step,
+    Stop,
+    Timer,
+)
+
+#: How long ranks may take to answer, in seconds. They do it in a thread of their own.
+ANSWER_S = 5.0
+
+_STACKS: Schema = {"request": is_text, "place": is_text, "threads": is_threads}
+_SAVING: Schema = {"request": is_text, "step": optional(is_count), "committed": optional(is_count)}
+
+
+def accept(state: State, request: Request, now: float) -> Step:
+    """A request has come. It is answered at once if it is refused."""
+    kind = _KINDS.get(request.kind)
+    if kind is None:
+        known = ", ".join(_KINDS)
+        return _refuse(state, request, f"clusterddp {__version__} in this job knows no {request.kind!r}, only {known}")
+    return kind(state, request, now)
+
+
+def on_rank_event(state: State, event: RankEvent) -> Step:
+    """A rank answers an order: ``stacks`` or ``saving``. ValueError if the answer is not of the expected form."""
+    if wrong := schema_error(event.values, _STACKS if event.name == "stacks" else _SAVING):
+        raise ValueError(wrong)
+    waiting = state.pending.get(int(event.values["request"]))
+    if waiting is None or event.rank not in waiting.ranks:  # too late
+        return state, []
+    answers = {**waiting.answers, event.rank: event.values}
+    waiting = replace(waiting, ranks=waiting.ranks - {event.rank}, answers=answers)
+    if event.name == "saving":
+        return _on_saving(state, waiting)
+    if not waiting.ranks:
+        return _finish(state, waiting.request, _stacks_answer(state, waiting))
+    return _keep(state, waiting), []
+
+
+def on_checkpoint(state: State, values: Mapping[str, Any]) -> Step:
+    """A checkpoint was committed, or failed (``values`` has a "reason"): answers the requests that wait for it."""
+    actions: list[Action] = []
+    step = values["step"]
+    for waiting in _of_kind(state, "save"):
+        if 0 in waiting.answers and step >= waiting.answers[0]["step"]:
+            failed = {"refused": f"checkpoint {step} was not saved: {values.get('reason')}; training continues"}
+            state, more = _finish(state, waiting.request, failed if "reason" in values else {"checkpoint": step})
+            actions += more
+    return state, actions
+
+
+def on_timer(state: State, now: float) -> Step:
+    """Answers the requests whose ranks had time enough, and starts the timer again for the others."""
+    actions: list[Action] = []
+    for waiting in [each for each in state.pending.values() if each.until <= now]:
+        state, more = _LATE[waiting.request.kind](state, waiting)
+        actions += more
+    return state, [*actions, *_timer(state, now)]
+
+
+def on_exit(state: State) -> Step:
+    """All ranks have exited. What they have reported last may be read later: the history tells how it ended."""
+    actions: list[Action] = []
+    for waiting in list(state.pending.values()):
+        ended = _stacks_answer(state, waiting) if waiting.request.kind == "stacks" else {"ended": True}
+        state, more = _finish(state, waiting.request, ended)
+        actions += more
+    return state, actions
+
+
+# --- each kind of request
+
+
+def _stacks(state: State, request: Request, now: float) -> Step:
+    """Asks ranks for the stacks of their threads."""
+    try:
+        asked = _there(state) & _wanted(state, request)
+    except ValueError as error:
+        return _refuse(state, request, str(error))
+    waiting = Pending(request, asked, now + ANSWER_S)
+    if not asked:
+        return _finish(state, request, _stacks_answer(state, waiting))
+    state = _keep(state, waiting)
+    return state, [Broadcast("stacks", str(request.client), asked), *_timer(state, now)]
+
+
+def _wanted(state: State, request: Request) -> frozenset[int]:
+    """The ranks that the user named. ValueError if there are others."""
+    every = frozenset(range(state.job.world_size))
+    named = request.values.get("ranks")
+    wanted = every if named is None else frozenset(ranks_in(str(named)))
+    if more := wanted - every:
+        raise ValueError(f"there is no rank {min(more)} in this run: expected 0 to {max(every)}")
+    return wanted
+
+
+def _stacks_answer(state: State, waiting: Pending) -> dict[str, Any]:
+    absent = sorted(_wanted(state, waiting.request) - waiting.answers.keys() - waiting.ranks)
+    return {
+        "stacks": grouped(waiting.answers, state.hosts),
+        "unanswered": sorted(waiting.ranks),
+        "starting": [rank for rank in absent if rank not in state.hosts],
+        "exited": [rank for rank in absent if rank in state.hosts],
+        "hosts": {str(rank): state.node_of(rank) for rank in sorted(waiting.ranks)},
+    }
+
+
+def _save(state: State, request: Request, now: float) -> Step:
+    """Tells rank 0, which alone saves, to do so at its next step boundary."""
+    if 0 not in _there(state):
+        why = "rank 0 has exited" if 0 in state.hosts else "the ranks are still starting"
+        return _refuse(state, request, f"not saved: {why}")
+    state = _keep(state, Pending(request, frozenset((0,)), now + ANSWER_S))
+    return state, [Broadcast("save", str(request.client), frozenset((0,))), *_timer(state, now)]
+
+
+def _on_saving(state: State, waiting: Pending) -> Step:
+    """Rank 0 will save, unless its newest checkpoint has all steps, or nothing can be saved (no "step")."""
+    values = waiting.answers[0]
+    if values.get("step") is None:
+        why = "the script has no run to save: it has not called ctx.run() yet, or saves on its own"
+        return _finish(state, waiting.request, {"refused": why})
+    if values.get("committed") == values["step"]:
+        return _finish(state, waiting.request, {"checkpoint": values["step"]})
+    first = not any(0 in other.answers for other in _of_kind(state, "save"))
+    record: list[Action] = [Record("requested", {"request": "save"})] if first else []
+    news = Answer(waiting.request.client, {"news": "rank 0 saves at the next step boundary"}, last=False)
+    return _keep(state, replace(waiting, until=math.inf)), [*record, news]
+
+
+def _save_late(state: State, waiting: Pending) -> Step:
+    why = f"rank 0 ({state.node_of(0)}) has not answered within {ANSWER_S:g} s: it is stopped, or holds Python's GIL"
+    return _finish(state, waiting.request, {"refused": f"not saved: {why}"})
+
+
+def _stop(state: State, request: Request, now: float) -> Step:
+    """All ranks stop at their next common boundary, and the run waits for its user."""
+    return _end(state, request, Stop.HOLD, now)
+
+
+def _requeue(state: State, request: Request, now: float) -> Step:
+    """The same, and the run continues in the queue; in a job without some nodes, if they are given."""
+    if not state.restartable:
+        return _refuse(state, request, "not requeued: this run trains in an allocation of yours, which has no queue")
+    if state.wanted is Stop.HOLD:
+        return _refuse(state, request, "not requeued: the run is being stopped by `clusterddp tell stop`")
+    return _end(state, request, Stop.REQUEUE, now)
+
+
+def _end(state: State, request: Request, wanted: Stop, now: float) -> Step:
+    """``decide.py`` then tells the ranks, if they are not stopping for another reason already."""
+    nodes = request.values.get("nodes") or []
+    if not (isinstance(nodes, list) and all(map(is_text, nodes))):
+        return _refuse(state, request, f"nodes {nodes!r}: expected a list of names")
+    again = state.wanted is wanted and not nodes
+    named = {"nodes": nodes} if nodes else {}
+    record: list[Action] = [] if again else [Record("requested", {"request": request.kind, **named})]
+    news = Answer(request.client, {"news": "all ranks stop after their current step"}, last=False)
+    state = _keep(replace(state, wanted=wanted), Pending(request, until=now + ANSWER_S))
+    return state, [*record, news, *_timer(state, now)]
+
+
+def _stop_late(state: State, waiting: Pending) -> Step:
+    state = _keep(state, replace(waiting, until=math.inf))
+    if state.heard:
+        return state, []
+    text = (
+        "no rank has confirmed the request yet, which stands: the script is still starting, or it does not use "
+        "clusterddp and stops only at its end"
+    )
+    return state, [Answer(waiting.request.client, {"news": text}, last=False)]
+
+
+_KINDS: Mapping[str, Callable[[State, Request, float], Step]] = {
+    "stacks": _stacks,
+    "save": _save,
+    "stop": _stop,
+    "requeue": _requeue,
+}
+#: What follows when ranks do not answer in time.
+_LATE: Mapping[str, Callable[[State, Pending], Step]] = {
+    "stacks": lambda state, waiting: _finish(state, waiting.request, _stacks_answer(state, waiting)),
+    "save": _save_late,
+    "stop": _stop_late,
+    "requeue": _stop_late,
+}
+
+
+# --- what they share
+
+
+def _there(state: State) -> frozenset[int]:
+    """The ranks that have joined and, as far as is known, not exited."""
+    return frozenset(state.hosts.keys() - state.ends.keys() - state.lost_at.keys())
+
+
+def _of_kind(state: State, kind: str) -> Collection[Pending]:
+    return [waiting for waiting in state.pending.values() if waiting.request.kind == kind]
+
+
+def _keep(state: State, waiting: Pending) -> State:
+    return replace(state, pending={**state.pending, waiting.request.client: waiting})
+
+
+def _timer(state: State, now: float) -> list[Action]:
+    """Until the next request has waited long enough."""
+    left_s = min((waiting.until for waiting in state.pending.values()), default=math.inf) - now
+    return [StartTimer(Timer.ANSWER, max(0.0, min(left_s, ANSWER_S)))] if left_s < math.inf else []
+
+
+def _finish(state: State, request: Request, values: Mapping[str, Any]) -> Step:
+    pending = {client: waiting for client, waiting in state.pending.items() if client != request.client}
+    return replace(state, pending=pending), [Answer(request.client, values)]
+
+
+def _refuse(state: State, request: Request, why: str) -> Step:
+    return _finish(state, request, {"refused": why})

@@ -1,0 +1,257 @@
+"""What is known of an attempt while its ranks run, the events that change it and the actions that follow.
+
+``decide.py`` and ``requests.py`` say what follows from which event. All values are immutable.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from clusterddp.failures.hangs import Hang, Slow
+from clusterddp.jobdef.job import Job
+
+#: How often the controller is asked: ranks are told of a stop within 5 s even if no signal reached them.
+ASK_S = 4.0
+
+
+# --- events
+
+
+class Stop(enum.Enum):
+    """Why ranks are told to stop; the value is the word for it in messages and in the history."""
+
+    PREEMPTION = "preemption"
+    TIME_LIMIT = "time limit"
+    JOB_END = "end of the job"
+    INTERRUPTION = "interruption"
+    HOLD = "clusterddp tell stop"
+    REQUEUE = "clusterddp requeue"
+
+
+@dataclass(frozen=True)
+class Notice:
+    """When a job ends: ``end_time`` in unix seconds (None: no time limit), and why it must stop now, if it must."""
+
+    end_time: float | None
+    stop: Stop | None = None
+
+
+@dataclass(frozen=True)
+class RankEvent:
+    """A rank reported ``name`` over the control channel, with these values."""
+
+    rank: int
+    name: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConnectionLost:
+    """The connection to a rank broke. ``silent``: the rank did not close it; its node stopped answering."""
+
+    rank: int
+    silent: bool = False
+
+
+@dataclass(frozen=True)
+class ControllerFailed:
+    """The controller gave no answer, or an error (``reachable``). ``missing``: it can never be asked from here."""
+
+    error: str
+    reachable: bool = False
+    missing: bool = False
+
+
+@dataclass(frozen=True)
+class Superseded:
+    """A newer attempt of the run exists."""
+
+
+@dataclass(frozen=True)
+class RanksExited:
+    """All ranks have exited; ``exit_code`` is the launcher's."""
+
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """The user asked for ``kind`` (``protocol.REQUESTS``), over the connection ``client``."""
+
+    client: int
+    kind: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Timer(enum.Enum):
+    """A timer; as an event: it has expired."""
+
+    LOOK = "compare the time limit with the clock"
+    WATCHDOG = "look for hung and slow ranks"
+    DISMISS = "tell the peers of a failed rank to exit"
+    KILL = "kill hung ranks"
+    ASK = "ask the controller again while a node is silent"
+    ABANDON = "stop waiting for the launcher"
+    ANSWER = "answer requests whose ranks had time enough"
+
+
+Event = (
+    RankEvent | ConnectionLost | Notice | ControllerFailed | Superseded | RanksExited | Request | Timer | Hang | Slow
+)
+
+# --- actions
+
+
+@dataclass(frozen=True)
+class Record:
+    """Append an event to the run's history."""
+
+    event: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Say:
+    """Print a line."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Send ``{order: reason}`` to these ranks (None: all). ``protocol.ORDERS`` lists the orders."""
+
+    order: str
+    reason: str
+    ranks: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer the request of ``client``: ``protocol.ANSWERS``. Unless it is the last answer, others will follow."""
+
+    client: int
+    values: Mapping[str, Any]
+    last: bool = True
+
+
+@dataclass(frozen=True)
+class StartTimer:
+    """Start a timer, or restart it."""
+
+    timer: Timer
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Pass a rank's heartbeat to the watchdog."""
+
+    rank: int
+    host: str
+    values: Mapping[str, Any]
+
+
+class Do(enum.Enum):
+    """The actions without arguments."""
+
+    ASK_CONTROLLER = "ask the controller now"
+    NOTIFY_RANKS = "signal the ranks to stop"
+    KILL_RANKS = "kill the ranks"
+    ABANDON_RANKS = "stop waiting for ranks that may be unreachable"
+    RUN_WATCHDOG = "look for hung and slow ranks"
+    RESET_WATCHDOG = "forget all heartbeats"
+    FENCE = "write nothing more, and close all connections"
+
+
+Action = Record | Say | Broadcast | Answer | StartTimer | Heartbeat | Do
+Step = tuple["State", list[Action]]
+
+
+# --- state
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A request that is not answered yet."""
+
+    request: Request
+    #: The ranks that it waits for, until when (in unix seconds), and what others have answered.
+    ranks: frozenset[int] = frozenset()
+    until: float = math.inf
+    answers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of an attempt. The first five fields do not change."""
+
+    job: Job
+    #: The nodes of the job in Slurm's order; empty where they are unknown.
+    nodes: tuple[str, ...] = ()
+    #: How many steps the run had made before.
+    steps_before: int = 0
+    #: Grace period for reachable ranks to exit before the launcher is no longer waited for.
+    abandon_s: float = 0.0
+    #: Whether the controller can start the run again.
+    restartable: bool = True
+
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    #: When each rank's connection broke, or it reported a failure, in unix seconds.
+    lost_at: Mapping[int, float] = field(default_factory=dict)
+    #: The record of its end that each rank has sent.
+    ends: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    #: The ranks whose nodes stopped answering.
+    silent: frozenset[int] = frozenset()
+    #: Whether the controller is being asked if it was this node that was cut off instead, and whether it failed to
+    #: answer before.
+    confirming: bool = False
+    cut_off: bool = False
+    #: Why to abandon the attempt as soon as rank 0 has saved; empty: no reason.
+    abandon: str = ""
+    #: From when all ranks stop, or are done, until rank 0 has saved or is lost.
+    saving: bool = False
+    #: Whether the ranks were told to stop, and one has confirmed it.
+    told: bool = False
+    heard: bool = False
+    #: What the controller said last, and whether that called for a stop at the last look.
+    notice: Notice = field(default_factory=lambda: Notice(None))
+    due: bool = False
+    controller_away: bool = False
+    controller_missing: bool = False
+    #: Whether the newest training loop has steps left; None: none has begun.
+    unfinished: bool | None = None
+    last_save_s: float = 0.0
+    #: Why the peers of a failed rank are to exit; empty: none failed.
+    dismissal: str = ""
+    #: Whether heartbeats count: a lost rank, or node, is no hang.
+    watched: bool = True
+    hang: Hang | None = None
+    hung_at: float = 0.0
+    #: The requests of the user that are not answered yet, by connection.
+    pending: Mapping[int, Pending] = field(default_factory=dict)
+    #: Whether the user wants the run to stop (Stop.HOLD), or to be requeued.
+    wanted: Stop | None = None
+    superseded: bool = False
+    exit_code: int | None = None
+
+    @property
+    def stop_margin_s(self) -> float:
+        """How many seconds before the time limit to stop: as requested, more if saves are slow, less if the limit is
+        short. A save may take three times as long as the last one on a shared disk."""
+        wanted = max(self.job.timeouts.notice_s, 10.0 + 3.0 * self.last_save_s)
+        return wanted if self.job.time_s is None else min(wanted, self.job.time_s / 4)
+
+    @property
+    def lost_nodes(self) -> tuple[str, ...]:
+        """The nodes that were lost with their ranks."""
+        return tuple(dict.fromkeys(self.node_of(rank) for rank in sorted(self.silent)))
+
+    def node_of(self, rank: int) -> str:
+        """The node of a rank: its host where Slurm uses that name, else the node that the launcher puts the rank on."""
+        host, index = self.hosts.get(rank, "unknown"), rank // self.job.ranks_per_node
+        return self.nodes[index] if host not in self.nodes and index < len(self.nodes) else host

@@ -1,0 +1,46 @@
+"""``stacks``, ``tell`` and ``requeue`` from a login node of a real Slurm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from clusterddp.rundir.run_directory import RunDirectory
+from tests.cluster import Cluster
+from tests.trainings import STEPS, Training, check_same_run, events_of
+from tests.waiting import story, wait_for_step
+
+#: A login node that cannot reach the ports of the nodes, as behind a firewall.
+CUT_OFF = (
+    "import clusterddp.cli.steering.asking as asking; from clusterddp.cli.main import main; "
+    "asking._reachable_name = lambda _: '127.0.0.1'; main()"
+)
+
+
+def test_a_run_in_the_queue_is_steered_from_the_login_node_and_keeps_its_bits(
+    cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
+) -> None:
+    """Stacks by both ways, a requeue without a preemption, a stop that ends the job, and a new job that continues."""
+
+    def tell(*words: object, cut_off: bool = False) -> str:
+        program = ["-c", CUT_OFF] if cut_off else ["-m", "clusterddp"]
+        return cluster.run([cluster.python, *program, *words], cwd=cluster.source).stdout
+
+    training = Training.submit(cluster, runs, "--pause", "0.2")
+    run = training.run
+    wait_for_step(run, 2)
+    answer = json.loads(tell("stacks", run, "--json", cut_off=True))
+    assert sorted(rank for group in answer["stacks"] for rank in group["ranks"]) == [0, 1], answer
+    assert "(n1" in tell("stacks", run)
+    assert "committed, requeued" in tell("requeue", run)
+    assert "waits in the queue already" in tell("requeue", run)
+    training.wait(lambda: any(line["attempt"] == 1 for line in run.metrics()), "a step of attempt 1")
+    assert "held until it is submitted again" in tell("tell", run, "stop")
+    assert cluster.wait_job(training.job_id, {"COMPLETED"})["Restarts"] == "1"
+    assert "state     stopped (stopped by `clusterddp tell stop`)" in tell("status", run)
+    assert run.outcome() is None and run.attempts() == [0, 1], story(run)
+    assert (run.newest_metrics() or {})["step"] < STEPS - 1
+    training.job_id = Training.submit(cluster, runs, "--pause", "0.2").job_id
+    assert training.finish() == "completed", story(run)
+    check_same_run(run, uninterrupted_training)
+    assert {event["redone"] for event in events_of(run, "resumed")} == {0}

@@ -1,0 +1,414 @@
+"""``stacks``, ``tell`` and ``requeue``: from the command to a supervisor with stub ranks, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp import protocol
+from clusterddp.cli.command_line import command
+from clusterddp.cli.steering import asking, requeue
+from clusterddp.cli.steering.client import ask
+from clusterddp.errors import RunDirectoryError, SlurmUnavailable, UsageError
+from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.jobdef.job import Job
+from clusterddp.rundir.control_address import Address, read_address, write_address
+from clusterddp.rundir.files import append_line, write_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.commands import JobInfo
+from clusterddp.supervisor import lease
+from clusterddp.supervisor.attempt import Attempt
+from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.supervisor.controller import LocalController
+from clusterddp.worker import control_channel
+from clusterddp.worker.control_channel import ControlChannel, Savable
+from clusterddp.worker.rank import obey
+from clusterddp.worker.stacks import stacks
+from tests.histories import check_history, fields
+from tests.waiting import wait_until
+
+TOKEN = "secret of this attempt"
+
+
+# ---- the connection
+
+
+class Server:
+    """A server whose requests a test can take."""
+
+    def __init__(self) -> None:
+        self.requests: queue.Queue[tuple[int, str, dict[str, Any]]] = queue.Queue()
+        take = lambda number, kind, values: self.requests.put((number, kind, dict(values)))  # noqa: E731
+        self.server = ControlServer(TOKEN, lambda *_: None, host="127.0.0.1", on_request=take)
+        self.address = Address("127.0.0.1", self.server.port, TOKEN)
+
+    def ask(self, kind: str = "save", **values: Any) -> queue.Queue[list[dict[str, Any]]]:
+        """Asks in a thread; the answers are in the queue once there are all."""
+        heard: queue.Queue[list[dict[str, Any]]] = queue.Queue()
+        threading.Thread(target=lambda: heard.put(list(ask(self.address, "127.0.0.1", kind, values)))).start()
+        return heard
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.server.close()
+
+
+def test_a_request_gets_news_and_one_last_answer_of_any_length(server: Server) -> None:
+    """Such as the stacks of a thousand ranks in as many places."""
+    heard = server.ask("stacks", ranks="0")
+    number, kind, values = server.requests.get(timeout=10)
+    assert (kind, values) == ("stacks", {"ranks": "0"})
+    server.server.answer(number, {"news": "wait"}, last=False)
+    server.server.answer(number, {"stacks": "x" * 20_000_000}, last=True)
+    news, answer = heard.get(timeout=20)
+    assert (news, len(answer["stacks"])) == ({"news": "wait"}, 20_000_000)
+
+
+def test_a_request_without_the_token_is_no_request(server: Server) -> None:
+    stranger = Address("127.0.0.1", server.server.port, "another's")
+    assert list(ask(stranger, "127.0.0.1", "stop", {})) == []
+    assert server.requests.empty()
+
+
+def test_a_user_who_does_not_wait_for_the_answer_is_forgotten(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
+        connection.sendall(json.dumps({"token": TOKEN, "request": "save"}).encode() + b"\n")
+        number, _, _ = server.requests.get(timeout=10)
+    wait_until(lambda: not server.server._clients, "the connection to be dropped")
+    server.server.answer(number, {"checkpoint": 7}, last=True)
+    heard = server.ask()
+    server.server.answer(server.requests.get(timeout=10)[0], {"checkpoint": 8}, last=True)
+    assert heard.get(timeout=10) == [{"checkpoint": 8}]
+
+
+def test_too_many_requests_at_a_time_are_refused(server: Server) -> None:
+    waiting = [server.ask() for _ in range(16)]
+    taken = [server.requests.get(timeout=10)[0] for _ in waiting]
+    [refusal] = server.ask().get(timeout=10)
+    assert refusal["refused"] == "16 other requests are not answered yet"
+    for number in taken:
+        server.server.answer(number, {"checkpoint": 7}, last=True)
+    assert [heard.get(timeout=10) for heard in waiting] == [[{"checkpoint": 7}]] * 16
+
+
+def test_a_supervisor_that_exits_ends_the_wait() -> None:
+    """At once: a request that is not answered does not keep it."""
+    server = Server()
+    heard = server.ask()
+    server.requests.get(timeout=10)
+    server.server.close()
+    assert heard.get(timeout=10) == []
+
+
+def test_the_address_is_for_the_runs_owner_alone(run: RunDirectory) -> None:
+    number = run.create_attempt()
+    write_address(run, number, Address("n1", 20001, TOKEN, "41"))
+    assert read_address(run, number) == Address("n1", 20001, TOKEN, "41")
+    assert stat.S_IMODE(run.control_file(number).stat().st_mode) == 0o600
+
+
+# ---- a supervisor with stub ranks
+
+
+class StubRanks:
+    """Ranks that are connections of this process. Each has the stacks of this process, in one of two places."""
+
+    name, supervisor_host, abandon_s = "local", "127.0.0.1", 0.0
+
+    def __init__(self, job: Job) -> None:
+        self._job, self.exited = job, threading.Event()
+        self._threads = stacks()["threads"]
+        self.channels: list[ControlChannel] = []
+
+    def start(self, _command: list[str], environment: Mapping[str, str], _logs: Path) -> None:
+        self._address, self._token = environment[protocol.SUPERVISOR], environment[protocol.TOKEN]
+        threading.Thread(target=self._join, daemon=True).start()
+
+    def _join(self) -> None:
+        for rank in range(self._job.world_size):
+            channel = ControlChannel.join(self._address, self._token, rank, 1 if rank == 0 else None, timeout=60)
+            assert channel is not None
+            channel.listen(lambda: None, partial(self._hear, channel, rank))
+            self.channels.append(channel)
+
+    def _hear(self, channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
+        self._obey(channel, rank, order)
+
+    def _obey(self, channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
+        if "stacks" in order and rank != 1:
+            place = "data.py:88 (read)" if rank % 8 == 7 else "the all_reduce of backward"
+            channel.send("stacks", request=order["stacks"], place=place, threads=self._threads)
+
+    def notify(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def wait(self) -> int:
+        self.exited.wait()
+        for channel in self.channels:
+            channel._closed = True
+            channel._connection.shutdown(socket.SHUT_RDWR)  # a thread is reading from it
+        return 0
+
+    def exit_statuses(self) -> Mapping[int, ExitStatus]:
+        return {}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.job_file.write_text("job: of a test")
+    return run
+
+
+@pytest.fixture
+def supervised(run: RunDirectory) -> Iterator[Callable[[int], StubRanks]]:
+    """Starts a supervisor with so many stub ranks, eight per node."""
+    threads: list[tuple[StubRanks, threading.Thread]] = []
+
+    def start(count: int) -> StubRanks:
+        job = Job(
+            name="x", module="x", nodes=max(1, count // 8), gpus_per_node=min(8, count), device="cpu", watchdog=None
+        )
+        ranks, number = StubRanks(job), run.create_attempt()
+        lease.take(run, number, lease.of_this_process())
+        attempt = Attempt(run, job, number, ranks, LocalController(run))
+        threads.append((ranks, threading.Thread(target=attempt.supervise)))
+        threads[-1][1].start()
+        wait_until(lambda: len(ranks.channels) == count, "all ranks to join")
+        return ranks
+
+    yield start
+    for ranks, thread in threads:
+        ranks.exited.set()
+        thread.join()
+
+
+RANKS = int(os.environ.get("STUB_RANKS", "64"))
+
+
+def test_the_stacks_of_many_ranks_are_grouped_and_a_silent_rank_is_named(
+    run: RunDirectory,
+    supervised: Callable[[int], StubRanks],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    supervised(RANKS)
+    capsys.readouterr()
+    slow = RANKS // 8
+    assert command(["stacks", str(run), "--rank", f"0,2-{RANKS - 1}"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{RANKS - slow - 1} ranks in the all_reduce of backward, {slow} in data.py:88 (read)\n\n" in shown
+    monkeypatch.setattr("clusterddp.supervisor.requests.ANSWER_S", 0.5)
+    assert f"({socket.gethostname()}) in data.py:88 (read)\n  MainThread, most recent call first\n    /" in shown
+    assert command(["stacks", str(run), "--rank", "0-1", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["unanswered"] == [1] and [group["ranks"] for group in answer["stacks"]] == [[0]]
+    assert answer.keys() == fields(protocol.ANSWERS["stacks"].fields)[0]
+
+
+def test_ranks_that_do_not_exist_are_refused(run: RunDirectory, supervised: Callable[[int], StubRanks]) -> None:
+    supervised(2)
+    with pytest.raises(RunDirectoryError, match="there is no rank 2 in this run: expected 0 to 1"):
+        command(["stacks", str(run), "--rank", "2"])
+    with pytest.raises(UsageError, match="--rank x: 'x' is neither a rank nor a range; .* or all"):
+        command(["stacks", str(run), "--rank", "x"])
+
+
+def test_a_script_that_saves_on_its_own_is_told_so(
+    run: RunDirectory, supervised: Callable[[int], StubRanks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer of the rank's own entry point; with a run, the request reaches it."""
+    ranks = supervised(2)
+    asked: list[str] = []
+    monkeypatch.setattr(control_channel, "current", ranks.channels[0])
+    monkeypatch.setattr(ranks, "_obey", lambda channel, rank, order: obey(order, {}))
+    with pytest.raises(RunDirectoryError, match=r"it has not called ctx.run\(\) yet, or saves on its own"):
+        command(["tell", str(run), "save"])
+
+    def save() -> None:
+        asked.append("save")
+        ranks.channels[0].send("checkpoint", step=8, blocked_s=0.0, durable_s=0.1, bytes=1)
+
+    ranks.channels[0].savable = Savable(lambda: (7, 5), save)
+    assert command(["tell", str(run), "save"]) == 0
+    ranks.channels[0].savable = Savable(lambda: (8, 8), save)
+    assert command(["tell", str(run), "save"]) == 0
+    assert asked == ["save"]
+
+
+def test_a_stop_is_answered_once_the_attempt_has_ended(
+    run: RunDirectory, supervised: Callable[[int], StubRanks], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = supervised(2)
+
+    def stop(channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
+        channel.send("left", rank=rank, host="n1", end="stopped", used_clusterddp=True)
+        ranks.exited.set()
+
+    ranks._obey = stop  # type: ignore[method-assign]
+    assert command(["tell", str(run), "stop"]) == 0
+    shown = capsys.readouterr()
+    words = "attempt 0: stopped by `clusterddp tell stop`, no steps recorded, held until it is submitted again"
+    assert words in shown.out
+    assert f"continue it with: clusterddp submit --run-dir {run}" in shown.err
+    check_history(run.events(), complete=False)
+
+
+# ---- who is asked
+
+
+def job_is(monkeypatch: pytest.MonkeyPatch, state: str, reason: str = "None") -> None:
+    """The state of job 41 on a cluster that is not there."""
+    info = JobInfo("41", state, reason, "n1" if state == "RUNNING" else "", 0, None, None)
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info)
+
+
+def over(run: RunDirectory) -> None:
+    write_json(run.outcome_file, {"state": "completed", "step": 9, "reason": "all ranks finished"})
+
+
+def queued(run: RunDirectory) -> None:
+    lease.submitted(run, "41")
+
+
+def of_another_machine(run: RunDirectory) -> None:
+    entry = {**lease.of_this_process(), "host": "other", "machine": "other"}
+    lease.take(run, run.create_attempt(), entry)
+
+
+def of_an_older_version(run: RunDirectory) -> None:
+    lease.take(run, run.create_attempt(), lease.of_this_process())
+    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "started", "pid": 1})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda run: None, r"nothing trains .*: stopped \(not started\); continue with: clusterddp submit --run-dir"),
+        (over, r"already completed at step 9: nothing trains it"),
+        (
+            queued,
+            r"waits in the queue \(job 41, Priority\): it has no ranks; `scontrol hold 41` keeps it from starting",
+        ),
+        (of_another_machine, r"is held by process \d+ on other, which cannot be .*: give this command on other"),
+        (of_an_older_version, r"the supervisor of attempt 0 takes no requests: an older version of clusterddp started"),
+    ],
+)
+def test_a_run_that_takes_no_orders_says_why(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, make: Callable[[RunDirectory], None], words: str
+) -> None:
+    job_is(monkeypatch, "PENDING", "Priority")
+    make(run)
+    for order in (["stacks"], ["tell", "stop"]):
+        with pytest.raises(RunDirectoryError, match=words):
+            command([order[0], str(run), *order[1:]])
+
+
+def test_another_users_run_takes_no_orders(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(_: RunDirectory) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(lease, "holders", closed)
+    with pytest.raises(RunDirectoryError, match=r"run belongs to \w+, who alone can give it orders"):
+        command(["tell", str(run), "save"])
+
+
+def test_a_run_that_waits_already_is_not_requeued_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queued(run)
+    job_is(monkeypatch, "PENDING", "BeginTime")
+    assert command(["requeue", str(run)]) == 0
+    assert f"(job 41, BeginTime); clusterddp watch {run} releases Slurm's hold" in capsys.readouterr().out
+    with pytest.raises(RunDirectoryError, match=r"scontrol update JobId=41 ExcNodeList=n\[1-2\]"):
+        command(["requeue", str(run), "--exclude", "n[1-2]"])
+
+
+def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(name="x", module="x", nodes=2, gpus_per_node=1, device="cpu")
+    monkeypatch.setattr("clusterddp.slurm.commands.node_address", lambda _: "10.0.0.1")
+    monkeypatch.setattr("clusterddp.slurm.commands.usable_nodes", lambda _: ["n1", "n2", "n3"])
+    requeue.check_nodes(run, job, ["n3"])
+    with pytest.raises(UsageError, match="without n2, n3 the partition has 1 usable node, and the run needs 2"):
+        requeue.check_nodes(run, job, ["n2", "n3"])
+    lease.loop_started(run)
+    with pytest.raises(UsageError, match="is a local run"):
+        requeue.check_nodes(run, job, ["n3"])
+    with pytest.raises(UsageError, match=r"--exclude: malformed host list 'n\['"):
+        command(["requeue", str(run), "--exclude", "n["])
+
+
+# ---- how
+
+
+def in_a_job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, port: int, folder: Path, srun: str) -> None:
+    """Attempt 0 trains as job 41, at an address that cannot be reached from here; ``srun`` is a script."""
+    lease.take(run, run.create_attempt(), {"kind": "slurm", "job": "41"})
+    write_address(run, 0, Address("n1", port, TOKEN, "41"))
+    job_is(monkeypatch, "RUNNING")
+    monkeypatch.setattr("clusterddp.slurm.commands.node_address", lambda _: "127.0.0.2")
+    (folder / "srun").write_text(f"#!/bin/bash\n{srun}\n")
+    (folder / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_where_the_node_cannot_be_reached_a_step_of_the_job_asks(
+    run: RunDirectory, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It reads the token itself: command lines are visible to everyone."""
+    srun = 'printf "%s " "$@" > $(dirname $0)/given; while [[ $1 == --* ]]; do shift; done; exec "$@"'
+    in_a_job(run, monkeypatch, server.server.port, tmp_path, srun)
+    heard: queue.Queue[Any] = queue.Queue()
+    threading.Thread(target=lambda: heard.put(asking.request(run, "stacks", ranks="0"))).start()
+    number, kind, values = server.requests.get(timeout=20)
+    assert (kind, values) == ("stacks", {"ranks": "0"})
+    server.server.answer(number, {"news": "wait"}, last=False)
+    server.server.answer(number, {"stacks": []}, last=True)
+    assert heard.get(timeout=10) == (0, {"stacks": []})
+    given = (tmp_path / "given").read_text()
+    assert given.startswith("--jobid=41 --nodelist=n1 --chdir=/ --overlap ") and TOKEN not in given
+
+
+def test_where_neither_way_works_both_reasons_are_given(
+    run: RunDirectory, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    in_a_job(run, monkeypatch, server.server.port, tmp_path, "echo 'srun: error: Job is completing' >&2; exit 1")
+    with pytest.raises(RunDirectoryError, match=r"refused\), nor from a step of job 41: srun: .* completing"):
+        asking.request(run, "save")
+
+
+def test_an_unreachable_controller_does_not_keep_a_request_from_the_supervisor(
+    run: RunDirectory, server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Then a hung run is of most interest."""
+    in_a_job(run, monkeypatch, server.server.port, tmp_path, "exit 1")
+
+    def away(*_: object) -> None:
+        raise SlurmUnavailable("Unable to contact slurm controller")
+
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", away)
+    monkeypatch.setattr("clusterddp.slurm.commands.node_address", away)
+    write_address(run, 0, Address("127.0.0.1", server.server.port, TOKEN, "41"))
+    heard: queue.Queue[Any] = queue.Queue()
+    threading.Thread(target=lambda: heard.put(asking.request(run, "save"))).start()
+    server.server.answer(server.requests.get(timeout=20)[0], {"checkpoint": 7}, last=True)
+    assert heard.get(timeout=10) == (0, {"checkpoint": 7})
