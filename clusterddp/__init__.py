@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from clusterddp.api import Handle as Handle
     from clusterddp.api import launch as launch
+    from clusterddp.api import sweep as sweep
     from clusterddp.checkpoint.checkpoint_folder import CheckpointFolder as CheckpointFolder
     from clusterddp.errors import Stopped as Stopped
     from clusterddp.training.context import Context as Context
     from clusterddp.training.context import init as init
 
 __version__ = "0.1.0"
-__all__ = ["CheckpointFolder", "Context", "Handle", "Stopped", "__version__", "init", "launch"]
+__all__ = ["CheckpointFolder", "Context", "Handle", "Stopped", "__version__", "init", "launch", "sweep"]
 
 _HOMES = {
     "CheckpointFolder": "clusterddp.checkpoint.checkpoint_folder",
@@ -25,6 +26,7 @@ _HOMES = {
     "Handle": "clusterddp.api",
     "init": "clusterddp.training.context",
     "launch": "clusterddp.api",
+    "sweep": "clusterddp.api",
     "Stopped": "clusterddp.errors",
 }
 

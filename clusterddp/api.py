@@ -8,9 +8,9 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,23 @@ from clusterddp.cli.runs.logs import find_log
 from clusterddp.cli.runs.status import state_of
 from clusterddp.cli.runs.watch import LOOK_S, Watcher
 from clusterddp.cli.submission import check, record_local, submit_to_slurm
-from clusterddp.errors import RunFailed, UsageError
+from clusterddp.cli.sweeps import arrays
+from clusterddp.cli.sweeps.plan import Sweep, planned, tell
+from clusterddp.errors import RunFailed, SlurmError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.process import module_command
 from clusterddp.rundir.files import create_file
-from clusterddp.rundir.find import open_run
+from clusterddp.rundir.find import open_run, runs_folder
 from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor.lease import local_loop_alive
 from clusterddp.supervisor.limits import attempts_made
+from clusterddp.sweeps.definition import nodes_of, of_python
+from clusterddp.sweeps.folder import SweepFolder, default_name
+from clusterddp.sweeps.jobs import jobs_of
+from clusterddp.sweeps.members import keys_of, named
 
 #: Keys that say what runs, and so cannot be given with a function.
 _PROGRAM_KEYS = {"script", "module", "args", "args_on_resume"}
@@ -93,6 +99,69 @@ def launch(
         if local:
             return _start_local(job, folder, plant)
         return Handle(submit_to_slurm(job, folder, plant, source)[0].path)
+
+
+def sweep(
+    target: str | os.PathLike[str] | Callable[..., Any],
+    grid: Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]],
+    *args: Any,
+    nodes: int | str | None = None,
+    gpus_per_node: int | str | None = None,
+    device: str | None = None,
+    local: bool = False,
+    run_dir: str | os.PathLike[str] | None = None,
+    max_running: int | None = None,
+    retry: Collection[str] = (),
+    **job_definition: Any,
+) -> list[Handle]:
+    """Start a run for each combination of values, and return their handles. The same call again starts what is missing.
+
+    The runs are submitted as Slurm job arrays. Each is a run of its own, with a run directory that is named by its
+    values, and survives preemptions alone. Nothing is started twice.
+
+    Args:
+        target: A script, a job definition (``.yaml`` or ``.yml``), or a function, as for ``launch()``.
+        grid: The values of each key, such as ``{"lr": [1e-3, 1e-4], "seed": range(5)}``, for all combinations, or a
+            list of mappings, one for each run. With a function the keys are its keyword arguments, and the values
+            numbers, text, or lists of them. Otherwise they are keys of the job definition, or arguments of the script:
+            ``lr`` or ``args.lr`` for ``--lr``.
+        *args: Arguments that all runs have: those of the function, or command-line arguments of the script.
+        nodes: As for ``launch()``.
+        gpus_per_node: As for ``launch()``.
+        device: As for ``launch()``.
+        local: Run them one after another on this machine, without Slurm, and return when all are over. Default: False.
+        run_dir: The sweep's folder. Default: ``NAME-by-KEYS`` in ``$CLUSTERDDP_RUNS`` or ``./runs``.
+        max_running: How many runs may run at a time. Default: no limit.
+        retry: ``["failed"]``, ``["cancelled"]`` or both: start runs in these states, too. Default: none.
+        **job_definition: Any other key of a job definition, for all runs.
+
+    Returns:
+        A handle for each run, in the order of the grid.
+
+    Raises:
+        UsageError: An argument or the job definition is invalid, or the function cannot be pickled.
+        RunDirectoryError: ``run_dir`` holds something else, or the sweep was recorded with another definition.
+        SlurmError: Slurm is unavailable, or did not accept all runs. Call again to start the others.
+
+    Example:
+        handles = clusterddp.sweep(train, {"lr": [1e-3, 1e-4], "seed": range(5)}, gpus_per_node=8, time="8:00:00")
+        accuracies = [handle.result() for handle in handles]
+    """
+    options = {"nodes": nodes, "gpus_per_node": gpus_per_node, "device": device}
+    values = {key: value for key, value in {**options, **job_definition}.items() if value is not None}
+    with _without_job_variables():
+        wanted = _sweep_of(target, grid, args, values, run_dir)
+        asked = replace(wanted, max_running=max_running, retry=tuple(retry))
+        with planned(asked, arrays.settle) as plan:
+            tell(asked, plan)
+            done = None if local else arrays.submit(asked, plan)
+        if done and done.refused:
+            raise SlurmError(
+                f"{len(done.members)} of {len(plan.submit)} runs submitted: {done.refused}"
+            ) from done.refused
+        for name in plan.submit if local else ():
+            _start_local(asked.jobs[name], str(asked.folder.member(name)), asked.plants.get(name)).wait()
+    return [Handle(asked.folder.member(name).path) for name in asked.members]
 
 
 @dataclass(frozen=True)
@@ -243,6 +312,28 @@ class Handle:
 # --- starting
 
 
+def _sweep_of(
+    target: Any, grid: Any, args: tuple[Any, ...], values: dict[str, Any], run_dir: str | os.PathLike[str] | None
+) -> Sweep:
+    """The sweep of a script, a job definition or a function."""
+    chosen = of_python(grid)
+    members = named(nodes_of(chosen))
+    if len(members) < len(chosen):
+        raise UsageError("the grid has the same values twice: expected each combination once")
+    plants: dict[str, Plant] = {}
+    if callable(target):
+        made = [_of_function(target, args, dict(values), keywords) for keywords in chosen]
+        job = made[0][0]
+        jobs, plants = dict.fromkeys(members, job), dict(zip(members, (plant for _, plant in made), strict=True))
+    else:
+        values |= {"args": [str(argument) for argument in args]} if args else {}
+        job = describe(os.fspath(target), values, {})
+        jobs = dict(zip(members, jobs_of(job, list(members.values())), strict=True))
+    folder = run_dir or runs_folder(os.environ) / default_name(job, keys_of(members.values()))
+    source = _source_of(target) if callable(target) else None
+    return Sweep(SweepFolder(folder), job, members, jobs, plants=plants, source=source)
+
+
 @contextmanager
 def _without_job_variables() -> Iterator[None]:
     """Hides the variables of a surrounding job, which the new one must not inherit."""
@@ -261,7 +352,12 @@ def _name_of(function: Callable[..., Any]) -> str:
     return re.sub(r"[^\w.+=@-]+", "", name).lstrip(".-") or "function"
 
 
-def _of_function(function: Callable[..., Any], args: tuple[Any, ...], values: dict[str, Any]) -> tuple[Job, Plant]:
+def _of_function(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    values: dict[str, Any],
+    keywords: Mapping[str, Any] | None = None,
+) -> tuple[Job, Plant]:
     """The job that calls a function, and what writes the function, pickled before anything is created, into its run."""
     from submitit.helpers import DelayedSubmission
 
@@ -271,7 +367,7 @@ def _of_function(function: Callable[..., Any], args: tuple[Any, ...], values: di
         raise UsageError(f"{', '.join(sorted(clash))}: not allowed when the target is a function")
     job = describe(None, {"job_name": _name_of(function), **values, "module": MODULE}, {})
     try:
-        content = pickled(DelayedSubmission(function, *args))
+        content = pickled(DelayedSubmission(function, *args, **(keywords or {})))
     except Exception as error:
         raise UsageError(f"{function!r} and its arguments cannot be pickled: {error}") from error
     return job, lambda run: save_function(function_file(run), content)

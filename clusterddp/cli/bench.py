@@ -24,5 +24,5 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
         given = f"no benchmark {arguments.target!r}" if arguments.target else "no benchmark given"
         raise UsageError(f"bench: {given}; available: {', '.join(names)}")
     arguments.target = str(BENCHMARKS / f"{arguments.target}.yaml")
-    arguments.follow = not (arguments.local or arguments.here or arguments.dry_run)
+    arguments.follow = not (arguments.local or arguments.here or arguments.dry_run or arguments.sweep)
     return submit.run(arguments, script_arguments)

@@ -15,6 +15,7 @@ from clusterddp.reporter import show
 
 COMMANDS = {
     "submit": "start a run, or continue one",
+    "sweep": "start a run for each combination of values",
     "list": "list runs: state, step, speed, metrics",
     "status": "show a run's state and history",
     "logs": "print what ranks wrote, or a run's first failure",
@@ -34,15 +35,19 @@ COMMANDS = {
 PACKAGES = {
     **dict.fromkeys(("list", "status", "logs", "watch", "wait", "cancel", "prune"), "runs"),
     **dict.fromkeys(("stacks", "tell", "requeue"), "steering"),
+    "sweep": "sweeps",
     "config": "settings",
 }
 USAGE = {
     "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
+    "sweep": "clusterddp sweep SWEEP.yaml [OPTIONS] [-- ARGS]",
     "bench": "clusterddp bench collectives [OPTIONS OF submit] [-- ARGS]",
 }
 DESCRIPTIONS = {
     "submit": "Start a run, or continue the one in --run-dir. The script's arguments follow --. If stdout is not a "
     "terminal, only the job id is printed there; messages go to stderr.",
+    "sweep": "Start a run for each combination of values, as Slurm job arrays. The same command again submits only "
+    "what is missing; with more values, the new members. Each member is a run that status, logs and cancel take.",
     "list": "List runs, also those that are over: state and reason, steps, speed, time left, metrics, attempts, job, "
     "nodes.",
     "status": "Show a run's state, why it waits, its progress and its history.",
@@ -81,7 +86,7 @@ def command(argv: Sequence[str]) -> int:
     arguments, unknown = parser(own).parse_known_args(own)
     name = arguments.command
     if unknown:
-        hint = "; put the script's arguments after --" if name in ("submit", "bench") else ""
+        hint = "; put the script's arguments after --" if name in ("submit", "sweep", "bench") else ""
         raise UsageError(f"{name}: unknown arguments {' '.join(unknown)}; see `clusterddp {name} --help`{hint}")
     code: int = _module(name).run(arguments, script_arguments)
     return code

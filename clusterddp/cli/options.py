@@ -66,6 +66,13 @@ def add_arguments(
         "--take-over", action="store_true",
         help="continue a run whose last job or process ended on a machine or cluster that is unreachable from here",
     )  # fmt: skip
+    sweep = parser.add_argument_group("sweep")
+    sweep.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=V1,V2|KEY=0..4",
+        help="a run for each value of a key of the job definition or of an argument of the script; repeatable: for "
+        "each combination. --run-dir is then their folder",
+    )  # fmt: skip
+    add_sweep_arguments(sweep)
     submission = parser.add_argument_group("submission")
     submission.add_argument("--dry-run", action="store_true", help="print the batch script; submit and write nothing")
     submission.add_argument("--wait", action="store_true", help="wait until the run is over, across requeues")
@@ -103,12 +110,25 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_sweep_arguments(group: argparse._ArgumentGroup) -> None:
+    """The options that ``sweep`` and ``submit --sweep`` have in common."""
+    group.add_argument("--max-running", type=int, metavar="N", help="how many members of a sweep may run at a time")
+    group.add_argument(
+        "--retry", action="append", default=[], choices=("failed", "cancelled"),
+        help="also submit the members of a sweep that failed, or that were cancelled; repeatable",
+    )  # fmt: skip
+
+
 def check_combinations(arguments: argparse.Namespace) -> None:
     """Refuses options that contradict each other."""
     if arguments.target and arguments.module:
         raise UsageError(f"both {arguments.target} and -m {arguments.module} were given: expected only one of them")
     if not arguments.local and (arguments.preempt_after or arguments.debug is not None):
         raise UsageError("--preempt-after and --debug require --local")
+    if arguments.sweep:
+        _check_sweep(arguments)
+    elif arguments.max_running is not None or arguments.retry:
+        raise UsageError("--max-running and --retry require --sweep")
     if arguments.here and (arguments.local or arguments.dry_run or arguments.wait or arguments.follow):
         raise UsageError(
             "--here cannot be combined with --local, --dry-run, --wait or -f: it runs in this allocation, and waits"
@@ -121,6 +141,17 @@ def check_combinations(arguments: argparse.Namespace) -> None:
         raise UsageError(f"{arguments.run_dir} already holds a run: with --fork, choose another --run-dir, or omit it")
     if arguments.local and (arguments.sbatch or arguments.dry_run):
         raise UsageError("--sbatch and --dry-run cannot be combined with --local: no batch job is submitted")
+
+
+def _check_sweep(arguments: argparse.Namespace) -> None:
+    """Refuses, with ``--sweep``, what is about a single run."""
+    single = {
+        "--here": arguments.here, "--fork": arguments.fork, "--take-over": arguments.take_over,
+        "--wait": arguments.wait, "-f": arguments.follow, "--preempt-after": arguments.preempt_after,
+        "--debug": arguments.debug is not None,
+    }  # fmt: skip
+    if given := [option for option, value in single.items() if value]:
+        raise UsageError(f"{', '.join(given)} cannot be combined with --sweep, which starts several runs")
 
 
 def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> Job:
@@ -149,12 +180,19 @@ def named_run(arguments: argparse.Namespace) -> RunDirectory | None:
 
 
 def describe(
-    target: str | None, values: dict[str, Any], overrides: Mapping[str, str], origins: jobs.Origins | None = None
+    target: str | None,
+    values: dict[str, Any],
+    overrides: Mapping[str, str],
+    origins: jobs.Origins | None = None,
+    section: str | None = None,
 ) -> Job:
-    """The job of a YAML file, or of a script with ``values``, on top of the profiles. ``origins``: as in ``load``."""
+    """The job of a YAML file, or of a script with ``values``, on top of the profiles.
+
+    ``origins`` and ``section``: as in ``load``.
+    """
     defaults = read_profiles(find_profiles(os.environ, Path.cwd()), slurm.submission_cluster(os.environ))
     if target and Path(target).suffix in (".yaml", ".yml"):
-        return jobs.load(target, overrides, values=values, defaults=defaults, origins=origins)
+        return jobs.load(target, overrides, values=values, defaults=defaults, origins=origins, section=section)
     values |= {"script": target} if target else {}
     return jobs.from_values(values, overrides=overrides, defaults=defaults, origins=origins)
 

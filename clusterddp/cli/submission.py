@@ -14,7 +14,7 @@ from clusterddp.checkpoint.store import of_run
 from clusterddp.cli.recording import Plant, check_not_held, claim, recorded
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.jobdef import code_snapshot
-from clusterddp.jobdef.checkout import checkout_of
+from clusterddp.jobdef.checkout import Checkout, checkout_of
 from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -145,12 +145,9 @@ def with_code(
 ) -> Plant:
     """``plant``, and what makes the run use the present code: a snapshot of it, or the checkout.
 
-    A ``batch`` job waits, and is requeued: it gets a snapshot unless told otherwise. ``source``: the file of a launched
-    function. The repository is listed and its size checked at once, before anything is written.
+    ``batch`` and ``source``: as in ``checkout_for``. The repository is listed at once, before anything is written.
     """
-    wanted = batch if job.snapshot is None else job.snapshot
-    runs = [Path(os.environ.get(protocol.RUNS, "runs")), *([Path(run_dir)] if run_dir else [])]
-    checkout = checkout_of(job, runs, source) if wanted else None
+    checkout = checkout_for(job, run_dir, batch=batch, source=source)
 
     def act(run: RunDirectory) -> None:
         if plant:
@@ -159,6 +156,17 @@ def with_code(
             show(text)
 
     return act
+
+
+def checkout_for(job: Job, run_dir: str | None, *, batch: bool, source: Path | None) -> Checkout | None:
+    """The repository that a snapshot is taken of, with its size checked; None if none is wanted, or there can be none.
+
+    A ``batch`` job waits, and is requeued: it gets a snapshot unless told otherwise. ``source``: the file of a launched
+    function.
+    """
+    wanted = batch if job.snapshot is None else job.snapshot
+    runs = [Path(os.environ.get(protocol.RUNS, "runs")), *([Path(run_dir)] if run_dir else [])]
+    return checkout_of(job, runs, source) if wanted else None
 
 
 def record_local(job: Job, run_dir: str | None, plant: Plant | None) -> RunDirectory:

@@ -35,6 +35,10 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
     if not arguments.here:
         scrub_own()
     job = resolve_job(arguments, script_arguments)
+    if arguments.sweep:
+        from clusterddp.cli.sweeps.sweep import run_options
+
+        return run_options(arguments, job)
     place = "--local" if arguments.local else "--here" if arguments.here else None
     differences = check(job, arguments.run_dir, change=arguments.change, place=place)
     if differences is None:

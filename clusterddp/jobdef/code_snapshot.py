@@ -105,12 +105,29 @@ def renew(run: RunDirectory, checkout: Checkout | None) -> str | None:
     return f"code: {snapshot.words()}; changed since the last submission ({before.words()}): {names}"
 
 
+def share(run: RunDirectory, owner: RunDirectory) -> None:
+    """Makes a run use the snapshot of another folder, by a symbolic link: the members of a sweep have one."""
+    snapshot = current(owner)
+    if snapshot is None:
+        renew(run, None)
+        return
+    create_folder(run.code, exist_ok=True)
+    link = run.code / snapshot.snapshot
+    if not link.is_dir():
+        link.symlink_to(os.path.relpath(snapshot.folder(owner), run.code))
+    write_json(run.code_file, asdict(snapshot))
+
+
 def unused(run: RunDirectory) -> list[Path]:
     """The folders of earlier submissions' snapshots, without those into which the script wrote files."""
     used = current(run)
     folders = sorted(run.code.iterdir()) if run.code.is_dir() else []
-    old = [path for path in folders if path.is_dir() and (used is None or path.name != used.snapshot)]
+    old = [path for path in folders if _is_folder(path) and (used is None or path.name != used.snapshot)]
     return [path for path in old if path.name.endswith(".tmp") or path.name == _digest(path, _walk(path))]
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 # --- taking one

@@ -11,7 +11,8 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def load(
     defaults: Fields | None = None,
     recorded: bool = False,
     origins: Origins | None = None,
+    section: str | None = None,
 ) -> Job:
     """Reads the job definition in the file ``path``.
 
@@ -49,6 +51,7 @@ def load(
         defaults: what ``read_profiles`` returned; the file overrides it.
         recorded: whether a run has recorded it: the script need not exist any more.
         origins: a dict that receives the place of each value that was given in any source.
+        section: the key of the file that holds the definition; None: the whole file is one.
 
     Raises one JobDefinitionError for all mistakes, RunDirectoryError for a run's format that this version cannot read.
     Example: ``load("jobs/digits.yaml", {"checkpoint.keep": "5"})``.
@@ -62,6 +65,8 @@ def load(
             "a newer version recorded this run; upgrade clusterddp to continue it"
         )
     fields = {key: node for key, node in fields.items() if key != "format"}
+    if section is not None:
+        fields = fields_of(get(fields, section), mistakes)
     given_values = fields_of(node_of(values or {}, "command line"), mistakes)
     layers = [defaults or {}, fields, given_values, *_overrides(overrides)]
     if origins is not None:
@@ -94,6 +99,24 @@ def load_resolved(path: str | os.PathLike[str]) -> Job:
     The script need not exist any more: an old run can still be inspected.
     """
     return load(path, recorded=True)
+
+
+def variants(job: Job, changes: Sequence[Mapping[str, Node]]) -> list[Job]:
+    """The job with other values, once for each mapping of dotted keys to nodes.
+
+    Raises one JobDefinitionError for the mistakes in all of them.
+    """
+    mistakes: list[Mistake] = []
+    base = fields_of(yaml12.load(job.to_yaml(), job.name), mistakes)
+    found = []
+    for change in changes:
+        layers = [_nested(key, node) for key, node in change.items()]
+        wrong: list[Mistake] = []
+        with suppress(JobDefinitionError):
+            found.append(_job([base, *layers], Path.cwd(), Place(job.name), wrong, recorded=True))
+        mistakes += wrong
+    raise_mistakes(mistakes)
+    return found
 
 
 # --- from text to fields
@@ -163,15 +186,20 @@ def _overrides(texts: Mapping[str, str] | None) -> list[Fields]:
 
 def _override(name: str, text: str) -> Fields:
     place = Place(f"--set {name}={MASK if any(map(is_secret, name.split('.'))) else text}")
-    outer, *inner = name.split(".")
     if name in _COLLECTIONS and text.startswith(("[", "{")):
         place = Place(f"--set {name}")  # without the value, which may contain a secret
         node = yaml12.load(text, str(place))
     else:
         node = Node(yaml12.scalar(text), text, place)
+    return _nested(name, node)
+
+
+def _nested(name: str, node: Node) -> Fields:
+    """The fields of a dotted key with this value."""
+    outer, *inner = name.split(".")
     for key in reversed(inner):
-        node = Node({Key(key, place): node}, "", place)
-    return {Key(outer, place): node}
+        node = Node({Key(key, node.place): node}, "", node.place)
+    return {Key(outer, node.place): node}
 
 
 # --- from fields to a job

@@ -45,7 +45,7 @@ def check_keys(fields: Fields, known: Iterable[str], mistakes: list[Mistake], pr
     names = list(known)
     for key in fields:
         if key not in names:
-            instead = _INSTEAD_OF_KEY.get(key.replace("-", "_")) if "nodes" in names else None
+            instead = INSTEAD_OF_KEY.get(key.replace("-", "_")) if "nodes" in names else None
             hint = f"; {instead}" if instead else did_you_mean(key, names) or f"; valid keys: {', '.join(names)}"
             mistakes.append(Mistake(key.place, f"unknown key {prefix + key!r}{hint}"))
 
@@ -213,7 +213,7 @@ INSTEAD_OF_OPTION = {
     **dict.fromkeys(("parsable", "quiet", "test-only", "wait", "wrap", "help", "usage", "version"), _SUBMITS),
 }
 #: The same for unknown top-level keys: users try the names of sbatch options there.
-_INSTEAD_OF_KEY = {
+INSTEAD_OF_KEY = {
     **{name.replace("-", "_"): reason for name, reason in INSTEAD_OF_OPTION.items()},
     "gpu_type": "write gpus_per_node: TYPE:NUMBER",
     **dict.fromkeys(("time_limit", "walltime"), "use the key time"),

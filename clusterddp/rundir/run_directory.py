@@ -11,7 +11,7 @@ from typing import Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.rundir import records
-from clusterddp.rundir.files import create_folder, fsync_directory, make_folder, write_atomically
+from clusterddp.rundir.files import create_folder, fsync_directory, make_folder, remove, write_atomically
 from clusterddp.rundir.sharing import make_private, share_run
 
 _ATTEMPT = re.compile(r"attempt-(\d{1,18})")
@@ -179,6 +179,10 @@ class RunDirectory:
     def mark_cancelled(self) -> None:
         """Records that nothing may start this run again. Call it before ending its job."""
         write_atomically(self._cancel_mark, "")
+
+    def unmark_cancelled(self) -> None:
+        """Undoes that, on the user's request."""
+        remove(self._cancel_mark)
 
     @property
     def cancelled(self) -> bool:

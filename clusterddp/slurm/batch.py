@@ -32,9 +32,35 @@ def batch_script(job: Job, run: RunDirectory, folder: Path) -> str:
     why pyproject.toml caps submitit's version.
     """
     check_lines(job, run, folder)
-    executor = _Executor(run.private / "submitit")
-    executor.update_parameters(**batch_parameters(job, run, folder))
     command = f"exec {shlex.join([*module_command('clusterddp.supervisor', job.python), str(run)])}"
+    return script_text(batch_parameters(job, run, folder), command)
+
+
+def array_script(job: Job, array: Path, size: int, most: int | None, folder: Path) -> str:
+    """The batch script of a job array with ``size`` runs of one folder, ``array``'s grandparent.
+
+    ``array`` has a symbolic link to the run of each task, named by the task's index: Slurm opens the task's log through
+    it. ``most``: how many tasks may run at a time. The script differs in nothing else from that of a single run, whose
+    own ``job.sbatch`` continues it outside the array.
+    """
+    check_lines(job, RunDirectory(array), folder)
+    run = RunDirectory(array / "%a")
+    parameters = batch_parameters(job, run, folder)
+    log = str(run.logs / "job-%A_%a.log")
+    limit = f"%{most}" if most is not None else ""
+    parameters["additional_parameters"] |= {"array": f"0-{size - 1}{limit}", "output": log, "error": log}
+    supervisor = shlex.join(module_command("clusterddp.supervisor", job.python))
+    lines = [
+        f'run=$(readlink {shlex.quote(str(array))}/"$SLURM_ARRAY_TASK_ID") || exit 1',
+        f'exec {supervisor} {shlex.quote(str(array.parents[1]))}/"${{run##*/}}"',
+    ]
+    return script_text(parameters, "\n".join(lines))
+
+
+def script_text(parameters: dict[str, Any], command: str) -> str:
+    """The batch script that submitit writes for these parameters, with another command, of one or more lines."""
+    executor = _Executor("submitit")  # the folder of default values, all of which the parameters replace
+    executor.update_parameters(**parameters)
     return executor._make_submission_file_text(command, "")
 
 

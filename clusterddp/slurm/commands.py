@@ -184,7 +184,7 @@ def show_job(job_id: str) -> JobInfo | None:
     try:
         return parse_job(run("scontrol", "show", "job", "-o", job_id))
     except SlurmError as error:
-        if "Invalid job id" in str(error):
+        if "Invalid job id" in str(error) or str(error).endswith(f"Job {job_id} not found"):  # a task of an array
             return None
         raise
 

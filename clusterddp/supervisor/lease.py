@@ -93,6 +93,12 @@ def held_before(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> bool:
     return entry is not None and not entry.get("let_go") and _same(entry, me)
 
 
+def started(run: RunDirectory, job_id: str) -> bool:
+    """Whether the job has started an attempt."""
+    claims = (read_claim(run.holder_file(number), run) for number in reversed(run.attempts()))
+    return any(claim is not None and claim.get("job") == job_id for claim in claims)
+
+
 def holders(run: RunDirectory) -> list[dict[str, Any]]:
     """Who may hold the run, the newest claim first."""
     pending = read_claim(run.submitted_file, run)

@@ -39,7 +39,7 @@ SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
     ("", "", "clusterddp.data.external_loader", ["StatefulLoader"]),
     ("Checkpoints", "", "clusterddp.checkpoint.checkpoint_folder", ["CheckpointFolder"]),
     ("", "", "clusterddp.jobdef.job", ["Checkpointing", "Keep"]),
-    ("Launching", "", "clusterddp.api", ["launch", "Handle", "Status"]),
+    ("Launching", "", "clusterddp.api", ["launch", "sweep", "Handle", "Status"]),
     ("Ranks of any launcher", "", "clusterddp.environment", ["read", "RankEnvironment"]),
     ("Hugging Face Trainer", "", "clusterddp.integrations.transformers", None),
     ("Lightning", "", "clusterddp.integrations.lightning", None),

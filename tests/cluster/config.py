@@ -44,6 +44,8 @@ class ClusterConfig:
     """Seconds from TERM to KILL."""
     cred_expire: int = 6
     """A requeued job is held for this many seconds plus one."""
+    max_array_size: int = 1001
+    """The largest job array has so many tasks."""
     release: str | None = None
     """The Debian release whose Slurm it is, such as `trixie`; None is the machine's own Slurm."""
 
@@ -134,6 +136,7 @@ def slurm_conf(config: ClusterConfig, site: Site) -> str:
         *_user_signal(config, site),
         "JobRequeue=1",
         f"KillWait={config.kill_wait}",
+        f"MaxArraySize={config.max_array_size}",
         f"SlurmdTimeout={config.slurmd_timeout}",
         "SlurmctldTimeout=10",
         "InactiveLimit=0",

@@ -1,0 +1,68 @@
+"""Sweeps on this machine: the members train one after another."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import clusterddp
+from clusterddp.cli.command_line import command
+from clusterddp.errors import UsageError
+from clusterddp.rundir.run_directory import RunDirectory
+
+SCRIPT = "import sys; print(*sys.argv[1:]); assert sys.argv[-1] != '1'\n"
+
+
+def attempts(folder: Path) -> dict[str, int]:
+    return {path.parent.name: len(RunDirectory(path.parent).attempts()) for path in sorted(folder.glob("*/job.yaml"))}
+
+
+def test_the_members_run_one_after_another_and_those_that_failed_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same command does nothing then; with --retry it runs what failed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "seeds.yaml").write_text("job: {script: train.py, device: cpu}\ngrid: {args.seed: 0..2}\n")
+    assert command(["sweep", "seeds.yaml", "--local", "--", "--epochs", "3"]) == 1
+    assert "failed, submitted again with --retry failed: seed=1" in capfd.readouterr().err
+    folder = tmp_path / "runs" / "seeds"
+    printed = [path.read_text() for path in sorted(folder.glob("*/logs/attempt-0/rank-0.out"))]
+    assert printed == [f"--epochs 3 --seed {seed}\n" for seed in range(3)]
+    assert command(["sweep", "seeds.yaml", "--local", "--", "--epochs", "3"]) == 1
+    assert attempts(folder) == {"seed=0": 1, "seed=1": 1, "seed=2": 1}
+    (tmp_path / "train.py").write_text("")
+    assert command(["sweep", "seeds.yaml", "--local", "--retry", "failed", "--", "--epochs", "3"]) == 0
+    assert attempts(folder) == {"seed=0": 1, "seed=1": 2, "seed=2": 1}
+
+
+def scaled(factor: int, *, lr: float, sizes: tuple[int, ...]) -> tuple[float, tuple[int, ...], str]:
+    """What each rank of a member returns."""
+    return factor * lr, sizes, os.environ["RANK"]
+
+
+def test_a_function_is_called_with_the_values_of_each_member(tmp_path: Path) -> None:
+    """Their handles come in the order of the grid; the same call starts nothing again."""
+    grid: Mapping[str, list[object]] = {"lr": [0.5, 0.25], "sizes": [(8, 4)]}
+    for _ in range(2):
+        handles = clusterddp.sweep(scaled, grid, 2, device="cpu", local=True, run_dir=tmp_path / "s")
+        assert [handle.result() for handle in handles] == [(1.0, (8, 4), "0"), (0.5, (8, 4), "0")]
+    assert list(attempts(tmp_path / "s").values()) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("grid", "words"),
+    [
+        ({"data": [sys]}, "data=<module 'sys' .*: expected numbers, text or lists of them"),
+        ([{"lr": 1}, {"lr": 1}], "the same values twice"),
+        ({}, "this sweep has no members"),
+    ],
+)
+def test_values_that_cannot_name_a_run_are_refused(tmp_path: Path, grid: dict[str, list[object]], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        clusterddp.sweep(scaled, grid, local=True, run_dir=tmp_path / "s")
+    assert not (tmp_path / "s").exists()

@@ -1,0 +1,143 @@
+"""What a sweep varies: reading it, its members, their names, and the job of each."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.errors import JobDefinitionError, UsageError
+from clusterddp.jobdef.job import Job
+from clusterddp.sweeps.definition import of_options, of_python, read_definition
+from clusterddp.sweeps.folder import Record, SweepFolder, default_name, read_record
+from clusterddp.sweeps.jobs import jobs_of
+from clusterddp.sweeps.members import LONGEST_NAME, member_name, named
+
+BASE = Job(name="train", script="/work/train.py", args=("--epochs", "3"), device="cpu")
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "sweep.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_grid_has_a_member_for_each_combination_named_by_its_values(tmp_path: Path) -> None:
+    """The last key changes first, a range includes both ends, and values stay as they are written."""
+    grid = "job: train.yaml\ngrid:\n  args.lr: [1e-3, .1]\n  seed: 0..2\n"
+    definition = read_definition(written(tmp_path, grid))
+    assert definition.job == tmp_path / "train.yaml"
+    names = ["lr=1e-3,seed=0", "lr=1e-3,seed=1", "lr=1e-3,seed=2", "lr=.1,seed=0", "lr=.1,seed=1", "lr=.1,seed=2"]
+    assert list(named(definition.members)) == names
+
+
+def test_members_can_be_listed(tmp_path: Path) -> None:
+    """With keys of their own; one that is given twice counts once."""
+    listed = "job: {script: t.py}\nmembers:\n- {args.lr: 1e-3}\n- {args.lr: 1e-3}\n- {seed: 1, args.wd: 0}\n"
+    definition = read_definition(written(tmp_path, listed))
+    assert definition.job is None
+    assert list(named(definition.members)) == ["lr=1e-3", "seed=1,wd=0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("grid: {seed: 0..1}", "expected job: JOB.yaml, or job: with the keys"),
+        ("job: t.yaml\n", "expected either grid: .* or members: "),
+        ("job: t.yaml\ngrid: {seed: 1}\nmembers: [{seed: 1}]", "expected either grid: .* or members: "),
+        ("job: t.yaml\ngrid: {}", "this sweep has no members"),
+        ("job: t.yaml\ngrid: {seed: []}", r":2:14: expected a value, .* got none"),
+        ("job: t.yaml\ngrid: {seed: 4..0}", r":2:14: expected a range from the smaller number"),
+        ("job: t.yaml\nmembers: {seed: 1}", r":2:10: members: expected a list of mappings, got a mapping"),
+        ("job: t.yaml\ngird: {seed: 1}", "unknown key 'gird'; did you mean 'grid'?"),
+        ("job: t.yaml\ngrid: {seed: 0..999, args.a: 0..999}", "at most 10000 members, got 1000000"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(tmp_path: Path, text: str, mistake: str) -> None:
+    with pytest.raises(JobDefinitionError, match=mistake):
+        read_definition(written(tmp_path, text))
+
+
+def test_options_give_the_same_members() -> None:
+    members = named(of_options(["lr=1e-3,1e-4", "seed=0..1"]))
+    assert list(members) == ["lr=1e-3,seed=0", "lr=1e-3,seed=1", "lr=1e-4,seed=0", "lr=1e-4,seed=1"]
+    assert list(named(of_options(["betas=['0.9,0.95']"]))) == ["betas=0.9,0.95"]
+    with pytest.raises(UsageError, match="--sweep lr: expected KEY=VALUE,VALUE or KEY=0..4"):
+        of_options(["lr"])
+    with pytest.raises(UsageError, match="lr is given twice"):
+        of_options(["lr=1", "lr=2"])
+
+
+def test_python_values_stay_what_they_are() -> None:
+    grid: dict[str, list[Any]] = {"lr": [1e-3], "sizes": [(64, 64), (8,)]}
+    assert of_python(grid) == [
+        {"lr": 1e-3, "sizes": (64, 64)},
+        {"lr": 1e-3, "sizes": (8,)},
+    ]
+    assert of_python([{"lr": 1}, {"lr": 2}]) == [{"lr": 1}, {"lr": 2}]
+    with pytest.raises(UsageError, match="this sweep has no members"):
+        of_python({})
+
+
+def test_names_are_safe_bounded_and_different() -> None:
+    """A name that had to be changed ends in a hash of the values."""
+    assert member_name({"data": "a/b"}) != member_name({"data": "a b"})
+    for value in ("a/b c", "$(rm)", "%j\\", "é", "x" * 500, "../..", ""):
+        name = member_name({"data": value})
+        assert re.fullmatch(r"[A-Za-z0-9_.+=,-]+", name) and len(name) <= LONGEST_NAME
+        assert name == "data=" or re.search("-[0-9a-f]{8}$", name) or value in name
+
+
+def test_keys_that_end_alike_are_named_in_full() -> None:
+    (name,) = named(of_options(["args.seed=1", "seed=2"]))
+    assert name == "args.seed=1,seed=2"
+
+
+def test_values_go_to_the_script_or_into_the_job() -> None:
+    """As arguments after those of the job; true is the option alone, false and null are none."""
+    (job,) = jobs_of(
+        BASE, of_options(["lr=1e-3", "seed=7", "checkpoint.keep=2", "args.n=4", "shift=-1", "model=vit", "amp=true"])
+    )
+    assert job.args == ("--epochs", "3", "--lr", "1e-3", "-n", "4", "--shift=-1", "--model", "vit", "--amp")
+    assert (job.seed, job.checkpoint.keep.last) == (7, 2)
+    assert [job.args[2:] for job in jobs_of(BASE, of_options(["amp=true,false"]))] == [("--amp",), ()]
+
+
+@pytest.mark.parametrize(
+    ("option", "mistake"),
+    [
+        (
+            "sead=1",
+            r"--sweep sead=1: sead is no key of a job definition: did you mean seed\? \(for --sead, args.sead\)",
+        ),
+        ("gpus=1,2", "gpus is no key of a job definition: use the key gpus_per_node"),
+        ("seed=-1", "--sweep seed=-1: seed: expected a whole number of at least 0"),
+        ("checkpoint.kep=1", "unknown key 'checkpoint.kep'"),
+        ("args=1", "args: expected args.NAME"),
+        ("env.HF_TOKEN=a,b", "env.HF_TOKEN: a secret cannot be swept"),
+        ("lr=[[1,2]]", "lr: expected a single value"),
+        ("l r=1", "l r: expected a key of the job definition or the name of an argument"),
+    ],
+)
+def test_a_wrong_key_or_value_is_refused(option: str, mistake: str) -> None:
+    with pytest.raises(JobDefinitionError, match=mistake):
+        jobs_of(BASE, of_options([option]))
+
+
+def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    """With secrets masked."""
+    folder = SweepFolder(tmp_path)
+    job = Job(name="train", script="/t.py", env={"HF_TOKEN": "secret-value", "A": "null"}, setup=("a: b", "'"))
+    members = {"lr=1e-3": {"args.lr": "1e-3"}, "lr=no": {"args.lr": "no"}}
+    folder.write(Record(job, members, {"lr=1": {"args.lr": "1"}}))
+    found = read_record(tmp_path)
+    assert found is not None and "secret-value" not in folder.record_file.read_text()
+    assert (found.members, found.left) == (members, {"lr=1": {"args.lr": "1"}})
+    assert found.job == Job(name="train", script="/t.py", env={"HF_TOKEN": "***", "A": "null"}, setup=("a: b", "'"))
+
+
+def test_the_default_folder_depends_on_the_keys_alone() -> None:
+    """So that the same command finds it again, and more values extend it."""
+    assert default_name(BASE, ["args.lr", "seed"]) == "train-by-args.lr-seed"

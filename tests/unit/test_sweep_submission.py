@@ -1,0 +1,308 @@
+"""What a sweep's command submits: the first time, again, with more values, after a crash, at a limit, beside another.
+
+Slurm is a fake that answers in the formats of its commands; on a cluster, sweeps are tested in slurm/test_sweeps.py.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clusterddp.cli.command_line import command
+from clusterddp.cli.sweeps import arrays
+from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
+from clusterddp.rundir.files import write_json
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.lease import holders
+from clusterddp.sweeps.folder import read_record
+
+
+class Slurm:
+    """What sbatch has accepted: the script of each array, and the state of each task."""
+
+    def __init__(self) -> None:
+        self.max_array, self.max_submit = 1001, 1000
+        self.scripts: dict[str, Path] = {}
+        self.texts: dict[str, str] = {}
+        self.tasks: dict[str, str] = {}
+        self.refusals = 0
+        self.away = False
+        self.on_sbatch: Callable[[], object] = lambda: None
+
+    def run(self, *words: str, timeout_s: float | None = None) -> str:
+        if self.away:
+            raise SlurmUnavailable("`squeue` failed: Unable to contact slurm controller")
+        answers = {"sbatch": self.sbatch, "squeue": self.squeue, "scontrol": self.scontrol, "sinfo": self.sinfo}
+        return answers[words[0]](*words[1:])
+
+    def sbatch(self, *words: str) -> str:
+        self.on_sbatch()
+        script = Path(words[-1])
+        size = int(re.findall(r"--array=0-(\d+)", script.read_text())[0]) + 1
+        if size > self.max_array:
+            raise SlurmError("`sbatch` failed: Batch job submission failed: Invalid job array specification")
+        if sum(state == "PENDING" for state in self.tasks.values()) + size > self.max_submit:
+            self.refusals += 1
+            raise SlurmError("`sbatch` failed: AssocMaxSubmitJobLimit; Job violates accounting/QOS policy")
+        job = str(41 + len(self.scripts))
+        self.scripts[job], self.texts[job] = script, script.read_text()
+        self.tasks |= {f"{job}_{task}": "PENDING" for task in range(size)}
+        return f"{job}\n"
+
+    def squeue(self, *words: str) -> str:
+        if any("%o" in word for word in words):
+            return "".join(f"{job}|{script}\n" for job, script in self.scripts.items())
+        return "".join(f"{task}|{state}||N/A|1:00|low|None\n" for task, state in self.tasks.items())
+
+    def scontrol(self, *words: str) -> str:
+        if words[:2] == ("show", "config"):
+            return f"KillWait                = 30 sec\nMaxArraySize            = {self.max_array}\n"
+        if words[:2] == ("show", "partition"):
+            return "PartitionName=low PreemptMode=REQUEUE GraceTime=20"
+        task = words[-1]
+        array, index = task.split("_")
+        return f"JobId=1 ArrayJobId={array} ArrayTaskId={index} UserId=u(1) JobState={self.tasks[task]} Command=x"
+
+    def sinfo(self, *words: str) -> str:
+        return "low*\n" if words[-1] == "%P" else "low|low*|n1|8|1000|(null)\n"
+
+    def end(self, state: str = "COMPLETED") -> None:
+        self.tasks = dict.fromkeys(self.tasks, state)
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Slurm:
+    fake = Slurm()
+    monkeypatch.setattr("clusterddp.slurm.commands.run", fake.run)
+    monkeypatch.setattr("clusterddp.slurm.commands.require", lambda *_: None)
+    monkeypatch.setattr("clusterddp.slurm.commands.patiently", lambda ask, *_: ask())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "train.py").write_text("")
+    return fake
+
+
+def sweep(*options: str) -> int:
+    return command(["submit", "train.py", "--device", "cpu", "--run-dir", "s", "--sweep", *options])
+
+
+def member(seed: int) -> RunDirectory:
+    return RunDirectory(f"s/seed={seed}")
+
+
+def end(run: RunDirectory, state: str) -> None:
+    """What a member's supervisor leaves."""
+    run.create_attempt()
+    write_json(run.outcome_file, {"state": state, "step": 3, "reason": "said the test"})
+
+
+def submitted(slurm: Slurm) -> list[list[str]]:
+    """The members of each array, by their tasks."""
+    return [[(path.parent / str(task)).readlink().name for task in range(len(list(path.parent.glob("[0-9]*"))))]
+            for path in slurm.scripts.values()]  # fmt: skip
+
+
+def test_a_sweep_is_an_array_whose_tasks_are_runs(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with its job definition, a batch script of its own to continue with, and the lease of its task."""
+    assert sweep("seed=0..2", "--max-running", "2") == 0
+    assert capsys.readouterr().out == "41\n"
+    assert submitted(slurm) == [["seed=0", "seed=1", "seed=2"]]
+    text = slurm.texts["41"]
+    assert "#SBATCH --array=0-2%2\n" in text
+    assert f"#SBATCH --output={Path.cwd()}/s/arrays/0/%a/logs/job-%A_%a.log\n" in text
+    assert 's/"${run##*/}"' in text
+    for seed in range(3):
+        assert [entry["job"] for entry in holders(member(seed))] == [f"41_{seed}"]
+        assert f"seed: {seed}\n" in member(seed).job_file.read_text()
+        assert member(seed).batch_script.read_text().rstrip().endswith(f"seed={seed}")
+        assert "--array" not in member(seed).batch_script.read_text()
+
+
+def test_nothing_is_submitted_twice(slurm: Slurm) -> None:
+    """While members are queued, and when they have completed."""
+    sweep("seed=0..2")
+    assert sweep("seed=0..2") == 0
+    for seed in range(3):
+        end(member(seed), "completed")
+    slurm.end()
+    assert sweep("seed=0..2") == 0
+    assert len(slurm.scripts) == 1
+
+
+def test_more_values_extend_it_and_removed_ones_are_left_as_they_are(
+    slurm: Slurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep("seed=0..2")
+    capsys.readouterr()
+    assert sweep("seed=1..4") == 0
+    assert submitted(slurm)[1:] == [["seed=3", "seed=4"]]
+    assert "no longer in the sweep, and left as they are: seed=0\n" in capsys.readouterr().err
+    record = read_record(Path("s"))
+    assert record is not None and list(record.left) == ["seed=0"]
+    assert slurm.tasks["41_0"] == "PENDING"
+    sweep("seed=0..4")
+    record = read_record(Path("s"))
+    assert len(slurm.scripts) == 2 and record is not None and not record.left
+
+
+def test_only_what_nothing_trains_is_submitted_again(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """A member whose task was cancelled in the queue, and one that stopped; what failed or was cancelled on request."""
+    sweep("seed=0..4")
+    slurm.end("CANCELLED")
+    end(member(0), "completed")
+    end(member(1), "failed")
+    end(member(2), "cancelled")
+    member(2).mark_cancelled()
+    member(3).create_attempt()
+    assert sweep("seed=0..4") == 0
+    assert submitted(slurm)[1:] == [["seed=3", "seed=4"]]
+    said = capsys.readouterr().err
+    assert "failed, submitted again with --retry failed: seed=1" in said
+    assert "cancelled, submitted again with --retry cancelled: seed=2" in said
+    assert sweep("seed=0..4", "--retry", "failed", "--retry", "cancelled") == 0
+    assert submitted(slurm)[2:] == [["seed=1", "seed=2"]]
+    assert member(1).outcome() is None and not member(2).cancelled
+
+
+def test_a_member_whose_job_is_just_ending_is_not_retried_yet(slurm: Slurm) -> None:
+    """Two jobs must not train one run."""
+    sweep("seed=0..1")
+    end(member(0), "failed")
+    slurm.tasks["41_0"] = "COMPLETING"
+    sweep("seed=0..1", "--retry", "failed")
+    assert len(slurm.scripts) == 1
+
+
+def test_arrays_are_split_evenly_above_the_largest_size(slurm: Slurm) -> None:
+    """All together may run as many as one would."""
+    slurm.max_array = 10
+    sweep("seed=0..23", "--max-running", "7")
+    assert [len(names) for names in submitted(slurm)] == [8, 8, 8]
+    assert sum(int(re.findall(r"--array=0-7%(\d+)", text)[0]) for text in slurm.texts.values()) == 7
+
+
+def test_members_that_request_other_resources_are_in_another_array(slurm: Slurm) -> None:
+    sweep("seed=0..1", "--sweep", "gpus_per_node=1,2")
+    assert submitted(slurm) == [
+        ["seed=0,gpus_per_node=1", "seed=1,gpus_per_node=1"],
+        ["seed=0,gpus_per_node=2", "seed=1,gpus_per_node=2"],
+    ]
+    assert "--ntasks-per-node=2" in slurm.texts["42"]
+
+
+def test_at_the_submit_limit_as_many_as_possible_are_submitted(
+    slurm: Slurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command says how many, and submits the rest when it is called again."""
+    slurm.max_submit = 11
+    assert sweep("seed=0..23") == 75
+    assert sum(map(len, submitted(slurm))) == 11 and slurm.refusals <= 6
+    assert "13 members not submitted: `sbatch` failed: AssocMaxSubmitJobLimit" in capsys.readouterr().err
+    assert not member(11).path.exists()
+    slurm.max_submit = 100
+    assert sweep("seed=0..23") == 0
+    assert sorted(name for names in submitted(slurm) for name in names) == sorted(f"seed={n}" for n in range(24))
+
+
+def test_a_refused_submission_leaves_everything_as_it_was(slurm: Slurm) -> None:
+    sweep("seed=0..1")
+    slurm.end()
+    end(member(0), "failed")
+    slurm.max_submit = 0
+    with pytest.raises(SlurmError, match="AssocMaxSubmitJobLimit"):
+        sweep("seed=0..3", "--retry", "failed")
+    assert member(0).outcome() is not None and member(1).exists() and not member(2).path.exists()
+    assert [path.name for path in Path("s/arrays").iterdir()] == ["0"]
+
+
+def test_a_changed_definition_is_refused_unless_asked_for(slurm: Slurm) -> None:
+    sweep("seed=0..1")
+    with pytest.raises(RunDirectoryError, match="time: none recorded, 0-00:10:00 given.*--change"):
+        sweep("seed=0..2", "--time", "10")
+    assert len(slurm.scripts) == 1
+    assert sweep("seed=0..2", "--time", "10", "--change") == 0
+    assert submitted(slurm)[1:] == [["seed=2"]] and "--time=0-00:10:00" in slurm.texts["42"]
+
+
+def test_an_array_that_was_submitted_but_not_recorded_is_found(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command was killed between sbatch's answer and the record of it."""
+    with monkeypatch.context() as patched:
+        patched.setattr(arrays, "_record", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            sweep("seed=0..2")
+    assert holders(member(1)) == []
+    assert sweep("seed=0..3") == 0
+    assert [entry["job"] for entry in holders(member(1))] == ["41_1"]
+    assert submitted(slurm) == [["seed=0", "seed=1", "seed=2"], ["seed=3"]]
+
+
+def test_an_array_that_was_not_submitted_is_made_again(slurm: Slurm) -> None:
+    """The command was killed before sbatch."""
+
+    def killed() -> None:
+        raise KeyboardInterrupt
+
+    slurm.on_sbatch = killed
+    with pytest.raises(KeyboardInterrupt):
+        sweep("seed=0..2")
+    slurm.on_sbatch = lambda: None
+    assert sweep("seed=0..2") == 0
+    assert submitted(slurm) == [["seed=0", "seed=1", "seed=2"]]
+
+
+def test_without_an_answer_nothing_is_undone_and_nothing_submitted(slurm: Slurm) -> None:
+    """Slurm may have the array; it must find the members, and no other array may be submitted before it answers."""
+
+    def lost() -> None:
+        slurm.away = True
+        raise SlurmUnavailable("`sbatch` failed: Socket timed out on send/recv operation")
+
+    slurm.on_sbatch = lost
+    with pytest.raises(RunDirectoryError, match="may or may not have accepted .*run the same command again"):
+        sweep("seed=0..2")
+    assert member(0).exists()
+    with pytest.raises(SlurmUnavailable):
+        sweep("seed=0..2")
+    slurm.away, slurm.on_sbatch = False, lambda: None
+    slurm.scripts["40"] = Path("s/arrays/0/array.sbatch").absolute()  # it had
+    slurm.tasks = {f"40_{task}": "PENDING" for task in range(3)}
+    sweep("seed=0..2")
+    assert [entry["job"] for entry in holders(member(2))] == ["40_2"] and list(slurm.scripts) == ["40"]
+
+
+def test_of_two_commands_at_once_one_submits(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other one waits for it."""
+    inside = threading.Event()
+    codes: list[int] = []
+
+    def meanwhile() -> None:
+        slurm.on_sbatch = lambda: None
+        other.start()
+        inside.wait(1)
+
+    other = threading.Thread(target=lambda: codes.append(sweep("seed=0..4")))
+    slurm.on_sbatch = meanwhile
+    assert sweep("seed=0..4") == 0
+    other.join()
+    assert codes == [0] and len(slurm.scripts) == 1
+    assert "waiting for another command that submits" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_all_and_writes_nothing(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep("seed=0..2", "--sweep", "lr=1e-3", "--dry-run") == 0
+    shown = capsys.readouterr()
+    assert "#SBATCH --array=0-2\n" in shown.out
+    assert "lr: given to the script as --lr\n" in shown.err and "      new  seed=2,lr=1e-3\n" in shown.err
+    assert not Path("s").exists() and not slurm.scripts
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "notes.txt"])
+def test_a_folder_with_something_else_is_refused(slurm: Slurm, tmp_path: Path, name: str) -> None:
+    (tmp_path / "s").mkdir(0o700)
+    (tmp_path / "s" / name).write_text("")
+    with pytest.raises(RunDirectoryError, match="choose another --run-dir"):
+        sweep("seed=0..2")
