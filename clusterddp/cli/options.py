@@ -108,10 +108,6 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other sbatch option; repeatable"
     )
-    job.add_argument(
-        "--no-snapshot", action="store_true",
-        help="run the code that is in the checkout when an attempt starts, instead of a snapshot of it",
-    )  # fmt: skip
 
 
 def add_sweep_arguments(group: argparse._ArgumentGroup) -> None:

@@ -26,8 +26,8 @@ _SMALLEST = ("loss", "error", "err", "perplexity", "ppl", "nll", "mse", "mae", "
 
 @dataclass(frozen=True)
 class Comparison:
-    """``values``: those of each member, by short key and run directory. ``steps``: how many steps the metrics are
-    compared after; None: each member's newest, because none is under way."""
+    """``values``: those of the members, by key (``lr=``, unlike a metric) and run directory. ``steps``: after how many
+    steps the metrics are compared; None: each member's newest, because none is under way."""
 
     values: Mapping[str, Mapping[Path, str]]
     steps: int | None
@@ -78,10 +78,9 @@ def metrics_after(run: RunDirectory, steps: int, names: Collection[str]) -> dict
 
 def _by_key(record: Record, runs: Sequence[RunDirectory]) -> dict[str, dict[Path, str]]:
     known = {**record.left, **record.members}
-    short = short_keys(keys_of(known.values()))
     return {
-        name: {run.path: known[run.path.name][key] for run in runs if key in known.get(run.path.name, {})}
-        for key, name in short.items()
+        f"{name}=": {run.path: known[run.path.name][key] for run in runs if key in known.get(run.path.name, {})}
+        for key, name in short_keys(keys_of(known.values())).items()
     }
 
 

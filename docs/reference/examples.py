@@ -72,6 +72,7 @@ EXAMPLES = {
     "config schema": "clusterddp config schema",
     "bench": "clusterddp bench collectives -p gpu --nodes 2 --gpus 8",
     "list": "clusterddp list --show loss --state running,pending",
+    "sweep": "clusterddp sweep lr.yaml --max-running 4 -p gpu",
     "status": "clusterddp status runs/train-0",
     "logs": (
         "clusterddp logs runs/train-0 -f --rank 3\nclusterddp logs runs/train-0 --rank 0,4-7 --attempt all --grep Error"

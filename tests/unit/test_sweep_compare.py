@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from clusterddp.cli.command_line import command
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.files import append_line
+from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
@@ -72,7 +74,9 @@ def test_the_values_of_each_key_are_found_by_member(members: list[tuple[Summary,
     compared = compare(members, [])
     assert compared is not None
     by_name = {key: {path.name: value for path, value in values.items()} for key, values in compared.values.items()}
-    assert by_name["lr"] == {name: name[3] for name in STEPS} and by_name["seed"] == {name: name[-1] for name in STEPS}
+    assert by_name["lr="] == {name: name[3] for name in STEPS} and by_name["seed="] == {
+        name: name[-1] for name in STEPS
+    }
 
 
 def test_runs_that_are_not_of_one_sweep_are_not_compared(
@@ -111,3 +115,30 @@ def test_the_best_member_is_named_at_equal_steps(members: list[tuple[Summary, Ru
 )
 def test_of_a_loss_the_smallest_value_is_best(text: str, smallest: bool) -> None:
     assert metric_of(text)[1] is smallest
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[list[str]], str]:
+    """The words of each line that ``clusterddp list`` prints, and what it says beside them."""
+    assert command(["list", *words]) == 0
+    shown = capsys.readouterr()
+    return [line.split() for line in shown.out.splitlines()], shown.err
+
+
+def test_list_shows_the_keys_of_a_sweep_and_names_the_best_member(
+    members: list[tuple[Summary, RunState]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a column per key, by which it sorts as numbers; and the command that exports the model."""
+    for summary, _ in members:
+        summary.run.job_file.write_text("")
+        write_json(summary.run.outcome_file, {"state": "completed", "step": summary.step, "reason": "done"})
+    lines, said = listed(capsys, str(tmp_path), "--sort", "lr", "--reverse", "--best", "accuracy")
+    assert lines[0][:4] == ["RUN", "STATE", "LR=", "SEED="] and "ACCURACY" in lines[0]
+    assert [line[2] for line in lines[1:5]] == ["2", "2", "1", "1"]
+    assert lines[5:] == [
+        ["largest", "accuracy:", "27,", "lr=1,seed=0"],
+        ["export", "it", "with:", "clusterddp", "export", str(tmp_path / "lr=1,seed=0"), "model.safetensors"],
+    ]
+    assert said == "metrics: each member's newest\n"
+    assert command(["list", str(tmp_path), "--best", "loss", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["run"] == str(tmp_path / "lr=1,seed=0")

@@ -6,7 +6,8 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 from clusterddp.cli.runs import live
@@ -14,9 +15,10 @@ from clusterddp.cli.runs.report import report, values
 from clusterddp.cli.runs.table import Column, Row, columns, heading, ordered, table
 from clusterddp.errors import UsageError
 from clusterddp.reporter import show
-from clusterddp.rundir.find import find_runs
+from clusterddp.rundir.find import as_typed, find_runs
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm.run_states import WORDS, run_states
+from clusterddp.sweeps.compare import best, compare, metric_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sort", metavar="NAME", help="sort by a column or metric, lowest first; default: newest runs first"
     )
     parser.add_argument("--reverse", action="store_true", help="the other way round")
+    parser.add_argument(
+        "--best", metavar="METRIC", help="name the run with the best value, such as accuracy, loss or 'score min'"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, one object per run (run.schema.json)")
     form.add_argument("--csv", action="store_true", help="print comma-separated values")
@@ -42,33 +47,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, _: object) -> int:
     """Carries out ``list``."""
     if arguments.watch:
-        return live.watch(lambda: "\n".join(_lines(*_chosen(arguments)[:2])))
-    rows, shown, metrics = _chosen(arguments)
-    if arguments.json:
-        print(json.dumps([report(row.summary, row.state) for row in rows], indent=1))
-    elif arguments.csv:
-        _print_csv(rows, metrics)
-    elif rows:
-        print("\n".join(_lines(rows, shown)))
+        return live.watch(lambda: "\n".join(_lines(_chosen(arguments), arguments.best)))
+    found = _chosen(arguments)
+    if arguments.json or arguments.csv:
+        chosen = [_best_row(found, arguments.best)] if arguments.best else found.rows
+        if arguments.json:
+            print(json.dumps([report(row.summary, row.state) for row in chosen], indent=1))
+        else:
+            _print_csv(chosen, found.metrics)
+    elif found.rows:
+        print("\n".join(_lines(found, arguments.best)))
+        if found.steps and not sys.stdout.isatty():
+            show(found.steps)
     else:
         show("no runs" if not arguments.state else f"no runs that are {arguments.state}")
     return 0
 
 
-def _chosen(arguments: argparse.Namespace) -> tuple[list[Row], dict[str, Column], list[str]]:
-    """The rows in their order, the columns, and the metrics among these."""
-    states, metrics = _states(arguments.state), _names(arguments.show)
-    by = arguments.sort
-    if by and by not in columns(metrics):
-        metrics.append(by)
-    shown = columns(metrics)
-    summaries = [summarize(run, metrics) for run in find_runs(arguments.run)]
-    rows = [Row(*pair) for pair in zip(summaries, run_states(summaries), strict=True)]
+@dataclass(frozen=True)
+class _Found:
+    """The rows in their order, the columns, and the metrics among these; of a sweep, at which steps they are."""
+
+    rows: list[Row]
+    shown: dict[str, Column]
+    metrics: list[str]
+    steps: str | None
+
+
+def _chosen(arguments: argparse.Namespace) -> _Found:
+    states, by = _states(arguments.state), arguments.sort
+    metrics = _names(f"{arguments.show},{metric_of(arguments.best)[0] if arguments.best else ''}")
+    wanted = [*metrics, by] if by and by not in columns(metrics) else metrics
+    summaries = [summarize(run, wanted) for run in find_runs(arguments.run)]
+    pairs = list(zip(summaries, run_states(summaries), strict=True))
+    sweep = compare(pairs, wanted)
+    if sweep and by not in metrics and f"{by}=" in sweep.values:
+        by = f"{by}="
+    else:
+        metrics = wanted
+    shown = columns(metrics, sweep.values if sweep else {})
+    rows = [Row(*pair) for pair in (sweep.members if sweep else pairs)]
     if summaries and by in metrics and not any(by in row.summary.metrics for row in rows):
         known = sorted({name for row in rows for name in values(row.summary)})
         raise UsageError(f"--sort {by}: no such column or metric; available: {', '.join([*columns([]), *known])}")
     rows = [row for row in rows if not states or row.state.word in states]
-    return ordered(rows, shown[by] if by else None, arguments.reverse), shown, metrics
+    rows = ordered(rows, shown[by] if by else None, arguments.reverse)
+    return _Found(rows, shown, metrics, sweep.sentence if sweep and metrics else None)
+
+
+def _best_row(found: _Found, metric: str) -> Row:
+    run = best([(row.summary, row.state) for row in found.rows], metric).run
+    return next(row for row in found.rows if row.summary.run is run)
 
 
 def _names(text: str) -> list[str]:
@@ -85,9 +114,14 @@ def _states(text: str) -> list[str]:
     return names
 
 
-def _lines(rows: Sequence[Row], shown: Mapping[str, Column]) -> list[str]:
-    lines = table(rows, shown, live.terminal_width(), live.colour())
-    return [*lines, "", heading(rows)] if sys.stdout.isatty() else lines
+def _lines(found: _Found, metric: str | None) -> list[str]:
+    lines = table(found.rows, found.shown, live.terminal_width(), live.colour())
+    if sys.stdout.isatty():
+        lines += ["", heading(found.rows), *([found.steps] if found.steps else [])]
+    if metric and found.rows:
+        winner = best([(row.summary, row.state) for row in found.rows], metric)
+        lines += [winner.sentence, f"export it with: clusterddp export {as_typed(winner.run.path)} model.safetensors"]
+    return lines
 
 
 def _print_csv(rows: Sequence[Row], metrics: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.cli.runs.report import left_s, speed, values
+from clusterddp.jobdef.yaml12 import scalar
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
@@ -33,12 +34,17 @@ class Column:
     right: bool = False
 
 
-def columns(metrics: Sequence[str]) -> dict[str, Column]:
-    """The columns, in their order; ``metrics`` are shown behind the time left."""
+def columns(metrics: Sequence[str], keys: Mapping[str, Mapping[Path, str]] | None = None) -> dict[str, Column]:
+    """The columns, in their order; ``metrics`` are shown behind the time left.
+
+    ``keys``: those of a sweep, with the values of its members by run directory; shown behind the state.
+    """
     here = str(Path.cwd())
+    own = {name: _key(values) for name, values in (keys or {}).items()}
     return {
         "run": Column(lambda row: _path(row, here), lambda row: _path(row, here)),
         "state": Column(lambda row: row.state.word, lambda row: row.state.word),
+        **own,
         "step": Column(lambda row: row.summary.step, _step, right=True),
         "speed": Column(_speed, lambda row: speed(row.summary.seconds_per_step), right=True),
         "left": Column(_left, lambda row: "" if (left := _left(row)) is None else duration(left), right=True),
@@ -127,6 +133,17 @@ def _metric(name: str) -> Column:
         return "" if found is None else f"{found:.4g}" if isinstance(found, float) else str(found)
 
     return Column(value, text, right=True)
+
+
+def _key(values: Mapping[Path, str]) -> Column:
+    """A key of a sweep; numbers are sorted as such."""
+
+    def value(row: Row) -> Any:
+        text = values.get(row.summary.run.path)
+        number = scalar(text) if text is not None else None
+        return number if isinstance(number, (int, float)) else text
+
+    return Column(value, lambda row: values.get(row.summary.run.path, ""), right=True)
 
 
 def _ends(row: Row) -> str:
