@@ -213,7 +213,7 @@ def _bound(job: Job) -> int:
 
 def _check_size(checkout: Checkout, most: int) -> None:
     """UsageError, with the largest files or folders, if a snapshot would take more than ``most`` bytes."""
-    sizes = {name: max(BLOCK, (checkout.root / name).lstat().st_size) for name in checkout.copied}
+    sizes = {name: max(BLOCK, _size(checkout.root / name)) for name in checkout.copied}
     total = sum(sizes.values()) + BLOCK * len(checkout.linked)
     if total <= most:
         return
@@ -223,6 +223,12 @@ def _check_size(checkout: Checkout, most: int) -> None:
         f"in the checkout), allow more with --set snapshot={total // 10**6 + 1}M, or use --no-snapshot: each attempt "
         "then runs the code that is in the checkout when it starts"
     )
+
+
+def _size(path: Path) -> int:
+    with suppress(FileNotFoundError):  # an editor's temporary file; the copy would fail
+        return path.lstat().st_size
+    return 0
 
 
 def _largest(sizes: dict[str, int]) -> list[str]:

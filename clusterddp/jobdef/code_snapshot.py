@@ -119,7 +119,7 @@ def share(run: RunDirectory, owner: RunDirectory) -> None:
 
 
 def unused(run: RunDirectory) -> list[Path]:
-    """The folders of earlier submissions' snapshots, without those into which the script wrote files."""
+    """The folders of earlier submissions' snapshots, which `prune` deletes; not those into which the script wrote."""
     used = current(run)
     folders = sorted(run.code.iterdir()) if run.code.is_dir() else []
     old = [path for path in folders if _is_folder(path) and (used is None or path.name != used.snapshot)]
@@ -135,10 +135,16 @@ def _is_folder(path: Path) -> bool:
 
 def _take(run: RunDirectory, checkout: Checkout) -> Snapshot:
     create_folder(run.code, exist_ok=True)
-    name = _digest(checkout.root, checkout.copied)
-    if not (run.code / name).is_dir():
-        name = _copy(checkout, run.code)
-    _link(checkout, run.code / name)
+    try:
+        name = _digest(checkout.root, checkout.copied)
+        if not (run.code / name).is_dir():
+            name = _copy(checkout, run.code)
+        _link(checkout, run.code / name)
+    except OSError as error:  # a full disk, a file that only its owner can read, or one that is gone by now
+        raise RunDirectoryError(
+            f"cannot copy {error.filename or checkout.root} for the snapshot of the code ({error.strerror}); "
+            "--no-snapshot uses the code in the checkout"
+        ) from error
     return Snapshot(name, str(checkout.root), checkout.commit, checkout.changes, checkout.changed)
 
 
@@ -157,12 +163,6 @@ def _copy(checkout: Checkout, code: Path) -> str:
             fsync_file_system(temporary)  # a file at a time would take seconds
             temporary.rename(code / digest)
             fsync_directory(code)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise RunDirectoryError(
-            f"cannot copy {error.filename or checkout.root} for the snapshot of the code ({error.strerror}); "
-            "--no-snapshot uses the code in the checkout"
-        ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from clusterddp import protocol
+from clusterddp.cli.command_line import command
 from clusterddp.cli.recording import recorded
 from clusterddp.cli.submission import with_code
 from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
@@ -151,6 +152,24 @@ def test_another_submission_takes_the_present_code_and_names_what_changed(reposi
     assert unused(run) == []
 
 
+def test_prune_deletes_the_code_that_a_run_does_not_use_any_more(
+    repository: Path, run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With nothing behind its links."""
+    run.job_file.write_text(job().to_yaml())
+    run.outcome_file.write_text('{"state": "completed", "step": 1, "reason": ""}')
+    write(repository, {"data/images": "big"})
+    submit(run)
+    old = folder_of(run)
+    write(repository, {"src/net.py": "WIDTH = 2"})
+    submit(run)
+    assert command(["prune", str(run)]) == 0
+    said = capsys.readouterr()
+    assert f"code/{old.name}/" in said.out and "deletes 1 unused snapshot of the code of 1 run" in said.err
+    assert command(["prune", str(run), "--yes"]) == 0
+    assert not old.exists() and folder_of(run).exists() and (repository / "data/images").exists()
+
+
 def test_a_submission_without_a_snapshot_returns_the_run_to_its_checkout(repository: Path, run: RunDirectory) -> None:
     """And says so, once."""
     submit(run)
@@ -170,6 +189,16 @@ def test_a_refused_submission_leaves_the_run_with_its_earlier_code(repository: P
         assert current(run) != before
         raise SlurmError("refused")
     assert current(run) == before
+
+
+def test_a_file_that_is_gone_or_closed_by_now_is_an_error_that_names_it(repository: Path, run: RunDirectory) -> None:
+    """Such as an editor's temporary file; nothing is left of the copy."""
+    write(repository, {"4913": ""})
+    found = checkout_of(job(), [])
+    (repository / "4913").unlink()
+    with pytest.raises(RunDirectoryError, match=r"cannot copy \S+/4913 for the snapshot of the code \(No such file"):
+        renew(run, found)
+    assert (list(run.code.iterdir()), current(run)) == ([], None)
 
 
 def test_submodules_and_repositories_inside_belong_to_it(repository: Path, run: RunDirectory, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``clusterddp prune``: deletes old checkpoints and logs of runs that are over; without a yes it only says which."""
+"""``clusterddp prune``: deletes old checkpoints, code and logs of runs that are over; without a yes only says which."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, incomplete
 from clusterddp.cli.runs.confirmation import agreed, can_ask
 from clusterddp.errors import FAILED, CheckpointError, ClusterddpError, RunDirectoryError
+from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import counted, say, show
 from clusterddp.rundir.deletion import delete_folder, old_logs, size_of
@@ -45,7 +46,9 @@ class Plan:
 
     run: RunDirectory
     files: dict[Path, int]
-    folders: dict[Path, int]
+    logs: dict[Path, int]
+    code: dict[Path, int]
+    """Snapshots of the code that the newest submission does not use."""
     kept: list[Checkpoint]
     """The checkpoints that stay, newest first."""
 
@@ -53,6 +56,11 @@ class Plan:
     def size(self) -> int:
         """How many bytes are freed."""
         return sum((*self.files.values(), *self.folders.values()))
+
+    @property
+    def folders(self) -> dict[Path, int]:
+        """The folders to delete, of logs and of code."""
+        return {**self.logs, **self.code}
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
@@ -91,6 +99,7 @@ def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool) -> Plan:
         run,
         {path: path.lstat().st_size for path in paths if _own(path)},
         {folder: size_of(folder) for folder in folders if _own(folder)},
+        {folder: size_of(folder) for folder in code_snapshot.unused(run) if _own(folder)},
         [checkpoint for checkpoint in checkpoints.candidates() if checkpoint not in old],
     )
 
@@ -150,10 +159,12 @@ def size_text(count: int) -> str:
 
 def _wanted(plans: Sequence[Plan], yes: bool) -> bool:
     """Whether to delete: by ``--yes``, or by an answer on the terminal."""
-    files, folders = sum(len(plan.files) for plan in plans), sum(len(plan.folders) for plan in plans)
+    files, logs, code = (sum(len(getattr(plan, name)) for plan in plans) for name in ("files", "logs", "code"))
     parts = [counted(files, "checkpoint file")] if files else []
-    parts += [f"the logs of {counted(folders, 'attempt')}"] if folders else []
-    what = f"{' and '.join(parts)} of {counted(len(plans), 'run')}, {size_text(sum(plan.size for plan in plans))}"
+    parts += [f"the logs of {counted(logs, 'attempt')}"] if logs else []
+    parts += [counted(code, "unused snapshot of the code", "unused snapshots of the code")] if code else []
+    listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    what = f"{listed} of {counted(len(plans), 'run')}, {size_text(sum(plan.size for plan in plans))}"
     if yes:
         return True
     if can_ask():
