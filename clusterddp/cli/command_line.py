@@ -29,7 +29,7 @@ COMMANDS = {
     "export": "write a checkpoint's model to a file",
     "drill": "test with a tiny job what a preemption would do to a run",
     "bench": "check and time collectives on the training nodes",
-    "config": "show and check job definitions and profiles",
+    "config": "show and check job definitions, sweeps and profiles",
 }
 #: Commands whose module is in a package below ``cli``.
 PACKAGES = {
@@ -71,8 +71,8 @@ DESCRIPTIONS = {
     "drill": "Test with a tiny job what a preemption would do to a run in a partition: whether the nodes have Slurm's "
     "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",
     "bench": "Submit a packaged benchmark and show its output. The options are those of submit.",
-    "config": "Show the job that submit would start and where each value comes from, check job definitions and "
-    "profiles, or print the JSON Schema for editors.",
+    "config": "Show the job that submit would start and where each value comes from, check job definitions, sweeps "
+    "and profiles, or print the JSON Schema for editors.",
 }
 
 

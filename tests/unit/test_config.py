@@ -102,7 +102,7 @@ def test_json_has_every_key_with_its_origin(folder: Path, capsys: pytest.Capture
     """Also those that are not set."""
     command([*SHOW, "--json"])
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["version"], shown["cluster"], shown["job"]["env"]["HF_TOKEN"]) == (1, "alps", "***")
+    assert (shown["schema"], shown["cluster"], shown["job"]["env"]["HF_TOKEN"]) == (1, "alps", "***")
     assert shown["profiles"] == [{"owner": "project", "file": str(folder / ".clusterddp" / "config.yaml")}]
     assert shown["job"].keys() == READERS.keys()
     assert (shown["origins"]["qos"], shown["origins"]["checkpoint.every"]) == ("default", "job.yaml:3:21")
@@ -125,7 +125,10 @@ def test_each_file_gets_a_line_and_each_mistake_its_own(folder: Path, capsys: py
     """On stdout; the profiles that apply here do not count."""
     (folder / "wrong.yaml").write_text("nodes: x\nscript: trian.py\n")
     (folder / "profile.yaml").write_text("clusters: {alps: {args: [a]}}\n")
+    (folder / "sweep.yaml").write_text("job: job.yaml\ngrid: {lr: [1, 2], seed: 0..2}\n")
+    (folder / "wrong_sweep.yaml").write_text("job: {script: train.py}\ngrid: {nodes: [1, x]}\n")
     names = ["job.yaml", "wrong.yaml", "profile.yaml", ".clusterddp/config.yaml", "absent.yaml"]
+    names += ["sweep.yaml", "wrong_sweep.yaml"]
     assert command(["config", "validate", *names]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert [line[:34] for line in lines] == [
@@ -135,6 +138,8 @@ def test_each_file_gets_a_line_and_each_mistake_its_own(folder: Path, capsys: py
         "profile.yaml:1:19: unknown key 'ar",
         ".clusterddp/config.yaml: valid pro",
         "cannot read absent.yaml: No such f",
+        "sweep.yaml: valid sweep of 6 membe",
+        "wrong_sweep.yaml:2:19: nodes: expe",
     ]
 
 

@@ -10,8 +10,12 @@ from pathlib import Path
 from clusterddp.cli.options import add_job_arguments
 from clusterddp.cli.settings.resolved import show_job
 from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.jobdef import profiles
 from clusterddp.jobdef.load import file_fields, load
-from clusterddp.jobdef.profiles import SECTIONS, check_profile
+from clusterddp.reporter import counted
+from clusterddp.sweeps import definition
+from clusterddp.sweeps.jobs import jobs_of
+from clusterddp.sweeps.members import named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     resolved.add_argument("--origin", action="store_true", help="add where each value comes from, as a comment")
     resolved.add_argument("--json", action="store_true", help="print values and origins as JSON")
     add_job_arguments(resolved)
-    text = "check job definitions and profiles; print one line for each valid file, and one for each mistake"
+    text = "check job definitions, sweeps and profiles; print a line for each valid file and for each mistake"
     checked = actions.add_parser("validate", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    checked.add_argument("files", nargs="+", metavar="FILE", help="a job definition or a profile")
+    checked.add_argument("files", nargs="+", metavar="FILE", help="a job definition, a sweep or a profile")
     text = "print the JSON Schema of job definitions, for editors"
     actions.add_parser("schema", help=text, description=f"{text[0].upper()}{text[1:]}.")
 
@@ -59,8 +63,13 @@ def validate(files: Sequence[str]) -> int:
 
 def _check(path: Path) -> str:
     """What kind of file it is. Raises what is wrong with it, regardless of the profiles that apply here."""
-    if file_fields(path, []).keys() & {*SECTIONS}:
-        check_profile(path)
+    keys = file_fields(path, []).keys()
+    if keys & {*profiles.SECTIONS}:
+        profiles.check_profile(path)
         return "profile"
+    if keys & {*definition.KEYS}:
+        sweep = definition.read_definition(path)
+        job = load(sweep.job or path, section=None if sweep.job else "job")
+        return f"sweep of {counted(len(jobs_of(job, list(named(sweep.members).values()))), 'member')}"
     load(path)
     return "job definition"

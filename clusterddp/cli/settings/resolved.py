@@ -18,7 +18,7 @@ from clusterddp.reporter import show
 from clusterddp.slurm.commands import submission_cluster
 
 #: The version of the JSON; it grows when a field is renamed or removed.
-VERSION = 1
+SCHEMA = 1
 DEFAULT = "default"
 
 
@@ -35,7 +35,7 @@ def show_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | No
         values = written(visible)
         files = [{"owner": profile.owner, "file": str(profile.path)} for profile in profiles]
         of_all = {key: origins.get(key, DEFAULT) for key in _keys(values)}
-        print(json.dumps({"version": VERSION, "cluster": cluster, "profiles": files, "job": values, "origins": of_all}))
+        print(json.dumps({"schema": SCHEMA, "cluster": cluster, "profiles": files, "job": values, "origins": of_all}))
     elif arguments.origin:
         lines = list(_lines(written(visible), origins))
         width = min(48, max(len(line) for line, _ in lines))
