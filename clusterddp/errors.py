@@ -37,6 +37,10 @@ class LauncherEnvironmentError(ClusterddpError):
     """The environment variables that a launcher sets are missing or contradict each other."""
 
 
+class PreflightError(ClusterddpError):
+    """A check before training (``preflight: true``) failed. The run is retried, and a node that fails is left out."""
+
+
 class DeviceError(ClusterddpError):
     """The requested devices are not available."""
 

@@ -23,6 +23,7 @@ class Event(NamedTuple):
 #: Reported by ranks over the control channel. The supervisor writes them into the history, and adds "rank".
 RANK_EVENTS: Mapping[str, Event] = {
     "rejoined": Event("host pid address", "the rank lost its connection to the supervisor and reconnected"),
+    "preflight": Event("seconds warnings", "the nodes have passed the checks of `preflight: true`"),
     "progress": Event("step steps", "a loop to `steps` begins, or has just ended, at `step`"),
     "training": Event("step", "the attempt starts from step 0"),
     "resumed": Event("step parent inexact redone?", "the attempt resumes from checkpoint `step` of attempt `parent`"),
@@ -164,6 +165,7 @@ LAUNCHER = Variable("CLUSTERDDP_LAUNCHER", "supervisor to ranks: slurm or local;
 SUPERVISOR = Variable("CLUSTERDDP_SUPERVISOR", "supervisor to ranks: HOST:PORT of the control channel")
 TOKEN = Variable("CLUSTERDDP_TOKEN", "supervisor to ranks: the attempt's secret for the control channel")
 USR2_NOTICE_S = Variable("CLUSTERDDP_USR2_NOTICE_S", "supervisor to ranks: seconds from USR2 to the time limit")
+PREFLIGHT = Variable("CLUSTERDDP_PREFLIGHT", "supervisor to ranks: on if the nodes are checked before training")
 WATCHDOG = Variable("CLUSTERDDP_WATCHDOG", "supervisor to ranks: on or off")
 TERM_NOTICE_S = Variable(
     "CLUSTERDDP_TERM_NOTICE_S", "rank's entry point to clusterddp.init(): seconds from TERM to KILL, if known"
@@ -179,5 +181,5 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 #: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
-    *(CODE, CHECKOUT),
+    *(CODE, CHECKOUT, PREFLIGHT),
 )

@@ -28,6 +28,7 @@ COMMANDS = {
     "requeue": "stop a run, saved, and have it continue in the queue",
     "export": "write a checkpoint's model to a file",
     "drill": "test with a tiny job what a preemption would do to a run",
+    "doctor": "check the cluster, or nodes, for what a run needs",
     "bench": "check and time collectives on the training nodes",
     "config": "show and check job definitions, sweeps and profiles",
 }
@@ -37,6 +38,7 @@ PACKAGES = {
     **dict.fromkeys(("stacks", "tell", "requeue"), "steering"),
     "sweep": "sweeps",
     "config": "settings",
+    "doctor": "checks",
 }
 USAGE = {
     "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
@@ -70,6 +72,8 @@ DESCRIPTIONS = {
     "export": "Write a checkpoint's model, or more of it, to a file that other programs read.",
     "drill": "Test with a tiny job what a preemption would do to a run in a partition: whether the nodes have Slurm's "
     "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",
+    "doctor": "Check what a run needs: on this host Slurm, partitions, accounts, the folder for runs, Python, torch; "
+    "with --nodes, in a job, the devices, folder, clock and network of nodes. Exit code 1 if a check failed.",
     "bench": "Submit a packaged benchmark and show its output. The options are those of submit.",
     "config": "Show the job that submit would start and where each value comes from, check job definitions, sweeps "
     "and profiles, or print the JSON Schema for editors.",

@@ -181,6 +181,8 @@ class Job:
     """The number of newest attempts whose logs are kept; those of the first attempt are always kept."""
     share: Literal["private", "group"] = "private"
     """Who may read the run directory: its owner, or also its group."""
+    preflight: bool = False
+    """Whether each node is checked (devices, folder, clock, all-reduce) before its first attempt trains."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -227,8 +229,12 @@ class Job:
         return f"{nodes} x {per_node} per node = {ranks}{f' ({note})' if note else ''}"
 
     def to_yaml(self) -> str:
-        """The definition as YAML, including built-in defaults; ``load_resolved`` reads it back as an equal object."""
+        """The definition as YAML, including built-in defaults; ``load_resolved`` reads it back as an equal object.
+
+        Keys that older versions do not know are written only if they are set, so that those versions read the others.
+        """
         values = {key: value for key, value in written(self).items() if value not in (None, (), {})}
+        values = {key: value for key, value in values.items() if key not in _NEW or value != _NEW[key]}
         return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
 
 
@@ -265,6 +271,10 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_text)
+
+
+#: Keys that older versions do not know, with their defaults.
+_NEW = {"gpu_request": "gpus-per-node", "keep_logs": 50, "preflight": False}
 
 
 def _keep_values(keep: Keep) -> int | dict[str, Any]:

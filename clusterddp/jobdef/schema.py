@@ -259,5 +259,6 @@ READERS: dict[str, Reader] = {
         backend=value.backend,
         keep_logs=value.whole(1),
         share=value.choice("private", "group"),
+        preflight=value.truth,
     ),
 }

@@ -24,15 +24,15 @@ class _Executor(SlurmExecutor):
         return 2
 
 
-def batch_script(job: Job, run: RunDirectory, folder: Path) -> str:
-    """The batch script, as submitit writes it, except that its last line becomes the supervisor.
+def batch_script(job: Job, run: RunDirectory, folder: Path, module: str = "clusterddp.supervisor") -> str:
+    """The batch script, as submitit writes it, except that its last line becomes the supervisor, or another ``module``.
 
     submitit's own command would unpickle a function that ``sbatch job.sbatch`` by hand could not find, and install
     signal handlers that requeue the job and stop ignoring TERM. Only a private method takes another command, which is
     why pyproject.toml caps submitit's version.
     """
     check_lines(job, run, folder)
-    command = f"exec {shlex.join([*module_command('clusterddp.supervisor', job.python), str(run)])}"
+    command = f"exec {shlex.join([*module_command(module, job.python), str(run)])}"
     return script_text(batch_parameters(job, run, folder), command)
 
 

@@ -18,7 +18,7 @@ class Preemption:
 
     ``mode``: REQUEUE, CANCEL, SUSPEND or OFF. ``grace_s``: seconds between TERM and KILL while the job counts as
     running; 0: Slurm ends it at once, with ``kill_wait_s`` between the two. ``hold_s``: how long a requeued job is held
-    (AuthInfo's cred_expire + 1 s; 121 s by default).
+    (AuthInfo's cred_expire + 1 s, 121 s by default; from 25.11 on SchedulerParameters' requeue_delay goes before).
     """
 
     partition: str
@@ -61,18 +61,23 @@ class Preemption:
 
 def preemption(partition: str | None, qos: str | None) -> Preemption:
     """The policy of a partition (None: the default one); with preempt/qos, of the QOS."""
-    text = slurm.run("scontrol", "show", "config")
-    config = fields(text)
+    configuration = slurm.run("scontrol", "show", "config")
     partition = partition or slurm.default_partition()
-    shown = slurm.run("scontrol", "show", "partition", "-o", partition)
+    return policy(configuration, slurm.run("scontrol", "show", "partition", "-o", partition), partition, qos)
+
+
+def policy(configuration: str, shown: str, partition: str, qos: str | None) -> Preemption:
+    """The same, from what ``scontrol show config`` and ``scontrol show partition -o`` print."""
+    config = fields(configuration)
     with slurm.understood("scontrol", shown):
         values = fields(shown.replace(" ", "\n"))
         name, mode, grace_s = partition, values.get("PreemptMode", "OFF"), int(values.get("GraceTime", 0))
     if config.get("PreemptType") == "preempt/qos":
         name = qos or "normal"
         mode, grace_s = qos_preemption(name, config.get("PreemptMode", "OFF").split(",")[-1])
-    expires = re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
-    with slurm.understood("scontrol", text):
+    delay = re.search(r"\brequeue_delay=(\d+)", config.get("SchedulerParameters", ""))  # from 25.11 on
+    expires = delay or re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
+    with slurm.understood("scontrol", configuration):
         return Preemption(
             partition=name,
             mode=mode,

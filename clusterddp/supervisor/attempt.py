@@ -23,6 +23,7 @@ from typing import Any
 
 from clusterddp import protocol
 from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.failures import preflight
 from clusterddp.failures.exit_status import ExitStatus, in_order
 from clusterddp.failures.hangs import Watch
 from clusterddp.hostlist import expand
@@ -158,7 +159,12 @@ class Attempt:
             protocol.TOKEN: token,
             protocol.USR2_NOTICE_S: str(self._state.stop_margin_s),
             protocol.WATCHDOG: "on" if self._watch else "off",
+            protocol.PREFLIGHT: "on" if self._job.preflight and self._unchecked() else "off",
         }
+
+    def _unchecked(self) -> list[str]:
+        """The nodes that have not passed a preflight of this run."""
+        return preflight.unchecked(self._history.events, self._state.nodes)
 
     def _start(self, name: str, work: Callable[[], None]) -> threading.Thread:
         """Starts a thread, whose exception is raised in the main thread."""

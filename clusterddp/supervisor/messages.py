@@ -101,6 +101,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "started": _started,
     "forked": lambda e: f"starts from checkpoint {e['step']} of {e['source']}",
     "resumed": _resumed,
+    "preflight": lambda e: "; ".join([f"all nodes passed the preflight in {e['seconds']:.1f} s", *e["warnings"]]),
     "whole_batches": lambda e: (
         f"each rank takes {e['samples']} samples at once, more than its batch_size of {e['most']}: "
         "the script does not call run.micro()"

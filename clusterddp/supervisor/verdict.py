@@ -19,6 +19,7 @@ from clusterddp.slurm.cause import Cause
 #: Exceptions of a device, a network or a peer rather than of the user's code: a restart may succeed.
 _MAY_PASS = re.compile(
     r"(Dist(Backend|Network|Store)Error|AcceleratorError|ConnectionError|ConnectionResetError|BrokenPipeError): "
+    r"|^PreflightError: "
     r"|CUDA error|NCCL error|gloo/transport/|rank 0's store is unreachable"
 )
 #: Those of them that mean that another rank has exited.
@@ -27,7 +28,7 @@ _LOST_PEER = re.compile(
     r"|(DistNetworkError|DistStoreError|ConnectionError|ConnectionResetError|BrokenPipeError): "
 )
 #: Those of them that mean that the rank's device or node is faulty.
-_OF_THE_NODE = re.compile(r"CUDA error|NCCL error|AcceleratorError: ")
+_OF_THE_NODE = re.compile(r"CUDA error|NCCL error|AcceleratorError: |^PreflightError: node ")
 _OUT_OF_MEMORY = re.compile(
     r"^(MemoryError|OutOfMemoryError)\b|can't allocate memory|std::bad_alloc|Cannot allocate memory"
 )

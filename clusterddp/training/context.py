@@ -24,7 +24,7 @@ from clusterddp.errors import Stopped
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
-from clusterddp.training import settings
+from clusterddp.training import preflight, settings
 from clusterddp.training.attempt_history import AttemptHistory
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.loop import Run, Services
@@ -96,6 +96,7 @@ class Context:
         self.device = self.devices[0]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        checked_s = preflight.check_node(read, self.devices) if read.preflight else 0.0
         self._settings = read
         backend = process_group.choose_backend(read.backend, self.device)
         self._group = process_group.ProcessGroup(ranks, self.device, backend, read.store, read.job.timeouts.start_s)
@@ -108,6 +109,8 @@ class Context:
         self._heartbeat = self._begin_heartbeat()
         self._closed = False
         at_exit(self._close_at_exit)
+        if read.preflight:
+            preflight.run(read, self._group, self._history.report, checked_s)
         randomness.seed_all(randomness.hash32("init", self.seed), self.device)
         if read.device is None and self.is_main:
             say(f"{self.world_size} x {self.device.type}, {backend}")

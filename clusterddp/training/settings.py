@@ -24,6 +24,7 @@ class Settings:
     """``attempt`` is None without a supervisor; ``run_dir`` is None if there is nowhere to save.
 
     ``job``: with the script's seed, if it gives one. Without a supervisor it has the defaults, and no watchdog.
+    ``preflight``: whether the nodes are checked before training.
     ``notices``: for a stop signal, or the supervisor's reason, the seconds until this process is killed, if known.
     """
 
@@ -35,6 +36,7 @@ class Settings:
     job: Job
     store: StoreAddress
     notices: Mapping[str, float]
+    preflight: bool = False
 
 
 def read(
@@ -66,6 +68,7 @@ def read(
         backend=backend or job.backend,
         job=job if seed is None else replace(job, seed=seed),
         store=store_address(environ, ranks),
+        preflight=environ.get(protocol.PREFLIGHT) == "on",
         notices={name: float(environ[variable]) for name, variable in _NOTICES.items() if variable in environ},
     )
 

@@ -113,7 +113,7 @@ def join(ranks: environment.RankEnvironment) -> socket.socket | None:
     if channel.term_notice_s is not None:
         os.environ[protocol.TERM_NOTICE_S] = str(channel.term_notice_s)
     # gloo resolves the host name, which on many clusters gives 127.0.1.1 or fails.
-    if interface := _interface_of(channel.local_address):
+    if interface := interface_of(channel.local_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # When rank 0's store is lost, every peer prints C++ stacks, which would bury the first failure.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -346,7 +346,7 @@ def _bind(port: int) -> socket.socket:
     return held
 
 
-def _interface_of(address: str) -> str | None:
+def interface_of(address: str) -> str | None:
     """The name of the network interface with this IPv4 address, or None."""
     get_address = 0x8915  # SIOCGIFADDR, linux/sockios.h
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

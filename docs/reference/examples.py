@@ -79,6 +79,7 @@ EXAMPLES = {
     ),
     "watch": "clusterddp watch runs/train-0 runs/train-1",
     "drill": "clusterddp drill -p gpu --run runs/train-0",
+    "doctor": "clusterddp doctor\nclusterddp doctor --nodes 2 -p gpu",
     "export": "clusterddp export runs/train-0 model.safetensors",
     "wait": "clusterddp wait runs/train-0 runs/train-1 --timeout 2h",
     "cancel": "clusterddp cancel runs/train-0\nclusterddp cancel 'runs/lr-*' --yes",

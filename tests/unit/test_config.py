@@ -200,6 +200,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "hook": (["[python, notify.py]", "echo done"], ["[]", "{a: b}", '""', "[[a]]"]),
     "backend": (["gloo"], ["mpi"]),
     "share": (["group"], ["all"]),
+    "preflight": (["true", "false"], ["on", "1"]),
 }  # fmt: skip
 
 

@@ -55,6 +55,7 @@ lift_hold: false
 backend: gloo
 keep_logs: 7
 share: group
+preflight: true
 """
 
 
@@ -118,6 +119,7 @@ def test_every_field_is_read(folder: Path) -> None:
         backend="gloo",
         keep_logs=7,
         share="group",
+        preflight=True,
     )
 
 
@@ -127,12 +129,25 @@ def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp
     every_key, users = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert set(re.findall(r"^(\w+):", every_key, re.MULTILINE)) == READERS.keys() - {"module"}
     job, plain = read(folder, every_key), read(folder, "script: train.py")
-    same = ("gpus_per_rank", "device", "seed", "timeouts", "watchdog", "lift_hold", "keep_logs", "share")
+    same = ("gpus_per_rank", "device", "seed", "timeouts", "watchdog", "lift_hold", "keep_logs", "share", "preflight")
     assert [getattr(job, name) for name in same] == [getattr(plain, name) for name in same]
     assert (job.checkpoint.every_s, job.checkpoint.keep.last) == (plain.checkpoint.every_s, plain.checkpoint.keep.last)
     (tmp_path / "config.yaml").write_text(users)
     profile = Profile("user", tmp_path / "config.yaml")
     assert read_profiles([profile], "alps").keys() == {"account", "watchdog", "partition"}
+
+
+#: The keys that version 0.1.0 writes for a job with defaults, and reads.
+OLD_KEYS = {
+    *("job_name", "script", "nodes", "gpus_per_node", "gpus_per_rank", "device", "seed", "checkpoint", "timeouts"),
+    *("watchdog", "lift_hold", "share"),
+}
+
+
+def test_a_job_without_new_keys_is_recorded_as_older_versions_read_it() -> None:
+    """They refuse keys that they do not know."""
+    assert set(re.findall(r"^(\w+):", Job("x", script="/x.py").to_yaml(), re.MULTILINE)) == OLD_KEYS
+    assert "preflight: true" in Job("x", script="/x.py", preflight=True).to_yaml()
 
 
 def test_only_the_script_is_required(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,71 @@
+"""A rank's device: which one it is, and whether it computes correctly. Functions import torch."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from clusterddp.checks.check import Check, failed, ok, warning
+
+if TYPE_CHECKING:
+    import torch
+
+#: Rows and columns of the matrices, a multiple of PERIOD: 64 MiB in float32 on a GPU.
+GPU_SIZE, CPU_SIZE, PERIOD = 4096, 512, 8
+GIB = 2**30
+#: The fraction of a GPU's memory that should be free before training.
+FREE = 0.9
+REPLACE = "leave the node out with --exclude, and report it to the administrator"
+
+
+def identify(device: torch.device) -> Check:
+    """The device; on a GPU its memory must be free, as nobody else should use it."""
+    import torch
+
+    if device.type != "cuda":
+        return ok("device", f"CPU, {len(os.sched_getaffinity(0))} cores", cores=len(os.sched_getaffinity(0)))
+    properties = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return judge_gpu(properties.name, str(properties.uuid), free, total, torch.cuda.device_count())
+
+
+def judge_gpu(name: str, uuid: str, free: int, total: int, visible: int) -> Check:
+    """From what torch says of a GPU. Two ranks with the same ``uuid`` share one: see ``shared``."""
+    found = f"{name} ({uuid[:8]}), {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    values = {"uuid": uuid, "free": free, "total": total, "visible": visible}
+    if free < FREE * total:
+        return warning("device", found, "another process uses this GPU: find it with nvidia-smi on the node", **values)
+    return ok("device", found, **values)
+
+
+def multiply(device: torch.device) -> Check:
+    """Allocates matrices on the device, multiplies them and compares every element of the product.
+
+    The matrices have ones and zeros in a pattern, so that the product is known, and exact in float16, too.
+    """
+    import torch
+
+    types = (torch.float32, torch.float16) if device.type == "cuda" else (torch.float32,)
+    size = GPU_SIZE if device.type == "cuda" else CPU_SIZE
+    index = torch.arange(size, device=device)
+    rows, columns = index[:, None], index[None, :]
+    tile = torch.tensor(product_tile(size), device=device)
+    for dtype in types:
+        left, right = ((rows + columns) % 8 < 4).to(dtype), ((3 * rows + columns) % 8 < 4).to(dtype)
+        wrong = int((left @ right != tile.to(dtype).repeat(size // PERIOD, size // PERIOD)).sum())
+        if wrong:
+            found = (
+                f"{wrong:,} of {size * size:,} elements of a product in {str(dtype).removeprefix('torch.')} are wrong"
+            )
+            return failed("compute", found, REPLACE)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return ok("compute", "products of matrices are right")
+
+
+def product_tile(size: int) -> list[list[int]]:
+    """The first rows and columns of the product of ``multiply``'s matrices; it repeats with the same period."""
+    period = range(PERIOD)
+    left = [[(row + column) % 8 < 4 for column in period] for row in period]
+    right = [[(3 * row + column) % 8 < 4 for column in period] for row in period]
+    return [[size // PERIOD * sum(left[i][k] and right[k][j] for k in period) for j in period] for i in period]
