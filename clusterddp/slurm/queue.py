@@ -39,7 +39,7 @@ def queued_jobs(ids: Collection[str]) -> dict[str, QueuedJob]:
     """The jobs with these ids that the controller knows, also those that ended minutes ago. One call of squeue."""
     chosen = ["-j", ",".join(sorted(ids))] if len(ids) <= _MOST_IDS else []
     try:
-        text = slurm.run("squeue", "--noheader", "--array", "--states=all", *chosen, "-o", _FIELDS)
+        text = slurm.run("squeue", "--all", "--noheader", "--array", "--states=all", *chosen, "-o", _FIELDS)
     except SlurmError as error:
         if "Invalid job id" in str(error):  # a single id, which the controller does not know, is an error
             return {}

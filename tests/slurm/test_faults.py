@@ -104,7 +104,7 @@ def test_an_unreachable_controller_and_a_restarted_slurmd_cost_nothing(
     before = training.run.metrics()[-1]["step"]
     wait_for_step(training.run, before + 1)
     assert status.stderr is not None
-    assert "retrying in 1 s: `scontrol show job" in status.stderr.readline()
+    assert "retrying in 1 s: `squeue " in status.stderr.readline()
     cluster.start_controller()
     assert f"state     job {training.job_id} (RUNNING on n[1-2])" in status.communicate(timeout=60)[0]
     cluster.restart_slurmd("n2")

@@ -148,7 +148,7 @@ def _waiting(state: RunState, now: float) -> Sequence[tuple[str, str]]:
     start = state.job.start
     if start is not None:
         when = time.strftime("%m-%d %H:%M", time.localtime(start))
-        lines.append(("starts", f"{when} at the earliest, in {duration(max(0.0, start - now))}"))
+        lines.append(("starts", f"{when} at the earliest{f', in {duration(start - now)}' if start > now else ''}"))
     return lines
 
 

@@ -147,8 +147,10 @@ def _key(values: Mapping[Path, str]) -> Column:
 
 
 def _ends(row: Row) -> str:
-    """``preempted x2, node n2 lost``."""
-    counts = Counter(" ".join(reason.split())[:40] for reason in row.summary.ends)
+    """``preempted x2, node n2 lost``. How the whole run ended is its reason."""
+    over = row.summary.outcome is not None and row.summary.ends[-1:] == (row.state.reason,)
+    ends = row.summary.ends[:-1] if over else row.summary.ends
+    counts = Counter(" ".join(reason.split())[:40] for reason in ends)
     return ", ".join(f"{reason} x{number}" if number > 1 else reason for reason, number in counts.items())
 
 
