@@ -48,13 +48,12 @@ def open_run(path: str) -> RunDirectory:
 def _named(word: str) -> Iterator[RunDirectory]:
     """The runs of one word. A name that exists is not a pattern: a folder may be called ``lr[1]``."""
     path = Path(word)
-    matches = [path] if os.path.lexists(path) else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-    for match in matches:
-        run = RunDirectory(match)
-        if run.exists():
-            yield run
-        else:
-            yield from _runs_in(run.path)
+    if os.path.lexists(path):
+        run = RunDirectory(path)
+        yield from [run] if run.exists() else _runs_in(run.path)
+        return
+    for match in sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))):
+        yield from [RunDirectory(match)] if os.path.lexists(match / "job.yaml") else _runs_in(match)
 
 
 def _runs_in(folder: Path, deeper: bool = True) -> Iterator[RunDirectory]:
