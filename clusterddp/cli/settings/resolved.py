@@ -36,12 +36,11 @@ def show_job(arguments: argparse.Namespace, script_arguments: Sequence[str] | No
         files = [{"owner": profile.owner, "file": str(profile.path)} for profile in profiles]
         of_all = {key: origins.get(key, DEFAULT) for key in _keys(values)}
         print(json.dumps({"schema": SCHEMA, "cluster": cluster, "profiles": files, "job": values, "origins": of_all}))
-    elif arguments.origin:
-        lines = list(_lines(written(visible), origins))
-        width = min(48, max(len(line) for line, _ in lines))
-        print("\n".join(f"{line:<{width}}  # {origin}" if origin else line for line, origin in lines))
-    else:
-        print(visible.to_yaml(), end="")
+        return 0
+    lines = list(_lines(written(visible), origins))
+    width = min(48, max(len(line) for line, _ in lines))
+    for line, origin in lines:
+        print(f"{line:<{width}}  # {origin}" if origin and arguments.origin else line)
     return 0
 
 
