@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -255,3 +256,15 @@ def test_a_list_opens_at_most_five_files_of_a_run_and_no_job_definition(
     most = max(sum(path.is_relative_to(folder / f"net-{number}") for path in of_runs) for number in range(50))
     assert 2 <= most <= 5
     assert not any(path.suffix == ".yaml" for path in of_runs)
+
+
+def test_a_list_without_sweeps_loads_no_yaml(tmp_path: Path) -> None:
+    """Nor torch, nor rich: they would take longer than reading hundreds of runs."""
+    recorded_run(tmp_path / "runs" / "net", [started()], outcome={"state": "completed"})
+    code = (
+        "import sys; from clusterddp.cli.command_line import command; command(['list', 'runs'])\n"
+        "sys.exit(str({'yaml', 'torch', 'rich', 'numpy'} & sys.modules.keys()).replace('set()', '') or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert "runs/net  completed" in done.stdout

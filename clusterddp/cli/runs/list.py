@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 from clusterddp.cli.runs import live
 from clusterddp.cli.runs.report import report, values
@@ -18,7 +19,9 @@ from clusterddp.reporter import show
 from clusterddp.rundir.find import as_typed, find_runs
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm.run_states import WORDS, run_states
-from clusterddp.sweeps.compare import best, compare, metric_of
+
+if TYPE_CHECKING:
+    from clusterddp.sweeps.compare import Comparison, Found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,11 +79,11 @@ class _Found:
 
 def _chosen(arguments: argparse.Namespace) -> _Found:
     states, by = _states(arguments.state), arguments.sort
-    metrics = _names(f"{arguments.show},{metric_of(arguments.best)[0] if arguments.best else ''}")
+    metrics = _names(f"{arguments.show},{_metric_of(arguments.best)}")
     wanted = [*metrics, by] if by and by not in columns(metrics) else metrics
     summaries = [summarize(run, wanted) for run in find_runs(arguments.run)]
     pairs = list(zip(summaries, run_states(summaries), strict=True))
-    sweep = compare(pairs, wanted)
+    sweep = _compared(pairs, wanted)
     if sweep and by not in metrics and f"{by}=" in sweep.values:
         by = f"{by}="
     else:
@@ -95,7 +98,27 @@ def _chosen(arguments: argparse.Namespace) -> _Found:
     return _Found(rows, shown, metrics, sweep.sentence if sweep and metrics else None)
 
 
+def _compared(pairs: list[Found], metrics: list[str]) -> Comparison | None:
+    """The members of one sweep at equal steps. The import loads the YAML reader: other lists need not wait for it."""
+    if not any(summary.sweep for summary, _ in pairs):
+        return None
+    from clusterddp.sweeps.compare import compare
+
+    return compare(pairs, metrics)
+
+
+def _metric_of(best: str | None) -> str:
+    """The metric of ``--best``; empty without it."""
+    if not best:
+        return ""
+    from clusterddp.sweeps.compare import metric_of
+
+    return metric_of(best)[0]
+
+
 def _best_row(found: _Found, metric: str) -> Row:
+    from clusterddp.sweeps.compare import best
+
     run = best([(row.summary, row.state) for row in found.rows], metric).run
     return next(row for row in found.rows if row.summary.run is run)
 
@@ -119,6 +142,8 @@ def _lines(found: _Found, metric: str | None) -> list[str]:
     if sys.stdout.isatty():
         lines += ["", heading(found.rows), *([found.steps] if found.steps else [])]
     if metric and found.rows:
+        from clusterddp.sweeps.compare import best
+
         winner = best([(row.summary, row.state) for row in found.rows], metric)
         lines += [winner.sentence, f"export it with: clusterddp export {as_typed(winner.run.path)} model.safetensors"]
     return lines

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.cli.runs.report import left_s, speed, values
-from clusterddp.jobdef.yaml12 import scalar
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
@@ -137,6 +136,8 @@ def _metric(name: str) -> Column:
 
 def _key(values: Mapping[Path, str]) -> Column:
     """A key of a sweep; numbers are sorted as such."""
+
+    from clusterddp.jobdef.yaml12 import scalar  # loads the YAML reader, which other lists do not need
 
     def value(row: Row) -> Any:
         text = values.get(row.summary.run.path)
