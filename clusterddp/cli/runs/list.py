@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, one object per run (run.schema.json)")
     form.add_argument("--csv", action="store_true", help="print comma-separated values")
-    form.add_argument("--watch", action="store_true", help="show the table anew every 5 s, until Ctrl-C")
+    form.add_argument("--watch", action="store_true", help="refresh the table every 5 s until Ctrl-C")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:

@@ -15,7 +15,7 @@ EVERY_S = 5.0
 
 
 def watch(text: Callable[[], str]) -> int:
-    """Shows ``text()`` anew every EVERY_S seconds; returns the exit code after Ctrl-C."""
+    """Shows ``text()``, refreshed every EVERY_S seconds; returns the exit code after Ctrl-C."""
     if not sys.stdout.isatty():
         raise UsageError("--watch: stdout is not a terminal; for a program, use --json")
     from rich.console import Console

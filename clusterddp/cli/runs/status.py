@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, without the history (run.schema.json)")
-    form.add_argument("--watch", action="store_true", help="show it anew every 5 s, until Ctrl-C")
+    form.add_argument("--watch", action="store_true", help="refresh it every 5 s until Ctrl-C")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
