@@ -22,9 +22,11 @@ def propose(trial):
 
 
 def start(folder, number, params, local):
-    """Starts the run of a trial, or continues it."""
-    words = [word for name, value in params.items() for word in (f"--{name}", value)]
+    """Starts the run of a trial; continues one that has stopped."""
     run_dir = folder / f"trial-{number}"
+    if (run_dir / "job.yaml").exists() and (handle := clusterddp.Handle(run_dir)).status().state != "stopped":
+        return handle
+    words = [word for name, value in params.items() for word in (f"--{name}", value)]
     return clusterddp.launch(JOB, "--steps", 240, "--eval-every", 20, *words, run_dir=run_dir, local=local)
 
 
@@ -39,7 +41,7 @@ def search(study, folder, trials, at_once, local=False, look_s=5.0):
     """Runs trials until the study has so many, at most ``at_once`` at a time."""
     from optuna.trial import TrialState
 
-    asked = {}  # the trials that this process has asked for, which Optuna may prune
+    asked = {}  # the trials that this process has asked for, which Optuna may prune, and the steps reported of each
     runs = {
         old.number: start(folder, old.number, old.params, local) for old in study.trials if not old.state.is_finished()
     }
@@ -47,12 +49,12 @@ def search(study, folder, trials, at_once, local=False, look_s=5.0):
         while len(runs) < at_once and len(study.trials) < trials:
             trial = study.ask()
             propose(trial)
-            asked[trial.number] = trial
+            asked[trial.number] = trial, set()
             runs[trial.number] = start(folder, trial.number, trial.params, local)
         for number, handle in list(runs.items()):
             state, found = handle.status().state, evaluations(handle)
             if state == "held":  # queued or running
-                if number in asked and is_hopeless(asked[number], found):
+                if number in asked and is_hopeless(*asked[number], found):
                     handle.cancel()
                     study.tell(number, state=TrialState.PRUNED)
                     del runs[number]
@@ -67,10 +69,11 @@ def search(study, folder, trials, at_once, local=False, look_s=5.0):
         time.sleep(look_s)
 
 
-def is_hopeless(trial, found):
+def is_hopeless(trial, reported, found):
     """Whether Optuna would prune the trial, by its evaluations so far."""
-    for step, value in found.items():
-        trial.report(value, step)
+    for step in sorted(found.keys() - reported):
+        trial.report(found[step], step)
+        reported.add(step)
     return bool(found) and trial.should_prune()
 
 

@@ -18,7 +18,8 @@ from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.conftest import Clusters
-from tests.waiting import differing, final_state, story, wait_for_outcome, wait_until
+from tests.trainings import events_of
+from tests.waiting import differing, final_state, story, wait_for_outcome, wait_for_step, wait_until
 
 SCRIPT = """\
 import pathlib, sys, time
@@ -168,3 +169,41 @@ def test_members_that_are_preempted_at_random_end_as_their_undisturbed_selves(
             assert differing(final_state(run), final_state(undisturbed[name])) == [], name
     nothing = cluster.run(of_all(cluster, folder), cwd=cluster.source)
     assert nothing.stdout == "" and "22 completed, 2 failed" in nothing.stderr
+
+
+@pytest.mark.product
+def test_tasks_are_resubmitted_watched_and_cancelled_as_any_job(cluster: Cluster, runs: Path) -> None:
+    """A preempted member continues as a job of its own where the definition asks for that, else as the same task, whose
+    hold a watcher lifts; a member that is cancelled, in the queue or while it trains, takes no other with it."""
+    words = [
+        "tests/scripts/swept.py",
+        "--device",
+        "cpu",
+        "--run-dir",
+        runs / "runs",
+        "--sweep",
+        "lr=1e-4,2e-4,3e-4,4e-4,5e-4",
+    ]
+    clusterddp = [cluster.python, "-m", "clusterddp"]
+    shape = ["--set", "policy=resubmit", "--max-running", "3", "--", "--pause", "0.25"]
+    (array,) = cluster.run([*clusterddp, "submit", *words, *shape], cwd=cluster.source).stdout.split()
+    found = [RunDirectory(runs / "runs" / f"lr={number}e-4") for number in range(1, 6)]
+    waits = cluster.run([*clusterddp, "status", found[3].path], cwd=cluster.source).stdout
+    assert f"job {array}_3 (PENDING)" in waits, waits
+    cluster.run([*clusterddp, "cancel", found[3].path, found[0].path], cwd=cluster.source, timeout=120)
+    wait_for_step(found[1], 3)
+    cluster.preempt(seconds=0.1)
+    for run in (found[1], found[2], found[4]):
+        assert wait_for_outcome(run) == "completed", story(run)
+    assert [(run.outcome() or {})["state"] for run in (found[0], found[3])] == ["cancelled"] * 2
+    (new,) = {event["job"] for event in events_of(found[1], "resubmitted")}
+    assert re.fullmatch(r"\d+", new) and new != array
+    again = [*words[:4], runs / "again", "--sweep", "lr=1e-4,2e-4", "--", "--pause", "0.1"]
+    (array,) = cluster.run([*clusterddp, "submit", *again], cwd=cluster.source).stdout.split()
+    watched = [RunDirectory(runs / "again" / f"lr={number}e-4") for number in (1, 2)]
+    wait_for_step(watched[0], 3)
+    cluster.preempt(seconds=0.1)
+    seen = cluster.run([*clusterddp, "watch", *(run.path for run in watched)], cwd=cluster.source, timeout=120)
+    assert f"job {array}_0: lifted Slurm's hold after the requeue" in seen.stderr, seen.stderr
+    assert [wait_for_outcome(run) for run in watched] == ["completed"] * 2
+    assert len(events_of(watched[0], "requeued")) == 1 and watched[0].attempts() == [0, 1]
