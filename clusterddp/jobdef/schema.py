@@ -201,7 +201,7 @@ _SUBMITS = "clusterddp submit runs sbatch and parses its output"
 #: What to use instead of the options of sbatch and srun that clusterddp sets or relies on and that have no key.
 INSTEAD_OF_OPTION = {
     "nodefile": "use the key nodelist",
-    "array": "a run is one job; submit one run per array task",
+    "array": "`clusterddp sweep` submits many runs as an array",
     **dict.fromkeys(
         ("ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu"), "use gpus_per_node and gpus_per_rank"
     ),

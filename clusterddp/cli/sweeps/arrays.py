@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,9 @@ from clusterddp.slurm.arrays import jobs_by_script, largest_array, smaller_may_p
 from clusterddp.slurm.batch import array_script, batch_script
 from clusterddp.supervisor import lease
 from clusterddp.sweeps.folder import Array, SweepFolder
+
+#: Threads that write members: each of their files is synced, which takes milliseconds on a shared disk.
+_WRITERS = 16
 
 
 @dataclass
@@ -124,10 +128,9 @@ def _submit_array(sweep: Sweep, jobs: Mapping[str, Job], running: int | None) ->
     """Records the members and submits them as one array; if Slurm refuses it, all is as before."""
     folder, names = sweep.folder, list(jobs)
     with ExitStack() as stack:
-        for name, job in jobs.items():
-            run, created = claim(str(folder.member(name)), sweep.jobs[name])
-            stack.enter_context(recorded(run, sweep.jobs[name], created, partial(_plant, sweep)))
-            write_atomically(run.batch_script, batch_script(job, run, Path.cwd()))
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            for member in pool.map(partial(_member, sweep), jobs.items()):
+                stack.push(member)
         array = folder.next_array()
         script = array_script(jobs[names[0]], array.path, len(names), running, Path.cwd())
         # On Ctrl-C between sbatch's answer and our record of it, the next command would have to ask for the job id.
@@ -136,6 +139,16 @@ def _submit_array(sweep: Sweep, jobs: Mapping[str, Job], running: int | None) ->
         job_id = _sbatch(array)
         _record(folder, array, job_id)
     return job_id
+
+
+def _member(sweep: Sweep, named: tuple[str, Job]) -> AbstractContextManager[None]:
+    """Records a member; the context, which is entered, restores its run directory if Slurm refuses the array."""
+    name, job = named
+    run, created = claim(str(sweep.folder.member(name)), sweep.jobs[name])
+    context = recorded(run, sweep.jobs[name], created, partial(_plant, sweep))
+    context.__enter__()
+    write_atomically(run.batch_script, batch_script(job, run, Path.cwd()))
+    return context
 
 
 def _plant(sweep: Sweep, run: RunDirectory) -> None:
@@ -162,9 +175,10 @@ def _sbatch(array: Array) -> str:
 
 def _record(folder: SweepFolder, array: Array, job_id: str) -> None:
     """Records who holds each member, and that the array is submitted."""
-    for task, name in enumerate(array.members()):
-        run = folder.member(name)
-        _hold(run, f"{job_id}_{task}")
+    names = array.members()
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        tasks = (f"{job_id}_{task}" for task in range(len(names)))
+        list(pool.map(_hold, map(folder.member, names), tasks))
     array.submitted(job_id)
 
 
