@@ -97,7 +97,7 @@ def launch(
         if check(job, folder, place="--local" if local else None) is None and folder:  # it completed earlier
             return Handle(folder)
         if local:
-            return _start_local(job, folder, plant)
+            return _start_local(job, folder, plant, source)
         return Handle(submit_to_slurm(job, folder, plant, source)[0].path)
 
 
@@ -160,7 +160,7 @@ def sweep(
                 f"{len(done.members)} of {len(plan.submit)} runs submitted: {done.refused}"
             ) from done.refused
         for name in plan.submit if local else ():
-            _start_local(asked.jobs[name], str(asked.folder.member(name)), asked.plants.get(name)).wait()
+            _start_local(asked.jobs[name], str(asked.folder.member(name)), asked.plants.get(name), asked.source).wait()
     return [Handle(asked.folder.member(name).path) for name in asked.members]
 
 
@@ -383,9 +383,9 @@ def _source_of(function: Callable[..., Any]) -> Path | None:
     return None
 
 
-def _start_local(job: Job, run_dir: str | None, plant: Plant | None) -> Handle:
+def _start_local(job: Job, run_dir: str | None, plant: Plant | None, source: Path | None) -> Handle:
     """Records the run and starts a process that trains it, as the command line would continue it."""
-    run = record_local(job, run_dir, plant)
+    run = record_local(job, run_dir, plant, source)
     command = [*module_command("clusterddp.submit"), "--local", "--run-dir", str(run)]
     with open(run.loop_log, "ab", opener=create_file) as log:
         # In its own session, so that Ctrl-C does not reach it.

@@ -16,7 +16,7 @@ from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.checkout import Checkout, checkout_of
 from clusterddp.jobdef.differences import list_differences
-from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.job import FUNCTION, Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.process import signals_blocked
 from clusterddp.reporter import counted, show
@@ -146,12 +146,16 @@ def with_code(
     """``plant``, and what makes the run use the present code: a snapshot of it, or the checkout.
 
     ``batch`` and ``source``: as in ``checkout_for``. The repository is listed at once, before anything is written.
+    A launched function that continues without being launched again is pickled in the run, and keeps its code.
     """
-    checkout = checkout_for(job, run_dir, batch=batch, source=source)
+    keeps = job.module == FUNCTION and source is None
+    checkout = None if keeps else checkout_for(job, run_dir, batch=batch, source=source)
 
     def act(run: RunDirectory) -> None:
         if plant:
             plant(run)
+        if keeps:
+            return
         if text := code_snapshot.renew(run, checkout):
             show(text)
 
@@ -169,9 +173,9 @@ def checkout_for(job: Job, run_dir: str | None, *, batch: bool, source: Path | N
     return checkout_of(job, runs, source) if wanted else None
 
 
-def record_local(job: Job, run_dir: str | None, plant: Plant | None) -> RunDirectory:
-    """Records a job that is to run on this machine, without Slurm."""
-    plant = with_code(job, run_dir, plant)
+def record_local(job: Job, run_dir: str | None, plant: Plant | None, source: Path | None = None) -> RunDirectory:
+    """Records a job that is to run on this machine, without Slurm. ``source``: the file of a launched function."""
+    plant = with_code(job, run_dir, plant, source=source)
     run, created = claim(run_dir, job)
     check_not_held(run)
     with recorded(run, job, created, plant):

@@ -232,13 +232,15 @@ def _size(path: Path) -> int:
 
 
 def _largest(sizes: dict[str, int]) -> list[str]:
-    """The three folders with the largest files, each with its size; a file that is most of its folder by name."""
+    """The folders that take most, at most three, each with its size; a file that is most of its folder by name."""
     folders: dict[Path, list[str]] = {}
     for name in sizes:
         folders.setdefault(Path(name).parent, []).append(name)
     totals = {folder: sum(sizes[name] for name in names) for folder, names in folders.items()}
     lines = []
     for folder in sorted(totals, key=totals.__getitem__, reverse=True)[:3]:
+        if 20 * totals[folder] < sum(totals.values()):
+            break
         file = max(folders[folder], key=sizes.__getitem__)
         many = f"{folder}/ ({_megabytes(totals[folder])} in {counted(len(folders[folder]), 'file')})"
         lines.append(f"{file} ({_megabytes(sizes[file])})" if 2 * sizes[file] > totals[folder] else many)

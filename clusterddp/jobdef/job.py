@@ -10,6 +10,9 @@ import yaml
 
 from clusterddp.reporter import counted
 
+#: The module that calls a function which ``clusterddp.launch()`` pickled.
+FUNCTION = "clusterddp.function"
+
 
 @dataclass(frozen=True)
 class Keep:

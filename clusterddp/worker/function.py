@@ -23,13 +23,14 @@ from submitit.core.utils import DelayedSubmission
 
 from clusterddp import protocol
 from clusterddp.errors import Declined, RunDirectoryError, Stopped, StoppedAlone, Superseded
+from clusterddp.jobdef.job import FUNCTION
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.code_paths import of_this_attempt
 from clusterddp.worker.signals import STOP_SIGNALS
 
-MODULE = "clusterddp.function"
+MODULE = FUNCTION
 
 
 def main() -> None:

@@ -179,6 +179,19 @@ def test_a_submission_without_a_snapshot_returns_the_run_to_its_checkout(reposit
     assert (current(run), renew(run, None)) == (None, None)
 
 
+def test_a_launched_function_that_is_continued_keeps_its_code(repository: Path, run: RunDirectory) -> None:
+    """It is pickled in the run; only another launch takes the present code, as of the file that defines it."""
+    source = repository / "src/net.py"
+    function = job(script=None, module="clusterddp.function")
+    with_code(function, None, batch=True, source=source)(run)
+    before = current(run)
+    write(repository, {"src/net.py": "WIDTH = 2"})
+    with_code(function, None, batch=True)(run)
+    assert before is not None and current(run) == before
+    with_code(function, None, batch=True, source=source)(run)
+    assert current(run) != before
+
+
 def test_a_refused_submission_leaves_the_run_with_its_earlier_code(repository: Path, run: RunDirectory) -> None:
     """As it leaves its job definition."""
     run.job_file.write_text(job().to_yaml())
@@ -242,7 +255,7 @@ def test_code_that_is_too_large_is_refused_and_the_message_names_what_is_large(r
         checkout_of(job(), [])
     text = str(caught.value)
     assert "would take 110 MB, more than 100 MB; the largest: weights.bin (80 MB), shots/ (30 MB in 3 files)" in text
-    assert "--set snapshot=111M" in text and "--no-snapshot" in text
+    assert "--set snapshot=111M" in text and "scripts/" not in text and "--no-snapshot" in text
     assert checkout_of(job(snapshot="111M"), []) is not None
     write(repository, {".gitignore": "data/\n*.so\n*.bin\n"})
     found = checkout_of(job(), [])
