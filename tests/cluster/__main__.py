@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_config(add: argparse.ArgumentParser) -> None:
     default = ClusterConfig()
-    for name in ("nodes", "gpus", "cpus", "grace", "slurmd_timeout", "kill_wait", "cred_expire"):
+    for name in ("nodes", "gpus", "cpus", "grace", "slurmd_timeout", "kill_wait", "cred_expire", "max_array_size"):
         add.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(default, name), metavar="N")
     add.add_argument("--proctrack", choices=("cgroup", "linuxproc"), help="default: cgroup where cgroup v1 is mounted")
     add.add_argument("--user-signal", action="store_true", help="preemption sends the job's --signal instead of TERM")
@@ -57,7 +57,7 @@ def _add_config(add: argparse.ArgumentParser) -> None:
     add.add_argument("--no-slurmdbd", dest="slurmdbd", action="store_false", help="no accounting")
 
 
-def _config(options: argparse.Namespace) -> ClusterConfig:
+def configuration(options: argparse.Namespace) -> ClusterConfig:
     try:
         return ClusterConfig(**{name: getattr(options, name) for name in ClusterConfig.__dataclass_fields__})
     except ValueError as error:
@@ -73,7 +73,7 @@ def get(options: argparse.Namespace) -> int:
 
 def up(options: argparse.Namespace) -> int:
     _interrupt_on_term()
-    cluster = Cluster.up(_config(options))
+    cluster = Cluster.up(configuration(options))
     cluster.detach()
     print(describe(cluster))
     print(f"\nSubmit as {cluster.user} from {cluster.scratch}:")
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
         raise ClusterError("run: no command given")
     _interrupt_on_term()
     try:
-        with Cluster.up(_config(options)) as cluster:
+        with Cluster.up(configuration(options)) as cluster:
             return _exit_code(cluster.popen(words, cwd=_folder_of(cluster)).wait())
     except KeyboardInterrupt:
         return 130

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster, ClusterConfig, config, install, release
+from tests.cluster import __main__ as command_line
 from tests.cluster.cluster import parse_fields
 from tests.cluster.config import Site
 from tests.cluster.state import Lock, State, lock_holder
@@ -45,6 +46,13 @@ def test_nodes_and_partitions_are_as_asked() -> None:
     ]
     assert "SlurmctldHost=head(10.213.77.1)" in lines
     assert "AuthInfo=socket=/state/run/munge.sock,cred_expire=6" in lines
+
+
+def test_the_command_line_gives_a_configuration() -> None:
+    """`make cluster` starts the standard one; an option changes it."""
+    assert command_line.configuration(command_line.parser().parse_args(["up"])) == ClusterConfig()
+    options = command_line.parser().parse_args(["run", "--max-array-size", "10", "true"])
+    assert command_line.configuration(options) == ClusterConfig(max_array_size=10)
 
 
 def test_every_path_is_below_the_state_folder() -> None:
