@@ -216,6 +216,7 @@ INSTEAD_OF_OPTION = {
 INSTEAD_OF_KEY = {
     **{name.replace("-", "_"): reason for name, reason in INSTEAD_OF_OPTION.items()},
     "gpu_type": "write gpus_per_node: TYPE:NUMBER",
+    **dict.fromkeys(("grid", "members"), "start a sweep with `clusterddp sweep`"),
     **dict.fromkeys(("time_limit", "walltime"), "use the key time"),
 }
 

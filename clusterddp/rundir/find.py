@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.protocol import RUNS
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 
 
 def runs_folder(environ: Mapping[str, str]) -> Path:
@@ -57,10 +57,13 @@ def _named(word: str) -> Iterator[RunDirectory]:
 
 
 def _runs_in(folder: Path, deeper: bool = True) -> Iterator[RunDirectory]:
-    """The runs in a folder and, if ``deeper``, in its folders that are not runs; none if it cannot be read."""
+    """The runs in a folder and, if ``deeper``, in its folders that are not runs; none if it cannot be read.
+
+    Links in these are left out: the arrays of a sweep have links to its members.
+    """
     try:
         with os.scandir(folder) as entries:
-            folders = sorted(entry.path for entry in entries if entry.is_dir())
+            folders = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=deeper))
     except OSError:
         return
     for path in folders:
@@ -72,6 +75,8 @@ def _runs_in(folder: Path, deeper: bool = True) -> Iterator[RunDirectory]:
 
 def _proposal(path: Path) -> str:
     """What to say about a path that is no run: the run that contains it, or the run with the most similar name."""
+    if os.path.lexists(path / SWEEP_FILE):
+        return f"; it is a sweep, whose members `clusterddp list {as_typed(path.absolute())}` shows"
     above = next((folder for folder in path.absolute().parents if os.path.lexists(folder / "job.yaml")), None)
     nearest = above or _nearest(path.name, [*_runs_in(runs_folder(os.environ)), *_runs_in(path.absolute().parent)])
     return f"; did you mean {as_typed(nearest)}?" if nearest else ""

@@ -14,6 +14,8 @@ from clusterddp.rundir import records
 from clusterddp.rundir.files import create_folder, fsync_directory, make_folder, remove, write_atomically
 from clusterddp.rundir.sharing import make_private, share_run
 
+#: A folder of runs with this file is a sweep.
+SWEEP_FILE = "sweep.yaml"
 _ATTEMPT = re.compile(r"attempt-(\d{1,18})")
 
 

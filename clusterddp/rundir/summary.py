@@ -22,7 +22,7 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.protocol import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.rundir import records
 from clusterddp.rundir.claims import is_job_id, read_claim
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 
 _T = TypeVar("_T")
 
@@ -40,8 +40,6 @@ _BEGINNINGS = ("training", "resumed")
 _READ = frozenset(("forked", "submitted", "started", "progress", *_BEGINNINGS, *ATTEMPT_ENDS))
 #: How an attempt ends other than by completing the run.
 _STOPS = ATTEMPT_ENDS.keys() - {"completed"}
-#: A folder of runs with this file is a sweep.
-SWEEP_FILE = "sweep.yaml"
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from clusterddp.jobdef.yaml12 import Mistake, Node, raise_mistakes
 from clusterddp.reporter import show
 from clusterddp.rundir.files import create_folder, fsync_directory, make_folder, write_atomically, write_json
 from clusterddp.rundir.ownership import check_own
-from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.summary import SWEEP_FILE
+from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.sweeps.members import text_of
 
 

@@ -54,6 +54,16 @@ def test_a_folder_that_looks_like_a_pattern_is_itself(here: Path) -> None:
     assert names("runs/lr[1] ä") == ["lr[1] ä"]
 
 
+def test_a_sweep_is_no_run_and_its_links_to_members_are_no_other_runs(here: Path) -> None:
+    """Also for a pattern, which matches the folder of its arrays."""
+    (here / "runs/lr/sweep.yaml").touch()
+    (here / "runs/lr/arrays/0").mkdir(parents=True)
+    (here / "runs/lr/arrays/0/0").symlink_to("../../lr=0.1")
+    assert names("runs/lr", "runs/lr/*") == ["lr=0.1", "lr=0.2"]
+    with pytest.raises(RunDirectoryError, match="it is a sweep, whose members `clusterddp list runs/lr` shows"):
+        open_run("runs/lr")
+
+
 @pytest.mark.parametrize(
     ("path", "proposal"),
     [

@@ -18,7 +18,7 @@ from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show
-from clusterddp.rundir.find import open_run
+from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -43,12 +43,12 @@ SETTLE_S = 3.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``watch``."""
-    parser.add_argument("run", nargs="+", metavar="RUN", help="run directories")
+    parser.add_argument("run", nargs="+", metavar="RUN", help="run directories, folders of runs or patterns")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
     """Carries out ``watch``; returns the exit code."""
-    return watch([open_run(path) for path in arguments.run])
+    return watch(find_runs(arguments.run))
 
 
 class Hold:

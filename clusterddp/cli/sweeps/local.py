@@ -26,10 +26,10 @@ def run_all(sweep: Sweep, plan: Plan) -> int:
             return INTERRUPTED
         if code:
             failed.append(name)
-    failed += [name for name in plan.in_state("failed") if name not in plan.submit]
     if failed:
         show(f"failed, submitted again with --retry failed: {listed(failed)}")
-    return FAILED if failed else 0
+    failed_before = set(plan.in_state("failed")) - set(plan.submit)
+    return FAILED if failed or failed_before else 0
 
 
 def _run(sweep: Sweep, name: str) -> int:
