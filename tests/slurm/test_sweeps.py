@@ -190,7 +190,7 @@ def test_tasks_are_resubmitted_watched_and_cancelled_as_any_job(cluster: Cluster
     found = [RunDirectory(runs / "runs" / f"lr={number}e-4") for number in range(1, 6)]
     waits = cluster.run([*clusterddp, "status", found[3].path], cwd=cluster.source).stdout
     assert f"job {array}_3 (PENDING)" in waits, waits
-    cluster.run([*clusterddp, "cancel", found[3].path, found[0].path], cwd=cluster.source, timeout=120)
+    cluster.run([*clusterddp, "cancel", "--yes", found[3].path, found[0].path], cwd=cluster.source, timeout=120)
     wait_for_step(found[1], 3)
     cluster.preempt(seconds=0.1)
     for run in (found[1], found[2], found[4]):
@@ -203,7 +203,7 @@ def test_tasks_are_resubmitted_watched_and_cancelled_as_any_job(cluster: Cluster
     watched = [RunDirectory(runs / "again" / f"lr={number}e-4") for number in (1, 2)]
     wait_for_step(watched[0], 3)
     cluster.preempt(seconds=0.1)
-    seen = cluster.run([*clusterddp, "watch", *(run.path for run in watched)], cwd=cluster.source, timeout=120)
+    seen = cluster.run([*clusterddp, "watch", runs / "again"], cwd=cluster.source, timeout=120)
     assert f"job {array}_0: lifted Slurm's hold after the requeue" in seen.stderr, seen.stderr
     assert [wait_for_outcome(run) for run in watched] == ["completed"] * 2
     assert len(events_of(watched[0], "requeued")) == 1 and watched[0].attempts() == [0, 1]
