@@ -41,7 +41,7 @@ from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.monitor import Monitor
-from clusterddp.supervisor.recovery import AttemptResult, Recovery
+from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.state import (
     Action,
     Answer,
@@ -102,7 +102,8 @@ class Attempt:
         """Runs the attempt to its end; returns this process's exit code, or RESTART."""
         self._run_ranks()
         code = Recovery(self._run, self._number, self._controller, self._history, self._result()).act()
-        self._hook.finish()
+        if code != RESTART:
+            self._hook.finish()
         return code
 
     def post(self, event: Event) -> None:

@@ -1,9 +1,9 @@
 """The user's hook: a command that gets what happens to the run, as JSON on its standard input.
 
 A call never delays the ranks and changes nothing about the run: it has a thread and a session of its own, its output
-goes to ``logs/hook.log``, and a failure is a message. It is killed after ``TIMEOUT_S``. Before this process exits it
-waits for the calls that it would end: as long as that when nobody needs the nodes, and ``HANDOVER_S`` when a preempting
-job does. On a preemption the hook is therefore called as soon as the controller confirms it, while the ranks save.
+goes to ``logs/hook.log``, and a failure is a message. It is killed after ``TIMEOUT_S``, or before this process exits,
+which waits for it: as long as that when nobody needs the nodes, and ``HANDOVER_S`` when a preempting job does. On a
+preemption the hook is therefore called as soon as the controller confirms it, while the ranks save.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Hook:
         self._run, self._job, self._attempt, self._hurry = run, job, attempt, hurry
         self._told: set[str] = set()
         self._calls: list[tuple[str, threading.Thread]] = []
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._job.hook)
@@ -68,11 +69,14 @@ class Hook:
         thread.start()
 
     def finish(self) -> None:
-        """Waits for calls that the end of this process would cut short, but not for long."""
+        """Waits for calls, but not for long, and kills the others: Slurm would take seconds to end what is left."""
         begun = time.monotonic()
         for word, thread in self._calls:
             soon = word == "resumed" or (self._hurry and "preempted" in self._told)
             thread.join(max(0.0, (HANDOVER_S if soon else TIMEOUT_S + 1) - (time.monotonic() - begun)))
+            if thread.is_alive() and word in self._processes:
+                say(f"hook killed: not done with {word!r} when this job had to end; its output: {self._run.hook_log}")
+                _kill(self._processes.pop(word))
 
     def _carry_out(self, word: str, told: Mapping[str, Any]) -> None:
         names: dict[str, str] = {protocol.RUN_DIR: str(self._run), protocol.ATTEMPT: str(self._attempt)}
@@ -86,19 +90,27 @@ class Hook:
                     stderr=log,
                     start_new_session=True,
                 )
-            with ending_alone(process.pid):
-                self._wait(process, word, (json.dumps(finite(told)) + "\n").encode())
         except OSError as error:
             say(f"hook not called for {word!r}: {error.strerror} ({error.filename})")
-
-    def _wait(self, process: subprocess.Popen[bytes], word: str, told: bytes) -> None:
-        try:
-            process.communicate(told, timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            say(f"hook killed: not done with {word!r} after {TIMEOUT_S:.0f} s; its output: {self._run.hook_log}")
             return
-        if process.returncode:
-            say(f"hook failed for {word!r} (exit code {process.returncode}); its output: {self._run.hook_log}")
+        self._processes[word] = process
+        with ending_alone(process.pid):
+            said = _wait(process, word, (json.dumps(finite(told)) + "\n").encode())
+        if said and self._processes.pop(word, None):  # else `finish` killed it
+            say(f"{said}; its output: {self._run.hook_log}")
+
+
+def _wait(process: subprocess.Popen[bytes], word: str, told: bytes) -> str | None:
+    """Waits for a call; returns what to say if it failed."""
+    try:
+        process.communicate(told, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        process.wait()
+        return f"hook killed: not done with {word!r} after {TIMEOUT_S:.0f} s"
+    return f"hook failed for {word!r} (exit code {process.returncode})" if process.returncode else None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

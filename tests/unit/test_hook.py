@@ -121,18 +121,19 @@ def test_a_hook_that_fails_changes_nothing_about_the_run(
 
 
 def test_a_hook_that_is_slow_does_not_hold_the_nodes_of_a_preempted_job(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing waits for it beyond the bound; it goes on until Slurm ends the job."""
+    """It is killed at the bound: of what is left, Slurm would have to end the rest."""
     monkeypatch.setattr(hooks, "HANDOVER_S", 0.05)
-    os.mkfifo(run.path / "go")
-    slow = Hook(run, dataclasses.replace(JOB, hook=("/bin/sh", "-c", f"cat {run.path}/go")), 0, hurry=True)
+    command = ("/bin/sh", "-c", "echo > $CLUSTERDDP_RUN_DIR/here; sleep 600")
+    slow = Hook(run, dataclasses.replace(JOB, hook=command), 0, hurry=True)
     slow.call("preempted", {})
+    wait_until((run.path / "here").exists, "the hook to run")
     slow.finish()
-    thread = next(thread for thread in threading.enumerate() if thread.name == "hook preempted")
-    assert thread.is_alive()
-    (run.path / "go").write_text("")
-    thread.join()
+    wait_until(lambda: "hook preempted" not in [thread.name for thread in threading.enumerate()], "its thread to end")
+    said = capsys.readouterr().err
+    assert "hook killed: not done with 'preempted' when this job had to end" in said
+    assert "hook failed" not in said
 
 
 def test_a_running_hook_is_none_of_the_processes_that_a_local_run_ends(run: RunDirectory) -> None:
