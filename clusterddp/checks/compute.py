@@ -26,12 +26,12 @@ def identify(device: torch.device) -> Check:
         return ok("device", f"CPU, {len(os.sched_getaffinity(0))} cores", cores=len(os.sched_getaffinity(0)))
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
-    return judge_gpu(properties.name, str(properties.uuid), free, total, torch.cuda.device_count())
+    return judge_gpu(properties.name, str(properties.uuid), free, total, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def judge_gpu(name: str, uuid: str, free: int, total: int, visible: int) -> Check:
-    """From what torch says of a GPU. Two ranks with the same ``uuid`` share one: see ``shared``."""
-    found = f"{name} ({uuid[:8]}), {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+def judge_gpu(name: str, uuid: str, free: int, total: int, visible: str | None) -> Check:
+    """From what torch says of a GPU, and CUDA_VISIBLE_DEVICES. Ranks with the same ``uuid`` share a GPU."""
+    found = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
     values = {"uuid": uuid, "free": free, "total": total, "visible": visible}
     if free < FREE * total:
         return warning("device", found, "another process uses this GPU: find it with nvidia-smi on the node", **values)

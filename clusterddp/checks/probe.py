@@ -41,6 +41,9 @@ CONNECT_S, VISIBLE_S, GROUP_S = 60.0, 40.0, 60.0
 NETWORK = (
     "check the network between the nodes, and which interface the ranks use (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
 )
+_NO_GPU = (
+    "CUDA_VISIBLE_DEVICES is {}; if that is right, is torch built with CUDA, and does nvidia-smi work on the node?"
+)
 FOLDER = "choose a folder that this node mounts and can write: CLUSTERDDP_RUNS, or --run-dir of submit"
 
 
@@ -164,9 +167,7 @@ def of_the_device(ranks: RankEnvironment) -> Iterator[Check]:
         device = _device(ranks)
     except Exception as error:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        yield failed(
-            "device", str(error), f"CUDA_VISIBLE_DEVICES is {visible}: request GPUs with --gpus, as submit does"
-        )
+        yield failed("device", str(error), _NO_GPU.format(visible))
         return
     yield guarded("device", compute.REPLACE, lambda: compute.identify(device))
     yield guarded("compute", compute.REPLACE, lambda: compute.multiply(device))

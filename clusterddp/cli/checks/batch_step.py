@@ -16,7 +16,7 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -104,23 +104,26 @@ class ProbeServer(socketserver.ThreadingTCPServer):
 
 
 class Conductor:
-    """Leads the probes through their checks. ``exited``: whether srun has; ``save`` is called after each part."""
+    """Leads the probes through their checks. ``ended``: the ranks that exited badly, all of them once srun has exited.
+
+    ``save`` is called after the first part.
+    """
 
     def __init__(
         self,
         server: ProbeServer,
         nodes: Sequence[str],
         per_node: int,
-        exited: Callable[[], bool],
+        ended: Callable[[], Collection[int]],
         save: Callable[[], Any],
     ) -> None:
-        self._server, self._nodes, self._per_node, self._exited, self._save = server, nodes, per_node, exited, save
+        self._server, self._nodes, self._per_node, self._ended, self._save = server, nodes, per_node, ended, save
         self.probes: dict[int, Probe] = {}
 
     def conduct(self, clock_port: int, start_s: float = START_S, together_s: float = TOGETHER_S) -> None:
         """Until all are done, have gone, or are too late."""
-        wanted = len(self._nodes) * self._per_node
-        self._hear(lambda: sum(probe.state != "starting" for probe in self.probes.values()) == wanted, start_s)
+        ranks = set(range(len(self._nodes) * self._per_node))
+        self._hear(lambda: ranks - {probe.rank for probe in self.probes.values() if probe.state != "starting"}, start_s)
         self._save()
         able = sorted((probe for probe in self.probes.values() if probe.state == "ready"), key=lambda probe: probe.rank)
         nodes = list(dict.fromkeys(self._nodes[probe.rank // self._per_node] for probe in able))
@@ -129,17 +132,17 @@ class Conductor:
             place = Place(number, len(able), first.address, first.port, clock_port, nodes)
             with suppress(OSError):
                 send_line(probe.connection, asdict(place))
-        self._hear(lambda: not any(probe.state == "ready" for probe in able), together_s)
+        self._hear(lambda: {probe.rank for probe in able if probe.state == "ready"}, together_s)
 
-    def _hear(self, complete: Callable[[], bool], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not complete() and time.monotonic() < deadline:
-            over = self._exited()
+    def _hear(self, awaited: Callable[[], set[int]], seconds: float) -> None:
+        """Reads messages until no rank is awaited, but for those that have ended: what they sent is here by then."""
+        deadline, ended = time.monotonic() + seconds, set[int]()
+        while awaited() - ended and time.monotonic() < deadline:
+            known = set(self._ended())
             try:
                 heard = self._server.heard.get(timeout=0.2)
             except queue.Empty:
-                if over:
-                    return
+                ended = known
                 continue
             if isinstance(heard, Probe):
                 self.probes[heard.rank] = heard
@@ -148,15 +151,22 @@ class Conductor:
 
 
 def results(
-    nodes: Sequence[str], per_node: int, probes: Mapping[int, Probe], over: bool, why: Callable[[int], str]
+    nodes: Sequence[str],
+    per_node: int,
+    probes: Mapping[int, Probe],
+    over: bool,
+    ended: Collection[int] = (),
+    why: Callable[[int], str] = lambda _: "",
 ) -> dict[str, Any]:
-    """What the login node reads. ``why``: what is known of a rank that did not finish."""
-    ranks = {}
+    """What the login node reads. ``ended``, ``why``: the ranks that exited badly, and what is known of an end."""
+    ranks: dict[str, Any] = {}
     for rank in range(len(nodes) * per_node):
         probe = probes.get(rank)
-        known = {"host": probe.host, "state": probe.state, "checks": probe.checks} if probe else {"state": "missing"}
+        known: dict[str, Any] = (
+            {"host": probe.host, "state": probe.state, "checks": probe.checks} if probe else {"state": "missing"}
+        )
         if over and known["state"] not in ("done", "unable"):
-            known["why"] = why(rank)
+            known |= {"why": why(rank), "exited": rank in ended}
         ranks[str(rank)] = known
     return {"over": over, "nodes": list(nodes), "per_node": per_node, "ranks": ranks}
 
@@ -172,13 +182,16 @@ def check_nodes(folder: RunDirectory) -> int:
     def save(over: bool = False) -> None:
         statuses = launcher.exit_statuses() if over else {}
         why = lambda rank: _why(folder.logs / f"rank-{rank}.err", statuses.get(rank))  # noqa: E731
-        write_json(file, results(nodes, job.ranks_per_node, conductor.probes, over, why), mode=0o600)
+        write_json(file, results(nodes, job.ranks_per_node, conductor.probes, over, statuses, why), mode=0o600)
 
     def wait() -> None:
         launcher.wait()
         exited.set()
 
-    conductor = Conductor(server, nodes, job.ranks_per_node, exited.is_set, save)
+    def ended() -> Collection[int]:
+        return range(job.world_size) if exited.is_set() else launcher.exit_statuses().keys()
+
+    conductor = Conductor(server, nodes, job.ranks_per_node, ended, save)
     save()
     launcher.start(command(job, folder), _environment(job, server), folder.logs)
     threading.Thread(target=wait, name="launcher", daemon=True).start()

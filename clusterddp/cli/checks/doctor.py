@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     if arguments.json:
         print(json.dumps({"schema": SCHEMA, "state": state, **results}, indent=1))
     else:
-        print("\n".join([*rows(checks, _columns()), last]))
+        columns = _columns()
+        print("\n".join([*rows(checks, columns), *([last] if columns is None else _wrapped(last, columns))]))
     return int(state == FAILED)
 
 
@@ -76,7 +77,17 @@ def rows(checks: Sequence[Check], columns: int | None) -> list[str]:
             if columns is None:
                 lines.append(first + text)
             else:
-                lines += textwrap.wrap(
-                    text, columns, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False
-                )
+                lines += _wrapped(text, columns, first, " " * indent)
     return lines
+
+
+def _wrapped(text: str, columns: int, first: str = "", others: str = "") -> list[str]:
+    """Paths and commands stay whole."""
+    return textwrap.wrap(
+        text,
+        columns,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

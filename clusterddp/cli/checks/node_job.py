@@ -53,7 +53,10 @@ class Node:
         state = worst(check for _, check in self.checks)
         bad = [(rank, check) for rank, check in self.checks if check.state != OK]
         if state == OK:
-            return Check(self.name, state, "; ".join(dict.fromkeys(check.found for _, check in self.checks)))
+            first = {check.name: check.found for _, check in reversed(self.checks)}
+            ranks = {rank for rank, _ in self.checks}
+            many = f"{len(ranks)} ranks: " if len(ranks) > 1 else ""
+            return Check(self.name, state, many + "; ".join(first[name] for name in reversed(first)))
         found = dict.fromkeys(f"{check.name}: {check.found}" for _, check in bad)
         advice = dict.fromkeys(check.advice for _, check in bad if check.advice)
         return Check(self.name, state, "; ".join(found), "; ".join(advice))
@@ -66,7 +69,7 @@ class Node:
 def check_nodes(arguments: argparse.Namespace) -> list[Node]:
     """Submits the job, waits for it and returns its nodes. Raises SlurmError if it does not start or has no results."""
     job, remarks = fit_to_cluster(job_of(arguments), required=True)
-    for remark in remarks:
+    for remark in remarks[:-1]:  # the last one is about preemption
         show(remark)
     with _job_folder() as folder:
         write_atomically(folder.path / JOB_FILE, job.to_yaml(), mode=0o600)
@@ -188,7 +191,9 @@ def checks_of(rank: int, node: str, known: Mapping[str, Any]) -> list[Check]:
     state, why, look = known["state"], known.get("why", ""), _LOOK.format(node)
     because = f" ({why})" if why else ""
     after = f"after the check {checks[-1].name!r}" if checks else "before its first check"
-    if state == "missing":
+    if state == "missing" and known.get("exited"):
+        checks.append(failed("answer", f"rank {rank} exited before its first check{because}", look))
+    elif state == "missing":
         checks.append(failed("answer", f"rank {rank} did not answer within {START_S:.0f} s{because}", look))
     elif state == "starting":
         checks.append(failed("answer", f"rank {rank} did not continue {after} within {START_S:.0f} s{because}", look))
