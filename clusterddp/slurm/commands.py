@@ -310,14 +310,20 @@ def parse_gres(text: str) -> dict[str, int]:
     return gpus
 
 
+#: What follows the job's name.
+_HEAD = re.compile(r" UserId=[^=]*\(\d+\) GroupId=[^=]*\(\d+\) ")
+
+
 def parse_job(text: str) -> JobInfo | None:
     """Reads one line of ``scontrol show job -o``; None if it has no job."""
     if "JobId=" not in text:
         return None
     job_id = re.match(r"\s*JobId=(\d+)", text)
     array = re.search(r"ArrayJobId=(\d+) ArrayTaskId=(\d+) ", text)
-    # The job's name comes first and its command last, and both may imitate fields: only those between are Slurm's.
-    own = text.rpartition(" UserId=")[2].partition(" Command=")[0]
+    # The job's name comes first; its command and, since 26.05, its submit line come last. Any of them may imitate
+    # fields: only those between are Slurm's.
+    head = _HEAD.search(text)
+    own = text[head.end() :].partition(" Command=")[0] if head else ""
     fields = dict(re.findall(r"(\w+)=(\S*)", own))
     with understood("scontrol", text):
         return JobInfo(
