@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from clusterddp.checkpoint.store import of_run
+from clusterddp.errors import CheckpointError
 from clusterddp.rundir.find import open_run
 
 
@@ -22,6 +24,8 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     """Carries out ``export``; returns the exit code."""
     run = open_run(arguments.run)
     Path.cwd()  # raises if it was deleted, where torch's libraries would abort the process
+    if not of_run(run).candidates():  # known before torch is imported, which takes seconds
+        raise CheckpointError(f"{run} has no checkpoint")
     from clusterddp.checkpoint.export import export
 
     print(export(run, arguments.file, None if arguments.all else arguments.part, arguments.step))

@@ -32,11 +32,11 @@ _LONGEST_TEXT = 4000
 class History:
     """Appends an attempt's events. Events that cannot be written are kept, and retried with the next one.
 
-    ``secrets``: values to mask in events.
+    ``secrets``: values to mask in events. ``printed``: whether their sentences are printed, for the job's log.
     """
 
-    def __init__(self, run: RunDirectory, attempt: int, secrets: Sequence[str] = ()) -> None:
-        self._run, self._attempt, self.secrets = run, attempt, secrets
+    def __init__(self, run: RunDirectory, attempt: int, secrets: Sequence[str] = (), *, printed: bool = True) -> None:
+        self._run, self._attempt, self.secrets, self._printed = run, attempt, secrets, printed
         #: Events that could not be written yet.
         self.pending: list[dict[str, Any]] = []
         self._closed = False
@@ -60,7 +60,9 @@ class History:
         self.pending.append(line)
         self._write_pending()
         self.listener(line)
-        if words := sentence(line):  # a local run's terminal shows the events in the file, and our stderr
+        if self._printed and (
+            words := sentence(line)
+        ):  # a local run's terminal shows the events in the file, and our stderr
             print(words, file=sys.stderr if self.pending else sys.stdout, flush=True)
 
     def _presentable(self, values: Mapping[str, Any]) -> dict[str, Any]:

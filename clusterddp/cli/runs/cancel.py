@@ -100,7 +100,7 @@ def _finish(run: RunDirectory) -> dict[str, Any]:
         text = f"{run} is cancelled and will not run again, but is still {held}"
         raise RunDirectoryError(text if "cannot be reached" in held else f"{text}: it is being ended")
     if run.outcome() is None:  # no supervisor wrote it: the run was queued, or was killed
-        History(run, max(run.attempts(), default=0)).conclude("cancelled", "cancelled")
+        History(run, max(run.attempts(), default=0), printed=False).conclude("cancelled", "cancelled")
     return run.outcome() or {"state": "cancelled", "step": None}  # on a full disk the mark must do
 
 
