@@ -17,9 +17,10 @@ import pytest
 
 from clusterddp import protocol
 from clusterddp.cli.command_line import command
+from clusterddp.cli.runs import status
 from clusterddp.cli.steering import asking, requeue
-from clusterddp.cli.steering.client import ask
-from clusterddp.errors import RunDirectoryError, SlurmUnavailable, UsageError
+from clusterddp.cli.steering.client import ask, relay
+from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.control_address import Address, read_address, write_address
@@ -104,12 +105,13 @@ def test_too_many_requests_at_a_time_are_refused(server: Server) -> None:
     assert [heard.get(timeout=10) for heard in waiting] == [[{"checkpoint": 7}]] * 16
 
 
-def test_a_supervisor_that_exits_ends_the_wait() -> None:
-    """At once: a request that is not answered does not keep it."""
+def test_a_supervisor_that_exits_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: only ranks get time for their last words."""
+    monkeypatch.setattr("clusterddp.supervisor.control_server._LAST_WORDS_S", 60.0)
     server = Server()
     heard = server.ask()
     server.requests.get(timeout=10)
-    server.server.close()
+    threading.Thread(target=server.server.close, daemon=True).start()
     assert heard.get(timeout=10) == []
 
 
@@ -173,7 +175,7 @@ class StubRanks:
 def run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / "run")
     run.create()
-    run.job_file.write_text("job: of a test")
+    run.job_file.write_text(Job(name="x", module="x", device="cpu").to_yaml())
     return run
 
 
@@ -350,6 +352,13 @@ def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
     requeue.check_nodes(run, job, ["n3"])
     with pytest.raises(UsageError, match="without n2, n3 the partition has 1 usable node, and the run needs 2"):
         requeue.check_nodes(run, job, ["n2", "n3"])
+
+    def unknown(node: str) -> str:
+        raise SlurmError(f"`scontrol show node -o {node}` failed: Node {node} not found")
+
+    monkeypatch.setattr("clusterddp.slurm.commands.node_address", unknown)
+    with pytest.raises(UsageError, match="--exclude: .* Node n9 not found"):
+        requeue.check_nodes(run, job, ["n9"])
     lease.loop_started(run)
     with pytest.raises(UsageError, match="is a local run"):
         requeue.check_nodes(run, job, ["n3"])
@@ -358,6 +367,15 @@ def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
 
 
 # ---- how
+
+
+def test_status_says_why_a_node_is_excluded() -> None:
+    requested = {"time": 1.0, "attempt": 0, "event": "requested", "request": "requeue", "nodes": ["n3"]}
+    failed = {"time": 1.0, "attempt": 0, "event": "excluded", "nodes": ["n1"], "failures": [2]}
+    assert status._excluded([requested, failed], 2.0) == [
+        ("excluded", "n1: failed this run repeatedly"),
+        ("excluded", "n3: by `clusterddp requeue --exclude`"),
+    ]
 
 
 def in_a_job(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, port: int, folder: Path, srun: str) -> None:
@@ -394,6 +412,17 @@ def test_where_neither_way_works_both_reasons_are_given(
     in_a_job(run, monkeypatch, server.server.port, tmp_path, "echo 'srun: error: Job is completing' >&2; exit 1")
     with pytest.raises(RunDirectoryError, match=r"refused\), nor from a step of job 41: srun: .* completing"):
         asking.request(run, "save")
+
+
+def test_a_step_that_finds_no_supervisor_says_so(run: RunDirectory) -> None:
+    """In the place of a traceback, which the command quotes."""
+    run.create_attempt()
+    with pytest.raises(RunDirectoryError, match="attempt 0 of .* has no supervisor that takes requests"):
+        relay(str(run), 0, "save", "{}")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        write_address(run, 0, Address("n1", closed.getsockname()[1], TOKEN))
+    with pytest.raises(RunDirectoryError, match=r"no answer at port \d+ of this node: Connection refused"):
+        relay(str(run), 0, "save", "{}")
 
 
 def test_an_unreachable_controller_does_not_keep_a_request_from_the_supervisor(

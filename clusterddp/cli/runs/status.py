@@ -67,7 +67,8 @@ def described(run: RunDirectory) -> str:
         ("attempts", str(attempts_made(events))),
         *_spent(events, now),
         *_progress(summary, state, now),
-        *_nodes(job, summary, state, exclusion.left_out(events, now)),
+        *_nodes(job, summary, state),
+        *_excluded(events, now),
     ]
     lines = [readable(f"{name:9} {words}") for name, words in facts]
     for event in events:
@@ -176,8 +177,8 @@ def _progress(summary: Summary, state: RunState, now: float) -> Sequence[tuple[s
     return lines
 
 
-def _nodes(job: Job, summary: Summary, state: RunState, excluded: Sequence[str]) -> Sequence[tuple[str, str]]:
-    """The nodes of the running attempt, or of the last, with their GPUs; and those that the next jobs exclude."""
+def _nodes(job: Job, summary: Summary, state: RunState) -> Sequence[tuple[str, str]]:
+    """The nodes of the running attempt, or of the last, with their GPUs."""
     lines = []
     if nodes := state.nodes or summary.nodes:
         kind = f"{job.gpu_type} GPU" if job.gpu_type else "GPU"
@@ -187,9 +188,15 @@ def _nodes(job: Job, summary: Summary, state: RunState, excluded: Sequence[str])
             else counted(job.ranks_per_node, "process", "processes")
         )
         lines.append(("nodes", f"{nodes}, {each} each"))
-    if excluded:
-        lines.append(("excluded", f"{', '.join(excluded)}: failed this run repeatedly"))
     return lines
+
+
+def _excluded(events: Sequence[Event], now: float) -> Sequence[tuple[str, str]]:
+    """The nodes that the next jobs exclude."""
+    failed = exclusion.excluded(events, now)
+    wanted = [node for node in exclusion.left_out(events, now) if node not in failed]
+    reasons = ((failed, "failed this run repeatedly"), (wanted, "by `clusterddp requeue --exclude`"))
+    return [("excluded", f"{', '.join(nodes)}: {reason}") for nodes, reason in reasons if nodes]
 
 
 def _values(logged: Mapping[str, Any]) -> str:

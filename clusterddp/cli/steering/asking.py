@@ -16,6 +16,7 @@ from typing import Any
 from clusterddp.cli.runs.status import state_of
 from clusterddp.cli.steering.client import ask
 from clusterddp.errors import RunDirectoryError, SlurmError
+from clusterddp.jobdef.load import load_resolved
 from clusterddp.process import module_command
 from clusterddp.protocol import ATTEMPT_ENDS
 from clusterddp.reporter import show
@@ -153,7 +154,8 @@ def _through_a_step(
     run: RunDirectory, attempt: int, address: Address, request: list[str], direct: OSError
 ) -> Iterator[dict[str, Any]]:
     slurm.require("srun")
-    command = [*step_command(address), str(run), str(attempt), *request]
+    python = load_resolved(run.job_file).python
+    command = [*step_command(address, python), str(run), str(attempt), *request]
     with subprocess.Popen(
         command,
         env=slurm.for_parsing(os.environ),
@@ -161,6 +163,7 @@ def _through_a_step(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,  # Ctrl-C ends the step, which does not ask twice
     ) as step:
         assert step.stdout is not None and step.stderr is not None
         try:
@@ -170,7 +173,7 @@ def _through_a_step(
                 yield json.loads(line)
             problem = step.stderr.read().strip().splitlines()
         finally:
-            step.kill()
+            step.terminate()
     if not said:
         why = problem[-1] if problem else f"srun ended with exit code {step.returncode}"
         raise RunDirectoryError(
@@ -179,11 +182,14 @@ def _through_a_step(
         )
 
 
-def step_command(address: Address) -> list[str]:
-    """srun's command line for a step beside the ranks, on the supervisor's node, that takes nothing from them."""
+def step_command(address: Address, python: str | None) -> list[str]:
+    """srun's command line for a step beside the ranks, on the supervisor's node, that takes nothing from them.
+
+    ``python``: the interpreter of the job definition, if it names one.
+    """
     options = ("--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0", "--gres=none", "--unbuffered")
     where = (f"--jobid={address.job}", f"--nodelist={address.host}", "--chdir=/")
-    return ["srun", *where, *options, *module_command("clusterddp.cli.steering.client")]
+    return ["srun", *where, *options, *module_command("clusterddp.cli.steering.client", python)]
 
 
 def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:

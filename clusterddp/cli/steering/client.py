@@ -42,8 +42,11 @@ def relay(run_directory: str, attempt: int, kind: str, values: str) -> int:
     address = read_address(RunDirectory(run_directory), attempt)
     if address is None:
         raise RunDirectoryError(f"attempt {attempt} of {run_directory} has no supervisor that takes requests")
-    for answer in ask(address, "127.0.0.1", kind, json.loads(values)):
-        print(json.dumps(answer), flush=True)
+    try:
+        for answer in ask(address, "127.0.0.1", kind, json.loads(values)):
+            print(json.dumps(answer), flush=True)
+    except OSError as error:
+        raise RunDirectoryError(f"no answer at port {address.port} of this node: {error.strerror or error}") from error
     return 0
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 
 from clusterddp.cli.steering.asking import await_end, request, waiting_job
-from clusterddp.errors import FAILED, INTERRUPTED, LauncherEnvironmentError, RunDirectoryError, UsageError
+from clusterddp.errors import (
+    FAILED,
+    INTERRUPTED,
+    LauncherEnvironmentError,
+    RunDirectoryError,
+    SlurmError,
+    SlurmUnavailable,
+    UsageError,
+)
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -62,7 +70,12 @@ def check_nodes(run: RunDirectory, job: Job, nodes: list[str]) -> None:
     if run.loop_file.exists():
         raise UsageError(f"--exclude: {run} is a local run, which has no other nodes")
     for node in nodes:
-        slurm.node_address(node)
+        try:
+            slurm.node_address(node)
+        except SlurmUnavailable:
+            raise
+        except SlurmError as error:
+            raise UsageError(f"--exclude: {error}") from error
     left = set(slurm.usable_nodes(job.partition)) - set(nodes) - set(expand(job.exclude or ""))
     needed = job.node_counts[0]
     if len(left) < needed:
