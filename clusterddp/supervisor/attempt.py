@@ -160,12 +160,13 @@ class Attempt:
             protocol.TOKEN: token,
             protocol.USR2_NOTICE_S: str(self._state.stop_margin_s),
             protocol.WATCHDOG: "on" if self._watch else "off",
-            protocol.PREFLIGHT: "on" if self._job.preflight and self._unchecked() else "off",
+            protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }
 
-    def _unchecked(self) -> list[str]:
-        """The nodes that have not passed a preflight of this run."""
-        return preflight.unchecked(self._history.events, self._state.nodes)
+    def _on_new_nodes(self) -> bool:
+        """Whether some of the nodes have not passed a preflight of this run, or are unknown."""
+        nodes = self._state.nodes
+        return not nodes or bool(preflight.unchecked(self._history.events, nodes))
 
     def _start(self, name: str, work: Callable[[], None]) -> threading.Thread:
         """Starts a thread, whose exception is raised in the main thread."""

@@ -23,14 +23,17 @@ from clusterddp.cli.checks.node_job import nodes_of, summary
 from clusterddp.errors import PreflightError, SlurmError
 from clusterddp.failures.exclusion import failures
 from clusterddp.failures.preflight import unchecked
-from clusterddp.rundir.files import write_json
+from clusterddp.jobdef.job import Job
+from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.queue import QueuedJob
+from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.messages import sentence
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 from clusterddp.training import preflight
 from clusterddp.training.settings import read as read_settings
+from tests.unit.test_attempt import FakeController, FakeRanks
 
 CPU = torch.device("cpu")
 
@@ -332,6 +335,24 @@ def test_a_node_is_checked_before_its_first_attempt_and_after_a_failure(
 ) -> None:
     """Of this run."""
     assert unchecked(history, ["n1", "n2"]) == left
+
+
+def test_an_attempt_on_nodes_that_have_passed_is_not_checked_again(tmp_path: Path) -> None:
+    """The history decides; the fake controller's node is n1."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    assert attempt_of(run)._on_new_nodes()
+    for event in events(("started", 0, "n1"), ("preflight", 0, [])):
+        append_line(run.events_file, event)
+    assert not attempt_of(run)._on_new_nodes()
+    append_line(run.events_file, *events(("rank_failed", 0, "n1")))
+    assert attempt_of(run)._on_new_nodes()
+
+
+def attempt_of(run: RunDirectory) -> Attempt:
+    """The next attempt of the run, which is not started."""
+    job = Job("x", module="x", device="cpu", preflight=True)
+    return Attempt(run, job, 1, FakeRanks(run, {}), FakeController())
 
 
 @pytest.mark.parametrize(
