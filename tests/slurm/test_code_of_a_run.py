@@ -36,6 +36,7 @@ def test_editing_the_checkout_changes_neither_a_queued_nor_a_requeued_run(cluste
     write("net.py", "VALUE = 'edited before the requeue'")
     training.preempt()
     assert training.finish() == "completed", story(training.run)
+    training.wait(lambda: told.read_text().count("\n") == 2, "the hook to be told of the end")
 
     assert [path.read_text() for path in printed] == ["submitted\n", "submitted\n"]
     events = [json.loads(line) for line in told.read_text().splitlines()]
