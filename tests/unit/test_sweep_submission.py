@@ -65,7 +65,8 @@ class Slurm:
             return "PartitionName=low PreemptMode=REQUEUE GraceTime=20"
         task = words[-1]
         array, index = task.split("_")
-        return f"JobId=1 ArrayJobId={array} ArrayTaskId={index} UserId=u(1) GroupId=g(1) JobState={self.tasks[task]} Command=x"
+        state = f"UserId=u(1) GroupId=g(1) JobState={self.tasks[task]}"
+        return f"JobId=1 ArrayJobId={array} ArrayTaskId={index} {state} Command=x"
 
     def sinfo(self, *words: str) -> str:
         return "low*\n" if words[-1] == "%P" else "low|low*|n1|8|1000|(null)\n"
