@@ -302,6 +302,7 @@ class Run:
         try:
             if self._loader.per_rank_state:
                 if not self._saver.due_together(self.step):
+                    self._saver.look()
                     return
                 self._loader.gather()
             self._saver.save_if_due(self.step, self._content, due=self._loader.per_rank_state)

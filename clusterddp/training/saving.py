@@ -141,6 +141,11 @@ class Saver:
             return False
         return bool(broadcast_json(self._checkpoints is not None and self._is_time(), self._group.collective_device))
 
+    def look(self) -> None:
+        """Rank 0 reports a save that has ended meanwhile. Raises Superseded."""
+        if self._checkpoints is not None:
+            self._take_answer()
+
     def commit(self, step: int, state: State) -> tuple[int | None, str | None]:
         """Saves now, unless ``step`` is saved already. Collective: returns once the save is durable or has failed.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,25 @@ def test_a_chosen_interval_is_reported(tmp_path: Path) -> None:
     for event in chosen:
         assert event["seconds"] >= 10 and event["stall_s"] > 0 and event["between_s"] >= 86400
         assert "saving every" in (sentence(event) or "")
+
+
+ON_REQUEST = (
+    SCRIPT
+    + """
+    if run.step == 3:
+        ctx._stopping.saver.request()
+    if ctx._stopping.saver.committed == 20:
+        print("committed before step", run.step)
+        run.finish()
+"""
+)
+
+
+def test_a_save_that_the_user_asks_for_comes_with_the_next_decision_of_all_and_is_reported_when_it_is_committed(
+    tmp_path: Path,
+) -> None:
+    """After 20 steps, although the job saves every 100,000; a request must not wait for the save after that."""
+    script = tmp_path / "script.py"
+    script.write_text(ON_REQUEST.replace("else 6, ", "else 100_000, "))
+    said = ddp.run(script, tmp_path / "run", 50_000, -1, ranks=1, folder=tmp_path / "out").output(0)
+    assert re.search(r"committed before step \d+\n", said), said[-2000:]
