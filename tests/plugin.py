@@ -76,14 +76,14 @@ def taken(queue: Path, files: Sequence[Sequence[pytest.Item]]) -> Iterator[pytes
 def longest_first(items: Sequence[pytest.Item], seconds: dict[str, float]) -> list[list[pytest.Item]]:
     """The tests file by file, as those of a file share fixtures; the file that takes longest comes first.
 
-    A test that ``seconds`` does not know counts as 10 s, a unit test as 0.1 s.
+    A test that ``seconds`` does not know counts as 1 s, a unit test as 0.1 s: ``tests/costs.jsonl`` has the long ones.
     """
     files: dict[str, list[pytest.Item]] = defaultdict(list)
     lengths: dict[str, float] = defaultdict(float)
     for item in items:
         file = item.nodeid.partition("::")[0]
         files[file].append(item)
-        lengths[file] += seconds.get(item.nodeid, 0.1 if "/unit/" in item.nodeid else 10)
+        lengths[file] += seconds.get(item.nodeid, 0.1 if "/unit/" in item.nodeid else 1)
     return [files[file] for file in sorted(files, key=lambda name: (-lengths[name], name))]
 
 
