@@ -34,7 +34,7 @@ def test_torchrun_on_every_node_survives_a_preemption(cluster: Cluster, runs: Pa
     run = RunDirectory(runs / "run")
     script = ["tests/scripts/train.py", "--steps", "200", "--pause", "0.02"]
     template = ["--gpus-per-node=1", "slurm/torchrun.sbatch", *script]
-    job_id = submit(cluster, template, runs, RUN=run.path)
+    job_id = submit(cluster, template, runs, RUN=run.path, PYTHONPATH=cluster.source)
     wait_for_step(run, 20)
     cluster.preempt(seconds=0.1)
     assert wait_for_outcome(run) == "completed", story(run)
