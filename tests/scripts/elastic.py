@@ -15,7 +15,7 @@ from torch import nn
 import clusterddp
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--steps", type=int, default=120)
 parser.add_argument("--batch-size", type=int, default=6)
 parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step")
 parser.add_argument("--stops", default="", help="the step in which attempt 0 asks for a stop, attempt 1, and so on")
