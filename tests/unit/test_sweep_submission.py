@@ -6,6 +6,7 @@ Slurm is a fake that answers in the formats of its commands; on a cluster, sweep
 from __future__ import annotations
 
 import re
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from clusterddp.cli.command_line import command
 from clusterddp.cli.sweeps import arrays
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
+from clusterddp.jobdef import code_snapshot
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.lease import holders
@@ -307,3 +309,17 @@ def test_a_folder_with_something_else_is_refused(slurm: Slurm, tmp_path: Path, n
     (tmp_path / "s" / name).write_text("")
     with pytest.raises(RunDirectoryError, match="choose another --run-dir"):
         sweep("seed=0..2")
+
+
+def test_the_members_share_one_snapshot_of_the_code(slurm: Slurm, tmp_path: Path) -> None:
+    """Those that are submitted later have the code of their time; those that wait keep theirs."""
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    sweep("seed=0..1")
+    (tmp_path / "train.py").write_text("changed")
+    sweep("seed=0..2")
+    snapshots = [code_snapshot.present(member(seed)) for seed in range(3)]
+    texts = [found and (found.folder(member(seed)) / "train.py").read_text() for seed, found in enumerate(snapshots)]
+    assert texts == ["", "", "changed"]
+    real = {path.resolve() for seed in range(3) for path in member(seed).code.iterdir() if path.is_dir()}
+    assert real == {path for path in (tmp_path / "s" / "code").resolve().iterdir() if path.is_dir()}
+    assert code_snapshot.unused(member(0)) == []
