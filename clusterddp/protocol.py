@@ -25,7 +25,7 @@ RANK_EVENTS: Mapping[str, Event] = {
     "rejoined": Event("host pid address", "the rank lost its connection to the supervisor and reconnected"),
     "preflight": Event("seconds warnings", "the nodes have passed the checks of `preflight: true`"),
     "progress": Event("step steps", "a loop to `steps` begins, or has just ended, at `step`"),
-    "training": Event("step", "the attempt starts from step 0"),
+    "training": Event("step redone?", "the attempt starts from step 0"),
     "resumed": Event("step parent inexact redone?", "the attempt resumes from checkpoint `step` of attempt `parent`"),
     "whole_batches": Event("step samples most", "more samples per rank than batch_size, without `run.micro()`"),
     "interval": Event("step seconds stall_s between_s", "`every: auto` chose a new interval between checkpoints"),
@@ -40,7 +40,21 @@ RANK_EVENTS: Mapping[str, Event] = {
     "stopping": Event("step reason", "all ranks stop after `step`"),
     "finishing": Event("step", "all steps are done; the last checkpoint is being saved"),
     "left_loop": Event("step steps", "the script left its loop, by break or an exception"),
+    "phase": Event("phase", "rank 0 has begun another phase, one of PHASES"),
+    "evaluated": Event("seconds", "rank 0 has spent `seconds` in evaluations since the last such event"),
     "result": Event("step *", "`run.log()` outside a step"),
+}
+
+#: What rank 0 can be doing outside of saves: ``report/booking.py`` books the time by it.
+PHASES: Mapping[str, str] = {
+    "importing": "the script's imports, and all else that it does before its loop, such as building the model",
+    "rendezvous": "clusterddp.init() waits for all ranks",
+    "restoring": "ctx.run() restores the newest checkpoint",
+    "first_step": "the first step of the attempt: compilation, the first collectives, the first batch",
+    "repeating": "steps that an earlier attempt made, but did not save",
+    "training": "steps",
+    "after_loop": "what the script does after its loop, other than evaluations",
+    "ending": "the script has ended",
 }
 
 #: How an attempt can end so that the run continues, now or later.
@@ -67,9 +81,11 @@ WITHOUT_RANKS = frozenset(("submitted", "forked", "failed", "cancelled"))
 EVENTS: Mapping[str, Event] = {
     "forked": Event("step source", "`submit --fork` copied checkpoint `step` of the run `source`"),
     "submitted": Event("job submitted", "when the job was submitted"),
-    "started": Event("job? restarts? pid? nodes ranks code changed", "the ranks are being started"),
+    "started": Event("job? restarts? pid? nodes ranks code changed seen?", "the ranks are being started"),
+    "allocated": Event("submitted? eligible? begun", "when the job was queued, could start, and got its nodes"),
     **RANK_EVENTS,
     "slow": Event("rank host own_s ratio", "a straggler"),
+    "kept_up": Event("rank host", "a rank that was slow is not slow any more"),
     "hung": Event("rank late host step seconds what", "a hang: all ranks are being ended"),
     "notice": Event("why", "the supervisor asks the ranks to stop"),
     "requested": Event("request nodes?", "the user asked for `request`; the next jobs exclude `nodes` for a day"),
@@ -77,7 +93,7 @@ EVENTS: Mapping[str, Event] = {
     "controller_back": Event("", "Slurm's controller answers again"),
     "controller_missing": Event("error", "Slurm's commands are not installed here"),
     "node_lost": Event("node suspect", "a node does not answer"),
-    "rank_failed": Event("rank host error step? suspect?", "the first failure of the attempt"),
+    "rank_failed": Event("rank host error step? suspect? since?", "the first failure of the attempt"),
     "excluded": Event("nodes failures", "nodes that the next jobs exclude, for a day"),
     "not_excluded": Event("reason", "a failed node is not excluded"),
     "requeue_refused": Event("error", "Slurm refused the requeue; the run is resubmitted"),

@@ -14,6 +14,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -192,6 +193,7 @@ class EvalLoader:
         rank: int,
         world_size: int,
         at_batch: Callable[[], None],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
         **options: Any,
     ) -> None:
         length, batch_size = _checked(dataset, batch_size, options)
@@ -199,12 +201,16 @@ class EvalLoader:
         self.dataset = dataset
         self._loader = ShieldedDataLoader(dataset, batch_size=batch_size, sampler=share, **options)
         self._most = math.ceil(math.ceil(length / world_size) / batch_size)
-        self._at_batch = at_batch
+        self._at_batch, self._around = at_batch, around
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        with self._around():
+            yield from self._batches()
+
+    def _batches(self) -> Iterator[Any]:
         iterator = iter(self._loader)
         try:
             for number in range(self._most):

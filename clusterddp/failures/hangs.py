@@ -63,6 +63,14 @@ class Slow:
 
 
 @dataclass(frozen=True)
+class KeptUp:
+    """A rank that was a straggler is none any more."""
+
+    rank: int
+    host: str
+
+
+@dataclass(frozen=True)
 class Hang:
     """The ranks at fault, in order; the host and step of the first; ``what``: the message."""
 
@@ -191,6 +199,7 @@ class Watch:
         #: When the hang was found that is still to be confirmed.
         self._suspected: float | None = None
         self._warned: dict[int, float] = {}
+        self._slow: set[int] = set()
         self._statuses: dict[int, RankStatus] = {}
 
     def hear(self, rank: int, host: str, beat: Mapping[str, Any]) -> None:
@@ -200,14 +209,19 @@ class Watch:
         now, told = self._clock.now, {name: beat[name] for name in _TOLD if name in beat}
         self._statuses[rank] = RankStatus(rank, host, moved=now - beat["age_s"], heard=now, **told)
 
-    def look(self, counts: bool = True) -> list[Hang | Slow]:
+    def look(self, counts: bool = True) -> list[Hang | Slow | KeptUp]:
         """What has been found by now; to be called every ``beat_s`` seconds."""
         self._clock.look(counts)
         statuses = list(self._statuses.values())
-        found: list[Hang | Slow] = []
-        for slow in find_slow(statuses):
+        found: list[Hang | Slow | KeptUp] = []
+        slow_now = {slow.rank: slow for slow in find_slow(statuses)}
+        for rank in sorted(self._slow - slow_now.keys()):
+            found.append(KeptUp(rank, self._statuses[rank].host))
+        self._slow &= slow_now.keys()
+        for slow in slow_now.values():
             if slow.ratio > 2 * self._warned.get(slow.rank, 0.0):
                 self._warned[slow.rank] = slow.ratio
+                self._slow.add(slow.rank)
                 found.append(slow)
         hang = self.confirmed_hang(statuses, self._clock.now)
         return [*found, hang] if hang else found

@@ -90,6 +90,11 @@ class JobInfo:
     run_time_s: float = 0.0
     time_limit_s: float = 0.0
     """0 for no limit."""
+    submit_time: float | None = None
+    """Of a requeued job, when it was requeued."""
+    eligible_time: float | None = None
+    """When nothing but the queue kept it from starting: no hold, no dependency, no begin time."""
+    start_time: float | None = None
 
     @property
     def live(self) -> bool:
@@ -336,6 +341,9 @@ def parse_job(text: str) -> JobInfo | None:
             end_time=unix_time(fields.get("EndTime")),
             run_time_s=_seconds(fields.get("RunTime")),
             time_limit_s=_seconds(fields.get("TimeLimit")),
+            submit_time=unix_time(fields.get("SubmitTime")),
+            eligible_time=unix_time(fields.get("EligibleTime")),
+            start_time=unix_time(fields.get("StartTime")),
         )
 
 

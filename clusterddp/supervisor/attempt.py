@@ -33,6 +33,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
 from clusterddp.rundir.control_address import Address, write_address
+from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.control_server import ControlServer
@@ -86,7 +87,10 @@ class Attempt:
         self._hook = Hook(run, job, number, hurry=controller.resubmits)
         self._history.listener = self._hook.hear
         self._code = code_snapshot.present(run)
-        nodes, steps = _nodes_of(controller), steps_made(run)
+        before = last_line(run)
+        #: When the run last completed a step, before this attempt; None if it never did.
+        self._seen = before.get("time") if is_time(before.get("time")) else None
+        nodes, steps = _nodes_of(controller), before.get("step", -1) + 1
         self._state = State(job, nodes, steps, launcher.abandon_s, controller.starts_again)
         self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
         #: When each timer that runs expires, on the monotonic clock.
@@ -123,6 +127,7 @@ class Attempt:
             lambda client, kind, values: self.post(Request(client, kind, values)),
         )
         logs = self._run.attempt_logs(self._number)
+        self._launched = time.time()
         self._launcher.start(rank_command(self._job, self._number), self._environment(token), logs)
         self._monitor = Monitor(self._controller, partial(self._run.superseded, self._number), self.post)
         # A local launcher reaps any child of this process: it waits only once git, asked for the code's state, is done.
@@ -202,12 +207,12 @@ class Attempt:
         try:
             self._state, actions = decide.step(self._state, event, now)
             for action in actions:
-                self._carry_out(action)
+                self._carry_out(action, now)
         except _MALFORMED as error:
             if not isinstance(event, RankEvent):
                 raise
             skipped = f"skipped what rank {event.rank} reported ({event.name!r}): {error!r}"
-            self._carry_out(Say(f"{skipped}\n{traceback.format_exc()}"))
+            self._carry_out(Say(f"{skipped}\n{traceback.format_exc()}"), now)
 
     def _tell_hook(self, now: float, event: Event) -> None:
         """Calls the hook as soon as a preemption is certain: afterwards the nodes have to be handed over."""
@@ -219,11 +224,11 @@ class Attempt:
         elif isinstance(event, RankEvent) and event.name == "signal" and not self._state.heard:
             self._monitor.ask()  # at the first of them
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: Action, now: float) -> None:
         """Does something about an event. Nothing here waits: for no disk, no rank and no controller."""
         match action:
             case Record(event, values):
-                self._writes.put(partial(self._record, event, values))
+                self._writes.put(partial(self._record, event, now, values))
             case Say(text):
                 self._writes.put(partial(say, text))
             case Broadcast(order, reason, ranks):
@@ -260,9 +265,9 @@ class Attempt:
             write()
             self._writes.task_done()
 
-    def _record(self, event: str, values: Mapping[str, Any]) -> None:
+    def _record(self, event: str, at: float, values: Mapping[str, Any]) -> None:
         try:
-            self._history.add(event, **values)
+            self._history.add(event, at, **values)
         except _MALFORMED as error:
             say(f"not recorded: {event!r}: {error!r}")
 
@@ -286,12 +291,15 @@ class Attempt:
         """While the ranks import torch: this runs git, on a disk that may be slow."""
         try:
             if self._submission is not None:
-                self._history.add("submitted", job=self._submission["job"], submitted=self._submission["time"])
+                self._history.add(
+                    "submitted", self._launched, job=self._submission["job"], submitted=self._submission["time"]
+                )
             state = code_state(self._job, self._code.state() if self._code else None)
             before = [event.get("code") or {} for event in self._history.events if event["event"] == "started"]
             differences = changed(before[-1], state) if before else []
             started = {**self._controller.describe(), "ranks": self._job.world_size}
-            self._history.add("started", **started, code=state, changed=differences)
+            seen = {} if self._seen is None else {"seen": self._seen}
+            self._history.add("started", self._launched, **started, code=state, changed=differences, **seen)
         except OSError as error:
             say(f"cannot record the attempt's start ({error}); training continues")
 
@@ -325,13 +333,13 @@ class Attempt:
         return end
 
 
-def steps_made(run: RunDirectory) -> int:
-    """How many steps a run has made so far."""
+def last_line(run: RunDirectory) -> Mapping[str, Any]:
+    """The metrics of the last step that a run has made so far; empty if there is none."""
     try:
-        return int((run.last_metrics() or {"step": -1})["step"]) + 1
+        return run.last_metrics() or {}
     except OSError as error:
         say(f"cannot read the metrics ({error}): repeated steps will not be counted")
-        return 0
+        return {}
 
 
 def _nodes_of(controller: Controller) -> tuple[str, ...]:

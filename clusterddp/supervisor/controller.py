@@ -21,6 +21,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import preemption_policy
 from clusterddp.slurm.cause import Cause, read_cause
+from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.state import Notice, Stop
 
@@ -106,9 +107,8 @@ class SlurmController(Controller):
         job = slurm.show_job(self._job_id)
         if job is None or job.restarts != self._restarts:
             return Notice(None)
-        if job.preempt_time is not None:
-            return Notice(job.end_time, Stop.PREEMPTION)
-        return Notice(job.end_time, Stop.JOB_END if job.state == "COMPLETING" else None)
+        ends = Stop.JOB_END if job.state == "COMPLETING" else None
+        return Notice(job.end_time, ends if job.preempt_time is None else Stop.PREEMPTION, _allocated(job))
 
     def why(self, notice_s: float) -> Cause:
         """Reads the job's state and PreemptTime."""
@@ -223,6 +223,12 @@ class LocalController(Controller):
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
         """A local run has no queue."""
         raise NotImplementedError("a local run is restarted by its loop")
+
+
+def _allocated(job: JobInfo) -> dict[str, float] | None:
+    times = {"submitted": job.submit_time, "eligible": job.eligible_time, "begun": job.start_time}
+    known = {name: at for name, at in times.items() if at is not None}
+    return known if "begun" in known else None
 
 
 def _stop_said(notice: Path) -> Stop | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from clusterddp.failures.hangs import Hang, Slow
+from clusterddp.failures.hangs import Hang, KeptUp, Slow
 from clusterddp.rundir.records import is_count, optional, schema_error
 from clusterddp.supervisor import requests
 from clusterddp.supervisor.state import (
@@ -82,7 +82,7 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     if wrong := schema_error(values, {"step": optional(is_count)}):
         raise ValueError(wrong)
     values = {"rank": rank, **values}
-    if event.name == "resumed" and state.steps_before:
+    if event.name in ("training", "resumed") and state.steps_before:
         values["redone"] = max(0, state.steps_before - values["step"])
     state, actions = _note(state, event)
     return state, [*actions, Record(event.name, values)]
@@ -175,6 +175,9 @@ def _abandon(state: State) -> Step:
 
 def _on_notice(state: State, notice: Notice, now: float) -> Step:
     back: list[Action] = [Record("controller_back", {})] if state.controller_away else []
+    if notice.allocated is not None and not state.allocated:
+        back.append(Record("allocated", dict(notice.allocated)))
+        state = replace(state, allocated=True)
     state = replace(state, notice=notice, controller_away=False)
     state, lost = _lose_nodes(state) if state.confirming else (state, [])
     # A stop that was due before is not told any sooner.
@@ -293,6 +296,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     Request: _on_request,
     Hang: _on_hang,
     Slow: lambda state, slow, _: (state, [Record("slow", asdict(slow))]),
+    KeptUp: lambda state, rank, _: (state, [Record("kept_up", asdict(rank))]),
 }
 _TIMERS: Mapping[Timer, Callable[[State, float], Step]] = {
     Timer.LOOK: _look,

@@ -48,9 +48,14 @@ class History:
         #: All events of the run, oldest first, with those that a full disk has not taken yet.
         self.events = run.events()
 
-    def add(self, event: str, /, **values: Any) -> None:
-        """Appends one event, unless the history was closed."""
-        line = {"time": time.time(), "attempt": self._attempt, "event": event, **self._presentable(values)}
+    def add(self, event: str, at: float | None = None, /, **values: Any) -> None:
+        """Appends one event, unless the history was closed. ``at``: when it happened, in unix seconds; now if None."""
+        line = {
+            "time": time.time() if at is None else at,
+            "attempt": self._attempt,
+            "event": event,
+            **self._presentable(values),
+        }
         if self._closed:
             return
         self.newest_step = _highest([self.newest_step, values.get("step")])

@@ -106,6 +106,8 @@ class Recovery:
             values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
             if step is not None:
                 values["step"] = step
+            if math.isfinite(failure.lost_at):
+                values["since"] = failure.lost_at
             if failure.of_the_node and self._controller.resubmits:
                 values["suspect"] = self._state.node_of(failure.rank)
             self._history.add("rank_failed", **values)

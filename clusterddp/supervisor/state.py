@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from clusterddp.failures.hangs import Hang, Slow
+from clusterddp.failures.hangs import Hang, KeptUp, Slow
 from clusterddp.jobdef.job import Job
 
 #: How often the controller is asked: ranks are told of a stop within 5 s even if no signal reached them.
@@ -34,10 +34,14 @@ class Stop(enum.Enum):
 
 @dataclass(frozen=True)
 class Notice:
-    """When a job ends: ``end_time`` in unix seconds (None: no time limit), and why it must stop now, if it must."""
+    """When a job ends: ``end_time`` in unix seconds (None: no time limit), and why it must stop now, if it must.
+
+    ``allocated``: when it was submitted, could start and started, the values of that event; None if unknown.
+    """
 
     end_time: float | None
     stop: Stop | None = None
+    allocated: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,17 @@ class Timer(enum.Enum):
 
 
 Event = (
-    RankEvent | ConnectionLost | Notice | ControllerFailed | Superseded | RanksExited | Request | Timer | Hang | Slow
+    RankEvent
+    | ConnectionLost
+    | Notice
+    | ControllerFailed
+    | Superseded
+    | RanksExited
+    | Request
+    | Timer
+    | Hang
+    | Slow
+    | KeptUp
 )
 
 # --- actions
@@ -221,6 +235,8 @@ class State:
     #: What the controller said last, and whether that called for a stop at the last look.
     notice: Notice = field(default_factory=lambda: Notice(None))
     due: bool = False
+    #: Whether the history has the times of the job's allocation.
+    allocated: bool = False
     controller_away: bool = False
     controller_missing: bool = False
     #: Whether the newest training loop has steps left; None: none has begun.

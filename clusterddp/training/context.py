@@ -26,6 +26,7 @@ from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
 from clusterddp.training import preflight, settings
 from clusterddp.training.attempt_history import AttemptHistory
+from clusterddp.training.evaluations import Evaluations
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.loop import Run, Services
 from clusterddp.training.run_state import Randomness
@@ -99,8 +100,13 @@ class Context:
         checked_s = preflight.check_node(read, self.devices) if read.preflight else 0.0
         self._settings = read
         backend = process_group.choose_backend(read.backend, self.device)
+        if self.rank == 0:  # without a supervisor, the attempt has no number before the ranks have met
+            control_channel.report("phase", phase="rendezvous")
         self._group = process_group.ProcessGroup(ranks, self.device, backend, read.store, read.job.timeouts.start_s)
         self._history = AttemptHistory(read, self._group)
+        if self.rank == 0:
+            self._history.report("phase", phase="importing")
+        self._evaluations = Evaluations(self._report_evaluations)
         self._stopping = Stopping(read, self._group, self._history.report)
         self._agreement = self._stopping.agreement
         shield_workers()
@@ -219,6 +225,7 @@ class Context:
             rank=self.rank,
             world_size=self.world_size,
             at_batch=self._stop_in_evaluation,
+            around=self._evaluations.measured,
             **options,
         )
 
@@ -379,6 +386,10 @@ class Context:
         if self._run is not None:
             self.stop_point()
 
+    def _report_evaluations(self, seconds: float) -> None:
+        if self.rank == 0:
+            self._history.report("evaluated", seconds=seconds)
+
     def _close_at_exit(self) -> None:
         # sys.last_value is set by the interpreter once it has printed an uncaught exception.
         self._close(clean=getattr(sys, "last_value", None) is None, restore_handlers=False)
@@ -392,6 +403,7 @@ class Context:
         _current = None
         cancel_at_exit(self._close_at_exit)
         close_workers()
+        self._evaluations.report()
         self._stopping.close(restore_handlers=restore_handlers)
         self._heartbeat.close()
         if self._stopping.saver is not None:

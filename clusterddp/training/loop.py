@@ -80,7 +80,10 @@ class Run:
                 part.update = _then(part.update, self._note_optimizer_step)  # type: ignore[method-assign]
             elif name == "optimizer" and hasattr(part, "step"):  # of another library, or the user's
                 part.step = _then(part.step, self._note_optimizer_step)
+        self._made = 0  # steps, in this attempt
+        self._enter("restoring")
         self._state.restore(self._saver.restore())
+        self._enter("importing")
 
     @property
     def step(self) -> int:
@@ -123,6 +126,7 @@ class Run:
             return
         completion.loop = loop = completion.Loop(lambda: self.step, total)
         self._heartbeat.begin()
+        self._enter("training" if self._made else "first_step")
         self._boundary()
         batches = self._loader.batches(self.step)
         try:
@@ -234,6 +238,9 @@ class Run:
         if self._group.rank == 0:
             self._report_event(event, **values)
 
+    def _enter(self, phase: str) -> None:
+        self._report("phase", phase=phase)
+
     def _total(self, total: int | None) -> int:
         total = self._job.steps if total is None else total
         if total is None:
@@ -274,14 +281,17 @@ class Run:
         self._making = None
         self._state.gradients.note()
         self._state.buffers.share()
-        made = self.step - (self._state.parent[1] if self._state.parent else 0)  # in this attempt
-        if self._saver.saves and (parts := self._state.divergence.compare(made)):
+        self._made += 1
+        if self._saver.saves and (parts := self._state.divergence.compare(self._made)):
             say(explanation(parts))
             self._report("diverged", step=self.step, parts=parts, explanation=explanation(parts))
         self._heartbeat.pace = self._compute_time.step_done() or self._heartbeat.pace
-        if made == 1:
+        if self._made == 1:
+            self._enter("repeating" if self.step < self._saver.steps_before else "training")
             self._group.shorten_timeout(self._job.timeouts.step_s)
             self._saver.prepare(self._content)
+        elif self.step == self._saver.steps_before:
+            self._enter("training")
 
     def stop_point(self) -> None:
         """See ``Context.stop_point``. An evaluation may follow, with a forward without gradients."""
@@ -315,6 +325,7 @@ class Run:
         if self._saver.saves and committed != self.step:
             raise CheckpointError(f"all {self.step} steps are done, but the last checkpoint was not saved: {problem}")
         self._report("progress", step=self.step, steps=self.step)
+        self._enter("after_loop")
 
     def _content(self) -> dict[str, Any]:
         return self._state.content(before_step=self._making is not None)
@@ -333,6 +344,7 @@ class Run:
             self._saver.log(self.step, self._values.take())
         self._making = None
         self._report("left_loop", step=self.step + stepped, steps=self._goal)
+        self._enter("after_loop")
 
     def _note_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None, *_: Any) -> None:
         """An optimizer has stepped: from now on, the state is the one after the current step.

@@ -17,6 +17,7 @@ from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.reporter import say
+from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training.metrics import Metrics
 from clusterddp.worker.deadline import CAUTION
@@ -44,6 +45,8 @@ class Saver:
     ) -> None:
         self._group, self._report, self._settings = group, report, settings
         self._checkpoints: Checkpoints | None = None
+        #: The most steps that an earlier attempt made, saved or not; known to rank 0.
+        self.steps_before = 0
         if directory is not None and group.rank == 0:
             self._directory = directory
             self._checkpoints = Checkpoints(directory, attempt, settings.keep)
@@ -85,6 +88,7 @@ class Saver:
     def record_resume(self, parent: Place | None) -> None:
         """Rank 0 records, before the first step, what this attempt resumed from."""
         if self._checkpoints is not None:
+            self.steps_before = most_steps(self._directory)
             self._checkpoints.record_resume(parent)
             if (best := best_of(self._checkpoints.candidates(), self._settings.keep)) is not None:
                 self._best = self._settings.keep.order(best[1])
@@ -268,6 +272,21 @@ class Saver:
         return reason
 
 
+def most_steps(directory: RunDirectory) -> int:
+    """The most steps that an attempt of a run has made; 0 if the records cannot be read.
+
+    The last line of the metrics is the last attempt's; earlier ones may have come further.
+    """
+    try:
+        made: list[int] = [(directory.last_metrics() or {"step": -1})["step"] + 1]
+        for event in directory.events():
+            if event["event"] in ("training", "resumed") and is_count(event.get("redone")):
+                made.append((event.get("step") or 0) + event["redone"])
+        return max(made)
+    except OSError:
+        return 0
+
+
 def interval_s(stall_s: float, durable_s: float, between_s: float) -> float:
     """Seconds from one save to the next: sqrt(2 x stall x time between interruptions).
 
@@ -288,7 +307,7 @@ def between_interruptions_s(events: Iterable[Mapping[str, Any]], now: float) -> 
     interruptions = 0
     for event in events:
         times.setdefault(event["attempt"], []).append(event["time"])
-        interruptions += event["event"] == "resumed" and bool(event.get("redone"))
+        interruptions += event["event"] in ("training", "resumed") and bool(event.get("redone"))
     if times:
         times[max(times)].append(now)
     trained = sum(found[-1] - found[0] for found in times.values())

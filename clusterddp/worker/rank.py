@@ -69,6 +69,8 @@ def main() -> None:
         _exit_with_record(record, {**end, "end": "stopped", "reason": "stop signal before all ranks had joined"}, 0)
     control_channel.current.listen(lambda: exit_if_superseded(run, record, end), lambda order: obey(order, end))
     _let_signals_through()
+    if ranks.rank == 0:
+        control_channel.report("phase", phase="importing")
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
     code_paths.use_snapshot()
@@ -294,6 +296,8 @@ def _record(record: Path, end: dict[str, Any]) -> None:
     if not _recorded.acquire(blocking=False):
         return
     end = {**end, "ended": time.time()}
+    if end["rank"] == 0:
+        control_channel.report("phase", phase="ending")
     control_channel.report("left", **end)  # first: the order of failures counts, and a file may come late or fail
     try:
         write_json(record, end, mode=0o600)

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from clusterddp import protocol
-from clusterddp.cli.runs.accounting import cost
 from clusterddp.errors import SlurmError, SlurmUnavailable
 from clusterddp.failures import exclusion
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import Hang
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job, Limits, Timeouts, Watchdog
+from clusterddp.report.booking import book
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -720,7 +720,7 @@ def test_a_result_may_have_any_name_of_the_scripts_own(run: RunDirectory) -> Non
     append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "result", "step": 7, **names})
     _, events = supervised(run, FakeController(Cause.NONE), {"end": "died", "error": "killed"})
     assert events == ["result", "started", "rank_failed", "restarted"]
-    assert cost(run.events(), time.time()) is not None and between_interruptions_s(run.events(), time.time())
+    assert book(run.events(), time.time()).total_s and between_interruptions_s(run.events(), time.time())
 
 
 def test_time_in_the_queue_is_not_charged(run: RunDirectory) -> None:

@@ -29,11 +29,14 @@ from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, visible
 from clusterddp.cli.main import main
 from clusterddp.cli.progress import Progress
-from clusterddp.cli.runs import accounting, status
+from clusterddp.cli.runs import status
 from clusterddp.errors import ClusterddpError, JobDefinitionError, LauncherEnvironmentError
 from clusterddp.jobdef import load, yaml12
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.jobdef.schema import READERS
+from clusterddp.report.advice import advice
+from clusterddp.report.booking import book
+from clusterddp.report.ratios import spent
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm import preemption_policy
@@ -409,7 +412,8 @@ def looks(run: RunDirectory, job: Job) -> list[Callable[[], Any]]:
         run.outcome,
         run.last_metrics,
         lambda: limits.exceeded(job, run.events(), 8.0),
-        lambda: accounting.cost(run.events(), 8.0),
+        lambda: spent(book(run.events(), 8.0), run.events()),
+        lambda: advice(job, book(run.events(), 8.0), run.events()),
         lambda: lease.held_by_other(run, {"kind": "slurm", "job": "1"}),
         lambda: lease.local_loop_alive(run),
         lambda: [event["event"] for event in run.events()],

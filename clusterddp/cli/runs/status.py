@@ -9,14 +9,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterddp.cli.runs import live
-from clusterddp.cli.runs.accounting import cost
 from clusterddp.cli.runs.report import left_s, report, speed, values
 from clusterddp.failures import exclusion
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.report.advice import advice
+from clusterddp.report.booking import Booking, book
+from clusterddp.report.ratios import Spent, spent
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir.find import open_run
+from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.slurm.run_states import OVER, RunState, run_states
@@ -65,7 +68,7 @@ def described(run: RunDirectory) -> str:
         *_waiting(state, now),
         *([("code", code)] if code else []),
         ("attempts", str(attempts_made(events))),
-        *_spent(events, now),
+        *_time(job, *_booked(summary, state, events, now), events),
         *_progress(summary, state, now),
         *_nodes(job, summary, state),
         *_excluded(events, now),
@@ -97,8 +100,9 @@ def _looked_at(run: RunDirectory) -> tuple[Summary, RunState]:
 def _report(run: RunDirectory) -> dict[str, Any]:
     """The keys of every run, and those that need the whole history or the job definition."""
     job, events, now = load_resolved(run.job_file), run.events(), time.time()
-    spent = cost(events, now)
-    return report(*_looked_at(run)) | {
+    summary, state = _looked_at(run)
+    booking, made = _booked(summary, state, events, now)
+    return report(summary, state) | {
         "attempts": attempts_made(events),
         "job_name": job.name,
         "shape": job.shape,
@@ -106,12 +110,38 @@ def _report(run: RunDirectory) -> dict[str, Any]:
         "gpus_per_node": job.gpus_per_node if job.device == "cuda" else 0,
         "gpu_type": job.gpu_type,
         "excluded": exclusion.left_out(events, now),
-        "cost": spent
+        "cost": _cost(booking, made, events),
+        "time": made
         and {
-            "repeated_steps": spent.repeated,
-            "training_s": spent.training_s,
-            "total_s": spent.total_s,
+            "total_s": made.total_s,
+            "seconds": made.seconds,
+            "ettr": made.ettr,
+            "goodput": made.goodput,
+            "repeated_steps": made.repeated,
+            "provisional": made.provisional,
         },
+        "advice": advice(job, booking, events),
+    }
+
+
+def _booked(summary: Summary, state: RunState, events: Sequence[Event], now: float) -> tuple[Booking, Spent | None]:
+    """Where the run's time went, and the ratios of that."""
+    claimed = [claim["time"] for claim in summary.claims if is_time(claim.get("time"))]
+    step = summary.metrics.get("time")
+    booking = book(events, now, state.word, step if is_time(step) else None, min(claimed, default=None))
+    return booking, spent(booking, events)
+
+
+def _cost(booking: Booking, made: Spent | None, events: Sequence[Event]) -> dict[str, Any] | None:
+    """What version 1 of the schema has besides ``time``."""
+    if made is None or not attempts_made(events):
+        return None
+    first = next((one.begin for one in booking.intervals if one.attempt is not None), booking.intervals[-1].end)
+    in_loop = ("training", "evaluating", "saving", "repeating", "straggler")
+    return {
+        "repeated_steps": made.repeated,
+        "training_s": sum(made.seconds[name] for name in in_loop),
+        "total_s": booking.intervals[-1].end - first,
     }
 
 
@@ -153,10 +183,12 @@ def _waiting(state: RunState, now: float) -> Sequence[tuple[str, str]]:
     return lines
 
 
-def _spent(events: Sequence[Event], now: float) -> Sequence[tuple[str, str]]:
-    recorded = any(event.get("step") is not None for event in events)
-    spent = cost(events, now) if recorded else None
-    return [("cost", spent.sentence())] if spent else []
+def _time(job: Job, booking: Booking, made: Spent | None, events: Sequence[Event]) -> Sequence[tuple[str, str]]:
+    """ETTR, where the time went, and what could be better."""
+    if made is None or all(event.get("step") is None for event in events):
+        return []
+    lines = [("time", made.sentence()), ("", made.breakdown())]
+    return [*lines, *(("advice", words) for words in advice(job, booking, events))]
 
 
 def _progress(summary: Summary, state: RunState, now: float) -> Sequence[tuple[str, str]]:

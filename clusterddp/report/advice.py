@@ -1,0 +1,96 @@
+"""What would save a run's time, in sentences: each only where the run's own figures support it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from clusterddp.jobdef.job import Job
+from clusterddp.report.booking import Booking
+from clusterddp.reporter import counted, duration
+from clusterddp.rundir.records import is_count, is_time
+from clusterddp.slurm.cause import Cause
+
+Event = Mapping[str, Any]
+
+#: The least that a change must save, as a share of the time, and the least interruptions that tell a rate.
+WORTH, ENOUGH = 0.01, 3
+_ANNOUNCED = (Cause.PREEMPTED.value, Cause.TIME_LIMIT.value)
+
+
+def advice(job: Job, booking: Booking, events: Iterable[Event]) -> list[str]:
+    """What to change, most general first; empty if nothing is known to help."""
+    events = list(events)
+    return [*_interval(job, booking, events), *_hold(booking, events), *_notice(job, events)]
+
+
+def _interval(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
+    """Young (1974): the best interval is sqrt(2 x seconds blocked by a save / rate of unannounced interruptions)."""
+    seconds = booking.seconds()
+    trained = sum(seconds[name] for name in ("training", "repeating", "evaluating", "straggler"))
+    interruptions = sum(event["event"] in ("training", "resumed") and bool(event.get("redone")) for event in events)
+    blocked, durable = _of_saves(events, "blocked_s"), _of_saves(events, "durable_s")
+    gaps = _gaps(events)
+    if job.checkpoint.auto or interruptions < ENOUGH or min(len(blocked), len(durable), len(gaps)) < ENOUGH:
+        return
+    save_s: float = statistics.median(blocked)
+    rate = interruptions / max(trained, 1.0)
+    now_s = statistics.median(gaps)
+    best_s = max(math.sqrt(2 * save_s / rate), 2 * statistics.median(durable), 1.0)
+
+    def lost(interval_s: float) -> float:
+        return save_s / interval_s + rate * interval_s / 2
+
+    if lost(now_s) - lost(best_s) >= WORTH:
+        yield (
+            f"checkpoint.every: {best_s:.0f}s would save about {100 * (lost(now_s) - lost(best_s)):.0f}% of the "
+            f"training time: saves are {duration(now_s)} apart, one blocks training for {save_s:.3g} s, and the run "
+            f"is interrupted without notice every {duration(1 / rate)}"
+        )
+
+
+def _of_saves(events: Iterable[Event], name: str) -> list[float]:
+    return [float(event[name]) for event in events if event["event"] == "checkpoint" and is_time(event.get(name))]
+
+
+def _gaps(events: Iterable[Event]) -> list[float]:
+    """Seconds from one save to the next in the same attempt."""
+    last: dict[int, float] = {}
+    found = []
+    for event in events:
+        if event["event"] == "checkpoint":
+            if event["attempt"] in last:
+                found.append(max(0.0, event["time"] - last[event["attempt"]]))
+            last[event["attempt"]] = event["time"]
+    return found
+
+
+def _hold(booking: Booking, events: Sequence[Event]) -> Iterator[str]:
+    """Slurm holds a job after each requeue; a new job has no hold, but waits in the queue."""
+    requeued = {event["time"] for event in events if event["event"] == "requeued"}
+    holds = [one.seconds for one in booking.intervals if one.category == "held" and one.begin in requeued]
+    if holds and sum(holds) >= WORTH * booking.total_s:
+        yield (
+            f"Slurm held the run {counted(len(holds), 'time')} after a requeue, for {duration(statistics.mean(holds))} "
+            f"on average, {100 * sum(holds) / booking.total_s:.0f}% of its time: `clusterddp watch` lifts the hold, "
+            "and with `policy: resubmit` the run continues in a new job, which is not held"
+        )
+
+
+def _notice(job: Job, events: Sequence[Event]) -> Iterator[str]:
+    """Announced stops whose last save was not committed in time."""
+    lost = [
+        event["step"] - (event["checkpoint"] if is_count(event.get("checkpoint")) else 0)
+        for event in events
+        if event.get("cause") in _ANNOUNCED and is_count(event.get("step"))
+    ]
+    lost = [steps for steps in lost if steps > 0]
+    longest = max(_of_saves(events, "durable_s"), default=0.0)
+    if lost and longest:
+        yield (
+            f"{counted(len(lost), 'announced stop')} lost steps, because the last save was not committed in time; the "
+            f"longest save took {longest:.3g} s: preemptions need a longer grace time than that, and time limits a "
+            f"longer notice (timeouts.notice_s, {job.timeouts.notice_s:.0f} s)"
+        )

@@ -1,0 +1,363 @@
+"""Where a run's time went: each second since its first submission is booked once. Pure functions of its history.
+
+What rank 0 was doing follows from its events ``phase``; when a job waited, from ``allocated``. Histories of older
+versions have neither: then the start-up of an attempt counts as launching, and all of a wait as queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from clusterddp.protocol import ATTEMPT_ENDS, PHASES, RUN_ENDS
+from clusterddp.rundir.records import is_count, is_time
+
+Event = Mapping[str, Any]
+
+#: What a second can be booked to, in the order of an attempt, with the words of ``status`` and of the report.
+CATEGORIES: Mapping[str, str] = {
+    "queued": "queued",
+    "held": "held",
+    "launching": "launching",
+    "importing": "importing",
+    "rendezvous": "rendezvous",
+    "restoring": "restoring",
+    "first_step": "first step",
+    "training": "training",
+    "saving": "blocked by a save",
+    "evaluating": "evaluating",
+    "repeating": "repeated steps",
+    "straggler": "waiting for a straggler",
+    "hung": "hung",
+    "down": "down",
+    "unknown": "unknown",
+}
+#: The other phases of rank 0 (``protocol.PHASES``) are categories themselves.
+_OF_PHASE = {"after_loop": "unknown", "ending": "launching"}
+#: What the end of a run's records is followed by, by its state (``slurm/run_states.py``) unless it is over.
+_OF_STATE = {"pending": "queued", "held": "held", "running": "", "stopped": "down"}
+#: During these, evaluations and saves are possible.
+_IN_LOOP = frozenset(("first_step", "training", "repeating"))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """``attempt`` is None before the first and between two attempts. Times are unix seconds."""
+
+    begin: float
+    end: float
+    category: str
+    attempt: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Booking:
+    """Intervals without gaps, oldest first. ``provisional``: the run is not over, and the last of them may change."""
+
+    intervals: tuple[Interval, ...]
+    provisional: bool
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the first submission."""
+        return self.intervals[-1].end - self.intervals[0].begin if self.intervals else 0.0
+
+    def seconds(self) -> dict[str, float]:
+        """The seconds of each category, in the order of CATEGORIES."""
+        sums = dict.fromkeys(CATEGORIES, 0.0)
+        for interval in self.intervals:
+            sums[interval.category] += interval.seconds
+        return sums
+
+
+def book(
+    events: Iterable[Event],
+    now: float,
+    state: str = "unknown",
+    newest_step: float | None = None,
+    submitted: float | None = None,
+) -> Booking:
+    """Books a run's time up to ``now``, or to its end.
+
+    Args:
+        events: the run's history.
+        now: unix seconds.
+        state: a word of ``run_states.WORDS``: what the run does once its records end.
+        newest_step: when the newest line of the metrics was written, if there is one.
+        submitted: when the run's job was submitted, for a run without a history.
+    """
+    events = list(events)
+    attempts = _attempts(events)
+    ends = [event["time"] for event in events if event["event"] in RUN_ENDS]
+    ended = bool(ends) and state not in _OF_STATE and (not attempts or ends[-1] >= attempts[-1].launch["time"])
+    provisional = not ended and state not in RUN_ENDS
+    times = [event["time"] for event in events] + [_submitted(event) for event in events]
+    known = [time for time in [*times, submitted] if time is not None]
+    if not known:
+        return Booking((), provisional)
+    latest = max([*known, newest_step or 0.0])
+    line = _Line(min(known), now if provisional else ends[-1] if ended else latest)
+    for before, attempt, after in zip([None, *attempts], attempts, [*attempts[1:], None], strict=False):
+        _book_wait(line, before, attempt)
+        _book_attempt(line, attempt, after, state, newest_step)
+    waits = not attempts or (attempts[-1].end or {}).get("event") in ("requeued", "resubmitted")
+    if submitted is not None and not waits:
+        line.until(submitted, "down")
+    queued = waits and not (attempts and attempts[-1].local)
+    following = {**_OF_STATE, "running": "queued" if queued else "launching"}.get(state, "unknown")
+    line.until(line.end, following if provisional else "queued" if waits else "down")
+    return Booking(tuple(_with_details(line.intervals, attempts, line.end)), provisional)
+
+
+class _Line:
+    """Intervals from ``begin`` to ``end``, each of which continues the one before, whatever the records say."""
+
+    def __init__(self, begin: float, end: float) -> None:
+        self.at, self.end = begin, max(begin, end)
+        self.intervals: list[Interval] = []
+
+    def until(self, time: float, category: str, attempt: int | None = None) -> None:
+        """Books the time since the last interval; nothing if ``time`` has passed already."""
+        time = min(time, self.end)
+        if time > self.at:
+            self.intervals.append(Interval(self.at, time, category, attempt))
+            self.at = time
+
+
+class _Attempt:
+    """The events of an attempt, sorted by time: a rank's report may be written late."""
+
+    def __init__(self, number: int, events: list[Event], script_loops: bool) -> None:
+        self.number = number
+        self.events = sorted(events, key=lambda event: event["time"])
+        self._script_loops = script_loops
+        self.launch = self.first("started") or next(
+            event for event in self.events if event["event"] not in ("submitted", "forked")
+        )
+        self.end = next((event for event in self.events if event["event"] in ATTEMPT_ENDS), None)
+        self.local = "pid" in self.launch and "job" not in self.launch
+
+    def first(self, name: str) -> Event | None:
+        return next((event for event in self.events if event["event"] == name), None)
+
+    def submitted(self) -> float | None:
+        """When its job was submitted, or requeued."""
+        event = self.first("submitted")
+        return _submitted(event) if event is not None else self.allocated("submitted")
+
+    def allocated(self, name: str) -> float | None:
+        event = self.first("allocated")
+        value = event.get(name) if event is not None else None
+        return value if is_time(value) else None
+
+    def trouble(self) -> tuple[float, str] | None:
+        """From when its ranks had failed or hung, and the category of the time until all of them had ended."""
+        hung, failed = self.first("hung"), self.first("rank_failed")
+        if hung is not None:
+            return hung["time"] - _seconds(hung, "seconds"), "hung"
+        if failed is not None:
+            return _seconds(failed, "since") or failed["time"], "launching"
+        return None
+
+    def changes(self) -> Iterator[tuple[float, str]]:
+        """When rank 0 began to do something else, and what."""
+        phases = any(event["event"] == "phase" for event in self.events)
+        for event in self.events:
+            if event["event"] == "stopping":
+                yield from self._stop(event)
+            now = _phase(event) if phases else _phase_of_older(event)
+            if now == "importing" and not self._script_loops and self.trouble() is None:
+                now = "unknown"  # it trains in its own way, or not at all
+            if now is not None:
+                yield event["time"], now
+
+    def _stop(self, stopping: Event) -> list[tuple[float, str]]:
+        """All ranks stop: the last save blocks them, unless the step was saved before."""
+        begun = stopping["time"]
+        saves = [event for event in self.events if event["event"].startswith("checkpoint")]
+        done = [event["time"] for event in saves if event["time"] >= begun]
+        if done:
+            return [(begun, "saving"), (done[-1], "launching")]
+        resumed = [event for event in self.events if event["event"] == "resumed"]
+        saved = [*resumed, *saves][-1:]
+        return [(begun, "launching" if saved and saved[0].get("step") == stopping.get("step") else "saving")]
+
+
+def _attempts(events: Sequence[Event]) -> list[_Attempt]:
+    """The attempts that did anything, oldest first."""
+    own: dict[int, list[Event]] = {}
+    for event in events:
+        own.setdefault(event["attempt"], []).append(event)
+    loops = any(event["event"] in ("training", "resumed") for event in events)
+    acted = {number for number, found in own.items() if any(e["event"] not in ("submitted", "forked") for e in found)}
+    return [_Attempt(number, own[number], loops) for number in sorted(acted)]
+
+
+def _submitted(event: Event) -> float | None:
+    """When the job of an event ``submitted`` was submitted; that is recorded when it starts."""
+    time = event.get("submitted") if event["event"] in ("submitted", "allocated") else None
+    return min(time, event["time"]) if is_time(time) else None
+
+
+def _seconds(event: Event, name: str) -> float:
+    value: Any = event.get(name)
+    return float(value) if is_time(value) else 0.0
+
+
+# --- between attempts
+
+
+def _book_wait(line: _Line, before: _Attempt | None, attempt: _Attempt) -> None:
+    """Until the attempt is launched: why nothing trained."""
+    launched = attempt.launch["time"]
+    ended = None if before is None else before.end["event"] if before.end else "died"
+    if ended == "restarted":
+        line.until(launched, "launching")
+        return
+    if attempt.local:
+        line.until(launched, "launching" if ended in (None, "requeued") else "down")
+        return
+    if ended not in (None, "requeued", "resubmitted"):
+        submitted = attempt.submitted()
+        line.until(launched if submitted is None else min(submitted, launched), "down")
+    eligible, begun = attempt.allocated("eligible"), attempt.allocated("begun")
+    if eligible is not None:
+        line.until(min(eligible, begun or launched, launched), "held")
+    line.until(launched if begun is None else min(begun, launched), "queued")
+    line.until(launched, "launching")
+
+
+# --- an attempt
+
+
+def _book_attempt(
+    line: _Line, attempt: _Attempt, after: _Attempt | None, state: str, newest_step: float | None
+) -> None:
+    """From its launch to its end: if none was recorded, to its last sign."""
+    if attempt.end is not None:
+        end = attempt.end["time"]
+    elif after is None and state == "running":
+        end = line.end
+    else:
+        seen = after.launch.get("seen") if after is not None else newest_step
+        own = [event["time"] for event in attempt.events]
+        end = max([*own, seen] if is_time(seen) else own)
+    if after is not None:
+        end = min(end, after.launch["time"])
+    trouble = attempt.trouble()
+    trouble_at = end if trouble is None else min(end, max(trouble[0], attempt.launch["time"]))
+    category = "launching"
+    for time, following in attempt.changes():
+        line.until(min(time, trouble_at), category, attempt.number)
+        category = following
+        if time >= trouble_at:
+            break
+    else:
+        line.until(trouble_at, category, attempt.number)
+    if trouble is not None:
+        line.until(end, trouble[1], attempt.number)
+
+
+def _phase(event: Event) -> str | None:
+    """What rank 0 does from this event on; None if it says nothing about that."""
+    if event["event"] == "finishing":
+        return "saving"
+    if event["event"] != "phase":
+        return None
+    phase = str(event.get("phase"))  # perhaps one of a newer version
+    return _OF_PHASE.get(phase, phase) if phase in PHASES else "unknown"
+
+
+def _phase_of_older(event: Event) -> str | None:
+    """The same for an attempt of a version without phases."""
+    name = event["event"]
+    if name in ("training", "resumed"):
+        return "training"
+    if name == "finishing":
+        return "saving"
+    done = name == "progress" and is_count(event.get("step")) and event["step"] >= _seconds(event, "steps")
+    return "unknown" if done or name == "left_loop" else None
+
+
+# --- details within attempts
+
+
+def _with_details(intervals: list[Interval], attempts: Sequence[_Attempt], end: float) -> list[Interval]:
+    """The same with evaluations, saves and stragglers, which events tell only afterwards."""
+    evaluations: list[tuple[float, float]] = []
+    saves: list[tuple[float, float]] = []
+    slow: list[tuple[float, float, float]] = []
+    for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
+        for event in attempt.events:
+            if event["event"] == "evaluated":
+                evaluations.append((event["time"] - _seconds(event, "seconds"), event["time"]))
+            elif event["event"] == "checkpoint":
+                blocked = _seconds(event, "blocked_s")
+                begun = event["time"] - max(blocked, _seconds(event, "durable_s"))
+                saves.append((begun, begun + blocked))
+        slow += _slow(attempt.events, end if following is None else following.launch["time"])
+    intervals = _laid_over(intervals, evaluations, "evaluating", _IN_LOOP | {"importing", "unknown"})
+    intervals = _laid_over(intervals, saves, "saving", _IN_LOOP | {"evaluating"})
+    marked = _laid_over(intervals, [(begin, end) for begin, end, _ in slow], "straggler", frozenset(("training",)))
+    return _shared(marked, slow)
+
+
+def _laid_over(
+    intervals: Iterable[Interval], spans: Iterable[tuple[float, float]], category: str, onto: frozenset[str]
+) -> list[Interval]:
+    """The parts of ``intervals`` of the categories ``onto`` that lie in ``spans`` become ``category``."""
+    waiting = sorted(spans)
+    found: list[Interval] = []
+    next_span = 0
+    for whole in intervals:
+        while next_span < len(waiting) and waiting[next_span][1] <= whole.begin:
+            next_span += 1
+        at = whole.begin
+        for index in range(next_span, len(waiting)) if whole.category in onto else ():
+            begin, end = waiting[index]
+            if begin >= whole.end:
+                break
+            begin, end = max(begin, at), min(end, whole.end)
+            if end > begin:
+                found += [Interval(at, begin, whole.category, whole.attempt)] if begin > at else []
+                found.append(Interval(begin, end, category, whole.attempt))
+                at = end
+        if whole.end > at:
+            found.append(Interval(at, whole.end, whole.category, whole.attempt))
+    return found
+
+
+def _slow(events: Iterable[Event], end: float) -> Iterator[tuple[float, float, float]]:
+    """While ranks are slow: from, to, and the share of a step for which the others wait."""
+    ratios: dict[Any, float] = {}
+    changes: list[tuple[float, float]] = []
+    for event in events:
+        if event["event"] in ("slow", "kept_up"):
+            ratios[str(event.get("rank"))] = max(1.0, _seconds(event, "ratio"))
+            changes.append((event["time"], 1 - 1 / max(ratios.values())))
+    for (begin, share), (until, _) in pairwise([*changes, (end, 0.0)]):
+        if share > 0 and until > begin:
+            yield begin, until, share
+
+
+def _shared(intervals: Iterable[Interval], slow: Iterable[tuple[float, float, float]]) -> list[Interval]:
+    """Of the time in which a rank was slow, only a share was waited: it is booked at the beginning."""
+    found: list[Interval] = []
+    spans = sorted(slow)
+    for one in intervals:
+        if one.category == "straggler":
+            while spans and spans[0][1] <= one.begin:
+                del spans[0]
+            waited = one.begin + one.seconds * (spans[0][2] if spans else 0.0)
+            found.append(Interval(one.begin, waited, "straggler", one.attempt))
+            one = Interval(waited, one.end, "training", one.attempt)
+        if one.seconds > 0:
+            found.append(one)
+    return found

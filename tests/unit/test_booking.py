@@ -1,0 +1,456 @@
+"""Where a run's time went: compared with a simulation that notes for each second what the run was doing.
+
+The simulation shares no code with ``clusterddp/report``: it writes the history of a run while it spends its time.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.jobdef.job import Checkpointing, Job
+from clusterddp.report.advice import advice
+from clusterddp.report.booking import CATEGORIES, Booking, book
+from clusterddp.report.ratios import spent
+from clusterddp.rundir.records import EVENT, read_lines
+from tests.histories import check_history
+
+OLDER = Path(__file__).resolve().parents[1] / "older" / "run"
+BEGAN = 1_795_000_000
+
+
+@dataclass
+class World:
+    """A run on a cluster. ``did``: what it was doing in each second since its submission."""
+
+    draw: random.Random
+    did: list[str] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    attempt: int = 0
+    #: Steps take a second. ``reached``: the most that any attempt has made; ``saved``: those of the newest checkpoint.
+    step: int = 0
+    reached: int = 0
+    saved: int = 0
+    #: First steps of attempts that an earlier attempt had made.
+    first_steps: int = 0
+    seen: float | None = None
+
+    @property
+    def now(self) -> float:
+        return BEGAN + len(self.did)
+
+    def spend(self, what: str, least: int = 1, most: int = 9) -> None:
+        self.did += [what] * self.draw.randint(least, most)
+
+    def tell(self, event: str, time: float | None = None, **values: Any) -> None:
+        line = {"time": self.now if time is None else time, "attempt": self.attempt, "event": event, **values}
+        self.events.append(line)
+
+    def launch(self, submitted: float | None = None) -> None:
+        """The job waits, starts, and its ranks come to their first step."""
+        allocated = {"submitted": self.now if submitted is None else submitted}
+        if self.draw.random() < 0.7:
+            self.spend("held")
+        allocated["eligible"] = self.now
+        self.spend("queued", 0, 20)
+        allocated["begun"] = self.now
+        self.spend("launching")
+        if submitted is not None:
+            self.tell("submitted", job="7", submitted=submitted)
+        self.start()
+        self.tell("allocated", self.now - 1, **allocated)
+
+    def start(self) -> None:
+        """The supervisor launches the ranks."""
+        seen = {} if self.seen is None else {"seen": self.seen}
+        self.tell("started", job="7", restarts=0, nodes="n1", ranks=2, code={}, changed=[], **seen)
+        self.spend("launching")
+        for phase in ("importing", "rendezvous", "importing", "restoring", "importing"):
+            self.tell("phase", rank=0, phase=phase)
+            self.spend(phase)
+        redone, self.step = self.step - self.saved, self.saved
+        self.first_steps += self.saved < self.reached
+        if self.saved:
+            self.tell("resumed", rank=0, step=self.saved, parent={}, inexact=[], redone=redone)
+        else:
+            self.tell("training", rank=0, step=0, redone=redone)
+        self.tell("phase", rank=0, phase="first_step")
+        self.spend("first_step", 2, 5)
+        self.step += 1
+        self.tell("phase", rank=0, phase="repeating" if self.step < self.reached else "training")
+
+    def train(self, steps: int) -> None:
+        """Steps, some of which an attempt before made already."""
+        for _ in range(steps):
+            if self.step < self.reached:
+                self.did.append("repeating")
+                self.step += 1
+                if self.step == self.reached:
+                    self.tell("phase", rank=0, phase="training")
+            else:
+                self.did.append("training")
+                self.step += 1
+        self.reached = max(self.reached, self.step)
+        self.seen = self.now
+
+    def save(self, last: bool = False) -> None:
+        """A save blocks training for a while, and is durable some steps later."""
+        begun, step = self.now, self.step
+        self.spend("saving", 1, 3)
+        blocked = self.now - begun
+        if not last:
+            self.train(2)
+        done = self.now - begun
+        self.tell("checkpoint", rank=0, step=step, blocked_s=blocked, durable_s=done, bytes=1)
+        self.saved = step
+
+    def evaluate(self) -> None:
+        begun = self.now
+        self.spend("evaluating")
+        self.tell("evaluated", rank=0, seconds=self.now - begun)
+
+    def work(self) -> None:
+        self.train(1)
+        for _ in range(self.draw.randint(1, 4)):
+            self.train(self.draw.randint(1, 30))
+            self.draw.choice([self.save, self.evaluate, lambda: None])()
+
+    # --- how an attempt ends
+
+    def stop(self) -> None:
+        self.tell("stopping", rank=0, step=self.step, reason="preemption")
+        self.save(last=True)
+        self.tell("phase", rank=0, phase="ending")
+        self.spend("launching", 1, 3)
+
+    def ended(self, event: str, cause: str, **values: Any) -> None:
+        self.tell(event, reason=cause, cause=cause, step=self.step, checkpoint=self.saved, **values)
+        self.attempt += 1
+
+    def preempted(self) -> None:
+        self.stop()
+        self.ended("requeued", "preempted", window_s=0.1)
+        self.launch()
+
+    def resubmitted(self) -> None:
+        self.stop()
+        self.ended("resubmitted", "preempted", job="8")
+        self.launch(submitted=self.now)
+
+    def killed(self) -> None:
+        """A rank is killed, and all are restarted in place."""
+        since = self.now
+        self.spend("launching", 2, 5)
+        self.tell("rank_failed", rank=1, host="n1", error="killed", since=since)
+        self.ended("restarted", "failed")
+        self.spend("launching")
+        self.start()
+
+    def hung(self) -> None:
+        begun = self.now
+        self.spend("hung", 10, 60)
+        self.tell("hung", rank=1, late=[1], host="n1", step=self.step, seconds=self.now - begun, what="rank 1 hung")
+        self.spend("hung", 3, 5)
+        self.ended("restarted", "hung")
+        self.spend("launching")
+        self.start()
+
+    def node_died(self) -> None:
+        """The supervisor's own: nobody records the end, and Slurm requeues the job when it notices."""
+        self.attempt += 1
+        self.spend("down", 5, 60)
+        self.launch()
+
+    def halted(self) -> None:
+        """The user stops the run, and submits it again another day."""
+        self.stop()
+        self.ended("stopped", "stopped")
+        self.spend("down", 10, 90)
+        self.launch(submitted=self.now)
+
+    def complete(self) -> None:
+        self.tell("finishing", rank=0, step=self.step)
+        self.save(last=True)
+        self.tell("progress", rank=0, step=self.step, steps=self.step)
+        self.tell("phase", rank=0, phase="after_loop")
+        self.spend("unknown", 0, 2)
+        self.evaluate()
+        self.tell("phase", rank=0, phase="ending")
+        self.spend("launching")
+        self.tell("completed", step=self.step, attempts=self.attempt + 1, reason="")
+
+
+ENDS: tuple[Callable[[World], None], ...] = (
+    *(World.preempted, World.resubmitted, World.killed, World.hung, World.node_died, World.halted),
+)
+
+
+def simulated(seed: int, interruptions: int = 12) -> World:
+    world = World(random.Random(seed))
+    world.launch(submitted=world.now)
+    for _ in range(interruptions):
+        world.work()
+        world.draw.choice(ENDS)(world)
+    world.work()
+    world.complete()
+    return world
+
+
+def by_second(booking: Booking) -> list[str]:
+    """What each second is booked to, by looking at its middle."""
+    found: list[str] = []
+    for one in booking.intervals:
+        while BEGAN + len(found) + 0.5 < one.end:
+            found.append(one.category)
+    return found
+
+
+def check_shape(booking: Booking) -> None:
+    """Every second once."""
+    assert all(one.seconds > 0 and one.category in CATEGORIES for one in booking.intervals)
+    assert all(before.end == after.begin for before, after in pairwise(booking.intervals))
+    assert sum(booking.seconds().values()) == pytest.approx(booking.total_s)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_second_is_booked_to_what_the_run_was_doing(seed: int) -> None:
+    world = simulated(seed)
+    check_history(world.events)
+    booking = book(world.events, now=world.now + 1e6)
+    check_shape(booking)
+    assert by_second(booking) == world.did
+    assert not booking.provisional
+
+
+def test_the_ratios_and_repeated_steps_are_those_of_the_simulation() -> None:
+    world = simulated(4)
+    counts = Counter(world.did)
+    made = spent(book(world.events, now=world.now), world.events)
+    assert made is not None
+    productive = counts["training"] + counts["evaluating"]
+    away = counts["queued"] + counts["held"] + counts["down"]
+    assert made.ettr == pytest.approx(productive / len(world.did))
+    assert made.goodput == pytest.approx(productive / (len(world.did) - away))
+    assert made.repeated == counts["repeating"] + world.first_steps > 0
+
+
+@pytest.mark.parametrize("state", ["running", "pending", "held", "stopped", "unknown", "failed"])
+def test_a_history_that_ends_anywhere_is_booked(state: str) -> None:
+    """As of a run that is live, or whose supervisor was killed, or whose file is torn."""
+    world = simulated(5, interruptions=6)
+    for count in range(0, len(world.events) + 1, 2):
+        booking = book(world.events[:count], now=world.now, state=state)
+        check_shape(booking)
+        if count and state != "failed":
+            assert booking.total_s == pytest.approx(len(world.did)), count
+            assert booking.provisional or count == len(world.events)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_was_booked_before_an_attempt_does_not_depend_on_what_follows(seed: int) -> None:
+    world = simulated(seed)
+    starts = [index for index, event in enumerate(world.events) if event["event"] == "started"]
+    for index in starts[1:]:
+        now = world.events[index]["time"]
+        booking = book(world.events[: index + 1], now=now, state="running")
+        known = int(now - BEGAN) - 200  # the wait before the attempt is known once it is allocated
+        assert by_second(booking)[: max(0, known)] == world.did[: max(0, known)]
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_lost_foreign_and_disordered_events_change_nothing_but_categories(seed: int) -> None:
+    world, draw = simulated(seed, interruptions=4), random.Random(seed)
+    events = [event for event in world.events if draw.random() < 0.8]
+    for event in draw.sample(events, len(events) // 4):
+        name = draw.choice(list(event))
+        if name not in ("event", "time", "attempt"):
+            event[name] = draw.choice([None, -1, "x", 1e300, [], {}, True, 2**62, BEGAN + 40.5])
+    draw.shuffle(events)
+    events.append({"time": BEGAN + 3.0, "attempt": 2**40, "event": "from the future"})
+    for state in ("running", "unknown"):
+        booking = book(events, now=world.now, state=state)
+        check_shape(booking)
+        assert booking.total_s <= len(world.did) + 1
+
+
+def test_a_live_attempt_counts_up_to_now_and_a_dead_one_to_its_last_step() -> None:
+    world = World(random.Random(1))
+    world.launch(submitted=world.now)
+    world.train(50)
+    later = world.now + 100
+    live = book(world.events, later, state="running", newest_step=world.now).seconds()
+    dead = book(world.events, later, state="unknown", newest_step=world.now).seconds()
+    assert (live["training"], live["unknown"]) == (150, 0)
+    assert (dead["training"], dead["unknown"]) == (50, 100)
+
+
+def test_a_run_that_waits_for_its_first_start_is_queued_or_held() -> None:
+    for state, category in {"pending": "queued", "held": "held", "stopped": "down"}.items():
+        seconds = book([], BEGAN + 60, state=state, submitted=BEGAN).seconds()
+        assert {name: value for name, value in seconds.items() if value} == {category: 60}
+    assert spent(book([], BEGAN), []) is None
+
+
+def test_a_history_of_an_older_version_is_booked_more_coarsely() -> None:
+    """Its start-up as a whole, and no time is unknown before the records end."""
+    events = list(read_lines(OLDER / "events.jsonl", EVENT))
+    booking = book(events, now=events[-1]["time"] + 60, state="stopped")
+    check_shape(booking)
+    seconds = booking.seconds()
+    assert seconds["launching"] == pytest.approx(events[2]["time"] - events[0]["time"] + 0.4441, abs=1e-3)
+    assert seconds["training"] == pytest.approx(events[5]["time"] - events[2]["time"])
+    assert seconds["down"] == pytest.approx(60) and not seconds["unknown"]
+
+
+def test_steps_wait_for_a_straggler_from_its_report_until_it_keeps_up() -> None:
+    """Its step takes twice the time of the others: of 40 s with it, 20 s were waited."""
+    world = World(random.Random(1))
+    world.launch(submitted=world.now)
+    world.train(10)
+    world.tell("slow", rank=1, host="n1", own_s=1.0, ratio=2.0)
+    world.train(40)
+    world.tell("kept_up", rank=1, host="n1")
+    world.train(30)
+    booking = book(world.events, world.now, state="running")
+    check_shape(booking)
+    assert (booking.seconds()["straggler"], booking.seconds()["training"]) == (20, 60)
+
+
+def test_a_script_without_a_loop_is_not_importing_for_days() -> None:
+    """Nobody knows what it does; unless it failed before its loop."""
+    events = [
+        {"time": 0.0, "attempt": 0, "event": "started", "pid": 7},
+        {"time": 5.0, "attempt": 0, "event": "phase", "phase": "importing"},
+    ]
+    assert book(events, 105.0, state="running").seconds()["unknown"] == 100
+    failed = {"time": 15.0, "attempt": 0, "event": "rank_failed", "since": 12.0}
+    assert book([*events, failed], 15.0, state="failed").seconds()["importing"] == 7
+
+
+def test_a_run_that_is_continued_is_not_over() -> None:
+    """It failed, was submitted again a minute later, and waits in the queue."""
+    failed = [
+        {"time": 0.0, "attempt": 0, "event": "started", "job": "7"},
+        {"time": 10.0, "attempt": 0, "event": "failed", "reason": "x"},
+    ]
+    over = book(failed, 100.0)
+    assert (over.total_s, over.provisional) == (10, False)
+    again = book(failed, 100.0, state="pending", submitted=70.0)
+    assert (again.seconds()["down"], again.seconds()["queued"], again.provisional) == (60, 30, True)
+
+
+# --- ETTR
+
+
+@pytest.mark.parametrize(
+    ("restart", "interval", "save", "wait", "announced"),
+    [(60, 600, 5, 0, False), (60, 600, 5, 300, False), (30, 1200, 30, 120, True), (120, 300, 20, 0, False)],
+)
+def test_the_ettr_of_a_schedule_is_what_the_formula_expects(
+    restart: int, interval: int, save: int, wait: int, announced: bool
+) -> None:
+    """(1 - r (u + d/2)) / ((1 + w/d) (1 + r q)); an announced interruption repeats no steps, so that d/2 drops out."""
+    rate, draw = 1 / 7200, random.Random(7)
+    events, now, attempt = [], 0.0, 0
+
+    def tell(event: str, **values: Any) -> None:
+        events.append({"time": now, "attempt": attempt, "event": event, **values})
+
+    redo = 0.0
+    for attempt in range(1000):
+        tell("allocated", eligible=now - wait, begun=now)
+        tell("started", job="7")
+        tell("phase", phase="importing")
+        left = draw.expovariate(rate) - restart
+        now += min(restart, restart + left)
+        if left > 0:
+            tell("resumed" if attempt else "training", step=0)
+            tell("phase", phase="repeating" if redo else "training")
+            since_save = 0.0
+            while left > 0:
+                spell = min(left, interval - since_save, redo or interval)
+                now, left, since_save = now + spell, left - spell, since_save + spell
+                if redo:
+                    redo = max(0.0, redo - spell)
+                    if not redo:
+                        tell("phase", phase="training")
+                if since_save >= interval:
+                    now, left, since_save = now + save, left - save, 0.0
+                    tell("checkpoint", blocked_s=save, durable_s=save)
+            redo = 0.0 if announced else redo + since_save
+        tell("requeued", reason="x")
+        now += wait
+    booking = book(events, now)
+    expected = (1 - rate * (restart + (0 if announced else interval / 2))) / ((1 + save / interval) * (1 + rate * wait))
+    made = spent(booking, events)
+    assert made is not None and made.ettr == pytest.approx(expected, rel=0.02)
+
+
+# --- advice
+
+JOB = Job(name="x", module="x", checkpoint=Checkpointing(every_s=60))
+
+
+def advised(events: list[dict[str, Any]], job: Job = JOB) -> list[str]:
+    return advice(job, book(events, events[-1]["time"], state="failed"), events)
+
+
+def training(interruptions: int, every: float, blocked: float) -> list[dict[str, Any]]:
+    """Ten hours of training between interruptions without notice."""
+    events: list[dict[str, Any]] = []
+    for attempt in range(interruptions + 1):
+        time = BEGAN + 36_000.0 * attempt
+        begun: Mapping[str, Any] = {"event": "resumed", "redone": 5} if attempt else {"event": "training"}
+        events.append({"time": time, "attempt": attempt, "event": "started", "pid": 7})
+        events.append({"time": time, "attempt": attempt, **begun})
+        for number in range(1, int(36_000 / every)):
+            saved = {"event": "checkpoint", "step": number, "blocked_s": blocked, "durable_s": blocked}
+            events.append({"time": time + every * number, "attempt": attempt, **saved})
+        events.append({"time": time + 35_999, "attempt": attempt, "event": "restarted"})
+    return events
+
+
+def test_a_better_interval_is_advised_if_it_saves_something() -> None:
+    """sqrt(2 x 3 s x 12 h) is 509 s; with few interruptions, or where little is lost, there is no advice."""
+    (words,) = advised(training(5, every=60, blocked=3))
+    assert words.startswith("checkpoint.every: 4") and "3 s" in words and "60 s apart" in words
+    assert advised(training(2, every=60, blocked=3)) == []
+    assert advised(training(5, every=60, blocked=0.01)) == []
+    assert advised(training(5, every=500, blocked=3)) == []
+
+
+def test_a_hold_that_takes_long_is_named() -> None:
+    events = [
+        {"time": 0.0, "attempt": 0, "event": "started", "job": "7"},
+        {"time": 1000.0, "attempt": 0, "event": "requeued", "reason": "preempted"},
+        {"time": 1130.0, "attempt": 1, "event": "started", "job": "7"},
+        {"time": 1130.0, "attempt": 1, "event": "allocated", "eligible": 1121.0, "begun": 1125.0},
+        {"time": 2000.0, "attempt": 1, "event": "completed"},
+    ]
+    (words,) = advised(events)
+    assert "held the run 1 time after a requeue, for 2 min on average, 6% of its time" in words
+
+
+def test_steps_that_are_lost_in_spite_of_a_notice_are_named() -> None:
+    events = [
+        {"time": 0.0, "attempt": 0, "event": "started", "job": "7"},
+        {"time": 9.0, "attempt": 0, "event": "checkpoint", "step": 5, "blocked_s": 0.1, "durable_s": 41.0},
+        {"time": 99.0, "attempt": 0, "event": "requeued", "cause": "preempted", "step": 80, "checkpoint": 5},
+        {"time": 199.0, "attempt": 1, "event": "completed"},
+    ]
+    (words,) = advised(events)
+    assert words.startswith("1 announced stop lost steps") and "took 41 s" in words and "120 s" in words
+
+
+def test_a_booked_history_is_json() -> None:
+    """Times of old events may be whole numbers."""
+    world = simulated(2, interruptions=2)
+    assert json.dumps(book(world.events, world.now).seconds())
