@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_the_time_of_a_run_is_booked_to_what_its_script_did(tmp_path: Path) -> N
     booking = book(events, now=events[-1]["time"] + 1000)
     measured: dict[str, float] = defaultdict(float)
     said = [line.split() for line in (tmp_path / "said").read_text().splitlines()]
-    for (begin, what), (end, _) in zip(said, said[1:], strict=False):
+    for (begin, what), (end, _) in pairwise(said):
         measured[what] += float(end) - float(begin)
     found = booking.seconds()
     for name in ("importing", "rendezvous", "restoring", "repeating", "evaluating"):
