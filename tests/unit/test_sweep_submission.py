@@ -17,8 +17,9 @@ from clusterddp.cli.command_line import command
 from clusterddp.cli.sweeps import arrays
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
 from clusterddp.jobdef import code_snapshot
-from clusterddp.rundir.files import write_json
+from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.lease import holders
 from clusterddp.sweeps.folder import read_record
 
@@ -169,6 +170,20 @@ def test_only_what_nothing_trains_is_submitted_again(slurm: Slurm, capsys: pytes
     assert sweep("seed=0..4", "--retry", "failed", "--retry", "cancelled") == 0
     assert submitted(slurm)[2:] == [["seed=1", "seed=2"]]
     assert member(1).outcome() is None and not member(2).cancelled
+
+
+def test_a_member_that_its_user_stopped_is_left_alone(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """Until the user submits it; one that stopped for another reason continues."""
+    sweep("seed=0..1")
+    slurm.end("COMPLETED")
+    for seed, cause in ((0, Cause.STOP_REQUESTED), (1, Cause.NONE)):
+        line = {"time": 1.0, "attempt": member(seed).create_attempt(), "event": "stopped"}
+        append_line(
+            member(seed).events_file, {**line, "reason": cause.value, "cause": cause.value, "step": 7, "checkpoint": 7}
+        )
+    assert sweep("seed=0..1") == 0
+    assert submitted(slurm)[1:] == [["seed=1"]]
+    assert "continued only by `clusterddp submit --run-dir`: seed=0\n" in capsys.readouterr().err
 
 
 def test_a_member_whose_job_is_just_ending_is_not_retried_yet(slurm: Slurm) -> None:

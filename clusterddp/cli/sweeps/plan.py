@@ -1,7 +1,8 @@
 """What a command has to do for a sweep: the state of each member, and which members are submitted.
 
 The same command again submits what is missing: members that are new, that never started, or that nothing trains any
-more. Those that failed or were cancelled are submitted only on request. A member that a job or process holds never is.
+more. Those that failed or were cancelled are submitted only on request. Members that a job or process holds never
+are, nor those that their user has stopped with ``clusterddp tell stop``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.summary import Summary, summarize
+from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.run_states import RunState, run_states
 from clusterddp.supervisor.lease import held_by_other
 from clusterddp.sweeps.folder import Record, SweepFolder, read_record
@@ -27,6 +29,8 @@ from clusterddp.sweeps.members import Values, text_of
 #: The states of members that a command submits unasked, and those that it submits on request (``--retry``).
 MISSING = ("new", "missing", "stopped")
 RETRIED = ("failed", "cancelled")
+#: The state of a member that its user has stopped: no sweep continues it.
+STOPPED_BY_USER = Cause.STOP_REQUESTED.value
 #: How many members a message names.
 _NAMED = 10
 
@@ -115,23 +119,28 @@ def _states(sweep: Sweep) -> dict[str, str]:
 def _state(summary: Summary, seen: RunState) -> str:
     if seen.word in ("pending", "held", "running"):
         return "held"
+    if (seen.word, seen.reason) == ("stopped", STOPPED_BY_USER):
+        return STOPPED_BY_USER
     return "missing" if seen.word == "stopped" and not summary.attempts else seen.word
 
 
 def tell(sweep: Sweep, plan: Plan) -> None:
     """Prints what is known of the members, and names those that need the user."""
-    count = {state: len(plan.in_state(state)) for state in (*MISSING, "held", "completed", *RETRIED, "unknown")}
+    count = {state: len(plan.in_state(state)) for state in _TOLD}
     words = ", ".join(f"{number} {_WORDS.get(state, state)}" for state, number in count.items() if number)
     show(f"{sweep.folder}: {counted(len(plan.states), 'member')}: {words}")
     for state in RETRIED:
         if (names := plan.in_state(state)) and state not in sweep.retry:
             show(f"{state}, submitted again with --retry {state}: {listed(names)}")
+    if names := plan.in_state(STOPPED_BY_USER):
+        show(f"continued only by `clusterddp submit --run-dir`: {listed(names)}")
     if names := plan.in_state("unknown"):
         show(f"not submitted, because `clusterddp status` cannot see their state: {listed(names)}")
     if plan.left:
         show(f"no longer in the sweep, and left as they are: {listed(plan.left)}")
 
 
+_TOLD = (*MISSING, "held", "completed", *RETRIED, STOPPED_BY_USER, "unknown")
 _WORDS = {"missing": "never started", "held": "queued or running"}
 
 
