@@ -47,6 +47,12 @@ def over_already(run: RunDirectory, outcome: Event) -> str:
     return f"{run}: already {outcome['state']}{at_step(outcome['step'])}"
 
 
+def how_it_ended(outcome: Event) -> str:
+    """The state of a run that is over, its step, and the reason if that says more than the state."""
+    reason = f": {outcome['reason']}" if outcome["reason"] != outcome["state"] else ""
+    return f"{outcome['state']}{at_step(outcome['step'])}{reason}"
+
+
 def _started(event: Event) -> str:
     who = f"job {event['job']}" if "job" in event else f"process {event['pid']}"
     again = f", restart {event['restarts']}" if event.get("restarts") else ""

@@ -295,6 +295,18 @@ def of_another_machine(run: RunDirectory) -> None:
     lease.take(run, run.create_attempt(), entry)
 
 
+def test_who_wants_to_stop_a_run_that_waits_learns_how_to_keep_it_from_starting(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is no help to those who want its stacks."""
+    job_is(monkeypatch, "PENDING", "Priority")
+    queued(run)
+    with pytest.raises(RunDirectoryError, match="no ranks; `scontrol hold 41` keeps it from starting$"):
+        command(["tell", str(run), "stop"])
+    with pytest.raises(RunDirectoryError, match="no ranks$"):
+        command(["stacks", str(run)])
+
+
 def of_an_older_version(run: RunDirectory) -> None:
     lease.take(run, run.create_attempt(), lease.of_this_process())
     append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "started", "pid": 1})
@@ -305,10 +317,7 @@ def of_an_older_version(run: RunDirectory) -> None:
     [
         (lambda run: None, r"nothing trains .*: stopped \(not started\); continue with: clusterddp submit --run-dir"),
         (over, r"already completed at step 9: nothing trains it"),
-        (
-            queued,
-            r"waits in the queue \(job 41, Priority\): it has no ranks; `scontrol hold 41` keeps it from starting",
-        ),
+        (queued, r"waits in the queue \(job 41, Priority\): it has no ranks"),
         (of_another_machine, r"is held by process \d+ on other, which cannot be .*: give this command on other"),
         (of_an_older_version, r"the supervisor of attempt 0 takes no requests: an older version of clusterddp started"),
     ],

@@ -24,7 +24,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.slurm.run_states import OVER, RunState, run_states
 from clusterddp.supervisor.limits import attempts_made
-from clusterddp.supervisor.messages import at_step, readable, sentence
+from clusterddp.supervisor.messages import how_it_ended, readable, sentence
 
 #: Seconds for which a controller that does not answer is asked again.
 PATIENCE_S = 20.0
@@ -155,7 +155,7 @@ def _code(run: RunDirectory, events: Sequence[dict[str, Any]]) -> str | None:
 def _sentence(summary: Summary, state: RunState) -> str:
     """The state in a sentence, with the job or process that holds the run, or how to continue it."""
     if summary.outcome is not None:
-        return f"{state.word}{at_step(summary.outcome['step'])}: {state.reason}"
+        return how_it_ended(summary.outcome)
     if state.word in OVER:
         return state.reason
     if state.word == "unknown":

@@ -13,7 +13,7 @@ from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm.run_states import RunState, run_states
-from clusterddp.supervisor.messages import at_step, readable
+from clusterddp.supervisor.messages import how_it_ended, readable
 
 #: Seconds between two looks at the runs' files, and between two questions to the controller.
 LOOK_S, ASK_S = 1.0, 10.0
@@ -62,7 +62,7 @@ class _Wait:
     def look(self) -> None:
         """Reads the run's outcome."""
         if (outcome := self.run.outcome()) is not None:
-            self._ended(outcome["state"], f"{outcome['state']}{at_step(outcome['step'])}: {outcome['reason']}")
+            self._ended(outcome["state"], how_it_ended(outcome))
 
     def hear(self, state: RunState, now: float) -> None:
         """Takes the run's state at the time ``now``."""

@@ -39,7 +39,7 @@ def request(run: RunDirectory, kind: str, **values: Any) -> tuple[int, dict[str,
     Shows what the supervisor says meanwhile. The answer is empty if the supervisor exited without one. Raises
     RunDirectoryError if nothing trains the run, or the supervisor refuses.
     """
-    check_trains(run)
+    check_trains(run, kind)
     attempt, address = find_address(run)
     answer: dict[str, Any] = {}
     for answer in _answers(run, attempt, address, kind, values):
@@ -50,12 +50,16 @@ def request(run: RunDirectory, kind: str, **values: Any) -> tuple[int, dict[str,
     return attempt, {} if "news" in answer else answer
 
 
-def check_trains(run: RunDirectory) -> None:
-    """Raises RunDirectoryError, with the reason, unless a process or a job that has started trains the run."""
+def check_trains(run: RunDirectory, kind: str) -> None:
+    """Raises RunDirectoryError, with the reason, unless a process or a job that has started trains the run.
+
+    ``kind``: of the request.
+    """
     if outcome := run.outcome():
         raise RunDirectoryError(f"{over_already(run, outcome)}: nothing trains it")
     if job := waiting_job(run):
-        hold = f"; `scontrol hold {job.job_id}` keeps it from starting" if job.reason != "JobHeldUser" else ""
+        may_start = kind == "stop" and job.reason != "JobHeldUser"
+        hold = f"; `scontrol hold {job.job_id}` keeps it from starting" if may_start else ""
         raise RunDirectoryError(f"{run} waits in the queue (job {job.job_id}, {job.reason}): it has no ranks{hold}")
     for entry in _holders(run):
         if not lease.reachable(entry):
