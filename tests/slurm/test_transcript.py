@@ -30,6 +30,8 @@ STATES = {
     "held": "preempted and requeued, in Slurm's hold",
     "running": "in its first attempt",
     "resumed": "preempted, requeued, and running again",
+    "member": "a member of a sweep, which runs as a task of a job array",
+    "next-member": "another one, which waits for the first",
     "completed": "its script exited with 0",
     "failed": "its script raised an exception",
     "hung": "failed after hangs; its history is written by this test",
@@ -37,10 +39,13 @@ STATES = {
     "forgotten": "its job was submitted, and Slurm does not know it any more",
 }
 ALL = " ".join(STATES)
-WAITING = "pending user-held held"
-RUNNING = "running resumed"
+#: The folders of those that are in a sweep.
+MEMBERS = {"member": "swept/seed=0", "next-member": "swept/seed=1"}
+WAITING = "pending user-held held next-member"
+RUNNING = "running resumed member"
 OVER = "completed failed hung cancelled"
-STARTED = "held running resumed completed failed hung cancelled"
+STARTED = f"held {RUNNING} {OVER}"
+NOT_STARTED = "pending user-held next-member forgotten"
 
 #: A traceback of clusterddp's, and not one of a script that ``logs`` shows.
 OWN_TRACEBACK = r"Traceback[^\n]*\n +File \"(?!.*stand_in\.py)"
@@ -51,7 +56,7 @@ Cell = tuple[int, str]
 
 #: Of a command that asks the ranks, for runs that have none now.
 WITHOUT_RANKS: dict[str, Cell] = {
-    WAITING: (1, r"waits in the queue \(job \d+, (Resources|JobHeldUser|BeginTime)\): it has no ranks"),
+    WAITING: (1, r"waits in the queue \(job \d+(_1)?, \w+\): it has no ranks"),
     "completed": (1, "already completed: nothing trains it"),
     "failed hung": (1, "already failed.*: nothing trains it"),
     "cancelled": (1, "already cancelled.*: nothing trains it"),
@@ -65,14 +70,16 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         "held": (0, r"state +job \d+ \(PENDING\)\nwaits +held by Slurm for a while(.|\n)*attempts +1"),
         "running": (0, r"state +job \d+ \(RUNNING on n2\)"),
         "resumed": (0, r"state +job \d+ \(RUNNING on n1\)(.|\n)*attempts +2"),
+        "member": (0, r"state +job \d+_0 \(RUNNING on n1\)"),
+        "next-member": (0, r"state +job \d+_1 \(PENDING\)\nwaits +as many members of its sweep are running as may run"),
         "completed": (0, r"state +completed"),
         "failed": (0, r"state +failed.*ValueError: bad label"),
         "hung": (0, r"state +failed.*hung"),
-        "cancelled": (0, r"state +cancelled"),
+        "cancelled": (0, r"state +cancelled\n"),
         "forgotten": (0, r"state +stopped \(not started\); continue with: clusterddp submit --run-dir"),
     },
     "status --json RUN": {
-        "pending": (0, '"state": "pending"'),
+        "pending next-member": (0, '"state": "pending"'),
         "user-held held": (0, '"state": "held"'),
         RUNNING: (0, '"state": "running"'),
         "completed": (0, '"state": "completed"'),
@@ -86,6 +93,8 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         "held": (0, r"held +held"),
         "running": (0, r"running +running"),
         "resumed": (0, r"resumed +running"),
+        "member": (0, r"swept/seed=0 +running"),
+        "next-member": (0, r"swept/seed=1 +pending"),
         "completed": (0, r"completed +completed"),
         "failed": (0, r"failed +failed"),
         "hung": (0, r"hung +failed"),
@@ -97,7 +106,7 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         STARTED: (0, "attempt 0: ten steps done"),
         "resumed": (0, "attempt 1: ten steps done"),
         "failed hung": (0, "ValueError: bad label"),
-        "pending user-held forgotten": (1, "has not started yet"),
+        NOT_STARTED: (1, "has not started yet"),
     },
     "logs -f RUN ^C": {
         f"{WAITING} {RUNNING} forgotten": (130, ""),
@@ -114,12 +123,12 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         f"{WAITING} {RUNNING} forgotten": (124, "timed out: 1 of 1 runs have not ended: "),
         "completed": (0, "completed"),
         "failed hung": (10, "failed"),
-        "cancelled": (11, "cancelled"),
+        "cancelled": (11, r": cancelled\n"),
     },
     "stacks RUN": {RUNNING: (0, r"1 rank in stand_in.py:\d+"), **WITHOUT_RANKS},
     "tell RUN save": {RUNNING: (1, "the script has no run to save"), **WITHOUT_RANKS},
     "submit --run-dir RUN": {
-        f"{WAITING} {RUNNING}": (1, r"held by job \d+ \("),
+        f"{WAITING} {RUNNING}": (1, r"held by job \d+(_\d)? \("),
         "completed": (0, "has already completed: nothing to do"),
         "cancelled": (1, "was cancelled"),
         "failed hung forgotten": None,
@@ -138,11 +147,11 @@ MORE: dict[str, dict[str, Cell | None]] = {
     "logs --rank all --attempt all RUN": {
         STARTED: (0, "attempt 0: ten steps done"),
         "resumed": (0, "attempt 0: ten steps done(.|\n)*attempt 1: ten steps done"),
-        "pending user-held forgotten": (1, "has not started yet"),
+        NOT_STARTED: (1, "has not started yet"),
     },
     "logs --grep ten RUN": {
         STARTED: (0, "ten steps done"),
-        "pending user-held forgotten": (1, "has not started yet"),
+        NOT_STARTED: (1, "has not started yet"),
     },
     "stacks --json RUN": {RUNNING: (0, r'"place": "stand_in.py:\d+'), **WITHOUT_RANKS},
     "config validate RUN/job.yaml": {ALL: (0, "valid job definition")},
@@ -178,6 +187,7 @@ CHANGING: dict[str, dict[str, Cell | None]] = {
 #: Commands that name no run, or no existing one.
 WITHOUT_RUN: dict[str, Cell] = {
     "list": (0, "resumed +running"),
+    "list swept": (0, r"seed=0 +running(.|\n)*seed=1 +pending"),
     "list --state runing": (2, "no such state"),
     "config show": (0, "nodes"),
     "config schema": (0, "schema"),
@@ -253,8 +263,8 @@ class Runs:
     cluster: Cluster
     folder: Path
 
-    def run(self, name: str) -> RunDirectory:
-        return RunDirectory(self.folder / name)
+    def run(self, state: str) -> RunDirectory:
+        return RunDirectory(self.folder / MEMBERS.get(state, state))
 
     def commands(self, commands: Sequence[Sequence[str]]) -> list[Result]:
         return run_commands(self.cluster, commands, self.folder)
@@ -274,7 +284,9 @@ class Runs:
     def table(self, table: Mapping[str, Mapping[str, Cell | None]]) -> dict[tuple[str, str], Result]:
         """Runs the commands of a table."""
         keys = [(command, state) for command, rows in table.items() for state in by_state(rows)]
-        commands = [[word.replace("RUN", state) for word in command.split()] for command, state in keys]
+        commands = [
+            [word.replace("RUN", MEMBERS.get(state, state)) for word in command.split()] for command, state in keys
+        ]
         return dict(zip(keys, self.commands(commands), strict=True))
 
     def wait(self, condition: Any, what: str) -> None:
@@ -309,8 +321,11 @@ def make_runs(runs: Runs) -> None:
         in_hold = lambda job: (job["JobState"], job["Reason"]) == ("PENDING", "BeginTime")  # noqa: E731
         cluster.wait_for(jobs[name], in_hold, "to be requeued")
     runs.update(jobs["held"], "StartTime=now+1hour")
+    runs.submit(swept=["wait", "-w", "n1", "--sweep", "seed=0,1", "--max-running", "1"])
     again = runs.run("resumed")
     runs.wait(lambda: (again.last_metrics() or {}).get("attempt") == 1, f"its second attempt\n{story(again)}")
+    member = runs.run("member")
+    runs.wait(member.newest_metrics, f"the member to have started\n{story(member)}")
     for name in ("completed", "failed"):
         runs.wait(runs.run(name).outcome, f"{name} to be over\n{story(runs.run(name))}")
     hang(runs)
