@@ -78,6 +78,14 @@ DESCRIPTIONS = {
     "config": "Show the job that submit would start and where each value comes from, check job definitions, sweeps "
     "and profiles, or print the JSON Schema for editors.",
 }
+EPILOGS = {
+    "submit": "JOB.yaml and --set take the keys that `clusterddp config schema` describes; `clusterddp config show` "
+    "prints their values.",
+    "sweep": "SWEEP.yaml has the keys job (a job definition, or the path of one) and grid (the values to combine), or "
+    "members (a list of combinations), such as {job: {script: train.py, device: cpu}, grid: {lr: [1e-3, 1e-4], "
+    "seed: 0..4}}. A key of the job definition, such as seed or nodes, is set there; any other, such as lr, is given "
+    "to the script as --lr; args.seed means the script's own --seed.",
+}
 
 
 def command(argv: Sequence[str]) -> int:
@@ -118,7 +126,9 @@ def parser(complete: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"clusterddp {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        own = commands.add_parser(name, help=text, usage=USAGE.get(name), description=DESCRIPTIONS[name])
+        own = commands.add_parser(
+            name, help=text, usage=USAGE.get(name), description=DESCRIPTIONS[name], epilog=EPILOGS.get(name)
+        )
         if name in complete:
             _module(name).add_arguments(own)
     return top

@@ -198,7 +198,8 @@ def _git(folder: Path, *arguments: str) -> bytes:
         raise _GitFailed(f"git needs more than {GIT_S:.0f} s to list the files of {folder}") from error
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {error.returncode}"]
-        raise _GitFailed(f"git {arguments[0]} failed in {folder}: {lines[0]}") from error
+        advice = next((f" (to trust it: {line.strip()})" for line in lines if "--add safe.directory" in line), "")
+        raise _GitFailed(f"git {arguments[0]} failed in {folder}: {lines[0]}{advice}") from error
 
 
 # --- the size

@@ -77,7 +77,10 @@ def _proposal(path: Path) -> str:
     """What to say about a path that is no run: the run that contains it, or the run with the most similar name."""
     if os.path.lexists(path / SWEEP_FILE):
         return f"; it is a sweep, whose members `clusterddp list {as_typed(path.absolute())}` shows"
-    above = next((folder for folder in path.absolute().parents if os.path.lexists(folder / "job.yaml")), None)
+    # Not the current folder, nor one around it: its job.yaml may be the user's own job definition.
+    around = {Path.cwd(), *Path.cwd().parents}
+    parents = (folder for folder in path.absolute().parents if folder not in around)
+    above = next((folder for folder in parents if os.path.lexists(folder / "job.yaml")), None)
     nearest = above or _nearest(path.name, [*_runs_in(runs_folder(os.environ)), *_runs_in(path.absolute().parent)])
     return f"; did you mean {as_typed(nearest)}?" if nearest else ""
 

@@ -124,7 +124,10 @@ def run(options: argparse.Namespace) -> int:
     _interrupt_on_term()
     try:
         with Cluster.up(configuration(options)) as cluster:
-            return _exit_code(cluster.popen(words, cwd=_folder_of(cluster)).wait())
+            runs = f"{cluster.scratch}/runs"  # the checkout may belong to another user
+            print(f"{describe(cluster)}\nCLUSTERDDP_RUNS={runs}", file=sys.stderr)
+            user = cluster.popen(words, cwd=_folder_of(cluster), env={"CLUSTERDDP_RUNS": runs})
+            return _exit_code(user.wait())
     except KeyboardInterrupt:
         return 130
 

@@ -37,7 +37,10 @@ def test_a_run_that_failed_before_its_first_step_is_corrected_without_change(run
     assert "--lr" in run.job_file.read_text() and "'0.1'" in run.job_file.read_text()
     refused = submit(run, *options, "--lr", "0.3", "--steps", "5")
     assert refused.returncode == 1
-    assert "args: --lr 0.1 recorded, --lr 0.3 given. Use the recorded arguments" in refused.stderr
+    assert (
+        "args: --lr 0.1 recorded, --lr 0.3 given. Use the recorded arguments (`clusterddp submit --run-dir"
+        in refused.stderr
+    )
 
 
 def test_what_a_failed_script_left_in_its_run_directory_needs_change(run: RunDirectory, tmp_path: Path) -> None:

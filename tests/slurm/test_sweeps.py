@@ -77,7 +77,7 @@ def test_the_same_command_submits_only_what_is_left(cluster: Cluster, runs: Path
     assert wait_for_end(runs, 0, 1, 2) == ["completed", "failed", "completed"]
     (second,), said = sweep(cluster, runs, "0..4")
     assert "5 members: 1 new, 1 never started, 2 completed, 1 failed" in said
-    assert "failed, submitted again with --retry failed: seed=1" in said
+    assert "failed: seed=1; --retry failed submits them again" in said
     assert wait_for_end(runs, 3, 4) == ["completed", "completed"]
     assert [run.attempts() for run in (member(runs, seed) for seed in range(5))] == [[0]] * 5
     held = read_json(member(runs, 4).holder_file(0))

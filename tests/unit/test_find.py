@@ -83,6 +83,15 @@ def test_the_nearest_run_is_proposed_for_a_wrong_path(here: Path, path: str, pro
     assert proposal in str(error.value) and f"{path}: no run there" in str(error.value)
 
 
+def test_the_current_folder_is_not_proposed_for_a_job_definition_of_the_user(here: Path) -> None:
+    """A project may keep its job.yaml beside its runs."""
+    (here / "job.yaml").touch()
+    with pytest.raises(RunDirectoryError, match="; did you mean runs/train-0?"):
+        open_run("runs/trian-0")
+    with pytest.raises(RunDirectoryError, match="zzz: no run there; expected a run directory or a folder of runs"):
+        find_runs(["zzz"])
+
+
 def test_without_a_similar_run_the_message_says_what_is_expected(here: Path) -> None:
     """Nothing is proposed at random."""
     with pytest.raises(RunDirectoryError, match="expected the path that `clusterddp submit` printed"):

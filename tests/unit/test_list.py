@@ -125,7 +125,7 @@ def test_a_folder_without_runs_is_no_error(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
     assert command(["list"]) == 0
     printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("", "no runs\n")
+    assert (printed.out, printed.err) == ("", "no runs in runs\n")
     assert json.loads(said(capsys, "list", "--json")) == []
 
 

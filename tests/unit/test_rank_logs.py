@@ -22,7 +22,7 @@ Captured = pytest.CaptureFixture[str]
 def run(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / "run")
     run.create()
-    run.job_file.write_text("job_name: x\nmodule: x\n")
+    run.job_file.write_text("job_name: x\nmodule: x\ngpus_per_node: 16\n")
     return run
 
 
@@ -135,6 +135,26 @@ def test_ranks_and_attempts_that_do_not_exist_are_refused(run: RunDirectory) -> 
     }.items():
         with pytest.raises(RunDirectoryError, match=message):
             logs(run, *words)
+
+
+def test_a_rank_that_the_run_has_not_is_not_waited_for(run: RunDirectory) -> None:
+    """The job definition says how many it has."""
+    attempt(run, r0="zero\n")
+    with pytest.raises(UsageError, match="--rank 0,16: .* has 16 ranks, numbered from 0"):
+        logs(run, "-f", "--rank", "0,16")
+
+
+def test_ranks_without_output_are_named(run: RunDirectory, capsys: Captured) -> None:
+    """Rather than nothing; earlier attempts may have some."""
+    attempt(run, r0="", r1="")
+    assert logs(run, "--rank", "0-1") == 0
+    attempt(run, r0="")
+    over(run, "completed")
+    assert logs(run) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "no output of rank 0-1 in attempt 0 so far",
+        "no output of rank 0 in attempt 1; --attempt all prints earlier attempts', too",
+    ]
 
 
 def test_deleted_logs_are_told_from_missing_ones(run: RunDirectory) -> None:

@@ -151,6 +151,22 @@ def test_a_watcher_retries_what_slurm_refuses(
     assert not run.request_file.exists()
 
 
+def test_watching_ends_as_soon_as_the_user_has_stopped_the_run(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With how to continue it; its job may still be completing."""
+    append_line(run.events_file, {"event": "requested", "attempt": 0, "time": 2.0, "request": "stop"})
+    monkeypatch.setattr(watch, "state_of", lambda _: ("held", "job 41 (RUNNING on n1)"))
+    assert look(run, info("COMPLETING"), monkeypatch).result is None
+    monkeypatch.setattr(watch, "state_of", lambda _: ("stopped", "stopped (by the user); continue with: ..."))
+    assert look(run, info("COMPLETING"), monkeypatch).result == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "run: job 41 (RUNNING on n1): waiting for the run to end",
+        "run: stopped (by the user); continue with: ...",
+    ]
+    assert not submitted
+
+
 def test_a_cancelled_run_is_never_resubmitted(
     run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from clusterddp.cli.runs.report import report, values
 from clusterddp.cli.runs.table import Column, Row, columns, heading, ordered, table
 from clusterddp.errors import UsageError
 from clusterddp.reporter import show
-from clusterddp.rundir.find import as_typed, find_runs
+from clusterddp.rundir.find import as_typed, find_runs, runs_folder
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm.run_states import WORDS, run_states
 
@@ -62,9 +63,18 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         print("\n".join(_lines(found, arguments.best)))
         if found.steps and not sys.stdout.isatty():
             show(found.steps)
+        _tell_unknown(found, _names(arguments.show))
     else:
-        show("no runs" if not arguments.state else f"no runs that are {arguments.state}")
+        kind = f"no runs that are {arguments.state}" if arguments.state else "no runs"
+        show(f"{kind} in {', '.join(arguments.run) or runs_folder(os.environ)}")
     return 0
+
+
+def _tell_unknown(found: _Found, names: list[str]) -> None:
+    """Names the metrics of ``--show`` that no run has a value of: they have no column."""
+    known = sorted({name for row in found.rows for name in values(row.summary)})
+    if missing := [name for name in names if name not in known]:
+        show(f"--show {','.join(missing)}: no run has a value of it; logged: {', '.join(known) or 'nothing yet'}")
 
 
 @dataclass(frozen=True)

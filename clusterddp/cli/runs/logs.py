@@ -9,7 +9,8 @@ from pathlib import Path
 from clusterddp.cli.runs.first_failure import box, failed_ranks, newest_failure
 from clusterddp.cli.runs.rank_logs import Follower, Log, logs_of, print_grouped, print_one
 from clusterddp.errors import FAILED, RunDirectoryError, UsageError
-from clusterddp.reporter import say, show
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.reporter import counted, say, show
 from clusterddp.rundir.find import open_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.messages import readable
@@ -30,6 +31,11 @@ class Ranks:
     def single(self) -> int | None:
         """The rank, if the value is a number."""
         return int(self.text) if self.text.isdecimal() else None
+
+    @property
+    def highest(self) -> int | None:
+        """The highest rank that the value names; None for all or failed."""
+        return max(part[-1] for part in self._ranges) if self._ranges else None
 
     def __contains__(self, rank: int) -> bool:
         return self._ranges is None or any(rank in part for part in self._ranges)
@@ -98,6 +104,11 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     if arguments.grep is not None and not printed:
         say(f"no line matches {arguments.grep.pattern!r}")
         return FAILED
+    if not printed:
+        earlier = logs[-1].attempt > 0 and arguments.attempt is None
+        so_far = "" if run.outcome() else " so far"
+        hint = "; --attempt all prints earlier attempts', too" if earlier else ""
+        show(f"no output of rank {ranks.text} in attempt {logs[-1].attempt}{so_far}{hint}")
     return 0
 
 
@@ -160,6 +171,9 @@ def _failed_logs(run: RunDirectory, attempt: int | str | None) -> list[Log]:
 def _follow(run: RunDirectory, ranks: Ranks, attempt: int | str | None, pattern: re.Pattern[str] | None) -> None:
     if ranks.failed:
         raise UsageError("--rank failed: the run is not over; with -f, expected ranks such as 3 or 0,4-7, or all")
+    size = load_resolved(run.job_file).world_size
+    if (highest := ranks.highest) is not None and highest >= size:
+        raise UsageError(f"--rank {ranks.text}: {run} has {counted(size, 'rank')}, numbered from 0")
     follower = Follower(run, ranks.__contains__, pattern, alone=ranks.single is not None)
     if isinstance(attempt, int):
         follower.follow(attempt, later=False)

@@ -100,9 +100,11 @@ class Watcher:
 
     def _help(self) -> bool:
         """Does what the run needs; returns whether it is waiting for something."""
+        if held(self._run.events()):  # the user has stopped the run: its job does nothing more for it
+            return self._look_on()
         claims = [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
         if not claims:
-            return self._look_at_local()
+            return self._look_on()
         jobs = []
         for entry in claims:  # each of them: an unknown job may have started before a resubmission
             jobs.append(job := slurm.show_job(entry["job"]))
@@ -117,8 +119,8 @@ class Watcher:
         self.result = 1
         return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run}")
 
-    def _look_at_local(self) -> bool:
-        """Handles a run without a Slurm job: it trains as local processes, or is stopped."""
+    def _look_on(self) -> bool:
+        """Handles a run that needs no help: it trains as local processes, or is stopped."""
         state, words = state_of(self._run)
         if state in ("held", "unknown"):
             return self._say(f"{words}: waiting for the run to end")

@@ -56,7 +56,9 @@ def check_trains(run: RunDirectory, kind: str) -> None:
     ``kind``: of the request.
     """
     if outcome := run.outcome():
-        raise RunDirectoryError(f"{over_already(run, outcome)}: nothing trains it")
+        options = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
+        how = f"; continue with: clusterddp submit {options} {run}" if outcome["state"] == "failed" else ""
+        raise RunDirectoryError(f"{over_already(run, outcome)}: nothing trains it{how}")
     if job := waiting_job(run):
         may_start = kind == "stop" and job.reason != "JobHeldUser"
         hold = f"; `scontrol hold {job.job_id}` keeps it from starting" if may_start else ""

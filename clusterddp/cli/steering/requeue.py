@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         raise UsageError(f"--exclude: {error}") from error
     if run.outcome() is None and (job := waiting_job(run)):
         return tell_waiting(run, job, arguments.exclude)
-    if nodes:
+    if nodes and run.outcome() is None:
         check_nodes(run, load_resolved(run.job_file), nodes)
     try:
         attempt, _ = request(run, "requeue", **({"nodes": nodes} if nodes else {}))
@@ -75,7 +75,7 @@ def check_nodes(run: RunDirectory, job: Job, nodes: list[str]) -> None:
         except SlurmUnavailable:
             raise
         except SlurmError as error:
-            raise UsageError(f"--exclude: {error}") from error
+            raise UsageError(f"--exclude: no node {node!r} on this cluster: {error}") from error
     left = set(slurm.usable_nodes(job.partition)) - set(nodes) - set(expand(job.exclude or ""))
     needed = job.node_counts[0]
     if len(left) < needed:

@@ -131,7 +131,7 @@ def tell(sweep: Sweep, plan: Plan) -> None:
     show(f"{sweep.folder}: {counted(len(plan.states), 'member')}: {words}")
     for state in RETRIED:
         if (names := plan.in_state(state)) and state not in sweep.retry:
-            show(f"{state}, submitted again with --retry {state}: {listed(names)}")
+            show(f"{state}: {listed(names)}; --retry {state} submits them again")
     if names := plan.in_state(STOPPED_BY_USER):
         show(f"continued only by `clusterddp submit --run-dir`: {listed(names)}")
     if names := plan.in_state("unknown"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from clusterddp.cli.options import add_job_arguments, add_sweep_arguments, describe, option_values, set_values
 from clusterddp.cli.submission import check_place
 from clusterddp.cli.sweeps import arrays, local
-from clusterddp.cli.sweeps.plan import Sweep, make_plan, planned, tell
+from clusterddp.cli.sweeps.plan import Plan, Sweep, make_plan, planned, tell
 from clusterddp.errors import STOPPED, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import counted, show
@@ -91,6 +91,8 @@ def submit(sweep: Sweep) -> int:
     """Submits the members as job arrays; prints their ids. The exit code is 75 if Slurm took only some of them."""
     with planned(sweep, arrays.settle) as plan:
         tell(sweep, plan)
+        if is_new(plan):
+            tell_keys(sweep)
         done = arrays.submit(sweep, plan)
     if not sys.stdout.isatty():
         print(*done.job_ids, sep="\n", end="\n" if done.job_ids else "", flush=True)
@@ -111,6 +113,8 @@ def run_here(sweep: Sweep) -> int:
         check_place(job, "--local")
     with planned(sweep, arrays.settle) as plan:
         tell(sweep, plan)
+        if is_new(plan):
+            tell_keys(sweep)
     return local.run_all(sweep, plan)
 
 
@@ -119,11 +123,24 @@ def dry_run(sweep: Sweep) -> int:
     sweep.folder.check()
     plan = make_plan(sweep)
     tell(sweep, plan)
-    for key in keys_of(sweep.members.values()):
-        argument = argument_of(key)
-        show(f"{key}: {f'given to the script as --{argument}' if argument else 'a key of the job definition'}")
+    tell_keys(sweep)
     for name, state in plan.states.items():
         show(f"{state:>9}  {name}")
     if plan.submit:
         print("\n\n".join(arrays.scripts(sweep, plan)))
     return 0
+
+
+def is_new(plan: Plan) -> bool:
+    """Whether no member has been submitted before."""
+    return set(plan.states.values()) == {"new"} and not plan.left
+
+
+def tell_keys(sweep: Sweep) -> None:
+    """Prints what each key of the members is taken for."""
+    for key in keys_of(sweep.members.values()):
+        if argument := argument_of(key):
+            show(f"{key}: given to the script as --{argument}")
+        else:
+            own = "" if "." in key else f"; for the script's own --{key}, write args.{key}"
+            show(f"{key}: a key of the job definition{own}")
