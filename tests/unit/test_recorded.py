@@ -14,7 +14,7 @@ from clusterddp.slurm.arrays import jobs_by_script, largest_array
 from clusterddp.slurm.commands import JobInfo, NodeShape
 from clusterddp.slurm.preemption_policy import preemption, qos_preemption
 from clusterddp.slurm.queue import queued_jobs
-from clusterddp.slurm.waiting import why_waiting
+from clusterddp.slurm.waiting import is_hold, why_waiting
 from tests import record
 from tests.transcript import Transcript
 
@@ -114,6 +114,15 @@ def test_partitions_and_usable_nodes_are_read() -> None:
     for partition in (None, "low", "off"):
         assert slurm.partition_nodes(partition) == [NodeShape(8, 1_000_000, {"": 2})] * 5
         assert slurm.usable_nodes(partition) == ["n1", "n2", "n3"]
+
+
+def test_a_hold_is_told_from_a_place_in_the_queue(ids: dict[str, str]) -> None:
+    """Its owner's, an administrator's or that of requeuehold; after a requeue also the begin time that Slurm sets."""
+    jobs = queued_jobs([*ids.values(), record.FORGOTTEN])
+    held = {name for name, (_, reason) in record.expected().items() if reason.startswith("JobHeld")} | {"requeue hold"}
+    waiting = {name for name in ids if jobs[ids[name]].state in ("PENDING", "REQUEUE_HOLD")}
+    assert {name for name in waiting if is_hold(jobs[ids[name]], False)} == held
+    assert is_hold(jobs[ids["requeued"]], True)
 
 
 def test_a_script_leads_to_its_job(ids: dict[str, str]) -> None:
