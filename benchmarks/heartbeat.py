@@ -92,7 +92,7 @@ def supervised(arguments: list[str]) -> dict[str, Any]:
         nonlocal beats, hangs
         if event == "alive":
             beats += 1
-            watch.hear(rank, "localhost", values)
+            watch.update(rank, "localhost", values)
             hangs += any(isinstance(found, Hang) for found in watch.look())
 
     token = secrets.token_hex(16)

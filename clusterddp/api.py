@@ -116,7 +116,7 @@ def sweep(
 ) -> list[Handle]:
     """Start a run for each combination of values, and return their handles. The same call again starts what is missing.
 
-    The runs are submitted as Slurm job arrays. Each is a run of its own, with a run directory that is named by its
+    The runs are submitted as Slurm job arrays. Each is a separate run, with a run directory that is named by its
     values, and survives preemptions alone. Nothing is started twice.
 
     Args:

@@ -30,7 +30,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
 
 class TimeServer(socketserver.ThreadingTCPServer):
-    """Tells its host's time to everyone who connects, from a thread of its own, until ``close``."""
+    """Tells its host's time to everyone who connects, from a separate thread, until ``close``."""
 
     daemon_threads = True
     block_on_close = False

@@ -202,7 +202,7 @@ class Watch:
         self._slow: set[int] = set()
         self._statuses: dict[int, RankStatus] = {}
 
-    def hear(self, rank: int, host: str, beat: Mapping[str, Any]) -> None:
+    def update(self, rank: int, host: str, beat: Mapping[str, Any]) -> None:
         """Records a rank's heartbeat. Raises ValueError for a malformed one."""
         if wrong := schema_error(beat, _BEAT):
             raise ValueError(wrong)

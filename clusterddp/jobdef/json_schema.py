@@ -1,6 +1,6 @@
 """The JSON Schema of a job definition, for editors: made from the fields of ``Job`` and their docstrings.
 
-It accepts whatever the reader accepts. What depends on several keys, or on files, only the reader checks.
+It accepts all that the reader accepts. What depends on several keys, or on files, only the reader checks.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Attempt:
         self._launcher, self._controller = launcher, controller
         self._history = History(run, number, secret_values(job, os.environ))
         self._hook = Hook(run, job, number, hurry=controller.resubmits)
-        self._history.listener = self._hook.hear
+        self._history.listener = self._hook.notify
         self._code = code_snapshot.present(run)
         before = last_line(run)
         #: When the run last completed a step, before this attempt; None if it never did.
@@ -239,7 +239,7 @@ class Attempt:
                 self._timers[timer] = time.monotonic() + seconds
             case Heartbeat(rank, host, values):
                 if self._watch:
-                    self._watch.hear(rank, host, values)
+                    self._watch.update(rank, host, values)
             case Do.ASK_CONTROLLER:
                 self._monitor.ask()
             case Do.NOTIFY_RANKS:

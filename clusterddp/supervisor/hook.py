@@ -1,6 +1,6 @@
 """The user's hook: a command that gets what happens to the run, as JSON on its standard input.
 
-A call never delays the ranks and changes nothing about the run: it has a thread and a session of its own, its output
+A call never delays the ranks and changes nothing about the run: it has a separate thread and session, its output
 goes to ``logs/hook.log``, and a failure is a message. It is killed after ``TIMEOUT_S``, or before this process exits,
 which waits for it: as long as that when nobody needs the nodes, and ``HANDOVER_S`` when a preempting job does. On a
 preemption the hook is therefore called as soon as the controller confirms it, while the ranks save.
@@ -53,7 +53,7 @@ class Hook:
     def __bool__(self) -> bool:
         return bool(self._job.hook)
 
-    def hear(self, event: Mapping[str, Any]) -> None:
+    def notify(self, event: Mapping[str, Any]) -> None:
         """Calls the hook if it is to be told of this event of the history."""
         if (word := hook_event(event)) is not None:
             self.call(word, event)

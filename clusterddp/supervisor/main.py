@@ -143,7 +143,7 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
         remove(run.outcome_file)  # whoever restarts the run has seen it
     elif reason is not None:
         history, hook = History(run, number), Hook(run, job, number)
-        history.listener = hook.hear
+        history.listener = hook.notify
         history.conclude(Action.FAIL.value, reason)
         hook.finish()
         return 1

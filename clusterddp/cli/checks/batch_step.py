@@ -55,7 +55,7 @@ class Probe:
     state: str = "starting"
     checks: list[Any] = field(default_factory=list)
 
-    def hear(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         """Records what it has sent."""
         if "check" in message:
             self.checks.append(message["check"])
@@ -147,7 +147,7 @@ class Conductor:
             if isinstance(heard, Probe):
                 self.probes[heard.rank] = heard
             else:
-                self.probes[heard[0]].hear(heard[1])
+                self.probes[heard[0]].receive(heard[1])
 
 
 def results(

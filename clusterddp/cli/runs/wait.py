@@ -64,7 +64,7 @@ class _Wait:
         if (outcome := self.run.outcome()) is not None:
             self._ended(outcome["state"], how_it_ended(outcome))
 
-    def hear(self, state: RunState, now: float) -> None:
+    def update(self, state: RunState, now: float) -> None:
         """Takes the run's state at the time ``now``."""
         if state.word in _CONTINUES:
             self._doubt = None
@@ -109,7 +109,7 @@ def _ask(left: Sequence[_Wait]) -> None:
     states = run_states([summarize(one.run) for one in left])
     now = time.monotonic()
     for one, state in zip(left, states, strict=True):
-        one.hear(state, now)
+        one.update(state, now)
 
 
 def _exit_code(ends: Collection[str | None]) -> int:
