@@ -5,10 +5,9 @@ The simulation shares no code with ``clusterddp/report``: it writes the history 
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from clusterddp.jobdef.job import Checkpointing, Job
-from clusterddp.report.advice import advice
 from clusterddp.report.booking import CATEGORIES, Booking, book
 from clusterddp.report.ratios import spent
 from clusterddp.rundir.records import EVENT, read_lines
+from clusterddp.training import evaluations
 from tests.histories import check_history
 
 OLDER = Path(__file__).resolve().parents[1] / "older" / "run"
@@ -394,63 +392,29 @@ def test_the_ettr_of_a_schedule_is_what_the_formula_expects(
     assert made is not None and made.ettr == pytest.approx(expected, rel=0.02)
 
 
-# --- advice
-
-JOB = Job(name="x", module="x", checkpoint=Checkpointing(every_s=60))
-
-
-def advised(events: list[dict[str, Any]], job: Job = JOB) -> list[str]:
-    return advice(job, book(events, events[-1]["time"], state="failed"), events)
-
-
-def training(interruptions: int, every: float, blocked: float) -> list[dict[str, Any]]:
-    """Ten hours of training between interruptions without notice."""
-    events: list[dict[str, Any]] = []
-    for attempt in range(interruptions + 1):
-        time = BEGAN + 36_000.0 * attempt
-        begun: Mapping[str, Any] = {"event": "resumed", "redone": 5} if attempt else {"event": "training"}
-        events.append({"time": time, "attempt": attempt, "event": "started", "pid": 7})
-        events.append({"time": time, "attempt": attempt, **begun})
-        for number in range(1, int(36_000 / every)):
-            saved = {"event": "checkpoint", "step": number, "blocked_s": blocked, "durable_s": blocked}
-            events.append({"time": time + every * number, "attempt": attempt, **saved})
-        events.append({"time": time + 35_999, "attempt": attempt, "event": "restarted"})
-    return events
+def test_short_evaluations_are_reported_together_and_nested_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 0.4 s in every step makes an event for every third of them."""
+    clock, reported = iter([0.0, 0.4, 1.0, 1.4, 2.0, 2.4, 3.0, 3.4, 5.0, 9.0]), list[float]()
+    monkeypatch.setattr(evaluations.time, "monotonic", lambda: next(clock))
+    measuring = evaluations.Evaluations(reported.append)
+    for _ in range(4):
+        with measuring.measured():
+            pass
+    assert reported == [pytest.approx(1.2)]
+    with measuring.measured(), measuring.measured():
+        pass
+    assert reported[1:] == [pytest.approx(4.4)]
+    measuring.report()
+    assert len(reported) == 2
 
 
-def test_a_better_interval_is_advised_if_it_saves_something() -> None:
-    """sqrt(2 x 3 s x 12 h) is 509 s; with few interruptions, or where little is lost, there is no advice."""
-    (words,) = advised(training(5, every=60, blocked=3))
-    assert words.startswith("checkpoint.every: 4") and "3 s" in words and "60 s apart" in words
-    assert advised(training(2, every=60, blocked=3)) == []
-    assert advised(training(5, every=60, blocked=0.01)) == []
-    assert advised(training(5, every=500, blocked=3)) == []
-
-
-def test_a_hold_that_takes_long_is_named() -> None:
-    events = [
-        {"time": 0.0, "attempt": 0, "event": "started", "job": "7"},
-        {"time": 1000.0, "attempt": 0, "event": "requeued", "reason": "preempted"},
-        {"time": 1130.0, "attempt": 1, "event": "started", "job": "7"},
-        {"time": 1130.0, "attempt": 1, "event": "allocated", "eligible": 1121.0, "begun": 1125.0},
-        {"time": 2000.0, "attempt": 1, "event": "completed"},
-    ]
-    (words,) = advised(events)
-    assert "held the run 1 time after a requeue, for 2 min on average, 6% of its time" in words
-
-
-def test_steps_that_are_lost_in_spite_of_a_notice_are_named() -> None:
-    events = [
-        {"time": 0.0, "attempt": 0, "event": "started", "job": "7"},
-        {"time": 9.0, "attempt": 0, "event": "checkpoint", "step": 5, "blocked_s": 0.1, "durable_s": 41.0},
-        {"time": 99.0, "attempt": 0, "event": "requeued", "cause": "preempted", "step": 80, "checkpoint": 5},
-        {"time": 199.0, "attempt": 1, "event": "completed"},
-    ]
-    (words,) = advised(events)
-    assert words.startswith("1 announced stop lost steps") and "took 41 s" in words and "120 s" in words
-
-
-def test_a_booked_history_is_json() -> None:
-    """Times of old events may be whole numbers."""
-    world = simulated(2, interruptions=2)
-    assert json.dumps(book(world.events, world.now).seconds())
+def test_a_local_run_has_no_queue() -> None:
+    """Its loop starts the next attempt at once, unless the user stopped it."""
+    for ended, category in {"requeued": "launching", "restarted": "launching", "stopped": "down"}.items():
+        events = [
+            {"time": 0.0, "attempt": 0, "event": "started", "pid": 7},
+            {"time": 10.0, "attempt": 0, "event": ended},
+            {"time": 30.0, "attempt": 1, "event": "started", "pid": 8},
+        ]
+        between = [one for one in book(events, 30.0, state="running").intervals if one.begin >= 10]
+        assert [(one.category, one.seconds) for one in between] == [(category, 20)], ended

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.failures.hangs import Hang, Slow
+from clusterddp.failures.hangs import Hang, Slow, Watch
 from clusterddp.jobdef.job import Job, Timeouts, Watchdog
 from clusterddp.supervisor.decide import ASK_AGAIN_S, HANG_GRACE_S, LOOK_S, PEER_GRACE_S, SETTLE_S, step
 from clusterddp.supervisor.state import (
@@ -295,6 +295,27 @@ def test_a_lost_rank_is_no_hang() -> None:
 def test_a_slow_rank_is_recorded() -> None:
     """It is not ended."""
     assert recorded(after(), Slow(1, "n2", 0.5, 2.0)) == ["slow"]
+
+
+def test_a_slow_rank_that_keeps_up_again_is_recorded_once() -> None:
+    """With every heartbeat its compute time is compared with that of the others."""
+    watch = Watch(beat_s=2.0)
+
+    def look(own_s: float) -> list[str]:
+        for rank, seconds in enumerate((0.1, own_s, 0.1)):
+            beat = {"count": 9, "step": 8, "age_s": 0.0, "allowed_s": 60.0, "own_s": seconds, "step_s": 1.0}
+            watch.hear(rank, f"n{rank}", beat)
+        return [name for found in watch.look() for name in recorded(after(), found)]
+
+    assert [look(own_s) for own_s in (0.1, 0.9, 0.9, 0.1, 0.1)] == [[], ["slow"], [], ["kept_up"], []]
+
+
+def test_when_the_job_was_allocated_is_recorded_once() -> None:
+    """The controller says it with each answer."""
+    notice = Notice(NOW + 9000, allocated={"submitted": 1.0, "eligible": 2.0, "begun": 3.0})
+    assert recorded(after(), notice) == ["allocated"]
+    assert recorded(after(notice), notice) == []
+    assert recorded(after(), Notice(NOW + 9000)) == []
 
 
 # ---- reports

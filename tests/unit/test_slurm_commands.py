@@ -29,7 +29,9 @@ def test_a_jobs_fields_are_read_despite_the_users_own_text() -> None:
     assert job is not None
     assert (job.job_id, job.state, job.nodes, job.restarts) == ("12", "RUNNING", "n[1-2]", 2)
     assert job.preempt_time is None
-    assert job.end_time is not None
+    assert job.end_time is not None and job.start_time is not None and job.submit_time is not None
+    assert (job.end_time - job.start_time, job.start_time - job.submit_time) == (1800, 1)
+    assert job.eligible_time == job.submit_time
     assert job.live
 
 
