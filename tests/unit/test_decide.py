@@ -304,7 +304,7 @@ def test_a_slow_rank_that_keeps_up_again_is_recorded_once() -> None:
     def look(own_s: float) -> list[str]:
         for rank, seconds in enumerate((0.1, own_s, 0.1)):
             beat = {"count": 9, "step": 8, "age_s": 0.0, "allowed_s": 60.0, "own_s": seconds, "step_s": 1.0}
-            watch.hear(rank, f"n{rank}", beat)
+            watch.update(rank, f"n{rank}", beat)
         return [name for found in watch.look() for name in recorded(after(), found)]
 
     assert [look(own_s) for own_s in (0.1, 0.9, 0.9, 0.1, 0.1)] == [[], ["slow"], [], ["kept_up"], []]
