@@ -187,6 +187,13 @@ def test_a_table_fits_the_terminal(runs: Path, width: int) -> None:
     assert ("REASON" in lines[0].split()) == (width > 40)
 
 
+def test_runs_with_long_paths_are_told_apart_on_a_narrow_terminal(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the ends of their paths: the beginning is the same for all runs of a folder."""
+    monkeypatch.chdir("/")
+    shown = [line.split()[0] for line in table.table(rows(runs), table.columns([]), 40)[1:]]
+    assert len(set(shown)) == 6 and all(name.startswith("...") for name in shown)
+
+
 def test_colours_change_no_text(runs: Path) -> None:
     """They are on a terminal alone, and not with NO_COLOR."""
     found = rows(runs)

@@ -332,14 +332,8 @@ def test_a_run_that_takes_no_orders_says_why(
             command([order[0], str(run), *order[1:]])
 
 
-def test_an_order_that_cannot_be_carried_out_names_what_can(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A queued run can be kept from starting instead of stopped; a failed one can be continued."""
-    job_is(monkeypatch, "PENDING", "Priority")
-    queued(run)
-    with pytest.raises(RunDirectoryError, match="no ranks; `scontrol hold 41` keeps it from starting"):
-        command(["tell", str(run), "stop"])
-    with pytest.raises(RunDirectoryError, match="no ranks$"):
-        command(["tell", str(run), "save"])
+def test_requeue_of_a_failed_run_says_how_to_continue_it(run: RunDirectory) -> None:
+    """A run that failed can be continued, whatever nodes are named."""
     write_json(run.outcome_file, {"state": "failed", "step": 9, "attempts": 1, "reason": "why"})
     with pytest.raises(
         RunDirectoryError, match="already failed at step 9: .*; continue with: clusterddp submit --run-dir"

@@ -139,11 +139,16 @@ def test_a_run_that_is_between_two_jobs_has_not_stopped(world: World, capsys: Ca
     ]
 
 
-def test_an_unreachable_controller_is_not_the_end(world: World) -> None:
-    """It restarts within minutes."""
+def test_an_unreachable_controller_is_not_the_end(world: World, capsys: Captured) -> None:
+    """It restarts within minutes. One line says that it is asked again, for all runs."""
     world.add("a", "unknown")
-    world.events = {200: lambda: world.states.update(a="running"), 700: lambda: world.over("a", "completed")}
-    assert command(["wait", "a"]) == 0
+    world.add("b", "unknown")
+    world.events = {
+        200: lambda: world.states.update(a="running", b="running"),
+        700: lambda: (world.over("a", "completed"), world.over("b", "completed")),
+    }
+    assert command(["wait", "a", "b"]) == 0
+    assert capsys.readouterr().err.count("state unknown, retrying: reason\n") == 1
 
 
 def test_a_cancelled_run_without_an_outcome_has_ended(world: World) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterddp.cli.runs.confirmation import agreed, can_ask
-from clusterddp.errors import FAILED, ClusterddpError, RunDirectoryError, UsageError
+from clusterddp.errors import FAILED, ClusterddpError, RunDirectoryError, SlurmError, UsageError
 from clusterddp.process import process_start, signal_ranks
 from clusterddp.reporter import counted, say, show
 from clusterddp.rundir.find import find_runs
@@ -65,7 +65,12 @@ def _cancel(runs: Sequence[RunDirectory]) -> bool:
                     work(run)
             except ClusterddpError as error:
                 failed.append(run)
-                say(str(error))
+                begun = isinstance(error, SlurmError) and run.cancelled
+                say(
+                    f"{run} will not run again, but has not ended; cancel it once more: {error}"
+                    if begun
+                    else str(error)
+                )
     return not failed
 
 

@@ -108,7 +108,8 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         earlier = logs[-1].attempt > 0 and arguments.attempt is None
         so_far = "" if run.outcome() else " so far"
         hint = "; --attempt all prints earlier attempts', too" if earlier else ""
-        show(f"no output of rank {ranks.text} in attempt {logs[-1].attempt}{so_far}{hint}")
+        which = "any rank" if ranks.text == _ALL else f"rank {ranks.text}"
+        show(f"no output of {which} in attempt {logs[-1].attempt}{so_far}{hint}")
     return 0
 
 

@@ -78,7 +78,7 @@ def table(
     widths = widths if width is None else _fitted(widths, width)
     lines = []
     for index in range(len(rows) + 1):
-        parts = [_padded(cells[name][index], widths[name], shown[name].right) for name in widths]
+        parts = [_padded(cells[name][index], widths[name], shown[name].right, name == "run") for name in widths]
         if colour and index:
             parts[1] = _coloured(parts[1], rows[index - 1].state.word)
         lines.append("  ".join(parts).rstrip())
@@ -186,18 +186,19 @@ def _fitted(widths: dict[str, int], width: int) -> dict[str, int]:
     return widths
 
 
-def _padded(text: str, width: int, right: bool) -> str:
-    text = _clipped(text, width)
+def _padded(text: str, width: int, right: bool, keep_end: bool) -> str:
+    text = _clipped(text, width, keep_end)
     space = " " * (width - columns_of(text))
     return space + text if right else text + space
 
 
-def _clipped(text: str, width: int) -> str:
+def _clipped(text: str, width: int, keep_end: bool) -> str:
+    """A text in so many columns. The end of a path tells runs apart."""
     if columns_of(text) <= width:
         return text
     while columns_of(text) > width - 3:
-        text = text[:-1]
-    return f"{text}..."
+        text = text[1:] if keep_end else text[:-1]
+    return f"...{text}" if keep_end else f"{text}..."
 
 
 def _coloured(text: str, word: str) -> str:

@@ -59,6 +59,10 @@ class _Wait:
         """Whether the next answer of the controller may end the wait."""
         return self.end is None and self._doubt is not None and self._doubt[0] != "unknown"
 
+    def newly_unknown(self, state: RunState) -> bool:
+        """Whether the run's state is unknown, and was not at the last look."""
+        return state.word == "unknown" and (self._doubt is None or self._doubt[0] != "unknown")
+
     def look(self) -> None:
         """Reads the run's outcome."""
         if (outcome := self.run.outcome()) is not None:
@@ -108,6 +112,8 @@ def _ask(left: Sequence[_Wait]) -> None:
     """Finds the states of the runs that have not ended, by one call of squeue for all."""
     states = run_states([summarize(one.run) for one in left])
     now = time.monotonic()
+    if doubts := [state.reason for one, state in zip(left, states, strict=True) if one.newly_unknown(state)]:
+        show(f"state unknown, retrying: {doubts[0]}")
     for one, state in zip(left, states, strict=True):
         one.update(state, now)
 
