@@ -243,7 +243,7 @@ class Transcript:
 
 
 def schema_errors(run: Any) -> Iterator[jsonschema.ValidationError]:
-    return jsonschema.Draft202012Validator(SCHEMA).iter_errors(run)
+    yield from jsonschema.Draft202012Validator(SCHEMA).iter_errors(run)
 
 
 def by_state(rows: Mapping[str, Cell | None]) -> dict[str, Cell]:
