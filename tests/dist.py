@@ -89,8 +89,8 @@ def check_runs(python: Path, place: Path, wheel: Path) -> None:
     missing = [name for name in COMPLETIONS if not (place / "venv" / name).is_file()]
     assert not missing, f"missing: {missing}"
     assert "#SBATCH --ntasks-per-node=2" in output(*command, "--dry-run")
-    output(*command, "--local", "--run-dir", "run", "--", "--steps", "20")
-    outcome = json.loads((place / "run" / "outcome.json").read_text())
+    output(*command, "--local", "--", "--steps", "20")
+    outcome = json.loads((place / "runs" / "digits-0" / "outcome.json").read_text())
     assert (outcome["state"], outcome["step"]) == ("completed", 20), outcome
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from clusterddp.cli import fork
 from clusterddp.environment import in_step
-from clusterddp.errors import UsageError
+from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.hostlist import tasks_per_node
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.profiles import find_profiles, read_profiles
 from clusterddp.reporter import show
+from clusterddp.rundir.find import open_run
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -162,7 +163,7 @@ def resolve_job(arguments: argparse.Namespace, script_arguments: Sequence[str] |
     if target is None and arguments.module is None:
         if run := named_run(arguments):
             return jobs.load(run.job_file, set_values(arguments), values=values)
-        target = default_target(values)
+        target = default_target(values, arguments.run_dir)
     values |= {"module": arguments.module} if arguments.module else {}
     if profiles := find_profiles(os.environ, Path.cwd()):
         show(f"profiles: {', '.join(map(str, profiles))}")
@@ -246,11 +247,19 @@ def _split(pair: str, option: str) -> tuple[str, str]:
     return key, value
 
 
-def default_target(values: dict[str, Any]) -> str:
-    """What runs without a script or module: ./clusterddp.yaml, else the bundled digits example, for ten minutes."""
+def default_target(values: dict[str, Any], run_dir: str | None) -> str:
+    """What runs without a script or module: ./clusterddp.yaml, else the bundled digits example, for ten minutes.
+
+    The example does not run in a folder that the user names: a wrong path of a run to continue would start it.
+    """
     if Path("clusterddp.yaml").exists():
         show("no script given: running ./clusterddp.yaml")
         return "clusterddp.yaml"
+    if run_dir:
+        try:
+            open_run(run_dir)
+        except RunDirectoryError as error:
+            raise UsageError(f"{error}; to start a new run, name SCRIPT.py or JOB.yaml") from error
     values.setdefault("time", "10")
     values.setdefault("device", "cuda")
     show("no script given and no ./clusterddp.yaml: running the bundled digits example (10 minutes at most)")

@@ -10,11 +10,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from clusterddp import protocol
 from clusterddp.errors import RunDirectoryError, SlurmError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secrets_file, without_secrets
 from clusterddp.rundir.files import make_folder, remove, write_atomically, write_json
+from clusterddp.rundir.find import runs_folder
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.lease import held_by_other
@@ -27,7 +27,7 @@ def choose_run_directory(run_dir: str | None, job: Job) -> RunDirectory:
     """``run_dir``, if given, else NAME-N under $CLUSTERDDP_RUNS or ./runs, with the first free N."""
     if run_dir:
         return RunDirectory(run_dir)
-    parent = Path(os.environ.get(protocol.RUNS, "runs"))
+    parent = runs_folder(os.environ)
     return RunDirectory(next(path for n in count() if not (path := parent / f"{job.name}-{n}").exists()))
 
 

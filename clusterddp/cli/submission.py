@@ -9,7 +9,6 @@ import os
 import signal
 from pathlib import Path
 
-from clusterddp import protocol
 from clusterddp.checkpoint.store import of_run
 from clusterddp.cli.recording import Plant, check_not_held, claim, recorded
 from clusterddp.errors import RunDirectoryError, UsageError
@@ -20,6 +19,7 @@ from clusterddp.jobdef.job import FUNCTION, Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.process import signals_blocked
 from clusterddp.reporter import counted, show
+from clusterddp.rundir.find import runs_folder
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.messages import at_step
@@ -170,7 +170,7 @@ def checkout_for(job: Job, run_dir: str | None, *, batch: bool, source: Path | N
     function.
     """
     wanted = batch if job.snapshot is None else job.snapshot
-    runs = [Path(os.environ.get(protocol.RUNS, "runs")), *([Path(run_dir)] if run_dir else [])]
+    runs = [runs_folder(os.environ), *([Path(run_dir)] if run_dir else [])]
     return checkout_of(job, runs, source) if wanted else None
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from clusterddp import __version__
 from clusterddp.cli.command_line import COMMANDS, DESCRIPTIONS, command, parser
+from clusterddp.cli.recording import choose_run_directory
 from clusterddp.errors import SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.slurm.resources import fit_to_cluster
@@ -63,3 +64,23 @@ def test_without_a_cluster_the_message_names_local_runs(tmp_path: Path, monkeypa
         (tmp_path / name).chmod(0o755)
     with pytest.raises(SlurmUnavailable, match="no configuration source; to run on this machine.* add --local$"):
         fit_to_cluster(Job(name="net", script="net.py"), required=True)
+
+
+def test_a_wrong_path_of_a_run_to_continue_does_not_start_the_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a script, --run-dir continues a run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
+    run = tmp_path / "runs" / "train-0"
+    run.mkdir(parents=True)
+    (run / "job.yaml").write_text("module: net\n")
+    with pytest.raises(UsageError, match=r"mean runs/train-0\?; to start a new run, name SCRIPT.py or JOB.yaml"):
+        command(["submit", "--run-dir", "runs/tarin-0"])
+    assert not (tmp_path / "runs" / "tarin-0").exists()
+
+
+def test_an_empty_variable_is_no_folder_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for `list`: otherwise it would not find what submit starts."""
+    monkeypatch.setenv("CLUSTERDDP_RUNS", "")
+    assert choose_run_directory(None, Job(name="net", script="net.py")).path == Path("runs/net-0").absolute()

@@ -91,7 +91,8 @@ def test_what_slurm_says_becomes_a_row_each(answers: dict[str, Any]) -> None:
     ]
     assert preempted.startswith("low preempts with 20 s of notice; the run is requeued and then held for 7 s")
     assert cluster.slurm_checks("off", None)[1] == "off does not preempt"
-    unknown = cluster.slurm_checks("lwo", None)[0][-1]
+    (*_, unknown), preempted = cluster.slurm_checks("lwo", None)
+    assert preempted == "unknown: no partition 'lwo' on this cluster; available: low, high, off"
     assert (unknown.state, unknown.found) == (
         "failed",
         "no partition 'lwo' on this cluster; available: low, high, off",

@@ -44,7 +44,7 @@ def slurm_checks(partition: str | None, qos: str | None) -> tuple[list[Check], s
         checks += [judge_partition(one, config, of_qos, associations) for one in partitions]
         return checks, sentence(partition, of_qos, partitions, config)
     except SlurmError as error:
-        return [*checks, failed("partitions", str(error), "choose a partition with -p")], _UNKNOWN
+        return [*checks, failed("partitions", str(error), "choose a partition with -p")], f"unknown: {error}"
 
 
 def judge_release(config: Configuration) -> Check:
