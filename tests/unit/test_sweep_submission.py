@@ -137,6 +137,17 @@ def test_nothing_is_submitted_twice(slurm: Slurm) -> None:
     assert len(slurm.scripts) == 1
 
 
+def test_a_value_that_is_given_twice_makes_one_member(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the command says so: it may be a typo."""
+    assert sweep("seed=1,2,1") == 0
+    assert submitted(slurm) == [["seed=1", "seed=2"]]
+    said = capsys.readouterr().err
+    assert "1 combination given more than once, and run once" in said
+    assert "seed: a key of the job definition; for the script's own --seed, write args.seed" in said
+    assert sweep("seed=1,2") == 0
+    assert "a key of the job definition" not in capsys.readouterr().err
+
+
 def test_more_values_extend_it_and_removed_ones_are_left_as_they_are(
     slurm: Slurm, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,8 @@ def carry_out(arguments: argparse.Namespace, job: Job, members: Sequence[Values]
     """Submits or runs what the folder lacks of the sweep; returns the exit code."""
     check_options(arguments.max_running, arguments.local)
     by_name = named(members)
+    if repeated := len(members) - len(by_name):
+        show(f"{counted(repeated, 'combination')} given more than once, and run once")
     jobs = dict(zip(by_name, jobs_of(job, list(by_name.values())), strict=True))
     sweep = Sweep(SweepFolder(folder), job, by_name, jobs, arguments.retry, arguments.change, arguments.max_running)
     if arguments.dry_run:
