@@ -71,7 +71,7 @@ test-24.11: .venv/ready slurm
 
 test-product: .venv/ready slurm
 	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/slurm/test_preemption_variants.py tests/ranks/test_exact_resume.py \
-		tests/ranks/test_recipes.py \
+		tests/ranks/test_recipes.py tests/ranks/test_converting.py tests/ranks/test_local.py \
 		tests/crash/test_crash.py tests/unit/test_fuzz.py tests/ranks/test_launchers.py tests/ranks/test_jobs.py tests/ranks/test_integrations.py \
 		tests/ranks/test_first_failure.py tests/ranks/test_agreement.py tests/chaos tests/slurm/test_launchers.py \
 		tests/slurm/test_templates.py tests/slurm/test_here.py tests/slurm/test_faults.py tests/cluster/test_cluster.py \

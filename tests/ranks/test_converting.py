@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from clusterddp.rundir.run_directory import RunDirectory
 
 GUIDE = (
@@ -59,6 +61,7 @@ def test_the_converted_script_prints_the_losses_of_torchrun_when_it_is_preempted
     assert printed(tmp_path / "stopped") == torchrun(tmp_path, "# after", *epochs)
 
 
+@pytest.mark.product  # the test above runs the converted script under torchrun
 def test_the_script_runs_under_torchrun_before_its_conversion(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in torchrun(tmp_path, "# before")] == ["epoch 0", "epoch 1", "epoch 2"]
 

@@ -89,7 +89,7 @@ def require_mpirun() -> None:
 
 
 #: These have tests of their own; here they are part of the full product.
-TESTED = ("torchrun", "none: one rank")
+TESTED = ("torchrun", "torch.distributed.launch", "none: one rank")
 CASES = [pytest.param(*case, marks=[pytest.mark.product] * (case[0] in TESTED)) for case in launchers.cases(HERE)]
 
 

@@ -193,6 +193,7 @@ def commands_of(run: RunDirectory) -> dict[int, bytes]:
 PLAIN = ["tests/scripts/plain_ddp.py", "--device", "cpu", "--nodes", "2", "--gpus", "1"]
 
 
+@pytest.mark.product  # slurm/test_main_job.py has the same on a real Slurm
 def test_a_plain_script_preempted_is_run_again_and_resumes_from_its_own_file(run: RunDirectory, tmp_path: Path) -> None:
     """TERM has its default action in it; LOCAL_RANK is what it would be on two nodes."""
     own = tmp_path / "own.pt"

@@ -76,6 +76,7 @@ def submit(run: RunDirectory, script: Path | None = None, *options: str, code: i
     return done.stderr
 
 
+@pytest.mark.product  # test_exact_resume.py has float16 and pieces in other loops
 def test_mixed_precision_accumulates_over_pieces_and_resumes_with_the_scale(tmp_path: Path) -> None:
     """The global batch of the job definition: two pieces per rank and step. Only the preempted run has a supervisor."""
     whole, preempted = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "preempted")
