@@ -1,6 +1,6 @@
 """``python -m tests [PYTEST ARGUMENTS]``: all tests, as ``make test`` runs them; the exit code says whether they pass.
 
-Tests mostly wait, those on Slurm above all. So these run in two parts, each with a separate cluster, beside three parts
+Tests mostly wait, those on Slurm above all. So these run in two parts, each with a separate cluster, beside two parts
 of the tests that need no cluster. Output appears as it is written, each line after the name of its part. Each test's
 cost and one JUnit file, ``junit.xml``, go to ``build/tests``.
 
@@ -36,7 +36,7 @@ TYPICAL = Path(__file__).with_name("costs.jsonl")
 #: If more tests fail than these, they do not run again.
 FEW = 4
 #: Parts of the tests on Slurm, each with a cluster, and of the others.
-CLUSTERS, OTHERS = 2, 3
+CLUSTERS, OTHERS = 2, 2
 #: pytest's exit codes.
 PASSED, FAILED, NO_TESTS = 0, 1, 5
 #: A network, a /var/lib ($1) and freezer cgroups ($2) of its own, so that a cluster finds nothing of another one.

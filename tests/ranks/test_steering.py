@@ -67,9 +67,9 @@ def test_a_run_tells_its_stacks_saves_is_requeued_is_stopped_and_continues_bit_f
 
     assert command(["stacks", str(run)]) == 0
     shown = capsys.readouterr().out
-    assert (
-        "slow.py:" in shown and "\n  MainThread, most recent call first\n    " in shown and "clusterddp/" not in shown
-    )
+    assert "slow.py:" in shown and "\n  MainThread, most recent call first\n    " in shown
+    # The main thread may be in the loader; threads that wait for signals and orders are left out.
+    assert "clusterddp/worker" not in shown and "clusterddp/training/agreement" not in shown
 
     assert command(["tell", str(run), "save"]) == 0
     saved = int(capsys.readouterr().out.split()[1])

@@ -58,6 +58,7 @@ def reported_ranks(run: RunDirectory) -> list[Any]:
     return [*(e["ranks"] for e in events_of(run, "started")), *(e["inexact"] for e in events_of(run, "resumed"))]
 
 
+@pytest.mark.product  # test_a_run_uses_the_nodes_that_slurm_allocates has the same on a real Slurm
 def test_a_local_run_goes_from_two_ranks_to_one_and_back(tmp_path: Path, on_two_ranks: RunDirectory) -> None:
     """The second attempt takes each batch in two pieces; the history calls both resumes inexact.
 
