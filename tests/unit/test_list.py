@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 from clusterddp.cli.command_line import command
-from clusterddp.cli.runs import live, table
+from clusterddp.cli.runs import live, report, table
 from clusterddp.errors import INTERRUPTED, UsageError
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.summary import summarize
@@ -275,3 +275,12 @@ def test_a_list_without_sweeps_loads_no_yaml(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done
     assert "runs/net  completed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_step", "shown"),
+    [(None, ""), (0.08, "12.5/s"), (0.00124, "806/s"), (0.0009, "1,111/s"), (3.14, "3.14 s/step"), (75, "75 s/step")],
+)
+def test_speed_is_shown_per_second_or_per_step(seconds_per_step: float | None, shown: str) -> None:
+    """Never with an exponent."""
+    assert report.speed(seconds_per_step) == shown

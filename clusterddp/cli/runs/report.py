@@ -52,7 +52,10 @@ def speed(seconds_per_step: float | None) -> str:
     """``12.5/s`` or ``3.1 s/step``; empty if unknown."""
     if not seconds_per_step:
         return ""
-    return f"{1 / seconds_per_step:.3g}/s" if seconds_per_step < 1 else f"{seconds_per_step:.3g} s/step"
+    if seconds_per_step >= 1:
+        return f"{seconds_per_step:.3g} s/step"
+    rate = 1 / seconds_per_step
+    return f"{rate:.3g}/s" if rate < 100 else f"{rate:,.0f}/s"
 
 
 def values(summary: Summary) -> dict[str, Any]:
