@@ -19,6 +19,7 @@ COMMANDS = {
     "list": "list runs: state, step, speed, metrics",
     "status": "show a run's state and history",
     "logs": "print what ranks wrote, or a run's first failure",
+    "report": "write a page about runs: timeline, where the time went, metrics, failures",
     "watch": "wait for runs; release requeue holds and resubmit lost jobs",
     "wait": "wait for runs, and tell by the exit code how they ended",
     "cancel": "end runs for good",
@@ -37,6 +38,7 @@ PACKAGES = {
     **dict.fromkeys(("list", "status", "logs", "watch", "wait", "cancel", "prune"), "runs"),
     **dict.fromkeys(("stacks", "tell", "requeue"), "steering"),
     "sweep": "sweeps",
+    "report": "report",
     "config": "settings",
     "doctor": "checks",
 }
@@ -55,6 +57,9 @@ DESCRIPTIONS = {
     "status": "Show a run's state, why it waits, its progress and its history.",
     "logs": "Print what ranks wrote, by default rank 0: its stdout to stdout, its stderr to stderr. Several ranks or "
     "attempts are all printed to stdout, each file below a line that names it. A failed run shows its first failure.",
+    "report": "Write one HTML file about a run that opens anywhere: what happened when and why, where the time went, "
+    "metrics, checkpoints, failures, and the commands to continue it. Several runs, or a sweep, are laid over each "
+    "other. Prints the name of the file.",
     "watch": "Wait until runs are over and show their events. Meanwhile lift the hold that Slurm puts on a requeued "
     "job, and resubmit a run whose job ended without continuing it. Ctrl-C stops watching; the runs continue.",
     "wait": "Wait until all runs are over, or stopped so that only a submission continues them. Unlike watch, it "

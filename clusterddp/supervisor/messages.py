@@ -112,7 +112,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"each rank takes {e['samples']} samples at once, more than its batch_size of {e['most']}: "
         "the script does not call run.micro()"
     ),
-    "diverged": lambda e: e["explanation"],
+    "diverged": lambda e: str(e["explanation"]),
     "left_loop": lambda e: (
         f"the script left its loop by break or an exception after step {e['step']} of {e['steps']}: steps since the "
         "newest checkpoint are not saved; to end a run early, call run.finish(), which saves"

@@ -102,6 +102,7 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         "forgotten": (0, r"forgotten +stopped"),
     },
     "list --json RUN": {ALL: (0, '"schema": 1')},
+    "report --json RUN": {ALL: (0, '"schema": 1')},
     "logs RUN": {
         STARTED: (0, "attempt 0: ten steps done"),
         "resumed": (0, "attempt 1: ten steps done"),

@@ -1,0 +1,316 @@
+"""What a report says of one run, as plain data: read once from its files. ``clusterddp report --json`` prints it, as
+docs/reference/report.schema.json describes it.
+
+A file that is damaged, missing or not the run's own leaves its part empty, and a note says so.
+"""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.jobdef import code_snapshot
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.report.advice import advice
+from clusterddp.report.booking import Booking, book
+from clusterddp.report.curves import BUCKETS, Grid, Metrics, curves, limits, read_metrics
+from clusterddp.report.markup import clipped
+from clusterddp.report.ratios import spent
+from clusterddp.report.timeline import Sentence, in_words, interruptions, lanes, without_attempt
+from clusterddp.reporter import counted, duration
+from clusterddp.rundir import records
+from clusterddp.rundir.files import finite
+from clusterddp.rundir.records import is_count, is_time
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.summary import Summary
+from clusterddp.slurm.run_states import OVER, RunState
+
+Event = Mapping[str, Any]
+_T = TypeVar("_T")
+
+#: The version of the schema. A new key does not change it; another meaning of a key, or one that is removed, does.
+SCHEMA = 1
+#: The most events at the beginning and at the end of a history, failures, boxes about failures, and attempts.
+_FIRST_EVENTS, _LAST_EVENTS, _FAILURES, _BOXES = 40, 160, 30, 5
+#: The most characters of a sentence, of a box and of the job definition.
+_SENTENCE, _BOX, _JOB = 600, 6_000, 20_000
+#: What a damaged or foreign record leads to: values of other types than this version writes.
+_UNEXPECTED = (ClusterddpError, OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError)
+
+
+@dataclass(frozen=True)
+class Words:
+    """What layers above say about events: a sentence, and the box about a first failure."""
+
+    sentence: Sentence
+    box: Callable[[RunDirectory, Event], str]
+
+
+def collect(summary: Summary, state: RunState, words: Words, now: float, buckets: int = BUCKETS) -> dict[str, Any]:
+    """A run's data. ``summary`` and ``state``: what ``clusterddp list`` knows of it. ``buckets``: points per curve."""
+    run, notes = summary.run, [summary.error] if summary.error else []
+    job = _tried("job.yaml", lambda: load_resolved(run.job_file), notes)
+    events = _events(run, notes)
+    metrics = read_metrics(run)
+    notes += metrics.notes
+    notes += _absent(run, events, metrics, state)
+    empty = Booking((), state.word not in OVER)
+    booking = _tried("the history", lambda: _booked(summary, state, events, now), notes) or empty
+    found = _tried("the history", lambda: lanes(booking, events, words.sentence, state.word), notes) or []
+    began = booking.intervals[0].begin if booking.intervals else _first_time(metrics.values, summary)
+    stops = interruptions(found)
+    data = {
+        "run": str(run),
+        "name": summary.name,
+        "sweep": summary.sweep,
+        "state": state.word,
+        "reason": clipped(state.reason, _SENTENCE),
+        "step": summary.step,
+        "steps": summary.steps,
+        "began": began,
+        "ended": booking.intervals[-1].end if booking.intervals else None,
+        "notes": notes,
+        "time": _tried("the history", lambda: _time(booking, events), notes),
+        "advice": _tried("the history", lambda: advice(job, booking, events) if job else [], notes) or [],
+        "attempts": found,
+        "interruptions": stops,
+        "metrics": curves(metrics, limits(run, events, metrics), began, buckets),
+        "checkpoints": _checkpoints(events),
+        "failures": _failures(run, events, words, notes),
+        "history": _history(events, words.sentence),
+        "events": len(events),
+        "job": _job(run, job, notes),
+        "code": _code(run, events, notes),
+        "commands": _commands(summary, state),
+    }
+    safe: dict[str, Any] = finite(data | {"verdict": _verdict(data, stops)})
+    return safe
+
+
+def _tried(what: str, read: Callable[[], _T], notes: list[str]) -> _T | None:
+    """The result of ``read``; None, and a note, if a record is damaged or another program's."""
+    try:
+        return read()
+    except _UNEXPECTED as error:
+        text = str(error) if isinstance(error, (ClusterddpError, OSError)) else f"{type(error).__name__}: {error}"
+        note = clipped(text if what in text else f"{what}: {text}", _SENTENCE)
+        if not any(text in known for known in notes):
+            notes.append(note)
+        return None
+
+
+# --- the history
+
+
+def _events(run: RunDirectory, notes: list[str]) -> list[Event]:
+    """All events that can be read; what cannot is counted in a note."""
+    found: list[Event] = []
+    wrong, torn = 0, False
+    try:
+        with open(run.events_file, "rb") as file:
+            for text in file:
+                torn = not text.endswith(b"\n")
+                event, error = (None, None) if torn else records.parse(text, records.EVENT)
+                wrong += error is not None
+                if event is not None:
+                    found.append(event)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        notes.append(f"events.jsonl cannot be read: {error.strerror}")
+        return found
+    if wrong:
+        notes.append(f"{counted(wrong, 'line')} of events.jsonl cannot be read: written by another program")
+    if torn:
+        notes.append("the last line of events.jsonl is incomplete: it is still being written, or its writer was killed")
+    return found
+
+
+def _absent(run: RunDirectory, events: Sequence[Event], metrics: Metrics, state: RunState) -> list[str]:
+    """Files that should be there. A run that waits for its first attempt has neither of them."""
+    found = []
+    if not events and (metrics.lines or state.word in OVER or run.newest_attempt() is not None):
+        found.append("events.jsonl: the run has no history")
+    trained = any(event["event"] == "checkpoint" for event in events)
+    if not metrics.lines and (trained or (not events and found)):
+        found.append("metrics.jsonl: no step is recorded")
+    return found
+
+
+def _booked(summary: Summary, state: RunState, events: Sequence[Event], now: float) -> Booking:
+    claimed = [claim["time"] for claim in summary.claims if is_time(claim.get("time"))]
+    step = summary.metrics.get("time")
+    return book(events, now, state.word, step if is_time(step) else None, min(claimed, default=None))
+
+
+def _time(booking: Booking, events: Sequence[Event]) -> dict[str, Any] | None:
+    made = spent(booking, events)
+    if made is None:
+        return None
+    return {
+        "total_s": made.total_s,
+        "seconds": dict(made.seconds),
+        "ettr": made.ettr,
+        "goodput": made.goodput,
+        "repeated_steps": made.repeated,
+        "provisional": made.provisional,
+    }
+
+
+def _first_time(values: Mapping[str, Mapping[int, Any]], summary: Summary) -> float:
+    """When the first step was recorded, for a run without a history."""
+    times = [time for own in values.values() for part in own.values() for time in part.times[:1] if time == time]
+    return min(times, default=summary.started)
+
+
+def _history(events: Sequence[Event], sentence: Sentence) -> list[dict[str, Any]]:
+    """The events that have a sentence: of a long history, the first and the last."""
+    found = []
+    for event in events:
+        words = without_attempt(event, sentence)
+        if words is not None:
+            kind, time, attempt = event["event"], event["time"], event["attempt"]
+            found.append({"time": time, "attempt": attempt, "event": kind, "words": clipped(words, _SENTENCE)})
+    return found if len(found) <= _FIRST_EVENTS + _LAST_EVENTS else [*found[:_FIRST_EVENTS], *found[-_LAST_EVENTS:]]
+
+
+def _failures(run: RunDirectory, events: Sequence[Event], words: Words, notes: list[str]) -> list[dict[str, Any]]:
+    """The newest first failures of attempts, oldest first; of the last few also the box."""
+    failed = [event for event in events if event["event"] in ("rank_failed", "hung")][-_FAILURES:]
+    found = []
+    for place, event in enumerate(failed):
+        box = None
+        if place >= len(failed) - _BOXES and is_count(event.get("rank")):
+            box = _tried("the record of a failure", partial(words.box, run, event), notes)
+        found.append(
+            {
+                "time": event["time"],
+                "attempt": event["attempt"],
+                "rank": event.get("rank") if is_count(event.get("rank")) else None,
+                "host": str(event.get("host", "")),
+                "words": clipped(without_attempt(event, words.sentence) or event["event"], _SENTENCE),
+                "box": None if box is None else _end(_unframed(box), _BOX),
+            }
+        )
+    return found
+
+
+def _unframed(box: str) -> str:
+    """The lines in a box; on a phone, its frame would wrap."""
+    lines = [line.removeprefix("| ").removeprefix("|") for line in box.splitlines() if not line.startswith("+--")]
+    return "\n".join(lines)
+
+
+def _end(text: str, most: int) -> str:
+    """The end of a text, where a traceback names the error, with its first line."""
+    if len(text) <= most:
+        return text
+    first, _, rest = text.partition("\n")
+    tail = rest[-most:].partition("\n")[2]
+    return f"{first[:200]}\n...\n{tail}"
+
+
+def _checkpoints(events: Sequence[Event]) -> dict[str, Any]:
+    """What saves cost, over steps; sizes are bytes."""
+    saved = [event for event in events if event["event"] == "checkpoint" and is_count(event.get("step"))]
+    failed = [event for event in events if event["event"] in ("checkpoint_failed", "checkpoint_damaged")]
+    grid = Grid(event["step"] for event in saved)
+    found: dict[str, Any] = {"number": len(saved), "failed": len(failed), "newest": None}
+    if saved:
+        found["newest"] = {name: saved[-1][name] for name in ("step", "attempt", "time")}
+    for name in ("blocked_s", "durable_s", "bytes"):
+        known = sorted((event["step"], event[name]) for event in saved if _is_amount(event.get(name)))
+        values = [float(value) for _, value in known]
+        found[name] = None
+        if values:
+            found[name] = {
+                "median": statistics.median(values),
+                "most": max(values),
+                "newest": values[-1],
+                "points": grid.reduced([float(step) for step, _ in known], values),
+            }
+    return found
+
+
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e18
+
+
+# --- the definition, the code, the commands
+
+
+def _job(run: RunDirectory, job: Job | None, notes: list[str]) -> dict[str, Any]:
+    text = _tried("job.yaml", lambda: run.job_file.read_text(errors="replace"), notes)
+    return {
+        "name": job.name if job else None,
+        "shape": job.shape if job else None,
+        "text": None if text is None else clipped(text, _JOB),
+    }
+
+
+def _code(run: RunDirectory, events: Iterable[Event], notes: list[str]) -> dict[str, Any]:
+    """The commit, the snapshot and the versions of the newest attempt."""
+    states = [event["code"] for event in events if event["event"] == "started" and isinstance(event.get("code"), dict)]
+    newest = {str(key)[:40]: clipped(value, 120) for key, value in list(states[-1].items())[:12]} if states else {}
+    snapshot = _tried("the snapshot of the code", lambda: code_snapshot.current(run), notes)
+    known = {name: text for name, text in newest.items() if text != "None"}
+    return known | ({} if snapshot is None else {"snapshot": str(snapshot.folder(run))})
+
+
+def _commands(summary: Summary, state: RunState) -> list[dict[str, str]]:
+    """What to type to continue the run, to look at it, and to make the same run again."""
+    run = shlex.quote(str(summary.run))
+    local = "--local " if summary.local else ""
+    found = []
+    if state.word == "stopped":
+        found.append(("continue the run", f"clusterddp submit {local}--run-dir {run}"))
+    elif state.word in ("running", "pending", "held"):
+        found.append(("follow the run", f"clusterddp status --watch {run}"))
+    found.append(("show its history", f"clusterddp status {run}"))
+    found.append(("show what the ranks printed", f"clusterddp logs {run}"))
+    again = shlex.quote(str(summary.run.path.with_name(f"{summary.run.path.name}-again")))
+    job = shlex.quote(str(summary.run.job_file))
+    found.append(
+        ("make the same run again, with the code as it is now", f"clusterddp submit {local}{job} --run-dir {again}")
+    )
+    return [{"what": what, "command": command} for what, command in found]
+
+
+# --- the verdict
+
+
+def _verdict(data: Mapping[str, Any], stops: Mapping[str, int]) -> str:
+    """One or two sentences: how far the run is, what happened to it, and what that cost."""
+    step, steps, time = data["step"], data["steps"], data["time"]
+    state, reason = data["state"], data["reason"]
+    reached = "" if step is None else f" at step {step:,}"
+    of = f" of {steps:,}" if step is not None and steps is not None and steps > step else ""
+    told = state not in ("completed", "cancelled", "running") and reason.strip() and reason != state
+    why = f": {clipped(' '.join(reason.split()), 200)}" if told else ""
+    continued = " Nothing trains it until it is submitted again." if state == "stopped" else ""
+    beginning = {
+        "completed": f"Completed{f' all {step:,} steps' if step is not None else ''}",
+        "failed": f"Failed{reached}{of}",
+        "cancelled": f"Cancelled{reached}{of}",
+        "running": f"Training{reached}{of}",
+        "pending": f"Waiting in the queue{reached}{of}",
+        "held": f"Held{reached}{of}",
+        "stopped": f"Stopped{reached}{of}",
+    }.get(state, f"State unknown{reached}{of}")
+    if time is None:
+        return f"{beginning}{why}.{continued}"
+    since = "since" if time["provisional"] else "after"
+    was = in_words(stops) or "not interrupted"
+    repeated = time["repeated_steps"]
+    lost = (
+        f"{repeated:,} {'step was' if repeated == 1 else 'steps were'} repeated" if repeated else "no step was repeated"
+    )
+    share = f"{100 * time['ettr']:.0f}% of the time was training that counts"
+    first = f"{beginning}, {duration(time['total_s'])} {since} its submission{why}.{continued}"
+    return f"{first} It was {was}; {lost}; {share}."

@@ -1,0 +1,258 @@
+"""A report as one HTML page: no script, nothing that is loaded, and all texts of a run escaped (``markup.py``)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from clusterddp.report.axes import number
+from clusterddp.report.markup import Markup, clipped, joined, tag
+from clusterddp.report.sections import (
+    Section,
+    checkpoints,
+    metrics,
+    plain,
+    section,
+    timeline,
+    timelines,
+    when,
+    where_the_time_went,
+)
+from clusterddp.report.theme import style_sheet
+from clusterddp.reporter import counted, duration
+
+Run = Mapping[str, Any]
+#: With which a browser refuses to load or to run anything, whatever the page contains.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+#: The most runs in a table, notes, metrics in a table, and failures of several runs.
+_RUNS, _NOTES, _COLUMNS, _FAILURES = 400, 20, 4, 60
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The whole page. ``report``: what ``--json`` prints."""
+    runs = report["runs"]
+    sections = _of_one(runs[0]) if len(runs) == 1 else _of_several(runs)
+    found = [part for part in sections if part is not None]
+    title = plain(runs[0]["name"]) if len(runs) == 1 else counted(len(runs), "run")
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", f"{title} - clusterddp report"),
+        tag("style", Markup(style_sheet())),
+    )
+    zone = time.strftime("%Z", time.localtime(report["made"]))
+    words = f"Made {when(report['made'])} by clusterddp {report['version']}. Times are in {zone}."
+    made = tag("p", words, class_="quiet small")
+    header = _header(runs, title)
+    body = tag("body", header, _contents(found), tag("main", *(part.body for part in found)), tag("footer", made))
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _contents(sections: Iterable[Section]) -> Markup:
+    """Links to the sections, for the keyboard, too."""
+    links = [tag("a", part.title, href=f"#{part.anchor}") for part in sections]
+    return tag("nav", *links, aria_label="Sections")
+
+
+def _header(runs: Sequence[Run], title: str) -> Markup:
+    if len(runs) > 1:
+        states = Counter(run["state"] for run in runs)
+        words = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        return tag("header", tag("h1", title), tag("p", f"{words}.", class_="verdict"))
+    run = runs[0]
+    return tag(
+        "header",
+        tag("p", clipped(run["run"], 300), class_="quiet small"),
+        tag("h1", title, " "),
+        tag("p", tag("span", run["state"], class_=f"badge {_tone(run['state'])}"), style="margin:8px 0 0"),
+        tag("p", run["verdict"], class_="verdict"),
+        _facts(run),
+    )
+
+
+def _tone(state: str) -> str:
+    return {"completed": "good", "running": "good", "failed": "bad", "cancelled": "bad", "unknown": "bad"}.get(
+        state, ""
+    )
+
+
+def _facts(run: Run) -> Markup:
+    """The figures that one looks for first."""
+    step, steps, booked = run["step"], run["steps"], run["time"]
+    of = f" of {steps:,}" if steps is not None and steps != step else ""
+    facts = [("Steps", "none recorded" if step is None else f"{step:,}{of}")]
+    if booked is not None:
+        facts.append(
+            ("Since submission" if booked["provisional"] else "Submission to end", duration(booked["total_s"]))
+        )
+        facts.append(("Productive time (ETTR)", f"{100 * booked['ettr']:.0f}%"))
+        if booked["goodput"] is not None:
+            facts.append(("With nodes (goodput)", f"{100 * booked['goodput']:.0f}%"))
+        facts.append(("Steps repeated", f"{booked['repeated_steps']:,}"))
+    facts.append(("Attempts", str(len([one for one in run["attempts"] if one["attempt"] is not None]))))
+    return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts), class_="facts")
+
+
+# --- one run
+
+
+def _of_one(run: Run) -> list[Section | None]:
+    return [
+        _notes([run]),
+        timeline(run),
+        where_the_time_went(run),
+        metrics([run], members=False),
+        _failures(run),
+        checkpoints(run),
+        _commands(run),
+        _code(run),
+        _job(run),
+        _history(run),
+    ]
+
+
+def _notes(runs: Sequence[Run]) -> Section | None:
+    """What could not be read."""
+    several = len(runs) > 1
+    notes = [f"{plain(run['name'])}: {note}" if several else note for run in runs for note in run["notes"]]
+    if not notes:
+        return None
+    items = [tag("li", clipped(note, 400)) for note in notes[:_NOTES]]
+    more = len(notes) - _NOTES
+    rest = tag("p", f"and {counted(more, 'more note')}", class_="quiet") if more > 0 else None
+    intro = tag("p", "Some of the run's records are missing or damaged. This report is made from the others.")
+    return section("Missing", "missing", tag("div", intro, tag("ul", *items), rest, class_="note"))
+
+
+def _failures(run: Run) -> Section | None:
+    if not run["failures"]:
+        return None
+    parts: list[Markup] = []
+    for failure in reversed(run["failures"]):
+        title = f"Attempt {failure['attempt']}, {when(failure['time'])}"
+        parts += [tag("h3", title), tag("p", failure["words"])]
+        if failure["box"] is not None:
+            first = failure is run["failures"][-1]
+            summary = tag("summary", "Traceback or end of the log")
+            parts.append(tag("details", summary, _block(failure["box"]), open="" if first else None))
+    return section("Failures", "failures", tag("p", "The newest first.", class_="quiet"), *parts)
+
+
+def _block(text: str) -> Markup:
+    return tag("pre", text)
+
+
+def _commands(run: Run) -> Section:
+    parts = [
+        joined(tag("p", f"To {one['what']}:", style="margin:0"), _block(one["command"])) for one in run["commands"]
+    ]
+    return section("Commands", "commands", *parts)
+
+
+def _code(run: Run) -> Section | None:
+    nodes = Counter(one["nodes"] for one in run["attempts"] if one["nodes"])
+    rows = [(plain(node), counted(count, "attempt")) for node, count in nodes.most_common(20)]
+    code = [(name, plain(value)) for name, value in run["code"].items()]
+    changed = [one for one in run["attempts"] if one["changed"]]
+    changes = [(f"attempt {one['attempt']}", clipped("; ".join(one["changed"]), 300)) for one in changed]
+    parts = [_pairs("Nodes", rows), _pairs("Code and versions, newest attempt", code)]
+    parts.append(_pairs("The code changed before", changes[-20:]))
+    if run["job"]["shape"]:
+        parts.insert(0, tag("p", run["job"]["shape"]))
+    shown = [part for part in parts if part is not None]
+    return section("Nodes, versions, code", "code", *shown) if shown else None
+
+
+def _pairs(title: str, rows: Sequence[tuple[str, str]]) -> Markup | None:
+    if not rows:
+        return None
+    body = [tag("tr", tag("td", name), tag("td", value)) for name, value in rows]
+    return joined(tag("h3", title), tag("table", tag("tbody", *body)))
+
+
+def _job(run: Run) -> Section | None:
+    if not run["job"]["text"]:
+        return None
+    whole = tag("details", tag("summary", "job.yaml, with all defaults"), _block(run["job"]["text"]))
+    return section("Job definition", "job", whole)
+
+
+def _history(run: Run) -> Section | None:
+    if not run["history"]:
+        return None
+    rows = [
+        tag(
+            "tr",
+            tag("td", _moment(one["time"]), class_="when small"),
+            tag("td", one["attempt"], class_="n"),
+            tag("td", one["words"]),
+        )
+        for one in run["history"]
+    ]
+    head = tag("tr", tag("th", "Time"), tag("th", "Attempt", class_="n"), tag("th", "Event"))
+    table = tag("table", tag("thead", head), tag("tbody", *rows))
+    summary = f"{counted(len(rows), 'message')} of {counted(run['events'], 'event')} in events.jsonl"
+    return section("History", "history", tag("details", tag("summary", summary), table))
+
+
+def _moment(moment: float) -> Markup:
+    day, _, clock = when(moment).partition(" ")
+    return joined(tag("span", day, class_="day"), " ", clock)
+
+
+# --- several runs
+
+
+def _of_several(runs: Sequence[Run]) -> list[Section | None]:
+    return [_notes(runs), _members(runs), metrics(runs, members=True), timelines(runs), _failures_of(runs)]
+
+
+def _members(runs: Sequence[Run]) -> Section:
+    """A row per run."""
+    keys = list(dict.fromkeys(key for run in runs for key in run["values"]))[:8]
+    names = list(dict.fromkeys(one["name"] for run in runs for one in run["metrics"]))[:_COLUMNS]
+    titles = [*("Run", "State"), *(f"{plain(key)}=" for key in keys), "Step", *map(plain, names)]
+    titles += ["Time", "ETTR", "Interruptions", "Repeated steps"]
+    rows = []
+    for run in runs[:_RUNS]:
+        last = {one["name"]: one["last"]["value"] for one in run["metrics"] if one["last"] is not None}
+        booked = run["time"]
+        cells = [
+            tag("td", plain(run["name"])),
+            tag("td", run["state"], class_=_tone(run["state"]) or None),
+            *(_right(plain(run["values"].get(key, ""))) for key in keys),
+            _right("" if run["step"] is None else f"{run['step']:,}"),
+            *(_right(number(last[name]) if name in last else "") for name in names),
+            _right(duration(booked["total_s"]) if booked else ""),
+            _right(f"{100 * booked['ettr']:.0f}%" if booked else ""),
+            _right(sum(run["interruptions"].values())),
+            _right(f"{booked['repeated_steps']:,}" if booked else ""),
+        ]
+        rows.append(tag("tr", *cells))
+    left = {"Run", "State"}
+    head = tag("tr", *(tag("th", title, class_=None if title in left else "n") for title in titles))
+    more = len(runs) - len(rows)
+    rest = tag("p", f"{counted(more, 'further run')} left out; `--json` has all.", class_="quiet") if more > 0 else None
+    table = tag("table", tag("thead", head), tag("tbody", *rows), class_="wide")
+    return section(
+        "Runs", "runs", tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="Runs"), rest
+    )
+
+
+def _right(text: object) -> Markup:
+    return tag("td", text, class_="n")
+
+
+def _failures_of(runs: Sequence[Run]) -> Section | None:
+    """The newest failure of each run."""
+    failed = [(run, run["failures"][-1]) for run in runs if run["failures"]][:_FAILURES]
+    if not failed:
+        return None
+    rows = [tag("tr", tag("td", plain(run["name"])), tag("td", clipped(one["words"], 300))) for run, one in failed]
+    head = tag("tr", tag("th", "Run"), tag("th", "Newest failure"))
+    return section("Failures", "failures", tag("table", tag("thead", head), tag("tbody", *rows)))

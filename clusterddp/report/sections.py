@@ -1,0 +1,331 @@
+"""The parts of a report's page: each takes the data of one run, or of several, and returns a section or None."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from clusterddp.report.axes import number, time_axis
+from clusterddp.report.booking import CATEGORIES, Interval
+from clusterddp.report.charts import Curve, bar, chart, is_logarithmic, lane, ruler, steps_axis
+from clusterddp.report.markup import Markup, clipped, joined, tag
+from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES
+from clusterddp.report.timeline import spans
+from clusterddp.reporter import counted, duration
+
+Run = Mapping[str, Any]
+#: The most lanes, metrics, and runs whose curves are drawn over each other.
+LANES, METRICS, OVERLAID = 60, 20, 24
+#: The most attempts of a run among others between which its curves have gaps.
+GAPS = 8
+#: Points of all charts together, which bound the size of a page, and the least and most of one run in one chart.
+_POINTS, _LEAST_POINTS, _MOST_POINTS = 10_000, 25, 400
+#: Parts of all lanes of several runs.
+_PARTS = 6000
+#: The longest name that is shown, in characters.
+_NAME = 80
+
+
+class Section(NamedTuple):
+    """A part of the page. ``anchor``: its name in links."""
+
+    title: str
+    anchor: str
+    body: Markup
+
+
+def section(title: str, anchor: str, *parts: object) -> Section:
+    """A card with a heading."""
+    return Section(title, anchor, tag("section", tag("h2", title), *parts, id=anchor))
+
+
+def when(moment: float | None) -> str:
+    """A moment in local time."""
+    return "" if moment is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
+
+
+def plain(name: object) -> str:
+    """A name from a file, not longer than a line."""
+    return clipped(" ".join(str(name).split()), _NAME)
+
+
+# --- time
+
+
+def timeline(run: Run) -> Section | None:
+    """A lane per attempt."""
+    lanes = [found for found in run["attempts"] if found["spans"]][-LANES:]
+    if not lanes:
+        return None
+    began = lanes[0]["begin"]
+    axis, marks = time_axis(lanes[-1]["end"] - began, began)
+    drawn = []
+    for found in lanes:
+        name = "not started" if found["attempt"] is None else f"Attempt {found['attempt']}"
+        facts = [*_of_attempt(found), duration(found["end"] - found["begin"])]
+        words = tag("p", tag("b", name), f": {' · '.join(facts)}")
+        label = f"{name}, {', '.join(_largest(found['seconds']))}"
+        drawn.append(tag("div", words, lane(found["spans"], axis, found["seconds"], label), class_="lane"))
+    more = len([found for found in run["attempts"] if found["spans"]]) - len(lanes)
+    left_out = f" The first {counted(more, 'attempt')} are left out." if more > 0 else ""
+    intro = f"Each bar is an attempt, with the wait that led to it. It begins {when(began)}.{left_out}"
+    legend = legend_of_groups(lanes)
+    return section("Timeline", "timeline", tag("p", intro, class_="quiet"), legend, *drawn, ruler(marks, axis))
+
+
+def _of_attempt(found: Mapping[str, Any]) -> list[str]:
+    facts = [clipped(" ".join(found["words"].split()), 300)] if found["attempt"] is not None else []
+    if found["job"] is not None:
+        where = f" on {plain(found['nodes'])}" if found["nodes"] else ""
+        facts.append(f"{'' if found['job'].startswith('process') else 'job '}{plain(found['job'])}{where}")
+    if found["repeated"]:
+        facts.append(f"repeated {counted(found['repeated'], 'step')}")
+    return facts
+
+
+def _largest(seconds: Mapping[str, float]) -> list[str]:
+    ordered = sorted(seconds.items(), key=lambda part: -part[1])
+    return [f"{CATEGORIES.get(name, name)} {duration(value)}" for name, value in ordered[:4]]
+
+
+def timelines(runs: Sequence[Run]) -> Section | None:
+    """A lane per run."""
+    known = [run for run in runs if any(found["spans"] for found in run["attempts"])]
+    if not known:
+        return None
+    shown = known[:LANES]
+    began = min(run["began"] for run in shown)
+    ended = max(run["ended"] for run in shown)
+    axis, marks = time_axis(ended - began, began)
+    width = max(ended - began, 1.0) / (_PARTS // len(shown))
+    drawn = []
+    for run in shown:
+        booked = [Interval(*part[:3]) for found in run["attempts"] for part in found["spans"]]
+        seconds = run["time"]["seconds"] if run["time"] else {}
+        picture = lane(spans(booked, began, width), axis, seconds, f"{run['name']}, {', '.join(_largest(seconds))}")
+        drawn.append(tag("div", tag("p", tag("b", plain(run["name"])), f": {_in_short(run)}"), picture, class_="lane"))
+    more = len(known) - len(shown)
+    left_out = f" {counted(more, 'further run')} left out." if more else ""
+    intro = f"Each bar is a run, from its first submission. The first begins {when(began)}.{left_out}"
+    legend = legend_of_groups(found for run in shown for found in run["attempts"])
+    return section("Timeline", "timeline", tag("p", intro, class_="quiet"), legend, *drawn, ruler(marks, axis))
+
+
+def _in_short(run: Run) -> str:
+    stops = sum(run["interruptions"].values())
+    parts = [run["state"], f"interrupted {counted(stops, 'time')}" if stops else ""]
+    if run["time"]:
+        parts.append(f"{100 * run['time']['ettr']:.0f}% training that counts")
+    return " · ".join(part for part in parts if part)
+
+
+def legend_of_groups(lanes: Iterable[Mapping[str, Any]]) -> Markup:
+    """What the colours of these lanes mean."""
+    used = {GROUP_OF.get(span[2], "down") for found in lanes for span in found["spans"]}
+    return _legend((group, words) for group, (words, _) in GROUPS.items() if group in used)
+
+
+def _legend(items: Iterable[tuple[str, str]]) -> Markup:
+    entries = [tag("li", tag("i", class_=f"f-{colour}"), words) for colour, words in items]
+    return tag("ul", *entries, class_="legend")
+
+
+def where_the_time_went(run: Run) -> Section | None:
+    """A bar per category, each of which begins where the one above it ends."""
+    booked = run["time"]
+    if booked is None or not booked["total_s"]:
+        return None
+    total, at, rows = booked["total_s"], 0.0, []
+    for name, words in CATEGORIES.items():
+        seconds = booked["seconds"].get(name, 0.0)
+        if seconds <= 0:
+            continue
+        share = seconds / total
+        drawn = bar([(at, at + share, GROUP_OF[name])], f"{words}: {_share(share)}")
+        rows.append((words, drawn, duration(seconds), _share(share)))
+        at += share
+    body = [
+        _row([tag("td", a, class_="cat"), tag("td", b, class_="bar"), _number(c), _number(d)]) for a, b, c, d in rows
+    ]
+    head = _row([tag("th", "Category"), tag("td", ""), tag("th", "Time", class_="n"), tag("th", "Share", class_="n")])
+    whole = _row([tag("td", tag("b", "all")), tag("td", ""), _number(duration(total)), _number("100%")])
+    table = tag("table", tag("thead", head), tag("tbody", *body, whole))
+    found = [table, _ratios(run)]
+    if run["advice"]:
+        found += [tag("h3", "What would save time"), tag("ul", *(tag("li", words) for words in run["advice"]))]
+    return section("Where the time went", "time", *found)
+
+
+def _ratios(run: Run) -> Markup:
+    booked = run["time"]
+    seconds, total = booked["seconds"], booked["total_s"]
+    productive = seconds.get("training", 0.0) + seconds.get("evaluating", 0.0)
+    without = sum(seconds.get(name, 0.0) for name in ("queued", "held", "down"))
+    lines = [
+        f"ETTR = training and evaluating / all time since the first submission = {duration(productive)} / "
+        f"{duration(total)} = {_share(booked['ettr'])}."
+    ]
+    if booked["goodput"] is not None:
+        lines.append(
+            f"Goodput = training and evaluating / time with nodes = {duration(productive)} / "
+            f"{duration(total - without)} = {_share(booked['goodput'])}."
+        )
+    if booked["provisional"]:
+        lines.append("The run is not over: the figures may still change.")
+    return tag("p", " ".join(lines), class_="quiet small", style="margin-top:10px")
+
+
+def _share(share: float) -> str:
+    return "< 0.1%" if 0 < share < 0.001 else f"{100 * share:.1f}%"
+
+
+def _number(text: object) -> Markup:
+    return tag("td", text, class_="n")
+
+
+def _row(cells: Iterable[Markup]) -> Markup:
+    return tag("tr", *cells)
+
+
+# --- metrics
+
+
+def metrics(runs: Sequence[Run], members: bool) -> Section | None:
+    """A pair of charts per metric: over steps, and over hours. ``members``: the runs are laid over each other."""
+    drawn = [run for run in runs if run["metrics"]][:OVERLAID]
+    names = list(dict.fromkeys(metric["name"] for run in drawn for metric in run["metrics"]))
+    if not names:
+        return None
+    shown = names[:METRICS]
+    most = len(drawn) * max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS // (2 * len(shown) * len(drawn))))
+    intro, legend = _words_of_curves(drawn, members, len(runs))
+    parts = [_pair(name, drawn, members, most) for name in shown]
+    more = [plain(name) for name in names[METRICS:]]
+    words = f"Not drawn: {clipped(', '.join(more), 400)}; `--json` has all."
+    left_out = tag("p", words, class_="quiet") if more else None
+    return section("Metrics", "metrics", tag("p", intro, class_="quiet"), legend, *parts, left_out)
+
+
+def _words_of_curves(drawn: Sequence[Run], members: bool, number_of_runs: int) -> tuple[str, Markup | None]:
+    if members:
+        items = [(SERIES[place % len(SERIES)], plain(run["name"])) for place, run in enumerate(drawn)]
+        more = number_of_runs - len(drawn)
+        left_out = f" {counted(more, 'run')} not drawn." if more else ""
+        return f"Only steps that count. Hours count from each run's first submission.{left_out}", _legend(items)
+    has_tails = any(metric["discarded"] for metric in drawn[0]["metrics"])
+    tails = " Dashed: steps that were repeated later, and do not count." if has_tails else ""
+    edges = " Dotted: where attempts resumed." if _edges(drawn[0]) else ""
+    return f"Solid: steps that count. Shaded: from the least to the largest of neighbouring steps.{tails}{edges}", None
+
+
+def _pair(name: str, runs: Sequence[Run], members: bool, most: int) -> Markup:
+    """A metric's charts, side by side where there is room."""
+    own = [
+        (place, run, metric) for place, run in enumerate(runs) for metric in run["metrics"] if metric["name"] == name
+    ]
+    over_steps = [curve for place, run, metric in own for curve in _over_steps(place, run, metric, members)]
+    over_time = [curve for place, run, metric in own for curve in _over_time(place, run, metric, members)]
+    parts = [tag("h3", plain(name)), _newest(own, members)]
+    charts = []
+    if any(curve.points for curve in over_steps):
+        axis, marks = steps_axis(over_steps)
+        drawing = chart(over_steps, axis, marks, f"{plain(name)} over steps", most, [] if members else _edges(runs[0]))
+        charts.append(_figure("over steps", over_steps, drawing, most))
+    latest = max((point[0] for curve in over_time for point in curve.points), default=0.0)
+    if latest > 0:
+        axis, marks = time_axis(latest)
+        drawing = chart(over_time, axis, marks, f"{plain(name)} over time", most)
+        charts.append(_figure("over the time since the first submission", over_time, drawing, most))
+    return joined(*parts, tag("div", *charts, class_="pair"))
+
+
+def _over_steps(place: int, run: Run, metric: Mapping[str, Any], members: bool) -> list[Curve]:
+    """A run's curve; if it is drawn alone, also what attempts made in vain."""
+    if members:
+        return [Curve([metric["steps"]], SERIES[place % len(SERIES)], plain(run["name"]), band=False)]
+    tails = [tail["points"] for tail in metric["discarded"]]
+    found = [Curve(tails, "repeating", "repeated later: does not count", faint=True)] if tails else []
+    return [*found, Curve([metric["steps"]], SERIES[0], plain(metric["name"]))]
+
+
+def _over_time(place: int, run: Run, metric: Mapping[str, Any], members: bool) -> list[Curve]:
+    """The same over seconds, with gaps between attempts."""
+    pieces: dict[bool, list[list[list[float]]]] = {True: [], False: []}
+    for part in metric["hours"]:
+        pieces[part["counts"]].append([[3600 * point[0], *point[1:]] for point in part["points"]])
+    if members:
+        few = len(pieces[True]) <= GAPS
+        shown = pieces[True] if few else [[point for piece in pieces[True] for point in piece]]
+        return [Curve(shown, SERIES[place % len(SERIES)], plain(run["name"]), band=False)]
+    found = [Curve(pieces[False], "repeating", "repeated later: does not count", faint=True)] if pieces[False] else []
+    return [*found, Curve(pieces[True], SERIES[0], plain(metric["name"]))]
+
+
+def _figure(words: str, curves: Sequence[Curve], drawing: Markup, most: int) -> Markup:
+    scale = ", logarithmic scale" if is_logarithmic(curves, most) else ""
+    return tag("figure", tag("figcaption", words + scale), drawing)
+
+
+def _newest(own: Sequence[tuple[int, Run, Mapping[str, Any]]], members: bool) -> Markup | None:
+    """The newest value of a run's metric, and values that cannot be drawn."""
+    parts = []
+    for _, run, metric in own:
+        prefix = f"{plain(run['name'])}: " if members else ""
+        if metric["last"] is not None and not members:
+            parts.append(f"{number(metric['last']['value'])} at step {metric['last']['step']:,}")
+        if metric["not_finite"] is not None:
+            count, step = metric["not_finite"]["count"], metric["not_finite"]["step"]
+            parts.append(f"{prefix}{counted(count, 'value')} NaN or infinite, the first at step {step:,}")
+    return tag("p", "; ".join(parts[:8]), class_="quiet small") if parts else None
+
+
+def _edges(run: Run) -> list[tuple[float, str]]:
+    """Where attempts resumed."""
+    found = [
+        (float(one["began_at"]), f"attempt {one['attempt']} resumed from step {one['began_at']:,}")
+        for one in run["attempts"]
+        if one["began_at"]
+    ]
+    return found if len(found) <= LANES else []
+
+
+# --- checkpoints
+
+
+def checkpoints(run: Run) -> Section | None:
+    """What saves cost."""
+    found = run["checkpoints"]
+    if not found["number"] and not found["failed"]:
+        return None
+    facts = [counted(found["number"], "checkpoint")]
+    if found["newest"]:
+        facts.append(f"the newest after step {found['newest']['step']:,}, {when(found['newest']['time'])}")
+    if found["bytes"]:
+        facts.append(f"{size(found['bytes']['newest'])} each")
+    if found["failed"]:
+        facts.append(f"{found['failed']} not saved or not readable (see the history)")
+    rows, charts = [], []
+    for key, words in (("blocked_s", "training was blocked"), ("durable_s", "until it was on disk")):
+        if found[key]:
+            rows.append((words, f"{number(found[key]['median'])} s", f"{number(found[key]['most'])} s"))
+            curve = [Curve([found[key]["points"]], "saving", words)]
+            axis, marks = steps_axis(curve)
+            if len(found[key]["points"]) > 1:
+                drawing = chart(curve, axis, marks, f"{words}, over steps", 300)
+                charts.append(_figure(f"seconds {words}, over steps", curve, drawing, 300))
+    head = _row([tag("th", "Per checkpoint"), tag("th", "Median", class_="n"), tag("th", "Longest", class_="n")])
+    body = [_row([tag("td", a, class_="cat"), _number(b), _number(c)]) for a, b, c in rows]
+    table = tag("table", tag("thead", head), tag("tbody", *body)) if rows else None
+    return section(
+        "Checkpoints", "checkpoints", tag("p", f"{', '.join(facts)}."), tag("div", *charts, class_="pair"), table
+    )
+
+
+def size(number_of_bytes: float) -> str:
+    """``1.2 GB``."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if number_of_bytes < 1000 or unit == "TB":
+            break
+        number_of_bytes /= 1000
+    return f"{number_of_bytes:.3g} {unit}" if number_of_bytes < 1000 else f"{number_of_bytes:,.0f} {unit}"

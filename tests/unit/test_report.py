@@ -1,0 +1,228 @@
+"""``clusterddp report``: its data, from whole and from damaged runs, and where it goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from clusterddp.cli.command_line import command
+from clusterddp.cli.report.report import collected
+from clusterddp.errors import UsageError
+from clusterddp.jobdef.job import Job
+from clusterddp.report.booking import CATEGORIES
+from clusterddp.report.curves import BUCKETS
+from clusterddp.report.page import page
+from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
+from clusterddp.slurm import commands as slurm
+from clusterddp.sweeps.folder import Record
+from tests.long_run import EVERY, HELD_S, QUEUED_S, REPEATED, STEP_S, long_run
+from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/report.schema.json").read_text())
+NOW = BEGAN + 1e6
+
+
+@pytest.fixture(autouse=True)
+def _no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "run", lambda *_: "")
+
+
+def data_of(run: RunDirectory) -> dict[str, Any]:
+    found: dict[str, Any] = collected([run], NOW)["runs"][0]
+    return found
+
+
+def test_the_data_follow_the_committed_schema(tmp_path: Path) -> None:
+    """Of a run with everything, of one that has just been submitted, and of one whose metrics are not finite."""
+    failed = [started(), event("rank_failed", rank=1, host="n2", error="RuntimeError: no", step=3)]
+    runs = [
+        long_run(tmp_path / "long"),
+        recorded_run(tmp_path / "new", submitted=of_job()),
+        recorded_run(tmp_path / "failed", failed, metrics=steps(range(3), loss="NaN")),
+    ]
+    found = json.loads(json.dumps(collected(runs, NOW)))
+    check = jsonschema.Draft202012Validator(SCHEMA)
+    assert [error.message for error in check.iter_errors(found)] == []
+    assert set(found["runs"][0]["time"]["seconds"]) == set(CATEGORIES)
+
+
+def test_a_lane_begins_with_the_wait_for_its_attempt(tmp_path: Path) -> None:
+    """The lanes cover the time of the run without a gap, and each says why its attempt ended."""
+    found = data_of(long_run(tmp_path / "run"))
+    first, second, third = found["attempts"]
+    assert (first["end"], second["end"]) == (second["begin"], third["begin"])
+    assert first["seconds"]["queued"] == pytest.approx(QUEUED_S)
+    assert second["seconds"]["held"] == pytest.approx(HELD_S)
+    assert third["seconds"]["repeating"] == pytest.approx(REPEATED * STEP_S, abs=0.6)
+    assert (second["how"], third["how"]) == ("preempted", "completed")
+    assert third["repeated"] == REPEATED
+    assert sum(sum(lane["seconds"].values()) for lane in found["attempts"]) == pytest.approx(found["time"]["total_s"])
+    assert found["interruptions"] == {"preempted": 2}
+    assert found["verdict"].startswith("Completed all 600 steps")
+    assert "interrupted 2 times (preempted); 10 steps were repeated" in found["verdict"]
+
+
+def test_steps_that_were_repeated_are_apart(tmp_path: Path) -> None:
+    """The curve over steps has each step once; what attempt 1 lost is a curve of its own."""
+    loss = data_of(long_run(tmp_path / "run"))["metrics"][0]
+    assert [point[0] for point in loss["steps"]] == list(range(600))
+    assert [(tail["attempt"], len(tail["points"])) for tail in loss["discarded"]] == [(1, REPEATED)]
+    assert [(part["attempt"], part["counts"]) for part in loss["hours"]] == [
+        (0, True),
+        (1, True),
+        (1, False),
+        (2, True),
+    ]
+    assert loss["last"]["step"] == 599
+
+
+def test_points_keep_the_least_and_the_largest_of_their_values(tmp_path: Path) -> None:
+    """A single spike among thousands of steps stays visible."""
+    lines = steps(range(5000), loss=1.0)
+    lines[3333]["loss"] = 50.0
+    (loss,) = data_of(recorded_run(tmp_path / "run", [started()], metrics=lines))["metrics"]
+    assert len(loss["steps"]) == BUCKETS
+    assert [point for point in loss["steps"] if point[3] == 50.0] == [[3332, 10.8, 1.0, 50.0]]
+
+
+def test_saves_are_summed_up(tmp_path: Path) -> None:
+    """How many, how large, and how long they blocked training."""
+    found = data_of(long_run(tmp_path / "run", attempts=1, steps=5 * EVERY))["checkpoints"]
+    assert (found["number"], found["newest"]["step"]) == (5, 5 * EVERY)
+    assert found["bytes"]["newest"] == 1.2e9
+    assert 0.02 <= found["blocked_s"]["median"] <= found["blocked_s"]["most"] < 0.03
+
+
+def test_a_failure_has_its_box(tmp_path: Path) -> None:
+    """As the supervisor printed it: with the end of the rank's log."""
+    failure = event("rank_failed", rank=0, host="n1", error="killed by signal KILL", step=3)
+    run = recorded_run(tmp_path / "run", [started(), failure])
+    (run.attempt_logs(0)).mkdir(exist_ok=True)
+    (run.attempt_logs(0) / "rank-0.err").write_text("slurmstepd: Detected 1 oom_kill event\n")
+    (found,) = data_of(run)["failures"]
+    assert found["words"].startswith("rank 0 (n1) failed first at step 3")
+    assert "oom_kill" in found["box"]
+
+
+# --- damaged runs
+
+
+def emptied(run: RunDirectory) -> None:
+    run.events_file.write_bytes(b"")
+    run.metrics_file.write_bytes(b"")
+
+
+def cut(run: RunDirectory) -> None:
+    for file in (run.events_file, run.metrics_file):
+        file.write_bytes(file.read_bytes()[:-40])
+
+
+def binary(run: RunDirectory) -> None:
+    for file in (run.events_file, run.metrics_file, run.job_file):
+        file.write_bytes(bytes(range(256)) * 20 + b"\n")
+
+
+def half_foreign(run: RunDirectory) -> None:
+    for file in (run.events_file, run.metrics_file):
+        file.write_bytes(file.read_bytes().replace(b'"step": 2', b'"step": "two', 1) + b'[1]\n{"time": "now"}\n')
+
+
+def other_types(run: RunDirectory) -> None:
+    """Lines that are events, with values that this version never writes."""
+    lines = [json.loads(line) for line in run.events_file.read_text().splitlines()]
+    for line in lines:
+        line.update({name: {"a": None} for name in line if name not in ("time", "attempt", "event", "step")})
+    run.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def foreign_outcome(run: RunDirectory) -> None:
+    run.outcome_file.write_text("[1, 2")
+
+
+def no_files(run: RunDirectory) -> None:
+    for file in (run.events_file, run.metrics_file, run.outcome_file):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "note"),
+    [
+        (emptied, "has no history"),
+        (cut, "incomplete"),
+        (binary, "cannot be read"),
+        (half_foreign, "written by another program"),
+        (other_types, ""),
+        (foreign_outcome, "outcome.json"),
+        (no_files, "has no history"),
+    ],
+)
+def test_a_damaged_run_is_reported_with_what_is_missing(
+    tmp_path: Path, damage: Callable[[RunDirectory], None], note: str
+) -> None:
+    """The page opens whatever is in the files, and its data follow the schema."""
+    run = long_run(tmp_path / "run", steps=60)
+    damage(run)
+    found = collected([run], NOW)
+    assert note in "\n".join(found["runs"][0]["notes"])
+    assert [error.message for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(found)] == []
+    assert page(found).rstrip().endswith("</html>")
+
+
+def test_a_foreign_definition_hides_only_itself(tmp_path: Path) -> None:
+    """The rest of the report is there, and the note names the mistake."""
+    run = long_run(tmp_path / "run", steps=60)
+    run.job_file.write_text("nodes: [several\n")
+    found = data_of(run)
+    assert any("job.yaml" in note for note in found["notes"])
+    assert found["job"]["shape"] is None and len(found["attempts"]) == 3
+
+
+# --- the command
+
+
+def test_the_file_is_named_after_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Its name alone is on stdout."""
+    monkeypatch.chdir(tmp_path)
+    long_run(tmp_path / "runs" / "net-0", steps=60)
+    assert command(["report", "runs/net-0"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'net-0-report.html'}\n"
+    assert command(["report", "runs", "-o", "here.html"]) == 0
+    assert (tmp_path / "here.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_report_goes_to_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """As a page, or as JSON; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    long_run(tmp_path / "runs" / "net-0", steps=60)
+    assert command(["report", "runs/net-0", "-o", "-"]) == 0
+    assert "</html>" in capsys.readouterr().out
+    assert command(["report", "runs/net-0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schema"] == 1
+    assert list(tmp_path.iterdir()) == [tmp_path / "runs"]
+
+
+def test_a_file_in_no_folder_is_refused(tmp_path: Path) -> None:
+    """Before anything is read."""
+    run = str(recorded_run(tmp_path / "run"))
+    with pytest.raises(UsageError, match="does not exist"):
+        command(["report", run, "-o", str(tmp_path / "no" / "report.html")])
+    with pytest.raises(UsageError, match="is a folder"):
+        command(["report", run, "-o", str(tmp_path)])
+
+
+def test_members_of_a_sweep_have_their_values(tmp_path: Path) -> None:
+    """The page has a row for each, with the value by which they differ."""
+    folder = tmp_path / "lr"
+    runs = [long_run(folder / name, steps=60) for name in ("lr=0.1", "lr=0.2")]
+    members = {f"lr={value}": {"lr": value} for value in ("0.1", "0.2")}
+    (folder / SWEEP_FILE).write_text(Record(Job(name="net", module="net", device="cpu"), members).to_yaml())
+    found = collected(runs, NOW)
+    assert [run["values"] for run in found["runs"]] == [{"lr": "0.1"}, {"lr": "0.2"}]
+    text = page(found)
+    assert "2 runs" in text and text.count(">lr/lr=0.1<") >= 2
+    assert ">0.2</td>" in text
