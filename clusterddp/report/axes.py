@@ -43,13 +43,12 @@ class Axis:
 
     def _powers(self, most: int) -> list[float]:
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        powers = range(first, last + 1, max(1, math.ceil((last - first) / most)))
-        decades = [10.0**power for power in powers if -300 < power < 300]
+        decades = [10.0**power for power in range(first, last + 1) if -300 < power < 300]
         found = [value for value in decades if self.low <= value <= self.high]
-        if len(found) > 2:
-            return found
-        finer = [factor * value for value in decades for factor in (1, 2, 5)]
-        return [value for value in finer if self.low <= value <= self.high][:most]
+        if len(found) < 2:
+            finer = (factor * value for value in decades for factor in (1, 2, 5))
+            found = [value for value in finer if self.low <= value <= self.high]
+        return found[:: max(1, math.ceil(len(found) / most))]
 
 
 def axis_of(values: Iterable[float]) -> Axis:

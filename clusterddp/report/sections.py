@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from clusterddp.report.axes import number, time_axis
 from clusterddp.report.booking import CATEGORIES, Interval
 from clusterddp.report.charts import Curve, bar, chart, is_logarithmic, lane, ruler, steps_axis
-from clusterddp.report.markup import Markup, clipped, joined, tag
+from clusterddp.report.markup import Markup, clipped, tag
 from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES
 from clusterddp.report.timeline import spans
 from clusterddp.reporter import counted, duration
@@ -21,8 +21,8 @@ LANES, METRICS, OVERLAID = 60, 20, 24
 GAPS = 8
 #: Points of all charts together, which bound the size of a page, and the least and most of one run in one chart.
 _POINTS, _LEAST_POINTS, _MOST_POINTS = 10_000, 25, 400
-#: Parts of all lanes of several runs.
-_PARTS = 6000
+#: Parts of all lanes of several runs, and the most of one.
+_PARTS, _MOST_PARTS = 6000, 1000
 #: The longest name that is shown, in characters.
 _NAME = 80
 
@@ -98,7 +98,7 @@ def timelines(runs: Sequence[Run]) -> Section | None:
     began = min(run["began"] for run in shown)
     ended = max(run["ended"] for run in shown)
     axis, marks = time_axis(ended - began, began)
-    width = max(ended - began, 1.0) / (_PARTS // len(shown))
+    width = max(ended - began, 1.0) / min(_MOST_PARTS, _PARTS // len(shown))
     drawn = []
     for run in shown:
         booked = [Interval(*part[:3]) for found in run["attempts"] for part in found["spans"]]
@@ -143,7 +143,7 @@ def where_the_time_went(run: Run) -> Section | None:
             continue
         share = seconds / total
         drawn = bar([(at, at + share, GROUP_OF[name])], f"{words}: {_share(share)}")
-        rows.append((words, drawn, duration(seconds), _share(share)))
+        rows.append((words, drawn, f"{seconds:.1f} s" if seconds < 9.95 else duration(seconds), _share(share)))
         at += share
     body = [
         _row([tag("td", a, class_="cat"), tag("td", b, class_="bar"), _number(c), _number(d)]) for a, b, c, d in rows
@@ -237,7 +237,7 @@ def _pair(name: str, runs: Sequence[Run], members: bool, most: int) -> Markup:
         axis, marks = time_axis(latest)
         drawing = chart(over_time, axis, marks, f"{plain(name)} over time", most)
         charts.append(_figure("over the time since the first submission", over_time, drawing, most))
-    return joined(*parts, tag("div", *charts, class_="pair"))
+    return tag("div", *parts, tag("div", *charts, class_="pair"), class_="metric")
 
 
 def _over_steps(place: int, run: Run, metric: Mapping[str, Any], members: bool) -> list[Curve]:

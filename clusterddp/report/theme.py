@@ -113,6 +113,7 @@ svg text{fill:var(--quiet);font-size:11px;font-family:inherit;paint-order:stroke
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(300px,100%),1fr));gap:8px 28px}
 figure{margin:0 0 8px;break-inside:avoid;min-width:0}
 figcaption{font-size:.87em;color:var(--quiet);margin:0 0 4px}
+.metric{break-inside:avoid}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:.93em}
 th,td{text-align:left;vertical-align:top;padding:4px 12px 4px 0;border-bottom:1px solid var(--line)}

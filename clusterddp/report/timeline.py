@@ -15,8 +15,8 @@ from clusterddp.rundir.records import is_count
 Event = Mapping[str, Any]
 #: An event's sentence; None for one that is only recorded (``supervisor/messages.py``).
 Sentence = Callable[[Event], "str | None"]
-#: How finely the lanes of a run show its time: the number of its parts, for all lanes together.
-_PARTS, _LEAST_PARTS, _MOST_PARTS = 9000, 100, 600
+#: How finely the lanes of a run show its time: the number of its parts. Each is in one lane, or in two.
+_PARTS = 2000
 #: The most characters of why an attempt ended, in short and in a sentence.
 _HOW, _WORDS = 100, 600
 _IN_PROGRESS = "in progress"
@@ -32,8 +32,7 @@ def lanes(booking: Booking, events: Sequence[Event], sentence: Sentence, state: 
     acted = sorted(number for number, found in own.items() if any(event["event"] not in _BEFORE for event in found))
     numbers: list[int | None] = [*acted] or [None]
     booked = _by_lane(booking.intervals, numbers)
-    parts = max(_LEAST_PARTS, min(_MOST_PARTS, _PARTS // len(numbers)))
-    width = booking.total_s / parts
+    width = booking.total_s / _PARTS
     found = []
     for number in numbers:
         attempt = (

@@ -234,6 +234,8 @@ def test_scales() -> None:
     assert len({text for _, text in axis_of([1.00000001, 1.00000002]).ticks()}) > 1
     for low, high in ((-1e300, 1e300), (0.0, 5e-324), (1e-300, 1e300), (2**62, 2**63)):
         assert axis_of([low, high]).ticks()
+    assert [text for _, text in axis_of([0.0003, 2.0]).ticks()] == ["0.001", "0.01", "0.1", "1"]
+    assert [text for _, text in axis_of([0.015, 0.9]).ticks()] == ["0.02", "0.05", "0.1", "0.2", "0.5"]
     assert [text for _, text in time_axis(7200.0)[1]][:2] == ["0", "50 min"]
     assert [number(value) for value in (0.25, 1e-7, 1234.0, 20_000_000.0)] == ["0.25", "1e-7", "1,234", "2e7"]
 
