@@ -52,7 +52,7 @@ demo: .venv/ready
 test: .venv/integrations slurm
 	.venv/bin/python -m tests $(TESTS)
 
-CORE = agreement context deadline early_end external_loader first_failure gradients local own_process rank_exit saving signals
+CORE = agreement context deadline early_end external_loader first_failure gradients own_process rank_exit saving signals
 FAST = .venv/bin/python -m pytest -q -m 'not slurm' --before tests/costs.jsonl tests/unit $(CORE:%=tests/ranks/test_%.py) $(TESTS)
 test-fast: .venv/ready
 	@queue=$$(mktemp -d); $(FAST) --queue $$queue & other=$$!; $(FAST) --queue $$queue; code=$$?; \
