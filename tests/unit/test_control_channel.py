@@ -236,10 +236,16 @@ def test_a_rank_that_is_falling_silent_gets_no_orders(heard: Heard, monkeypatch:
     words: queue.Queue[object] = queue.Queue()
     for link in links:
         link.listen(lambda: None, lambda said: words.put(said))
-    probes = lambda connection: 0 if connection.getpeername() == first else 3  # noqa: E731
+    asked: queue.Queue[object] = queue.Queue()
+
+    def probes(connection: socket.socket) -> int:
+        asked.put(connection.getpeername())
+        return 0 if connection.getpeername() == first else 3
+
     monkeypatch.setattr(control_server, "_unanswered_probes", probes)
     heard.server.broadcast(leave="node n2 lost")
     said = [words.get(timeout=10)]
+    assert len({asked.get(timeout=10) for _ in links}) == 2
     monkeypatch.undo()
     heard.server.broadcast(leave="everyone")
     said += [words.get(timeout=10) for _ in range(2)]
