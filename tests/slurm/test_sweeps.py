@@ -112,7 +112,7 @@ def undisturbed(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) ->
     folder = Path(tempfile.mkdtemp(dir=cluster.scratch))
     os.chown(folder, cluster.uid, -1)
     done = cluster.run(of_all(cluster, folder, "--local"), cwd=cluster.source, check=False, timeout=280)
-    assert done.returncode == 1 and "--retry failed: lr=0,seed=0 lr=0,seed=1" in done.stderr, done.stderr
+    assert done.returncode == 1 and "failed: lr=0,seed=0 lr=0,seed=1; --retry failed" in done.stderr, done.stderr
     kept = tmp_path_factory.mktemp("undisturbed")
     shutil.copytree(folder / "runs", kept / "runs")  # the cluster's folders are deleted with it
     return members(kept)
@@ -156,7 +156,7 @@ def test_members_that_are_preempted_at_random_end_as_their_undisturbed_selves(
     again = cluster.run(of_all(cluster, folder), cwd=cluster.source)
     assert len(again.stdout.split()) == 1 and "submitted 1 member as job" in again.stderr, again.stderr
     assert "24 members: 1 never started, 21 completed, 2 failed" in again.stderr, again.stderr
-    assert "--retry failed: lr=0,seed=0 lr=0,seed=1\n" in again.stderr
+    assert "failed: lr=0,seed=0 lr=0,seed=1; --retry failed submits them again" in again.stderr
     wait_for_outcome(runs[left])
     attempts = {name: len(run.attempts()) for name, run in runs.items()}
     record_property("figures", f"{preempted} preemptions, {sum(attempts.values())} attempts of {len(runs)} members")
