@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.rundir.run_directory import RunDirectory
-from tests.runs_on_disk import BEGAN, event, recorded_run
+from tests.runs_on_disk import BEGAN, event, recorded_run, write_lines
 
 #: Seconds: of a step; in the queue before each attempt, in Slurm's hold after each requeue, from a launch to a step.
 STEP_S, QUEUED_S, HELD_S, START_S = 0.5, 60.0, 120.0, 20.0
+#: The rank that is slow, from the middle of the run on, and its seconds and those of the others per step.
+SLOW, SLOW_S, USUAL_S = 1, 0.4, 0.2
+#: Ranks of a host, and how often their times are recorded in an attempt.
+PER_HOST, INTERVALS = 8, 10
 #: Steps between checkpoints, and steps that each attempt but the first repeats.
 EVERY, REPEATED = 200, 10
 
@@ -21,6 +25,7 @@ def long_run(path: Path, attempts: int = 3, steps: int = 600, ranks: int = 2, en
     REPEATED steps. ``ends``: whether the last one completes the run."""
     events: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
+    timing: list[dict[str, Any]] = []
     now, first, each = BEGAN, 0, steps // attempts
     for attempt in range(attempts):
         last = attempt == attempts - 1
@@ -31,6 +36,7 @@ def long_run(path: Path, attempts: int = 3, steps: int = 600, ranks: int = 2, en
         begin = first - again
         lines += _metrics(begin, reached, attempt, begins)
         ended = begins + STEP_S * (reached - begin) + 1
+        timing += _timing(attempt, ranks, (begins, ended), reached - begin, attempt >= attempts / 2)
         events += _attempt(attempt, ranks, (now, launched, begins), begin, again)
         saves = range(begin - begin % EVERY + EVERY, reached + 1, EVERY)
         times = {step: begins + STEP_S * (step - begin) for step in (*saves, reached)}
@@ -45,7 +51,9 @@ def long_run(path: Path, attempts: int = 3, steps: int = 600, ranks: int = 2, en
     over = (
         {"outcome": {"state": "completed", "step": steps, "attempts": attempts, "reason": "completed"}} if ends else {}
     )
-    return recorded_run(path, events, metrics=lines, **over)
+    run = recorded_run(path, events, metrics=lines, **over)
+    write_lines(run.timing_file, timing)
+    return run
 
 
 def _attempt(
@@ -69,6 +77,25 @@ def _attempt(
     yield event("phase", number, time=begins - 0.5, phase="repeating" if again else "training")
     if again:
         yield event("phase", number, time=begins + again * STEP_S, phase="training")
+
+
+def _timing(number: int, ranks: int, times: tuple[float, float], steps: int, slow: bool) -> Iterator[dict[str, Any]]:
+    yield {"attempt": number, "hosts": [f"n{1 + rank // PER_HOST}" for rank in range(ranks)]}
+    begin, end = times
+    for index in range(INTERVALS):
+        here = steps // INTERVALS
+        own = [here * (SLOW_S if slow and rank == SLOW else USUAL_S) for rank in range(ranks)]
+        yield {
+            "attempt": number,
+            "begin": begin + (end - begin) * index / INTERVALS,
+            "end": begin + (end - begin) * (index + 1) / INTERVALS,
+            "steps": [here] * ranks,
+            "data_s": [round(here * 0.01, 4)] * ranks,
+            "own_s": [round(value, 4) for value in own],
+            "wait_s": [round(here * STEP_S - value, 4) for value in own],
+            "save_s": [None] * ranks,
+        }
+    yield {"attempt": number, "histograms": {"own_s": {"0": [[-3, steps]]}}}
 
 
 def _metrics(begin: int, end: int, attempt: int, begins: float) -> list[dict[str, Any]]:

@@ -14,11 +14,12 @@ _UNITS = (("s", 0.0, 1.0), ("min", 180.0, 60.0), ("h", 3 * 3600.0, 3600.0), ("d"
 
 @dataclass(frozen=True)
 class Axis:
-    """``low`` and ``high``: the values at 0 and at 1."""
+    """``low`` and ``high``: the values at 0 and at 1. ``name``: charts with axes of one name are zoomed together."""
 
     low: float
     high: float
     logarithmic: bool = False
+    name: str = ""
 
     def at(self, value: float) -> float:
         """Where a value lies, from 0 to 1; what is outside of the scale lies at its end."""
@@ -91,4 +92,4 @@ def time_axis(seconds: float, origin: float = 0.0) -> tuple[Axis, list[tuple[flo
     name, size = time_unit(seconds)
     axis = Axis(0.0, max(seconds, 1.0) / size)
     marks = [(origin + value * size, f"{text} {name}" if value else "0") for value, text in axis.ticks()]
-    return Axis(origin, origin + max(seconds, 1.0)), marks
+    return Axis(origin, origin + max(seconds, 1.0), name="time"), marks

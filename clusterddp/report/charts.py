@@ -14,12 +14,12 @@ from typing import Any
 from clusterddp.report.axes import Axis, axis_of, number
 from clusterddp.report.booking import CATEGORIES
 from clusterddp.report.curves import Point, thinned
-from clusterddp.report.markup import Markup, joined, tag
+from clusterddp.report.markup import Markup, tag
 from clusterddp.report.theme import GROUP_OF
 from clusterddp.reporter import duration
 
 #: The units of a drawing: its width, and the height of curves.
-_WIDTH, _HEIGHT = 2000, 1000
+WIDTH, _HEIGHT = 2000, 1000
 #: Heights in pixels: of a lane, of a plot, and of the texts above and below it.
 _LANE, _PLOT, _ABOVE, _BELOW = 12, 150, 14, 20
 #: The most pieces of a curve.
@@ -37,6 +37,8 @@ class Curve:
     faint: bool = False
     band: bool = True
     """Whether the values between the least and the largest of each point are shaded."""
+    from_zero: bool = False
+    """Whether the scale of the values begins at 0."""
 
     @property
     def points(self) -> Sequence[Point]:
@@ -58,7 +60,7 @@ def lane(spans: Iterable[Sequence[Any]], axis: Axis, seconds: Mapping[str, float
     """What an attempt did, over time. ``seconds``: of each category, for the tooltips."""
     boxes: dict[str, list[str]] = {}
     for begin, until, category in spans:
-        left, right = round(_WIDTH * axis.at(begin)), round(_WIDTH * axis.at(until))
+        left, right = round(WIDTH * axis.at(begin)), round(WIDTH * axis.at(until))
         boxes.setdefault(category, []).append(f"M{left} 0h{max(right - left, 4)}v10H{left}z")
     drawn = [
         tag(
@@ -69,14 +71,20 @@ def lane(spans: Iterable[Sequence[Any]], axis: Axis, seconds: Mapping[str, float
         )
         for category, parts in boxes.items()
     ]
-    picture = tag("svg", *drawn, height=_LANE, viewBox=f"0 0 {_WIDTH} 10", preserveAspectRatio="none")
+    picture = tag("svg", *drawn, height=_LANE, viewBox=f"0 0 {WIDTH} 10", preserveAspectRatio="none")
     track = tag("rect", class_="track", width="100%", height=_LANE, rx=2)
     return tag("svg", track, picture, height=_LANE, role="img", aria_label=label)
 
 
+def zoomable(drawn: Iterable[Markup], axis: Axis, origin: float, label: str, class_: str | None = None) -> Markup:
+    """Lanes with their ruler, which are zoomed together. ``origin``: where the time begins to count."""
+    data = {"data_axis": axis.name, "data_from": axis.low - origin, "data_to": axis.high - origin}
+    return tag("div", *drawn, role="group", aria_label=label, class_=class_, **data)
+
+
 def marks(found: Iterable[tuple[float, str]], axis: Axis, y: int) -> Markup:
     """The texts below a time axis or a plot."""
-    return joined(*(_text(text, axis.at(value), y) for value, text in found))
+    return tag("g", *(_text(text, axis.at(value), y) for value, text in found), class_="x")
 
 
 def ruler(found: Sequence[tuple[float, str]], axis: Axis) -> Markup:
@@ -112,21 +120,24 @@ def chart(
     """Curves over steps or over time. ``most``: points of all of them. ``edges``: dotted lines with their tooltips."""
     shown, y_axis = _fitted(curves, most)
     y_marks = y_axis.ticks(4)
-    grid = [
-        tag("line", class_="grid", x1=0, x2="100%", y1=_down(y_axis, value), y2=_down(y_axis, value))
-        for value, _ in y_marks
-    ]
     dotted = [
-        tag("path", tag("title", text), class_="edge", d=f"M{round(_WIDTH * x_axis.at(value))} 0v{_HEIGHT}")
+        tag("path", tag("title", text), class_="edge", d=f"M{round(WIDTH * x_axis.at(value))} 0v{_HEIGHT}")
         for value, text in edges
     ]
     drawn = [part for curve, pieces in shown for part in _drawn(curve, pieces, x_axis, y_axis)]
-    box = {"viewBox": f"0 0 {_WIDTH} {_HEIGHT}", "preserveAspectRatio": "none"}
+    box = {"viewBox": f"0 0 {WIDTH} {_HEIGHT}", "preserveAspectRatio": "none"}
     picture = tag("svg", *dotted, *drawn, y=_ABOVE, height=_PLOT, **box)
+    lines = [
+        tag("line", class_="grid", x1=0, x2="100%", y1=_down(y_axis, value), y2=_down(y_axis, value))
+        for value, _ in y_marks
+    ]
     texts = [tag("text", text, x=2, y=_down(y_axis, value) - 3) for value, text in y_marks]
+    scale = tag("g", *lines, *texts, class_="y")
     below = marks(x_marks, x_axis, _ABOVE + _PLOT + _BELOW - 5)
     height = _ABOVE + _PLOT + _BELOW
-    return tag("svg", *grid, picture, *texts, below, height=height, role="img", aria_label=label)
+    data = {"data_axis": x_axis.name, "data_from": x_axis.low, "data_to": x_axis.high}
+    data |= {"data_low": y_axis.low, "data_high": y_axis.high, "data_log": "" if y_axis.logarithmic else None}
+    return tag("svg", picture, scale, below, height=height, role="img", aria_label=label, **data)
 
 
 def is_logarithmic(curves: Sequence[Curve], most: int) -> bool:
@@ -143,7 +154,8 @@ def _fitted(curves: Sequence[Curve], most: int) -> tuple[list[tuple[Curve, list[
 
 
 def _extent(curve: Curve, point: Point) -> Sequence[float]:
-    return (point[2], point[3]) if curve.band else (point[1],)
+    least = (0.0,) if curve.from_zero else ()
+    return (*least, point[2], point[3]) if curve.band else (*least, point[1])
 
 
 def _drawn(curve: Curve, pieces: Sequence[Sequence[Point]], x_axis: Axis, y_axis: Axis) -> Iterable[Markup]:
@@ -151,7 +163,7 @@ def _drawn(curve: Curve, pieces: Sequence[Sequence[Point]], x_axis: Axis, y_axis
 
     def places(piece: Sequence[Point], column: int) -> list[tuple[int, int]]:
         return [
-            (round(_WIDTH * x_axis.at(point[0])), round(_HEIGHT * (1 - y_axis.at(point[column])))) for point in piece
+            (round(WIDTH * x_axis.at(point[0])), round(_HEIGHT * (1 - y_axis.at(point[column])))) for point in piece
         ]
 
     if curve.band and not curve.faint and any(point[2] != point[3] for piece in pieces for point in piece):
@@ -190,5 +202,5 @@ def steps_axis(curves: Iterable[Curve]) -> tuple[Axis, list[tuple[float, str]]]:
     """The scale of steps, and its marks: whole numbers."""
     xs = [point[0] for curve in curves for point in curve.points]
     low, high = min(xs, default=0.0), max(xs, default=1.0)
-    axis = Axis(0.0 if low < 0.05 * high else low, max(high, low + 1))
+    axis = Axis(0.0 if low < 0.05 * high else low, max(high, low + 1), name="steps")
     return axis, [(value, number(value)) for value, _ in axis.ticks() if value == int(value)]

@@ -21,6 +21,7 @@ from clusterddp.report.advice import advice
 from clusterddp.report.booking import Booking, book
 from clusterddp.report.curves import BUCKETS, Grid, Metrics, curves, limits, read_metrics
 from clusterddp.report.markup import clipped
+from clusterddp.report.ranks import LEAST_PARTS, PARTS, ranks_over_time, read_timing
 from clusterddp.report.ratios import spent
 from clusterddp.report.timeline import Sentence, in_words, interruptions, lanes, without_attempt
 from clusterddp.reporter import counted, duration
@@ -59,11 +60,15 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
     events = _events(run, notes)
     metrics = read_metrics(run)
     notes += metrics.notes
+    timing = read_timing(run)
+    notes += timing.notes
     notes += _absent(run, events, metrics, state)
     empty = Booking((), state.word not in OVER)
     booking = _tried("the history", lambda: _booked(summary, state, events, now), notes) or empty
     found = _tried("the history", lambda: lanes(booking, events, words.sentence, state.word), notes) or []
-    began = booking.intervals[0].begin if booking.intervals else _first_time(metrics.values, summary)
+    within = (booking.intervals[0].begin, booking.intervals[-1].end) if booking.intervals else None
+    began = within[0] if within else _first_time(metrics.values, summary)
+    parts = max(LEAST_PARTS, PARTS * buckets // BUCKETS)
     stops = interruptions(found)
     data = {
         "run": str(run),
@@ -74,13 +79,14 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
         "step": summary.step,
         "steps": summary.steps,
         "began": began,
-        "ended": booking.intervals[-1].end if booking.intervals else None,
+        "ended": within[1] if within else None,
         "notes": notes,
         "time": _tried("the history", lambda: _time(booking, events), notes),
         "advice": _tried("the history", lambda: advice(job, booking, events) if job else [], notes) or [],
         "attempts": found,
         "interruptions": stops,
         "metrics": curves(metrics, limits(run, events, metrics), began, buckets),
+        "ranks": ranks_over_time(timing, within, parts),
         "checkpoints": _checkpoints(events),
         "failures": _failures(run, events, words, notes),
         "history": _history(events, words.sentence),

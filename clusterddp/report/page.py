@@ -1,13 +1,18 @@
-"""A report as one HTML page: no script, nothing that is loaded, and all texts of a run escaped (``markup.py``)."""
+"""A report as one HTML page: nothing is loaded, the only script is that for zooming (``zoom.js``), and all texts of a
+run are escaped (``markup.py``)."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from clusterddp.report.axes import number
+from clusterddp.report.heatmap import ranks_over_time
 from clusterddp.report.markup import Markup, clipped, joined, tag
 from clusterddp.report.sections import (
     Section,
@@ -24,8 +29,15 @@ from clusterddp.report.theme import style_sheet
 from clusterddp.reporter import counted, duration
 
 Run = Mapping[str, Any]
-#: With which a browser refuses to load or to run anything, whatever the page contains.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+#: The page's only script.
+SCRIPT = Path(__file__).with_name("zoom.js").read_text()
+_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+#: With which a browser refuses to load anything, or to run anything but the script, whatever the page contains.
+_POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'"
+_HINT = (
+    "Drag across a chart to zoom in; double-click to see all again. With the keyboard: Tab to a chart, then + and -, "
+    "the arrow keys, and Esc."
+)
 #: The most runs in a table, notes, metrics in a table, and failures of several runs.
 _RUNS, _NOTES, _COLUMNS, _FAILURES = 400, 20, 4, 60
 
@@ -48,8 +60,10 @@ def page(report: Mapping[str, Any]) -> str:
     zone = time.strftime("%Z", time.localtime(report["made"]))
     words = f"Made {when(report['made'])} by clusterddp {report['version']}. Times are in {zone}."
     made = tag("p", words, class_="quiet small")
-    header = _header(runs, title)
-    body = tag("body", header, _contents(found), tag("main", *(part.body for part in found)), tag("footer", made))
+    hint = tag("p", _HINT, class_="hint quiet small", hidden="")
+    main = tag("main", *(part.body for part in found))
+    script = tag("script", Markup(SCRIPT))
+    body = tag("body", _header(runs, title), _contents(found), hint, main, tag("footer", made), script)
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
@@ -107,6 +121,7 @@ def _of_one(run: Run) -> list[Section | None]:
         timeline(run),
         where_the_time_went(run),
         metrics([run], members=False),
+        ranks_over_time(run),
         _failures(run),
         checkpoints(run),
         _commands(run),

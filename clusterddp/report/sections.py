@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from clusterddp.report.axes import number, time_axis
 from clusterddp.report.booking import CATEGORIES, Interval
-from clusterddp.report.charts import Curve, bar, chart, is_logarithmic, lane, ruler, steps_axis
+from clusterddp.report.charts import Curve, bar, chart, is_logarithmic, lane, ruler, steps_axis, zoomable
 from clusterddp.report.markup import Markup, clipped, tag
 from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES
 from clusterddp.report.timeline import spans
@@ -55,23 +56,24 @@ def plain(name: object) -> str:
 
 def timeline(run: Run) -> Section | None:
     """A lane per attempt."""
-    lanes = [found for found in run["attempts"] if found["spans"]][-LANES:]
-    if not lanes:
+    attempts = [found for found in run["attempts"] if found["spans"]][-LANES:]
+    if not attempts:
         return None
-    began = lanes[0]["begin"]
-    axis, marks = time_axis(lanes[-1]["end"] - began, began)
+    began = attempts[0]["begin"]
+    axis, marks = time_axis(attempts[-1]["end"] - began, began)
     drawn = []
-    for found in lanes:
+    for found in attempts:
         name = "not started" if found["attempt"] is None else f"Attempt {found['attempt']}"
         facts = [*_of_attempt(found), duration(found["end"] - found["begin"])]
         words = tag("p", tag("b", name), f": {' · '.join(facts)}")
         label = f"{name}, {', '.join(_largest(found['seconds']))}"
         drawn.append(tag("div", words, lane(found["spans"], axis, found["seconds"], label), class_="lane"))
-    more = len([found for found in run["attempts"] if found["spans"]]) - len(lanes)
+    more = len([found for found in run["attempts"] if found["spans"]]) - len(attempts)
     left_out = f" The first {counted(more, 'attempt')} are left out." if more > 0 else ""
     intro = f"Each bar is an attempt, with the wait that led to it. It begins {when(began)}.{left_out}"
-    legend = legend_of_groups(lanes)
-    return section("Timeline", "timeline", tag("p", intro, class_="quiet"), legend, *drawn, ruler(marks, axis))
+    colours = legend_of_groups(attempts)
+    picture = zoomable([*drawn, ruler(marks, axis)], axis, run["began"], "Timeline of the attempts")
+    return section("Timeline", "timeline", tag("p", intro, class_="quiet"), colours, picture)
 
 
 def _of_attempt(found: Mapping[str, Any]) -> list[str]:
@@ -108,8 +110,10 @@ def timelines(runs: Sequence[Run]) -> Section | None:
     more = len(known) - len(shown)
     left_out = f" {counted(more, 'further run')} left out." if more else ""
     intro = f"Each bar is a run, from its first submission. The first begins {when(began)}.{left_out}"
-    legend = legend_of_groups(found for run in shown for found in run["attempts"])
-    return section("Timeline", "timeline", tag("p", intro, class_="quiet"), legend, *drawn, ruler(marks, axis))
+    colours = legend_of_groups(found for run in shown for found in run["attempts"])
+    # their time counts from the first run's submission, that of their curves from each run's own
+    together = zoomable([*drawn, ruler(marks, axis)], replace(axis, name="dates"), began, "Timeline of the runs")
+    return section("Timeline", "timeline", tag("p", intro, class_="quiet"), colours, together)
 
 
 def _in_short(run: Run) -> str:
@@ -123,10 +127,10 @@ def _in_short(run: Run) -> str:
 def legend_of_groups(lanes: Iterable[Mapping[str, Any]]) -> Markup:
     """What the colours of these lanes mean."""
     used = {GROUP_OF.get(span[2], "down") for found in lanes for span in found["spans"]}
-    return _legend((group, words) for group, (words, _) in GROUPS.items() if group in used)
+    return legend((group, words) for group, (words, _) in GROUPS.items() if group in used)
 
 
-def _legend(items: Iterable[tuple[str, str]]) -> Markup:
+def legend(items: Iterable[tuple[str, str]]) -> Markup:
     entries = [tag("li", tag("i", class_=f"f-{colour}"), words) for colour, words in items]
     return tag("ul", *entries, class_="legend")
 
@@ -199,12 +203,12 @@ def metrics(runs: Sequence[Run], members: bool) -> Section | None:
         return None
     shown = names[:METRICS]
     most = len(drawn) * max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS // (2 * len(shown) * len(drawn))))
-    intro, legend = _words_of_curves(drawn, members, len(runs))
+    intro, names_of_runs = _words_of_curves(drawn, members, len(runs))
     parts = [_pair(name, drawn, members, most) for name in shown]
     more = [plain(name) for name in names[METRICS:]]
     words = f"Not drawn: {clipped(', '.join(more), 400)}; `--json` has all."
     left_out = tag("p", words, class_="quiet") if more else None
-    return section("Metrics", "metrics", tag("p", intro, class_="quiet"), legend, *parts, left_out)
+    return section("Metrics", "metrics", tag("p", intro, class_="quiet"), names_of_runs, *parts, left_out)
 
 
 def _words_of_curves(drawn: Sequence[Run], members: bool, number_of_runs: int) -> tuple[str, Markup | None]:
@@ -212,7 +216,7 @@ def _words_of_curves(drawn: Sequence[Run], members: bool, number_of_runs: int) -
         items = [(SERIES[place % len(SERIES)], plain(run["name"])) for place, run in enumerate(drawn)]
         more = number_of_runs - len(drawn)
         left_out = f" {counted(more, 'run')} not drawn." if more else ""
-        return f"Only steps that count. Hours count from each run's first submission.{left_out}", _legend(items)
+        return f"Only steps that count. Hours count from each run's first submission.{left_out}", legend(items)
     has_tails = any(metric["discarded"] for metric in drawn[0]["metrics"])
     tails = " Dashed: steps that were repeated later, and do not count." if has_tails else ""
     edges = " Dotted: where attempts resumed." if _edges(drawn[0]) else ""

@@ -22,6 +22,11 @@ LIGHT: Mapping[str, str] = {
     "queued": "#7a828e",
     "held": "#7555c4",
     "down": "#3d444e",
+    "usual": "#cfdcf0",
+    "slow1": "#e8b34a",
+    "slow2": "#d57a1c",
+    "slow3": "#bd3a1f",
+    "slow4": "#6d0d1f",
 }
 DARK: Mapping[str, str] = {
     "paper": "#0f1216",
@@ -40,6 +45,11 @@ DARK: Mapping[str, str] = {
     "queued": "#8c95a2",
     "held": "#aa90f2",
     "down": "#d3d8df",
+    "usual": "#28374f",
+    "slow1": "#7a5a1c",
+    "slow2": "#bd7420",
+    "slow3": "#f27c4c",
+    "slow4": "#ffc9b8",
 }
 TEXTS = ("text", "quiet", "link", "good", "bad")
 SURFACES = ("paper", "card")
@@ -53,6 +63,14 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "queued": ("queued", ("queued",)),
     "held": ("held", ("held",)),
     "down": ("down or unknown", ("down", "unknown")),
+}
+#: How much longer than the median rank a rank worked, as a share of a step: from when on it has which colour, in words.
+LEVELS: Mapping[str, tuple[float, str]] = {
+    "usual": (0.0, "less than 5% of a step"),
+    "slow1": (0.05, "5 to 10%"),
+    "slow2": (0.1, "10 to 25%"),
+    "slow3": (0.25, "25 to 50%"),
+    "slow4": (0.5, "more than 50%"),
 }
 #: The group of each category.
 GROUP_OF = {category: group for group, (_, categories) in GROUPS.items() for category in categories}
@@ -72,7 +90,7 @@ def style_sheet() -> str:
         f"@media print{{:root{{color-scheme:light;{_variables(LIGHT)}}}}}",
         *(
             f".f-{name}{{fill:var(--{name});background:var(--{name})}}.s-{name}{{stroke:var(--{name})}}"
-            for name in GROUPS
+            for name in (*GROUPS, *LEVELS)
         ),
     ]
     return "".join(parts) + _RULES
@@ -99,6 +117,14 @@ section{background:var(--card);border:1px solid var(--line);border-radius:8px;pa
 .facts dt{color:var(--quiet);font-size:.87em}.facts dd{margin:0;font-size:1.25em;font-weight:600;line-height:1.3}
 .note{border-left:4px solid var(--starting);padding:2px 0 2px 12px;margin:0 0 12px}
 svg{display:block;width:100%;overflow:visible}
+[data-axis] svg,svg[data-axis]{touch-action:pan-y;user-select:none;-webkit-user-select:none;cursor:crosshair}
+svg.zoomed svg,.zoomed svg svg{overflow:hidden}
+.drag{position:fixed;background:var(--link);opacity:.25;pointer-events:none}
+.zoombar{position:fixed;bottom:12px;left:50%;transform:translateX(-50%);max-width:calc(100% - 24px)}
+.zoombar.on{display:flex;gap:12px;align-items:center;padding:6px 8px 6px 14px;background:var(--card);border-radius:8px;
+ border:1px solid var(--quiet);box-shadow:0 2px 10px #0004;font-size:.93em;font-variant-numeric:tabular-nums}
+button{font:inherit;font-weight:600;color:var(--link);background:none;border:1px solid var(--line);border-radius:6px;
+ padding:3px 10px;cursor:pointer;white-space:nowrap}
 svg text{fill:var(--quiet);font-size:11px;font-family:inherit;paint-order:stroke;stroke:var(--card);stroke-width:3px}
 .grid{stroke:var(--line);stroke-width:1;vector-effect:non-scaling-stroke}
 .curve{fill:none;stroke-width:1.6;stroke-linejoin:round;stroke-linecap:round;vector-effect:non-scaling-stroke}
@@ -110,6 +136,8 @@ svg text{fill:var(--quiet);font-size:11px;font-family:inherit;paint-order:stroke
 .legend i{display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:6px;vertical-align:-1px}
 .lane{margin:0 0 9px;break-inside:avoid}
 .lane p{margin:0 0 2px;font-size:.87em;line-height:1.35}
+.heat{display:grid;grid-template-columns:fit-content(30%) minmax(0,1fr);gap:3px 10px;align-items:center;font-size:.87em;
+ line-height:1.3}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(300px,100%),1fr));gap:8px 28px}
 figure{margin:0 0 8px;break-inside:avoid;min-width:0}
 figcaption{font-size:.87em;color:var(--quiet);margin:0 0 4px}
@@ -128,7 +156,8 @@ pre{font:12.5px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mon
 details{margin:0 0 8px}
 summary{cursor:pointer;font-weight:600}
 :focus-visible{outline:2px solid var(--link);outline-offset:2px}
-@media print{body{max-width:none;padding:0;font-size:12px}nav{display:none}section{padding:12px;border-color:#999}
+@media print{body{max-width:none;padding:0;font-size:12px}nav,.hint,.zoombar.on{display:none}
+ section{padding:12px;border-color:#999}
  *{print-color-adjust:exact;-webkit-print-color-adjust:exact}h2,h3{break-after:avoid}}
 @media (max-width:560px){body{padding:12px 8px 32px}section{padding:12px}td.bar{width:32%;min-width:60px}
  .when .day{display:block}}

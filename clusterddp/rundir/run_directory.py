@@ -28,6 +28,7 @@ class RunDirectory:
         self.batch_script = self.path / "job.sbatch"
         self.events_file = self.path / "events.jsonl"
         self.metrics_file = self.path / "metrics.jsonl"
+        self.timing_file = self.path / "timing.jsonl"
         self.outcome_file = self.path / "outcome.json"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"

@@ -113,22 +113,22 @@ def test_a_failure_has_its_box(tmp_path: Path) -> None:
 
 
 def emptied(run: RunDirectory) -> None:
-    run.events_file.write_bytes(b"")
-    run.metrics_file.write_bytes(b"")
+    for file in (run.events_file, run.metrics_file, run.timing_file):
+        file.write_bytes(b"")
 
 
 def cut(run: RunDirectory) -> None:
-    for file in (run.events_file, run.metrics_file):
+    for file in (run.events_file, run.metrics_file, run.timing_file):
         file.write_bytes(file.read_bytes()[:-40])
 
 
 def binary(run: RunDirectory) -> None:
-    for file in (run.events_file, run.metrics_file, run.job_file):
+    for file in (run.events_file, run.metrics_file, run.timing_file, run.job_file):
         file.write_bytes(bytes(range(256)) * 20 + b"\n")
 
 
 def half_foreign(run: RunDirectory) -> None:
-    for file in (run.events_file, run.metrics_file):
+    for file in (run.events_file, run.metrics_file, run.timing_file):
         file.write_bytes(file.read_bytes().replace(b'"step": 2', b'"step": "two', 1) + b'[1]\n{"time": "now"}\n')
 
 
@@ -145,7 +145,7 @@ def foreign_outcome(run: RunDirectory) -> None:
 
 
 def no_files(run: RunDirectory) -> None:
-    for file in (run.events_file, run.metrics_file, run.outcome_file):
+    for file in (run.events_file, run.metrics_file, run.timing_file, run.outcome_file):
         file.unlink()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -17,22 +19,24 @@ from clusterddp.report.axes import Axis, axis_of, number, time_axis
 from clusterddp.report.booking import CATEGORIES
 from clusterddp.report.charts import Curve, chart
 from clusterddp.report.markup import escaped, tag
-from clusterddp.report.page import page
+from clusterddp.report.page import SCRIPT, page
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.long_run import long_run
-from tests.runs_on_disk import BEGAN, event, recorded_run, started, steps
+from tests.runs_on_disk import BEGAN, event, recorded_run, started, steps, write_lines
+from tests.unit.test_report_ranks import hosts, interval
 
 NOW = BEGAN + 1e6
 #: The most bytes of a page.
 MOST = 500_000
 #: What a page consists of. None of these runs or loads anything without a script, a style of its own, or an address.
 TAGS = set(
-    "html head meta title style body header footer main nav section h1 h2 h3 p a b ul li dl dt dd div span i svg "
-    "path rect line text figure figcaption table thead tbody tr th td details summary pre".split()
+    "html head meta title style script body header footer main nav section h1 h2 h3 p a b ul li dl dt dd div span i "
+    "svg g path rect line text figure figcaption table thead tbody tr th td details summary pre".split()
 )
 ATTRIBUTES = set(
     "lang charset name content http-equiv id class style href tabindex open role aria-label aria-hidden d x y x1 x2 "
-    "y1 y2 width height rx viewbox preserveaspectratio text-anchor".split()
+    "y1 y2 width height rx viewbox preserveaspectratio text-anchor hidden data-axis data-from data-to data-low "
+    "data-high data-log".split()
 )
 HOSTILE = '</title></pre></svg><script>alert("x")</script><img src=x onerror=alert(1)>"\' onclick=x \x1b[m\u202e\ud800'
 
@@ -99,6 +103,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> str:
     run = recorded_run(folder / "<b>run", events, metrics=lines, outcome=outcome)
     run.job_file.write_text(run.job_file.read_text() + f"# {HOSTILE}\n".replace("\ud800", ""))
     (run.attempt_logs(0) / "rank-0.err").write_text("Traceback:\n<script>alert(3)</script>\n</pre>\n")
+    write_lines(run.timing_file, [hosts(HOSTILE, HOSTILE), interval(0, 5, [0.1, 0.2])])
     other = recorded_run(folder / "</td>", events, metrics=lines, outcome=outcome)
     return page_of(run) + page_of(run, other)
 
@@ -109,6 +114,7 @@ def test_no_text_of_a_run_becomes_markup(hostile: str) -> None:
     assert found.tags <= TAGS
     assert {name for name, _ in found.attributes} <= ATTRIBUTES
     assert not found.unclosed
+    assert hostile.count("<script") == 2 == hostile.count(f"<script>{SCRIPT}</script>")
     assert hostile.count("&lt;script&gt;") > 10
     assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e\ud800-\udfff]", hostile)
 
@@ -123,6 +129,16 @@ def test_nothing_is_loaded_from_anywhere(hostile: str, tmp_path: Path) -> None:
         assert all(f'id="{value[1:]}"' in text for value in targets if value)
         assert not re.search(r"https?:|url\(|@import|//[a-z]", text.replace(str(tmp_path), ""))
         assert "default-src &#x27;none&#x27;" in text
+
+
+def test_the_only_script_that_runs_is_the_one_for_zooming(tmp_path: Path) -> None:
+    """The policy names its hash; nothing of a run is in it, and it writes no markup."""
+    text = page_of(long_run(tmp_path / "run", steps=60))
+    (script,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+    made = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src &#x27;sha256-{made}&#x27;" in text
+    assert script == (Path(theme.__file__).with_name("zoom.js")).read_text()
+    assert not re.search(r"</|<!--|innerHTML|outerHTML|document\.write|eval|Function|import|fetch|XMLHttp", script)
 
 
 def test_each_drawing_is_well_formed(hostile: str, tmp_path: Path) -> None:
@@ -143,7 +159,7 @@ def test_colours_of_drawings_are_defined(tmp_path: Path) -> None:
     text = page_of(long_run(tmp_path / "run"))
     style = theme.style_sheet()
     used = {name for classes in re.findall(r'class="([^"]+)"', text) for name in classes.split()}
-    assert [name for name in sorted(used - {"y"}) if f".{name}" not in style] == []
+    assert [name for name in sorted(used - {"x", "y", "hint"}) if f".{name}" not in style] == []
 
 
 # --- size
