@@ -15,8 +15,8 @@ import jsonschema
 import pytest
 
 from clusterddp.cli.command_line import command
-from clusterddp.cli.runs import live, report, table
-from clusterddp.errors import INTERRUPTED, UsageError
+from clusterddp.cli.runs import report, table
+from clusterddp.errors import UsageError
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm import commands as slurm
@@ -207,29 +207,6 @@ def _without_colours(text: str) -> str:
     from rich.text import Text
 
     return Text.from_ansi(text).plain
-
-
-def test_watching_redraws_until_ctrl_c(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A program is told to use --json instead."""
-    with pytest.raises(UsageError, match="--watch: stdout is not a terminal"):
-        command(["list", "--watch"])
-    looks: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        looks.append(seconds)
-        if len(looks) % 2 == 0:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(live.time, "sleep", sleep)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-    assert command(["list", "--watch"]) == INTERRUPTED
-    assert command(["status", "--watch", "runs/running"]) == INTERRUPTED
-    assert looks == [live.EVERY_S] * 4
-    shown = capsys.readouterr().out
-    assert "runs/running" in shown and "6 runs: " in shown and "state     job 41" in shown
 
 
 @pytest.fixture

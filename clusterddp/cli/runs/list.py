@@ -7,16 +7,19 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.cli.runs import live
 from clusterddp.cli.runs.report import report, values
-from clusterddp.cli.runs.table import Column, Row, columns, heading, ordered, table
+from clusterddp.cli.runs.screen import LEAST_EVENTS, Size, composed
+from clusterddp.cli.runs.table import LEFT_OUT_WATCHED, Column, Row, columns, heading, ordered, table
 from clusterddp.errors import UsageError
-from clusterddp.reporter import show
+from clusterddp.reporter import counted, show
 from clusterddp.rundir.find import as_typed, find_runs, runs_folder
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm.run_states import WORDS, run_states
@@ -51,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, _: object) -> int:
     """Carries out ``list``."""
     if arguments.watch:
-        return live.watch(lambda: "\n".join(_lines(_chosen(arguments), arguments.best)))
+        return live.watch(lambda size: _view(arguments, size))
     found = _chosen(arguments)
     if arguments.json or arguments.csv:
         chosen = [_best_row(found, arguments.best)] if arguments.best else found.rows
@@ -77,6 +80,22 @@ def _tell_unknown(found: _Found, names: list[str]) -> None:
         show(f"--show {','.join(missing)}: no run has a value of it; logged: {', '.join(known) or 'nothing yet'}")
 
 
+def _view(arguments: argparse.Namespace, size: Size | None) -> live.View:
+    """What --watch shows on a terminal of this size: the first runs with more columns, and the newest events."""
+    from clusterddp.cli.runs.watched import watched  # loads the YAML reader, which other lists do not need
+
+    found = _chosen(arguments)
+    most = size.lines - 2 * LEAST_EVENTS - 4 if size else len(found.rows)
+    rows = found.rows[: max(1, most)]
+    more = watched(rows, found.metrics, live.encoding())
+    shown = columns(found.metrics, found.keys, more.columns)
+    lines = table(rows, shown, size.columns if size else None, live.colour(), LEFT_OUT_WATCHED)
+    more_rows = len(found.rows) - len(rows)
+    lines += [f"and {counted(more_rows, 'more run')}"] * bool(more_rows) + [""]
+    end = f"{time.strftime('%H:%M:%S')}, {heading(found.rows)}; every {live.EVERY_S:.0f} s until Ctrl-C"
+    return live.View(composed(lines, more.events, end, size))
+
+
 @dataclass(frozen=True)
 class _Found:
     """The rows in their order, the columns, and the metrics among these; of a sweep, at which steps they are."""
@@ -84,6 +103,7 @@ class _Found:
     rows: list[Row]
     shown: dict[str, Column]
     metrics: list[str]
+    keys: Mapping[str, Mapping[Path, str]]
     steps: str | None
 
 
@@ -98,14 +118,15 @@ def _chosen(arguments: argparse.Namespace) -> _Found:
         by = f"{by}="
     else:
         metrics = wanted
-    shown = columns(metrics, sweep.values if sweep else {})
+    keys = sweep.values if sweep else {}
+    shown = columns(metrics, keys)
     rows = [Row(*pair) for pair in (sweep.members if sweep else pairs)]
     if summaries and by in metrics and not any(by in row.summary.metrics for row in rows):
         known = sorted({name for row in rows for name in values(row.summary)})
         raise UsageError(f"--sort {by}: no such column or metric; available: {', '.join([*columns([]), *known])}")
     rows = [row for row in rows if not states or row.state.word in states]
     rows = ordered(rows, shown[by] if by else None, arguments.reverse)
-    return _Found(rows, shown, metrics, sweep.sentence if sweep and metrics else None)
+    return _Found(rows, shown, metrics, keys, sweep.sentence if sweep and metrics else None)
 
 
 def _compared(pairs: list[Found], metrics: list[str]) -> Comparison | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clusterddp.report.booking import Booking, book
+from clusterddp.report.ratios import Spent, spent
 from clusterddp.rundir.files import finite
-from clusterddp.rundir.records import is_count
+from clusterddp.rundir.records import is_count, is_time
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
 
@@ -43,6 +46,16 @@ def report(summary: Summary, state: RunState) -> dict[str, Any]:
     }
 
 
+def booked(
+    summary: Summary, state: RunState, events: Sequence[Mapping[str, Any]], now: float
+) -> tuple[Booking, Spent | None]:
+    """Where the run's time went, and the ratios of that."""
+    claimed = [claim["time"] for claim in summary.claims if is_time(claim.get("time"))]
+    step = summary.metrics.get("time")
+    booking = book(events, now, state.word, step if is_time(step) else None, min(claimed, default=None))
+    return booking, spent(booking, events)
+
+
 def left_s(summary: Summary, state: RunState) -> float | None:
     """Seconds of training that are left; None unless the run is being trained."""
     return summary.left_s if state.word == "running" else None
@@ -56,6 +69,11 @@ def speed(seconds_per_step: float | None) -> str:
         return f"{seconds_per_step:.3g} s/step"
     rate = 1 / seconds_per_step
     return f"{rate:.3g}/s" if rate < 100 else f"{rate:,.0f}/s"
+
+
+def moment(seconds: float) -> str:
+    """``11-23 08:00:00``, in local time."""
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def values(summary: Summary) -> dict[str, Any]:

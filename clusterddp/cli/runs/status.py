@@ -9,17 +9,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterddp.cli.runs import live
-from clusterddp.cli.runs.report import left_s, report, speed, values
+from clusterddp.cli.runs.report import booked, left_s, moment, report, speed, values
+from clusterddp.cli.runs.screen import INDENT, Fact, Size, composed, fact_lines
+from clusterddp.cli.runs.sparkline import labelled
+from clusterddp.cli.runs.text import clipped, one_line
+from clusterddp.errors import UsageError
 from clusterddp.failures import exclusion
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.report.advice import advice
-from clusterddp.report.booking import Booking, book
-from clusterddp.report.ratios import Spent, spent
+from clusterddp.report.booking import Booking
+from clusterddp.report.ratios import Spent
 from clusterddp.reporter import counted, duration
-from clusterddp.rundir.find import open_run
-from clusterddp.rundir.records import is_time
+from clusterddp.rundir.curve import curve, main_metric
+from clusterddp.rundir.find import as_typed, open_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
 from clusterddp.slurm.run_states import OVER, RunState, run_states
@@ -28,6 +32,8 @@ from clusterddp.supervisor.messages import how_it_ended, readable, sentence
 
 #: Seconds for which a controller that does not answer is asked again.
 PATIENCE_S = 20.0
+#: The most columns of a metric's curve, and the places of metrics.jsonl that it is read from.
+CURVE_COLUMNS = 60
 Event = Mapping[str, Any]
 
 
@@ -36,14 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, without the history (run.schema.json)")
-    form.add_argument("--watch", action="store_true", help="refresh it every 5 s until Ctrl-C")
+    form.add_argument("--watch", action="store_true", help="refresh it every 5 s until the run is over, or Ctrl-C")
+    parser.add_argument("--show", metavar="NAMES", default="", help="metrics that --watch draws; default: the loss")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
     """Carries out ``status``."""
     run = open_run(arguments.run)
     if arguments.watch:
-        return live.watch(lambda: described(run))
+        names = list(dict.fromkeys(name for name in arguments.show.split(",") if name))
+        return live.watch(lambda size: _view(run, names, size))
+    if arguments.show:
+        raise UsageError("--show: only with --watch; without it, status shows all metrics of the last step")
     if arguments.json:
         print(json.dumps(_report(run), indent=1))
     else:
@@ -58,28 +68,65 @@ def show(run: RunDirectory) -> None:
 
 def described(run: RunDirectory) -> str:
     """A run's state and its history in sentences, and a text for the administrator about its excluded nodes."""
-    job, events, now = load_resolved(run.job_file), run.events(), time.time()
+    events, now = run.events(), time.time()
     summary, state = _looked_at(run)
-    code = _code(run, events)
-    facts = [
-        ("run", str(run)),
-        ("job", f"{job.name}: {job.shape}"),
-        ("state", _sentence(summary, state)),
-        *_waiting(state, now),
-        *([("code", code)] if code else []),
-        ("attempts", str(attempts_made(events))),
-        *_time(job, *_booked(summary, state, events, now), events),
-        *_progress(summary, state, now),
-        *_nodes(job, summary, state),
-        *_excluded(events, now),
-    ]
-    lines = [readable(f"{name:9} {words}") for name, words in facts]
-    for event in events:
-        if words := sentence(event):
-            lines.append(f"  {time.strftime('%m-%d %H:%M:%S', time.localtime(event['time']))}  {words}")
+    lines = fact_lines([fact for facts in _facts(summary, state, events, now).values() for fact in facts])
+    lines += _history(events)
     for node in exclusion.excluded(events, now):
         lines.append(f"\nto send to the cluster's administrator:\n\n{exclusion.letter(events, node, now)}")
     return "\n".join(lines)
+
+
+def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], now: float) -> dict[str, list[Fact]]:
+    """Names and words of all that is known of a run, by subject."""
+    job = load_resolved(summary.run.job_file)
+    code = _code(summary.run, events)
+    facts: dict[str, Sequence[Fact]] = {
+        "run": [("run", str(summary.run))],
+        "job": [("job", f"{job.name}: {job.shape}")],
+        "state": [("state", _sentence(summary, state)), *_waiting(state, now)],
+        "code": [("code", code)] if code else [],
+        "attempts": [("attempts", str(attempts_made(events)))],
+        **_time(job, *booked(summary, state, events, now), events),
+        "progress": _progress(summary, state, now),
+        "nodes": [*_nodes(job, summary, state), *_excluded(events, now)],
+    }
+    return {subject: [(name, readable(words)) for name, words in found] for subject, found in facts.items()}
+
+
+def _history(events: Sequence[Event]) -> list[str]:
+    """A line per event that has a sentence, oldest first."""
+    return [f"  {moment(event['time'])}  {words}" for event in events if (words := sentence(event))]
+
+
+#: What --watch shows, from the top.
+_WATCHED = ("run", "state", "progress", "curves", "time", "nodes", "attempts")
+
+
+def _view(run: RunDirectory, metrics: list[str], size: Size | None) -> live.View:
+    """What --watch shows on a terminal of this size."""
+    events, now = run.events(), time.time()
+    summary, state = _looked_at(run, metrics, live.EVERY_S)
+    facts = _facts(summary, state, events, now) | {"curves": _curves(summary, metrics, events, size)}
+    if size:  # one line for the path, whose end tells runs apart
+        facts["run"] = [("run", clipped(one_line(as_typed(run.path)), size.columns - INDENT, keep_end=True))]
+    above = fact_lines([fact for subject in _WATCHED for fact in facts[subject]], size.columns if size else None)
+    over = state.word in OVER
+    end = "the run is over" if over else f"{time.strftime('%H:%M:%S')}, every {live.EVERY_S:.0f} s until Ctrl-C"
+    history = [" ".join(line.split()) for line in _history(events)]
+    return live.View(composed([*above, ""], history, end, size), over)
+
+
+def _curves(summary: Summary, metrics: list[str], events: Sequence[Event], size: Size | None) -> list[Fact]:
+    """A sparkline per metric."""
+    room = (size.columns if size else CURVE_COLUMNS + INDENT) - INDENT
+    facts = []
+    main = main_metric(values(summary))
+    for name in metrics or ([main] if main else []):
+        points = curve(summary.run.metrics_file, name, CURVE_COLUMNS, events)
+        words = labelled(points, min(room, CURVE_COLUMNS), live.encoding()) or "no value logged"
+        facts.append((one_line(name), words))
+    return facts
 
 
 def state_of(run: RunDirectory) -> tuple[str, str]:
@@ -92,16 +139,18 @@ def state_of(run: RunDirectory) -> tuple[str, str]:
     return word, _sentence(summary, state)
 
 
-def _looked_at(run: RunDirectory) -> tuple[Summary, RunState]:
-    summary = summarize(run)
-    return summary, run_states([summary], PATIENCE_S)[0]
+def _looked_at(
+    run: RunDirectory, metrics: Sequence[str] = (), patience_s: float = PATIENCE_S
+) -> tuple[Summary, RunState]:
+    summary = summarize(run, metrics)
+    return summary, run_states([summary], patience_s)[0]
 
 
 def _report(run: RunDirectory) -> dict[str, Any]:
     """The keys of every run, and those that need the whole history or the job definition."""
     job, events, now = load_resolved(run.job_file), run.events(), time.time()
     summary, state = _looked_at(run)
-    booking, made = _booked(summary, state, events, now)
+    booking, made = booked(summary, state, events, now)
     return report(summary, state) | {
         "attempts": attempts_made(events),
         "job_name": job.name,
@@ -122,14 +171,6 @@ def _report(run: RunDirectory) -> dict[str, Any]:
         },
         "advice": advice(job, booking, events),
     }
-
-
-def _booked(summary: Summary, state: RunState, events: Sequence[Event], now: float) -> tuple[Booking, Spent | None]:
-    """Where the run's time went, and the ratios of that."""
-    claimed = [claim["time"] for claim in summary.claims if is_time(claim.get("time"))]
-    step = summary.metrics.get("time")
-    booking = book(events, now, state.word, step if is_time(step) else None, min(claimed, default=None))
-    return booking, spent(booking, events)
 
 
 def _cost(booking: Booking, made: Spent | None, events: Sequence[Event]) -> dict[str, Any] | None:
@@ -169,7 +210,7 @@ def _sentence(summary: Summary, state: RunState) -> str:
     return f"job {state.job_id} ({state.job.state}{f' on {state.nodes}' if state.nodes else ''})"
 
 
-def _waiting(state: RunState, now: float) -> Sequence[tuple[str, str]]:
+def _waiting(state: RunState, now: float) -> Sequence[Fact]:
     """Why a job waits, what can be done about it, and when Slurm expects it to start."""
     if state.word not in ("pending", "held") or state.job is None:
         return []
@@ -183,15 +224,15 @@ def _waiting(state: RunState, now: float) -> Sequence[tuple[str, str]]:
     return lines
 
 
-def _time(job: Job, booking: Booking, made: Spent | None, events: Sequence[Event]) -> Sequence[tuple[str, str]]:
-    """ETTR, where the time went, and what could be better."""
+def _time(job: Job, booking: Booking, made: Spent | None, events: Sequence[Event]) -> dict[str, Sequence[Fact]]:
+    """ETTR and where the time went, and what could be better."""
     if made is None or all(event.get("step") is None for event in events):
-        return []
-    lines = [("time", made.sentence()), ("", made.breakdown())]
-    return [*lines, *(("advice", words) for words in advice(job, booking, events))]
+        return {"time": []}
+    facts = [("time", made.sentence()), ("", made.breakdown())]
+    return {"time": facts, "advice": [("advice", words) for words in advice(job, booking, events)]}
 
 
-def _progress(summary: Summary, state: RunState, now: float) -> Sequence[tuple[str, str]]:
+def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
     """Steps, their speed, and the last checkpoint."""
     if summary.step is None:
         return [("steps", "no steps recorded")]
@@ -209,7 +250,7 @@ def _progress(summary: Summary, state: RunState, now: float) -> Sequence[tuple[s
     return lines
 
 
-def _nodes(job: Job, summary: Summary, state: RunState) -> Sequence[tuple[str, str]]:
+def _nodes(job: Job, summary: Summary, state: RunState) -> Sequence[Fact]:
     """The nodes of the running attempt, or of the last, with their GPUs."""
     lines = []
     if nodes := state.nodes or summary.nodes:
@@ -223,7 +264,7 @@ def _nodes(job: Job, summary: Summary, state: RunState) -> Sequence[tuple[str, s
     return lines
 
 
-def _excluded(events: Sequence[Event], now: float) -> Sequence[tuple[str, str]]:
+def _excluded(events: Sequence[Event], now: float) -> Sequence[Fact]:
     """The nodes that the next jobs exclude."""
     failed = exclusion.excluded(events, now)
     wanted = [node for node in exclusion.left_out(events, now) if node not in failed]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.cli.runs.report import left_s, speed, values
+from clusterddp.cli.runs.text import clipped, columns_of, one_line
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
+
+#: What is left out first where a terminal is narrow, by default and with --watch.
+LEFT_OUT = ("ends", "nodes", "job", "attempts", "speed")
+LEFT_OUT_WATCHED = ("ends", "job", "attempts", "reason", "nodes", "ettr", "speed", "trend")
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,15 @@ class Column:
     right: bool = False
 
 
-def columns(metrics: Sequence[str], keys: Mapping[str, Mapping[Path, str]] | None = None) -> dict[str, Column]:
+def columns(
+    metrics: Sequence[str],
+    keys: Mapping[str, Mapping[Path, str]] | None = None,
+    watched: Mapping[str, Mapping[Path, str]] | None = None,
+) -> dict[str, Column]:
     """The columns, in their order; ``metrics`` are shown behind the time left.
 
-    ``keys``: those of a sweep, with the values of its members by run directory; shown behind the state.
+    ``keys``: those of a sweep, with the values of its members by run directory; shown behind the state. ``watched``:
+    more columns of that kind, behind the metrics.
     """
     here = str(Path.cwd())
     own = {name: _key(values) for name, values in (keys or {}).items()}
@@ -48,6 +57,7 @@ def columns(metrics: Sequence[str], keys: Mapping[str, Mapping[Path, str]] | Non
         "speed": Column(_speed, lambda row: speed(row.summary.seconds_per_step), right=True),
         "left": Column(_left, lambda row: "" if (left := _left(row)) is None else duration(left), right=True),
         **{name: _metric(name) for name in metrics},
+        **{name: _given(texts) for name, texts in (watched or {}).items()},
         "attempts": Column(lambda row: row.summary.attempts, lambda row: str(row.summary.attempts), right=True),
         "job": Column(lambda row: row.state.job_id, lambda row: row.state.job_id or "", right=True),
         "nodes": Column(lambda row: row.state.nodes or None, lambda row: row.state.nodes),
@@ -69,13 +79,20 @@ def ordered(rows: Sequence[Row], column: Column | None, reverse: bool) -> list[R
 
 
 def table(
-    rows: Sequence[Row], shown: Mapping[str, Column], width: int | None = None, colour: bool = False
+    rows: Sequence[Row],
+    shown: Mapping[str, Column],
+    width: int | None = None,
+    colour: bool = False,
+    left_out: Sequence[str] = LEFT_OUT,
 ) -> list[str]:
-    """The lines of the table, with a heading. ``width``: the terminal's; None for a pipe, where nothing is left out."""
+    """The lines of the table, with a heading. ``width``: the terminal's; None for a pipe, where nothing is left out.
+
+    ``left_out``: the columns that a narrow terminal leaves out, the first one first.
+    """
     cells = {name: [name.upper(), *(one_line(column.text(row)) for row in rows)] for name, column in shown.items()}
     cells = {name: texts for name, texts in cells.items() if name in ("run", "state") or any(texts[1:])}
     widths = {name: max(map(columns_of, texts)) for name, texts in cells.items()}
-    widths = widths if width is None else _fitted(widths, width)
+    widths = widths if width is None else _fitted(widths, width, left_out)
     lines = []
     for index in range(len(rows) + 1):
         parts = [_padded(cells[name][index], widths[name], shown[name].right, name == "run") for name in widths]
@@ -83,21 +100,6 @@ def table(
             parts[1] = _coloured(parts[1], rows[index - 1].state.word)
         lines.append("  ".join(parts).rstrip())
     return lines
-
-
-def one_line(text: str) -> str:
-    """A text as one line that a terminal shows as it is: other characters become question marks."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def columns_of(text: str) -> int:
-    """The columns of a terminal that a text takes: East Asian letters take two, combining ones none."""
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-        for letter in text
-    )
 
 
 # --- cells
@@ -147,6 +149,13 @@ def _key(values: Mapping[Path, str]) -> Column:
     return Column(value, lambda row: values.get(row.summary.run.path, ""), right=True)
 
 
+def _given(texts: Mapping[Path, str]) -> Column:
+    def text(row: Row) -> str:
+        return texts.get(row.summary.run.path, "")
+
+    return Column(text, text)
+
+
 def _ends(row: Row) -> str:
     """``preempted x2, node n2 lost``. How the whole run ended is its reason."""
     over = row.summary.outcome is not None and row.summary.ends[-1:] == (row.state.reason,)
@@ -161,20 +170,19 @@ def _is_known(value: Any) -> bool:
 
 # --- layout
 
-#: What is left out first where a terminal is narrow, and the fewest columns of a reason that are worth showing.
-_LEFT_OUT = ("ends", "nodes", "job", "attempts", "speed")
+#: The fewest columns of a reason that are worth showing.
 _LEAST_REASON = 16
 _COLOURS = {"completed": 32, "running": 36, "failed": 31, "cancelled": 31, "pending": 33, "held": 33, "unknown": 35}
 
 
-def _fitted(widths: dict[str, int], width: int) -> dict[str, int]:
+def _fitted(widths: dict[str, int], width: int, left_out: Sequence[str]) -> dict[str, int]:
     """Widths that fit: the reason is clipped, columns are left out, and at last the run's path is clipped."""
     widths = dict(widths)
 
     def room(name: str) -> int:
         return width - sum(other + 2 for column, other in widths.items() if column != name)
 
-    for name in _LEFT_OUT:
+    for name in left_out:
         if room("reason") >= min(widths.get("reason", 0), _LEAST_REASON):
             break
         widths.pop(name, None)
@@ -187,18 +195,9 @@ def _fitted(widths: dict[str, int], width: int) -> dict[str, int]:
 
 
 def _padded(text: str, width: int, right: bool, keep_end: bool) -> str:
-    text = _clipped(text, width, keep_end)
+    text = clipped(text, width, keep_end)
     space = " " * (width - columns_of(text))
     return space + text if right else text + space
-
-
-def _clipped(text: str, width: int, keep_end: bool) -> str:
-    """A text in so many columns. The end of a path tells runs apart."""
-    if columns_of(text) <= width:
-        return text
-    while columns_of(text) > width - 3:
-        text = text[1:] if keep_end else text[:-1]
-    return f"...{text}" if keep_end else f"{text}..."
 
 
 def _coloured(text: str, word: str) -> str:

@@ -1,0 +1,29 @@
+"""Text in the columns of a terminal: its width, clipping, odd characters. Pure."""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def one_line(text: str) -> str:
+    """A text as one line that a terminal shows as it is: other characters become question marks."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def columns_of(text: str) -> int:
+    """The columns of a terminal that a text takes: East Asian letters take two, combining ones none."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+        for letter in text
+    )
+
+
+def clipped(text: str, width: int, keep_end: bool = False) -> str:
+    """A text in so many columns. The end of a path tells runs apart."""
+    if columns_of(text) <= width:
+        return text
+    while columns_of(text) > width - 3:
+        text = text[1:] if keep_end else text[:-1]
+    return f"...{text}" if keep_end else f"{text}..."
