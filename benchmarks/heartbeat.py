@@ -24,14 +24,12 @@ from benchmarks.agreement import BAR, RANKS, Pair, Trainer, command_line, compar
 from clusterddp.failures.hangs import Hang, Watch
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.supervisor.control_server import ControlServer
-from clusterddp.training.compute_time import ComputeTime
 from clusterddp.training.heartbeat import Heartbeat
+from clusterddp.training.timing import step_times
 from clusterddp.worker.control_channel import ControlChannel
 
 WATCHDOG = Watchdog(step_s=2.0)
 ADDRESS, TOKEN = "BENCHMARK_LINK", "BENCHMARK_TOKEN"
-#: How often DDP times a step where nobody asks it to.
-TORCHS_SAMPLE_STEPS = 100
 
 
 class Watched:
@@ -50,11 +48,14 @@ class Watched:
             send=self._link.send,
             flight_record=Path(os.devnull),
         )
-        compute_time = ComputeTime([self._trainer.model])
+        times = step_times([self._trainer.model], torch.device("cpu"), RANKS)
+        heartbeat.timing = times.told
 
         def boundary() -> bool:
             self._steps += 1
-            heartbeat.pace = compute_time.step_done() or heartbeat.pace
+            times.end()
+            times.ask()
+            times.begin()
             return False
 
         heartbeat.begin()
@@ -63,7 +64,7 @@ class Watched:
         finally:
             heartbeat.rest()
             heartbeat.close()
-            self._trainer.model._set_ddp_runtime_logging_sample_rate(TORCHS_SAMPLE_STEPS)
+            times.close()
 
 
 def measure(pairs: int, steps: int, step_s: float) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from clusterddp.reporter import say
 from clusterddp.rundir.control_address import Address, write_address
 from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.timing import TimingFile, TimingLines
 from clusterddp.supervisor import decide
 from clusterddp.supervisor.control_server import ControlServer
 from clusterddp.supervisor.controller import Controller
@@ -96,6 +97,8 @@ class Attempt:
         #: When each timer that runs expires, on the monotonic clock.
         self._timers = {Timer.LOOK: 0.0, Timer.WATCHDOG: 0.0}
         self._watch = self._new_watch()
+        began = min((event["time"] for event in self._history.events), default=time.time())
+        self._timing, self._timing_file = TimingLines(number, job.world_size, began), TimingFile(run)
         #: What the thread of the history has to do; None: nothing more.
         self._writes: queue.Queue[Callable[[], Any] | None] = queue.Queue()
 
@@ -147,6 +150,7 @@ class Attempt:
             self._server.close()
             while not self._events.empty():  # the last reports of the ranks
                 self._handle(*self._events.get())
+            self._write_timing(self._timing.last)
             self._writes.put(None)
             history.join()
 
@@ -240,6 +244,9 @@ class Attempt:
             case Heartbeat(rank, host, values):
                 if self._watch:
                     self._watch.update(rank, host, values)
+                self._timing.update(rank, values, now)
+                if self._timing.due(now):
+                    self._write_timing(self._timing.interval)
             case Do.ASK_CONTROLLER:
                 self._monitor.ask()
             case Do.NOTIFY_RANKS:
@@ -256,7 +263,12 @@ class Attempt:
                 self._watch = self._new_watch()
             case Do.FENCE:
                 self._history.close()
+                self._timing_file.close()
                 self._server.close()
+
+    def _write_timing(self, lines: Callable[[float, Sequence[str]], list[dict[str, Any]]]) -> None:
+        hosts = [self._state.node_of(rank) for rank in range(self._job.world_size)]
+        self._writes.put(partial(self._timing_file.append, lines(time.time(), hosts)))
 
     # --- in the thread of the history
 

@@ -58,7 +58,7 @@ def step(state: State, event: Event, now: float) -> Step:
         if not isinstance(event, RankEvent | ConnectionLost):
             return state, []
         state, actions = _HANDLERS[type(event)](state, event, now)
-        return state, [action for action in actions if isinstance(action, Record)]
+        return state, [action for action in actions if isinstance(action, Record | Heartbeat)]
     if state.superseded and not (isinstance(event, RanksExited) or event is Timer.ABANDON):
         return state, []
     if isinstance(event, Timer):

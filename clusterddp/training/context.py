@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +32,7 @@ from clusterddp.training.loop import Run, Services
 from clusterddp.training.run_state import Randomness
 from clusterddp.training.saving import Saver
 from clusterddp.training.stopping import Stopping
+from clusterddp.training.timing import StepTimes, step_times
 from clusterddp.worker import completion, control_channel
 
 _current: Context | None = None
@@ -111,6 +112,7 @@ class Context:
         self._agreement = self._stopping.agreement
         shield_workers()
         self._run: Run | None = None
+        self._times: StepTimes | None = None
         self._turns = 0
         self._heartbeat = self._begin_heartbeat()
         self._closed = False
@@ -225,7 +227,7 @@ class Context:
             rank=self.rank,
             world_size=self.world_size,
             at_batch=self._stop_in_evaluation,
-            around=self._evaluations.measured,
+            around=self._evaluating,
             **options,
         )
 
@@ -263,7 +265,9 @@ class Context:
         saver = self._stopping.saver = Saver(read.run_dir, self.attempt, self._group, report, read.job.checkpoint)
         training_loader = loader if isinstance(loader, Loader) else ExternalLoader(loader, self._group)
         deadline = self._stopping.deadline
-        services = Services(read.job, self._group, self._agreement, saver, deadline, self._heartbeat, report)
+        self._times = times = step_times(parts.values(), self.device, self.world_size)
+        self._heartbeat.timing = times.told
+        services = Services(read.job, self._group, self._agreement, saver, deadline, self._heartbeat, times, report)
         self._run = run = Run(parts, training_loader, rng, services)
         if control_channel.current is not None:
             savable = control_channel.Savable(lambda: (run.step, saver.committed), saver.request)
@@ -292,7 +296,21 @@ class Context:
 
         Not needed around an evaluation with ``eval_loader``, each batch of which counts as progress.
         """
-        return self._heartbeat.pause()
+        return self._paused()
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        with self._heartbeat.pause(), self._aside():
+            yield
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        with self._evaluations.measured(), self._aside():
+            yield
+
+    def _aside(self) -> AbstractContextManager[None]:
+        """No part of a step."""
+        return self._times.aside() if self._times is not None else nullcontext()
 
     # --- stopping
 

@@ -1,8 +1,8 @@
 """A rank's heartbeat to the supervisor every few seconds: its progress and, while there is none, where it is.
 
 A thread reads counters that the main thread keeps anyway, so that a step does no work for it. The supervisor finds out
-that the run hangs, and on which rank (``failures/hangs.py``). When the rank's timeout is over, a timer of faulthandler,
-which does not need the GIL, writes the stacks of all threads to stderr.
+that the run hangs, and on which rank (``failures/hangs.py``), and what the steps spend their time on. When the rank's
+timeout is over, a timer of faulthandler, which does not need the GIL, writes the stacks of all threads to stderr.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -33,6 +33,8 @@ GAP_FACTOR = 4.0
 RECORDED = 100
 #: Seconds that the order to exit after a hang waits for the flight record, less than the grace period for hung ranks.
 RECORD_S = 1.5
+#: Seconds between two heartbeats with histograms of the steps, and for which the end waits for the last heartbeat.
+HISTOGRAMS_S, CLOSE_S = 60.0, 1.0
 #: How many samples of a thread's stack, and how far apart, tell whether it makes progress.
 LOOKS, LOOK_S = 4, 0.01
 
@@ -92,8 +94,9 @@ class Heartbeat:
         flight_record: Path,
     ) -> None:
         self._boundaries, self._step, self._send, self._flight_record = boundaries, step, send, flight_record
-        #: Seconds of this rank's compute time in a step, and of the whole step; None: not known yet.
-        self.pace: tuple[float, float] | None = None
+        #: What to tell about the steps (``training/timing.py``), with histograms or without.
+        self.timing: Callable[[bool], Mapping[str, Any]] = lambda _: {}
+        self._thread: threading.Thread | None = None
         self._begun_at: int | None = None
         self._paused = 0
         #: When the timer will write the stacks, on the monotonic clock.
@@ -103,7 +106,8 @@ class Heartbeat:
         self._recording: threading.Thread | None = None
         self._starting_record = threading.Lock()
         if watchdog is not None:
-            threading.Thread(target=self._beat, args=(watchdog,), name="heartbeat", daemon=True).start()
+            self._thread = threading.Thread(target=self._beat, args=(watchdog,), name="heartbeat", daemon=True)
+            self._thread.start()
 
     def begin(self) -> None:
         """Training begins: from now on the rank is watched."""
@@ -123,19 +127,23 @@ class Heartbeat:
             self._paused -= 1
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, whose last heartbeat has the last figures about the steps."""
         self._end.set()
         faulthandler.cancel_dump_traceback_later()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
 
     def _beat(self, watchdog: Watchdog) -> None:
         try:
             self._beat_on(watchdog)
         finally:  # a rank whose heartbeat ends must not look as if it hung
-            self._send("alive", count=self._boundaries(), step=self._step(), age_s=0.0, allowed_s=math.inf)
+            last = self.timing(True)
+            self._send("alive", count=self._boundaries(), step=self._step(), age_s=0.0, allowed_s=math.inf, **last)
 
     def _beat_on(self, watchdog: Watchdog) -> None:
         pace, clock = Pace(watchdog), RunningClock(watchdog.beat_s)
         still_since = 0.0
+        counted_at = time.monotonic()
         stood: set[object] = set()
         while not self._end.wait(watchdog.beat_s):
             if stood_s := clock.look():
@@ -149,8 +157,9 @@ class Heartbeat:
             count = self._boundaries()
             age_s = pace.look(clock.now, count, self._begun_at, self._paused > 0)
             beat: dict[str, Any] = {"count": count, "step": self._step(), "age_s": age_s, "allowed_s": pace.allowed_s}
-            if self.pace is not None:
-                beat["own_s"], beat["step_s"] = self.pace
+            counts = time.monotonic() - counted_at >= HISTOGRAMS_S
+            counted_at = time.monotonic() if counts else counted_at
+            beat |= self.timing(counts)
             if age_s == 0:
                 self._set_timer(pace.allowed_s)
                 self._recording = None

@@ -27,11 +27,11 @@ from clusterddp.jobdef.job import Job
 from clusterddp.reporter import say
 from clusterddp.training import metrics
 from clusterddp.training.agreement import Agreement
-from clusterddp.training.compute_time import ComputeTime
 from clusterddp.training.divergence import explanation
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.run_state import Randomness, RunState
 from clusterddp.training.saving import Saver
+from clusterddp.training.timing import StepTimes
 from clusterddp.worker import completion
 from clusterddp.worker.deadline import Deadline
 
@@ -46,6 +46,7 @@ class Services:
     saver: Saver
     deadline: Deadline
     heartbeat: Heartbeat
+    times: StepTimes
     report: Callable[..., None]
 
 
@@ -63,7 +64,7 @@ class Run:
     def __init__(self, parts: dict[str, Stateful], loader: TrainingLoader, rng: Randomness, services: Services) -> None:
         self._job, self._group, self._agreement = services.job, services.group, services.agreement
         self._saver, self._deadline, self._heartbeat = services.saver, services.deadline, services.heartbeat
-        self._report_event = services.report
+        self._times, self._report_event = services.times, services.report
         self._loader, self._rng = loader, rng
         self._state = RunState(parts, loader, rng, self._job.seed, self._group)
         self._making: _Step | None = None
@@ -71,7 +72,6 @@ class Run:
         self._begun = self._stopping = False
         self._process = os.getpid()
         self._values = metrics.Values()
-        self._compute_time = ComputeTime(parts.values())
         self._micro = MicroBatches(parts.values(), loader)
         for name, part in parts.items():
             if isinstance(part, torch.optim.Optimizer):
@@ -131,7 +131,9 @@ class Run:
         batches = self._loader.batches(self.step)
         try:
             while not self._over():
+                self._times.ask()
                 batch = next(batches)
+                self._times.begin()
                 self._start_step()
                 yield batch
                 self._finish_step()
@@ -285,7 +287,7 @@ class Run:
         if self._saver.saves and (parts := self._state.divergence.compare(self._made)):
             say(explanation(parts))
             self._report("diverged", step=self.step, parts=parts, explanation=explanation(parts))
-        self._heartbeat.pace = self._compute_time.step_done() or self._heartbeat.pace
+        self._times.end()
         if self._made == 1:
             self._enter("repeating" if self.step < self._saver.steps_before else "training")
             self._group.shorten_timeout(self._job.timeouts.step_s)
@@ -306,7 +308,9 @@ class Run:
         self._loader.gather()
         self._deadline.end()  # the save itself has no deadline
         self._heartbeat.rest()
-        return self._saver.commit(self.step, self._content)
+        committed = self._saver.commit(self.step, self._content)
+        self._times.leave()
+        return committed
 
     def _save_if_due(self) -> None:
         try:

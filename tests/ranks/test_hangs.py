@@ -16,6 +16,7 @@ import pytest
 from clusterddp.failures.hangs import RankStatus, Slow, Watch, find_hang, find_slow
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.timing import read_timings
 from tests.trainings import events_of
 from tests.waiting import differing, final_state, story
 
@@ -66,6 +67,23 @@ def test_a_slow_rank_is_named_once_and_left_alone(slow: tuple[RunDirectory, str]
     assert all(later > 2 * former for former, later in itertools.pairwise(ratios))
     words = r"attempt 0: rank 1 \(\S+\) is slow: \d\.\d+ s of compute per step, \d+\.\d times the others' median"
     assert re.search(words, said), said
+
+
+def test_the_supervisor_writes_what_the_steps_of_each_rank_spent_their_time_on(slow: tuple[RunDirectory, str]) -> None:
+    """All steps but the first, which compiles and connects, have been counted when the ranks exit."""
+    intervals = read_timings(slow[0]).intervals
+    steps, own, waits = (
+        [sum(part[rank] or 0 for part in parts) for rank in (0, 1)]
+        for parts in zip(*((one.steps, one.seconds["own_s"], one.seconds["wait_s"]) for one in intervals), strict=True)
+    )
+    assert len(intervals) > 1
+    assert len(intervals[0].hosts) == 2
+    assert steps == [159, 159]
+    assert own[1] > 159 * 0.08
+    assert waits[0] > waits[1] + 5
+    counted = read_timings(slow[0]).histograms[0]["own_s"]
+    assert [sum(counted[rank].values()) for rank in (0, 1)] == [159, 159]
+    assert sum(count for bucket, count in counted[1].items() if bucket >= -4) == 159  # 2^-4 s: 62 ms
 
 
 @pytest.mark.parametrize("how", ["lock", "extension"])

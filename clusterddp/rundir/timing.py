@@ -1,0 +1,240 @@
+"""``timing.jsonl``: what the steps of each rank spent their time on. The supervisor writes it, reports read it.
+
+Ranks send totals with their heartbeats, so that the supervisor does nothing per step. It writes a line per interval,
+with an array over all ranks for each phase. Intervals grow with the age of the run: the file of a run of T seconds has
+at most about PARTS x (1 + ln(T / (PARTS x SHORTEST_S))) of these lines and one more per attempt. With 64 ranks that is
+2 MB after a week, and 20 kB more for each attempt; with more ranks there are fewer lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from clusterddp.reporter import say
+from clusterddp.rundir.files import append_line
+from clusterddp.rundir.records import (
+    Schema,
+    drop_torn_line,
+    is_count,
+    is_text,
+    is_time,
+    optional,
+    read_lines,
+    schema_error,
+)
+from clusterddp.rundir.run_directory import RunDirectory
+
+#: What a step can spend its time on: waiting for the batch, this rank's own work, waiting for other ranks, a save.
+PHASES = ("data_s", "own_s", "wait_s", "save_s")
+#: The shortest interval in seconds, and the parts that the age of a run is divided into: fewer with many ranks.
+SHORTEST_S, PARTS, FEWEST_PARTS = 10.0, 100, 20
+#: The number of ranks up to which there are PARTS.
+_FEW_RANKS = 64
+#: A histogram counts the steps that took 2^b to 2^(b+1) seconds in bucket b; the first and the last have the rest.
+FIRST_BUCKET, LAST_BUCKET = -20, 15
+
+#: The steps of a rank of which some bucket of a phase has so many: ``{phase: {rank: {bucket: steps}}}``.
+Histograms = Mapping[str, Mapping[int, Mapping[int, int]]]
+
+
+def interval_s(age_s: float, ranks: int) -> float:
+    """The length of an interval that ends when the run is ``age_s`` old."""
+    return max(SHORTEST_S, age_s / max(FEWEST_PARTS, min(PARTS, PARTS * _FEW_RANKS // ranks)))
+
+
+class TimingLines:
+    """Makes the lines of one attempt from what its ranks report. Pure: the caller has the clock and the file.
+
+    ``began``: when the run began, in unix seconds.
+    """
+
+    def __init__(self, attempt: int, ranks: int, began: float) -> None:
+        self._attempt, self._ranks, self._began = attempt, ranks, began
+        self._totals: dict[int, Sequence[Any]] = {}
+        self._written: dict[int, Sequence[Any]] = {}
+        self._histograms: dict[int, Mapping[str, Any]] = {}
+        self._begin: float | None = None
+        self._hosts_written = False
+
+    def update(self, rank: int, beat: Mapping[str, Any], now: float) -> None:
+        """Records the totals in a rank's heartbeat, if it has any. Raises ValueError for malformed ones."""
+        totals, histograms = beat.get("timing"), beat.get("histograms")
+        if totals is not None:
+            if not _is_totals(totals):
+                raise ValueError(f"'timing' is {totals!r:.60}")
+            self._totals[rank] = totals
+            if self._begin is None and totals[0]:
+                self._begin = now - sum(seconds or 0.0 for seconds in totals[1:])
+        if histograms is not None:
+            if not _is_histograms(histograms):
+                raise ValueError(f"'histograms' is {histograms!r:.60}")
+            self._histograms[rank] = histograms
+
+    def due(self, now: float) -> bool:
+        """Whether an interval ends; takes the same time for any number of ranks."""
+        return self._begin is not None and now - self._begin >= interval_s(now - self._began, self._ranks)
+
+    def interval(self, now: float, hosts: Sequence[str]) -> list[dict[str, Any]]:
+        """The line of the interval that ends now, if a step ended in it; before the first, that of the ranks' hosts."""
+        if self._begin is None:
+            return []
+        ranks = range(self._ranks)
+        steps = [self._since_written(rank, 0) for rank in ranks]
+        phases = {
+            name: [self._since_written(rank, place) for rank in ranks] for place, name in enumerate(PHASES, start=1)
+        }
+        line = {"attempt": self._attempt, "begin": round(self._begin, 3), "end": round(now, 3), "steps": steps}
+        self._begin, self._written = now, dict(self._totals)
+        if not any(steps):
+            return []
+        first = [] if self._hosts_written else [{"attempt": self._attempt, "hosts": list(hosts)}]
+        self._hosts_written = True
+        return [*first, line | phases]
+
+    def last(self, now: float, hosts: Sequence[str]) -> list[dict[str, Any]]:
+        """The last lines of the attempt: the last interval, and the histograms."""
+        lines = self.interval(now, hosts)
+        if self._histograms and self._hosts_written:
+            found = sorted(self._histograms.items())
+            told = {name: {str(rank): one[name] for rank, one in found if one.get(name)} for name in PHASES}
+            lines.append({"attempt": self._attempt, "histograms": told})
+        return lines
+
+    def _since_written(self, rank: int, place: int) -> Any:
+        total = self._totals.get(rank, [None] * 5)[place]
+        if total is None:
+            return None
+        return round(total - (self._written.get(rank, [0] * 5)[place] or 0), 3)
+
+
+def _is_totals(value: Any) -> bool:
+    """Steps, then the seconds of each phase, None where unknown."""
+    if not (isinstance(value, list) and len(value) == 1 + len(PHASES) and is_count(value[0])):
+        return False
+    return all(seconds is None or is_time(seconds) for seconds in value[1:])
+
+
+def _is_histograms(value: Any) -> bool:
+    return isinstance(value, dict) and all(name in PHASES and _is_counts(counts) for name, counts in value.items())
+
+
+def _is_counts(value: Any) -> bool:
+    """Pairs of a bucket and its steps."""
+    if not isinstance(value, list):
+        return False
+    pairs = all(isinstance(pair, list) and [type(item) for item in pair] == [int, int] for pair in value)
+    return pairs and all(FIRST_BUCKET <= bucket <= LAST_BUCKET and count >= 0 for bucket, count in value)
+
+
+class TimingFile:
+    """Appends lines to a run's ``timing.jsonl``. Without space on the disk they are lost: nothing depends on them."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._path = run.timing_file
+        self._begun = self._closed = self._failed = False
+
+    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Appends these lines, unless the file was closed."""
+        try:
+            for line in lines if not self._closed else ():
+                if not self._begun:
+                    drop_torn_line(self._path)
+                    self._begun = True
+                append_line(self._path, line)
+        except OSError as error:
+            if not self._failed:
+                say(f"cannot write {self._path.name} ({error.strerror}): reports will lack some step times")
+            self._failed = True
+
+    def close(self) -> None:
+        """From now on a newer attempt's supervisor writes the file; for any thread."""
+        self._closed = True
+
+
+# --- reading
+
+
+@dataclass(frozen=True)
+class TimedInterval:
+    """The steps of each rank from ``begin`` to ``end`` (unix seconds), and their seconds in each phase.
+
+    None where nothing is known of a rank. ``hosts`` is empty if the line with them was lost.
+    """
+
+    attempt: int
+    begin: float
+    end: float
+    steps: tuple[int | None, ...]
+    seconds: Mapping[str, tuple[float | None, ...]]
+    hosts: tuple[str, ...] = ()
+
+    def per_step(self, phase: str, rank: int) -> float | None:
+        """The mean seconds of a rank's steps in a phase; None if unknown."""
+        steps, seconds = self.steps[rank], self.seconds[phase][rank]
+        return seconds / steps if steps and seconds is not None else None
+
+
+@dataclass(frozen=True)
+class Timings:
+    """All of the file, oldest first; ``histograms`` by attempt."""
+
+    intervals: tuple[TimedInterval, ...] = ()
+    histograms: Mapping[int, Histograms] = field(default_factory=dict)
+
+
+def read_timings(run: RunDirectory) -> Timings:
+    """A run's ``timing.jsonl``. A file that is missing is empty; lines of another form are skipped.
+
+    Raises OSError if the file cannot be read.
+    """
+    hosts: dict[int, tuple[str, ...]] = {}
+    intervals: list[TimedInterval] = []
+    histograms: dict[int, Histograms] = {}
+    for line in read_lines(run.timing_file, {"attempt": is_count}):
+        attempt = line["attempt"]
+        if _are(line.get("hosts"), is_text):
+            hosts[attempt] = tuple(line["hosts"])
+        elif isinstance(line.get("histograms"), dict):
+            histograms[attempt] = _histograms(line["histograms"])
+        elif (interval := _interval(line, hosts.get(attempt, ()))) is not None:
+            intervals.append(interval)
+    return Timings(tuple(intervals), histograms)
+
+
+def _interval(line: Mapping[str, Any], hosts: tuple[str, ...]) -> TimedInterval | None:
+    if schema_error(line, _INTERVAL) or line["begin"] > line["end"]:
+        return None
+    ranks = len(line["steps"])
+    if any(len(line[name]) != ranks for name in PHASES):
+        return None
+    return TimedInterval(
+        line["attempt"],
+        line["begin"],
+        line["end"],
+        tuple(line["steps"]),
+        {name: tuple(line[name]) for name in PHASES},
+        hosts if len(hosts) == ranks else (),
+    )
+
+
+def _are(value: Any, check: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(check, value))
+
+
+_INTERVAL: Schema = {
+    "begin": is_time,
+    "end": is_time,
+    "steps": lambda value: _are(value, optional(is_count)),
+    **{name: lambda value: _are(value, optional(is_time)) for name in PHASES},
+}
+
+
+def _histograms(value: Mapping[str, Any]) -> Histograms:
+    """Of all phases, those that are of the expected form."""
+    return {
+        name: {int(rank): dict(counts) for rank, counts in ranks.items() if rank.isdecimal() and _is_counts(counts)}
+        for name in PHASES
+        if isinstance(ranks := value.get(name), dict)
+    }

@@ -1,0 +1,277 @@
+"""What a rank's steps spend their time on: waiting for the batch, its own work, waiting for other ranks, a save.
+
+The steps of all ranks take equally long, because each waits for the slowest in DDP's all_reduce. That wait is the time
+from the end of the backward until DDP has reduced the last gradients, between two callbacks at the end of the backward.
+It includes communication that did not overlap with the backward. Own work is what remains of a step: forward, backward,
+optimizer. It includes waits in other collectives: a straggler may go unnoticed because of them, but no other rank is
+taken for one. Evaluations and ``ctx.unwatched()`` belong to no phase.
+
+On a GPU all times are those of the stream, between CUDA events that are queried once a later step begins: the training
+thread never waits for the GPU, and time in which the GPU still works on earlier steps counts as work, not as a wait for
+the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from clusterddp.rundir.timing import FIRST_BUCKET, LAST_BUCKET, PHASES
+
+#: The pace, by which stragglers are found, is the median of so many samples, each the mean of so many steps.
+SAMPLE_STEPS, SAMPLES = 20, 5
+#: The most steps that wait for the GPU to pass their events; of more, the oldest are not counted.
+MOST_PENDING = 64
+#: Places of a histogram: ``math.frexp`` returns 1 more than the exponent that buckets are named by.
+_OFFSET, _LAST = 1 + FIRST_BUCKET, LAST_BUCKET - FIRST_BUCKET
+
+
+class Clock(Protocol):
+    """Makes marks in the course of a step."""
+
+    def mark(self) -> Any: ...
+    def passed(self, mark: Any) -> bool:
+        """Whether it is known by now when the mark, and all before it, were passed. Does not wait."""
+        ...
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds between two marks that were passed."""
+        ...
+
+    def reuse(self, marks: Iterable[Any]) -> None:
+        """These marks are not needed any more."""
+        ...
+
+
+class HostClock:
+    """Marks are seconds."""
+
+    mark = staticmethod(time.perf_counter)
+
+    def passed(self, _mark: float) -> bool:
+        return True
+
+    def between(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def reuse(self, marks: Iterable[float]) -> None:
+        """A number needs no pool."""
+
+
+class StreamClock:
+    """Marks are CUDA events on the current stream of a device, from a pool. None while a graph is being captured: an
+    event would become a part of the graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: list[torch.cuda.Event] = []
+
+    def mark(self) -> torch.cuda.Event | None:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def passed(self, mark: torch.cuda.Event | None) -> bool:
+        return mark is None or mark.query()  # type: ignore[no-untyped-call]
+
+    def between(self, begin: torch.cuda.Event | None, end: torch.cuda.Event | None) -> float:
+        return begin.elapsed_time(end) / 1000 if begin is not None and end is not None else 0.0
+
+    def reuse(self, marks: Iterable[torch.cuda.Event | None]) -> None:
+        self._pool += [mark for mark in marks if mark is not None]
+
+
+class _Step:
+    """The marks of a step: the batch was asked for, it came, the step's work was done, and the loop goes on.
+
+    ``waits`` and ``asides``: pairs of marks, around DDP's reductions and what belongs to no phase.
+    """
+
+    __slots__ = ("asides", "asked", "begun", "done", "left", "waits")
+
+    def __init__(self, asked: Any) -> None:
+        self.asked = asked
+        self.begun = self.done = self.left = None
+        self.waits: list[Any] = []
+        self.asides: list[Any] = []
+
+
+class StepTimes:
+    """Times the steps of a loop, for its thread; ``told`` is for any thread.
+
+    Args:
+        parts: those of the run, of which DDP modules are watched.
+        clock: where the steps' work is done.
+        alone: whether there is only one rank, which waits for nobody.
+    """
+
+    def __init__(self, parts: Iterable[Any], clock: Clock, *, alone: bool = False) -> None:
+        self._clock = clock
+        self._step: _Step | None = None
+        self._working = False  # between the batch and the end of the step
+        self._pending: deque[_Step] = deque()
+        self._warm = False  # the first step compiles and connects
+        self._reducing = False
+        self._knows_waits = alone
+        self._steps = 0
+        self._sums = [0.0] * len(PHASES)
+        self._counts = [[0] * (_LAST + 1) for _ in PHASES]
+        self._totals: tuple[float, ...] = (0, *self._sums)
+        #: Of the pace: the steps, their own time and their whole time at the last sample; the samples.
+        self._sampled = (0, 0.0, 0.0)
+        self._samples: deque[float] = deque(maxlen=SAMPLES)
+        self._pace: tuple[float, float] | None = None
+        self._hooks: list[Any] = []
+        for part in parts:
+            if isinstance(part, DistributedDataParallel):
+                self._watch(part)
+
+    # --- in the loop
+
+    def ask(self) -> None:
+        """The loop asks for the next batch; the step before it, and its save, are over."""
+        self._step = _Step(self._leave())
+
+    def begin(self) -> None:
+        """The batch is there."""
+        if self._step is not None:
+            self._step.begun = self._clock.mark()
+            self._working, self._reducing = True, False
+
+    def end(self) -> None:
+        """The step's work is done; a save may follow."""
+        if self._working and self._step is not None:
+            self._step.done = self._clock.mark()
+            self._working = False
+
+    def leave(self) -> None:
+        """The loop has ended, with the save at its end."""
+        if self._step is not None:
+            self._leave()
+        self._step = None
+
+    def close(self) -> None:
+        """Removes what was added to the modules."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The body is no part of the step, such as an evaluation. Only the outermost of several counts."""
+        step = self._step
+        if not self._working or step is None or len(step.asides) % 2 or not _in_main_thread():
+            yield
+            return
+        step.asides.append(self._clock.mark())
+        try:
+            yield
+        finally:
+            step.asides.append(self._clock.mark())
+
+    def _leave(self) -> Any:
+        mark, step = self._clock.mark(), self._step
+        if step is not None and step.done is not None:
+            step.left = mark
+            self._pending.append(step)
+            if len(self._pending) > MOST_PENDING:
+                self._pending.popleft()
+        while self._pending and self._clock.passed(self._pending[0].left):
+            self._count(self._pending.popleft())
+        return mark
+
+    # --- DDP
+
+    def _watch(self, module: DistributedDataParallel) -> None:
+        """DDP queues its callback that waits for the reductions with the last gradient. A callback that is queued with
+        any gradient therefore runs before it, and one that that one queues runs after it."""
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if trained:  # the last parameter usually gets its gradient first
+            hook = trained[-1].register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
+
+    def _on_gradient(self, _parameter: torch.Tensor) -> None:
+        if self._working and not self._reducing:
+            self._reducing = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._before_reduction)
+
+    def _before_reduction(self) -> None:
+        if self._step is not None:
+            self._step.waits.append(self._clock.mark())
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_reduction)
+
+    def _after_reduction(self) -> None:
+        if self._step is not None and len(self._step.waits) % 2:
+            self._step.waits.append(self._clock.mark())
+        self._reducing = False
+
+    # --- what comes of it
+
+    def _count(self, step: _Step) -> None:
+        between = self._clock.between
+        data_s = between(step.asked, step.begun)
+        save_s = between(step.done, step.left)
+        wait_s = aside_s = 0.0
+        if step.waits:
+            self._knows_waits = True
+            wait_s = sum(map(between, step.waits[::2], step.waits[1::2]))
+        if step.asides:
+            aside_s = sum(map(between, step.asides[::2], step.asides[1::2]))
+        own_s = max(0.0, between(step.begun, step.done) - wait_s - aside_s)
+        self._clock.reuse((step.asked, step.begun, step.done, *step.waits, *step.asides))
+        if not self._warm:
+            self._warm = True
+            return
+        self._steps += 1
+        for place, seconds in enumerate((data_s, own_s, wait_s, save_s)):
+            self._sums[place] += seconds
+            self._counts[place][min(max(math.frexp(seconds)[1] - _OFFSET, 0), _LAST)] += seconds > 0
+        self._totals = (self._steps, *self._sums)
+        if self._steps % SAMPLE_STEPS == 0:
+            self._sample()
+
+    def _sample(self) -> None:
+        """Adds to the pace."""
+        data_s, own_s, wait_s, save_s = self._sums
+        now = (self._steps, data_s + own_s, data_s + own_s + wait_s + save_s)
+        steps, worked_s, all_s = (new - old for new, old in zip(now, self._sampled, strict=True))
+        self._sampled = now
+        self._samples.append(worked_s / steps)
+        if self._knows_waits and len(self._samples) == SAMPLES:
+            self._pace = (statistics.median(self._samples), all_s / steps)
+
+    def told(self, histograms: bool = False) -> dict[str, Any]:
+        """What a heartbeat tells the supervisor: the totals so far and the pace, if they are known."""
+        steps, data_s, own_s, wait_s, save_s = self._totals
+        split = (own_s, wait_s) if self._knows_waits else (None, None)
+        seconds = (data_s, *split, save_s)
+        values: dict[str, Any] = {"timing": [steps, *(None if one is None else round(one, 6) for one in seconds)]}
+        if self._pace is not None:
+            values["own_s"], values["step_s"] = self._pace
+        if histograms:
+            values["histograms"] = {
+                phase: [[place + FIRST_BUCKET, count] for place, count in enumerate(counts) if count]
+                for phase, counts, one in zip(PHASES, self._counts, seconds, strict=True)
+                if one is not None
+            }
+        return values
+
+
+def step_times(parts: Iterable[Any], device: torch.device, world_size: int) -> StepTimes:
+    """The timing of a rank's steps on its device."""
+    clock = StreamClock(device) if device.type == "cuda" else HostClock()
+    return StepTimes(parts, clock, alone=world_size == 1)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

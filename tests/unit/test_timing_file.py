@@ -1,0 +1,121 @@
+"""``timing.jsonl``: what is written of the ranks' totals, how large it gets, and what is read of a damaged file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.timing import PARTS, TimingFile, TimingLines, interval_s, read_timings
+from tests.timings import BEGAN, timing_lines, write_timings
+
+HOSTS = ["n1", "n1", "n2", "n2"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+def test_an_interval_has_what_the_totals_of_each_rank_have_grown_by(run: RunDirectory) -> None:
+    """Rank 1 does not know how long it waits, rank 2 has not reported, rank 3 repeats what it said."""
+    timing = TimingLines(3, 4, began=1000.0)
+    timing.update(3, {"count": 9}, 1000.0)
+    timing.update(0, {"timing": [10, 1.0, 2.0, 1.0, 0.5]}, 1004.5)
+    assert not timing.due(1009.9)
+    assert timing.due(1010.0)
+    timing.update(1, {"timing": [10, 1.0, None, None, 0.5], "histograms": {"data_s": [[-4, 10]]}}, 1006.0)
+    timing.update(3, {"timing": [8, 0.5, 3.0, 0.1, 0.0]}, 1007.0)
+    write_timings(run, timing.interval(1010.0, HOSTS))
+    timing.update(0, {"timing": [30, 1.5, 8.0, 1.5, 0.5]}, 1018.0)
+    write_timings(run, timing.last(1020.0, HOSTS))
+    read = read_timings(run)
+    first, second = read.intervals
+    assert (first.attempt, first.begin, first.end, first.hosts) == (3, 1000.0, 1010.0, tuple(HOSTS))
+    assert (first.steps, first.seconds["own_s"]) == ((10, 10, None, 8), (2.0, None, None, 3.0))
+    assert (second.begin, second.steps, second.seconds["own_s"]) == (1010.0, (20, 0, None, 0), (6.0, None, None, 0.0))
+    assert second.per_step("own_s", 0) == 0.3
+    assert second.per_step("own_s", 1) is second.per_step("own_s", 3) is None
+    assert read.histograms == {3: {"data_s": {1: {-4: 10}}, "own_s": {}, "wait_s": {}, "save_s": {}}}
+
+
+def test_an_attempt_that_ends_before_its_first_step_leaves_nothing(run: RunDirectory) -> None:
+    timing = TimingLines(0, 1, began=0.0)
+    timing.update(0, {"timing": [0, 0.0, None, None, 0.0], "histograms": {}}, 5.0)
+    assert not timing.due(1e9)
+    assert timing.last(20.0, ["n1"]) == []
+    assert read_timings(run).intervals == ()
+
+
+@pytest.mark.parametrize(
+    "beat",
+    [
+        {"timing": 7},
+        {"timing": [1, 2.0]},
+        {"timing": [1.5, 0, 0, 0, 0]},
+        {"timing": [1, "2", 0, 0, 0]},
+        {"histograms": []},
+        {"histograms": {"data_s": [[1, 2, 3]]}},
+        {"histograms": {"data_s": [[99, 1]]}},
+        {"histograms": {"other": []}},
+    ],
+)
+def test_a_malformed_heartbeat_is_refused(beat: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="is "):
+        TimingLines(0, 2, began=0.0).update(0, beat, 1.0)
+
+
+def test_the_file_of_a_week_with_many_attempts_stays_small() -> None:
+    """64 ranks and 50 attempts: 3 MB. The intervals of 4,096 ranks are longer."""
+    now, week, lines = 0.0, 7 * 86400.0, 0
+    while now < week:
+        now += interval_s(now, 64)
+        lines += 1
+    hosts = [f"node{rank // 8:03}" for rank in range(64)]
+    simulated = timing_lines(hosts, 90_000.0, beat_s=900.0)
+    interval = len(json.dumps(simulated[-2]))
+    ends = len(json.dumps(simulated[0])) + 64 * 4 * 8 * len("[-10, 123456], ")  # with 8 buckets in each histogram
+    assert lines * interval + 50 * (ends + interval) < 6e6
+    assert week / PARTS == interval_s(week, 64) < interval_s(week, 4096)
+
+
+def test_torn_foreign_and_unknown_lines_are_skipped(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without the line of the hosts, the ranks' hosts are unknown."""
+    lines = timing_lines(HOSTS, 60.0)
+    one = lines[1]
+    wrong = [
+        {**one, "steps": [1, 2]},
+        {**one, "steps": "many"},
+        {**one, "own_s": [1, 2, 3, "4"]},
+        {**one, "end": one["begin"] - 1},
+        {name: value for name, value in one.items() if name != "wait_s"},
+        {"attempt": 0, "later": "version"},
+        {"attempt": 0, "hosts": [1, 2]},
+        {"attempt": 0, "histograms": {"own_s": {"x": [[1, 1]], "1": "none", "2": [[-3, 4]]}}},
+    ]
+    text = "\n".join(map(json.dumps, [*wrong, one, {**one, "attempt": 1}])) + '\nno json\n{"attempt": 0, "beg'
+    run.timing_file.write_text(text)
+    read = read_timings(run)
+    assert [(interval.attempt, interval.hosts) for interval in read.intervals] == [(0, ()), (1, ())]
+    assert read.histograms[0]["own_s"] == {2: {-3: 4}}
+    assert "timing.jsonl:11 skipped" in capfd.readouterr().err
+    write_timings(run, timing_lines(HOSTS, 60.0, attempt=2, begin=BEGAN + 100))  # after the torn line
+    assert read_timings(run).intervals[-1].hosts == tuple(HOSTS)
+
+
+def test_a_full_disk_is_reported_once_and_a_superseded_attempt_writes_nothing(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, lines = TimingFile(run), timing_lines(HOSTS, 60.0)
+    with monkeypatch.context() as full:
+        full.setattr("clusterddp.rundir.timing.append_line", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+        file.append(lines)
+        file.append(lines)
+    assert capfd.readouterr().err.count("cannot write timing.jsonl (No space)") == 1
+    file.append(lines)
+    assert len(read_timings(run).intervals) == len(lines) - 2
+    file.close()
+    file.append(lines)
+    assert len(read_timings(run).intervals) == len(lines) - 2
