@@ -47,6 +47,12 @@ def process_start(pid: int) -> str | None:
     return None if status is None or status[0] == "Z" else status[19]
 
 
+def started_at() -> float:
+    """When this process started, in unix seconds, exact to a clock tick. What it was before an ``exec`` counts."""
+    ticks = int(process_start(os.getpid()) or 0)
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
 def descendants(pid: int) -> dict[int, str]:
     """The descendants of ``pid``, children first: pids and command lines.
 

@@ -158,12 +158,16 @@ class _Attempt:
         return value if is_time(value) else None
 
     def trouble(self) -> tuple[float, str] | None:
-        """From when its ranks had failed or hung, and the category of the time until all of them had ended."""
+        """From when its ranks had failed or hung, and the category of the time until all of them had ended.
+
+        The ranks that wait for one on a dead node hang: it failed when its node fell silent.
+        """
         hung, failed = self.first("hung"), self.first("rank_failed")
         if hung is not None:
             return hung["time"] - _seconds(hung, "seconds"), "hung"
         if failed is not None:
-            return _seconds(failed, "since") or failed["time"], "launching"
+            category = "launching" if self.first("node_lost") is None else "hung"
+            return _seconds(failed, "since") or failed["time"], category
         return None
 
     def changes(self) -> Iterator[tuple[float, str]]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from clusterddp.errors import ClusterddpError
+from clusterddp.hostlist import expand
 from clusterddp.protocol import ATTEMPT_ENDS, RUN_ENDS
 from clusterddp.report.booking import Booking, Interval
 from clusterddp.report.markup import clipped
@@ -19,7 +22,7 @@ Sentence = Callable[[Event], "str | None"]
 _PARTS = 2000
 #: The most characters of why an attempt ended, in short and in a sentence.
 _HOW, _WORDS = 100, 600
-_IN_PROGRESS = "in progress"
+_IN_PROGRESS, _NO_RECORD = "in progress", "ended without a record"
 #: Events of a run that never started, or not yet.
 _BEFORE = frozenset(("submitted", "forked"))
 
@@ -34,12 +37,12 @@ def lanes(booking: Booking, events: Sequence[Event], sentence: Sentence, state: 
     booked = _by_lane(booking.intervals, numbers)
     width = booking.total_s / _PARTS
     found = []
-    for number in numbers:
-        attempt = (
-            _attempt(own[number], sentence, state if number == numbers[-1] else "")
-            if number is not None
-            else _not_started()
-        )
+    for number, after in zip(numbers, [*numbers[1:], None], strict=True):
+        if number is None:
+            attempt = _not_started()
+        else:
+            following = None if after is None else _newest(own[after], ("started",)) or {}
+            attempt = _attempt(own[number], sentence, state, following)
         seconds: defaultdict[str, float] = defaultdict(float)
         for interval in booked[number]:
             seconds[interval.category] += interval.seconds
@@ -95,18 +98,21 @@ def _not_started() -> dict[str, Any]:
     }
 
 
-def _attempt(events: Sequence[Event], sentence: Sentence, state: str) -> dict[str, Any]:
+def _attempt(events: Sequence[Event], sentence: Sentence, state: str, following: Event | None) -> dict[str, Any]:
     """What an attempt's events tell. ``how``: a word or two about its end; ``words``: the sentence. ``state``: of the
-    run, for its newest attempt."""
+    run. ``following``: the next attempt's start; None for the newest attempt."""
     started = _newest(events, ("started",)) or {}
     begun = _newest(events, ("training", "resumed")) or {}
     end = _newest(events, ATTEMPT_ENDS)
-    if end is None:
-        how = words = state if state in RUN_ENDS else _IN_PROGRESS if state == "running" else "ended without a record"
-    else:
-        reason = end["event"] if end["event"] in RUN_ENDS else end.get("reason", end["event"])
+    if end is not None:
+        over = end["event"] in RUN_ENDS and following is None
+        reason = end["event"] if over else end.get("reason") or end["event"]
         how = clipped(" ".join(str(reason).split()), _HOW)
         words = clipped(without_attempt(end, sentence) or how, _WORDS)
+    elif following is None:
+        how = words = state if state in RUN_ENDS else _IN_PROGRESS if state == "running" else _NO_RECORD
+    else:
+        how, words = _without_record(started, following)
     reached = [event["step"] for event in events if is_count(event.get("step"))]
     job = started.get("job") or (f"process {started['pid']}" if "pid" in started else None)
     return {
@@ -121,6 +127,23 @@ def _attempt(events: Sequence[Event], sentence: Sentence, state: str) -> dict[st
         "how": how,
         "words": words,
     }
+
+
+def _without_record(started: Event, following: Event) -> tuple[str, str]:
+    """How an attempt ended whose supervisor could not record it, in short and in a sentence.
+
+    Slurm restarts a job after a preemption, which a supervisor records, or after the failure of one of its nodes. That
+    of another node than the first, on which the supervisor runs, is recorded, too.
+    """
+    nodes, job = started.get("nodes"), started.get("job")
+    again = job is not None and following.get("job") == job and following.get("restarts") != started.get("restarts")
+    if not again or not nodes or not isinstance(nodes, str):
+        return _NO_RECORD, _NO_RECORD
+    with suppress(ClusterddpError):
+        first = clipped(expand(nodes)[0], _HOW // 2)
+        words = f"{_NO_RECORD}, and Slurm restarted the job: its first node, {first}, has probably failed"
+        return f"node {first} probably lost", words
+    return _NO_RECORD, _NO_RECORD
 
 
 def without_attempt(event: Event, sentence: Sentence) -> str | None:

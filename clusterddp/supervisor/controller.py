@@ -14,6 +14,7 @@ from clusterddp.errors import INTERRUPTED, STOPPED, LauncherEnvironmentError, Sl
 from clusterddp.failures import exclusion
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
+from clusterddp.process import started_at
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.records import is_text, read_json
@@ -108,7 +109,7 @@ class SlurmController(Controller):
         if job is None or job.restarts != self._restarts:
             return Notice(None)
         ends = Stop.JOB_END if job.state == "COMPLETING" else None
-        return Notice(job.end_time, ends if job.preempt_time is None else Stop.PREEMPTION, _allocated(job))
+        return Notice(job.end_time, ends if job.preempt_time is None else Stop.PREEMPTION, allocated(job, started_at()))
 
     def why(self, notice_s: float) -> Cause:
         """Reads the job's state and PreemptTime."""
@@ -225,10 +226,16 @@ class LocalController(Controller):
         raise NotImplementedError("a local run is restarted by its loop")
 
 
-def _allocated(job: JobInfo) -> dict[str, float] | None:
-    times = {"submitted": job.submit_time, "eligible": job.eligible_time, "begun": job.start_time}
-    known = {name: at for name, at in times.items() if at is not None}
-    return known if "begun" in known else None
+def allocated(job: JobInfo, batch_step: float) -> dict[str, float] | None:
+    """When the job was queued, could start, and got its nodes; None if Slurm does not say when it got them.
+
+    Slurm's times are whole seconds: it got them before the batch step started, and within a second of StartTime.
+    """
+    if job.start_time is None:
+        return None
+    begun = min(max(job.start_time, batch_step), job.start_time + 1)
+    times = {"submitted": job.submit_time, "eligible": job.eligible_time, "begun": begun}
+    return {name: at for name, at in times.items() if at is not None}
 
 
 def _stop_said(notice: Path) -> Stop | None:

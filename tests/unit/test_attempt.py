@@ -7,6 +7,8 @@ import errno
 import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,9 +30,10 @@ from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
+from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import decide, lease, recovery
 from clusterddp.supervisor.attempt import Attempt
-from clusterddp.supervisor.controller import SlurmController
+from clusterddp.supervisor.controller import SlurmController, allocated
 from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
@@ -749,3 +752,22 @@ def test_slow_saves_are_distinguished_from_no_reason_to_stop(run: RunDirectory) 
     attempt.supervise()
     assert seen == [310.0]
     assert Timeouts().notice_s < 310
+
+
+@pytest.mark.parametrize(("batch_step", "begun"), [(107.4, 107.4), (112.0, 108.0), (106.5, 107.0)])
+def test_a_job_got_its_nodes_when_its_batch_step_began_as_far_as_slurms_whole_seconds_allow(
+    batch_step: float, begun: float
+) -> None:
+    """A prolog may take long; and the clocks of a node and the controller may differ."""
+    job = JobInfo("41", "RUNNING", "None", "n1", 0, None, None, submit_time=93.0, eligible_time=100.0, start_time=107.0)
+    assert allocated(job, batch_step) == {"submitted": 93.0, "eligible": 100.0, "begun": begun}
+    assert allocated(dataclasses.replace(job, start_time=None), batch_step) is None
+
+
+def test_a_process_knows_when_it_started_even_after_an_exec() -> None:
+    """As the supervisor, which the batch script becomes."""
+    code = "from clusterddp.process import started_at; print(started_at())"
+    before = time.time()
+    shell = ["sh", "-c", f'exec {sys.executable} -c "{code}"']
+    at = float(subprocess.run(shell, capture_output=True, text=True, check=True).stdout)
+    assert before - 0.02 <= at <= time.time()

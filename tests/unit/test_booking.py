@@ -333,6 +333,19 @@ def test_a_script_without_a_loop_is_not_importing_for_days() -> None:
     assert book([*events, failed], 15.0, state="failed").seconds()["importing"] == 7
 
 
+def test_ranks_that_wait_for_a_dead_node_hang_until_they_have_exited() -> None:
+    """Its connections break 15 s later; the other ranks waited from the moment at which it fell silent."""
+    events = [
+        {"time": 0.0, "attempt": 0, "event": "started", "job": "7"},
+        {"time": 5.0, "attempt": 0, "event": "phase", "phase": "training"},
+        {"time": 35.0, "attempt": 0, "event": "node_lost", "node": "n2"},
+        {"time": 37.0, "attempt": 0, "event": "rank_failed", "since": 20.0},
+        {"time": 38.0, "attempt": 0, "event": "resubmitted", "job": "8"},
+    ]
+    seconds = book(events, 38.0, state="pending").seconds()
+    assert (seconds["training"], seconds["hung"], seconds["launching"]) == (15, 18, 5)
+
+
 def test_a_run_that_is_continued_is_not_over() -> None:
     """It failed, was submitted again a minute later, and waits in the queue."""
     failed = [

@@ -67,6 +67,25 @@ def test_a_lane_begins_with_the_wait_for_its_attempt(tmp_path: Path) -> None:
     assert "interrupted 2 times (preempted); 10 steps were repeated" in found["verdict"]
 
 
+def test_an_attempt_that_failed_before_the_run_was_continued_is_an_interruption(tmp_path: Path) -> None:
+    """The lane says why; the end of the newest attempt is the run's."""
+    failed = event("failed", step=3, attempts=1, reason="rank 1 (n2) failed: ValueError: no")
+    again = [started(1), event("completed", 1, step=9, attempts=2, reason="")]
+    outcome = {"outcome": {"state": "completed", "step": 9, "attempts": 2}}
+    found = data_of(recorded_run(tmp_path / "run", [started(), failed, *again], **outcome))
+    assert [lane["how"] for lane in found["attempts"]] == ["rank 1 (n2) failed: ValueError: no", "completed"]
+    assert "interrupted once (rank 1 (n2) failed: ValueError: no)" in found["verdict"]
+
+
+@pytest.mark.parametrize(("job", "how"), [("41", "node n1 probably lost"), ("42", "ended without a record")])
+def test_an_attempt_without_an_end_whose_job_slurm_restarted_lost_its_batch_host(
+    tmp_path: Path, job: str, how: str
+) -> None:
+    """The supervisor ran there, and could record nothing; another job says nothing about that."""
+    found = data_of(recorded_run(tmp_path / "run", [started(), started(1, job=job)]))
+    assert found["attempts"][0]["how"] == how
+
+
 def test_steps_that_were_repeated_are_apart(tmp_path: Path) -> None:
     """The curve over steps has each step once; what attempt 1 lost is a curve of its own."""
     loss = data_of(long_run(tmp_path / "run"))["metrics"][0]
