@@ -239,7 +239,7 @@ class Handle:
         job = load_resolved(self._run.job_file)
         local = self._process or self._run.loop_file.exists()
         over = self._local_over if local else Watcher(self._run, job).look
-        with Progress(self._run, job.steps, output=False) as progress:
+        with Progress(self._run, job.steps, output=False, every_s=job.progress) as progress:
             while not over():
                 progress.update()
                 if deadline is not None and time.monotonic() > deadline:

@@ -51,6 +51,16 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes % 60:02} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
+def speed(seconds_per_step: float | None) -> str:
+    """``12.5/s`` or ``3.1 s/step``; empty if unknown."""
+    if not seconds_per_step:
+        return ""
+    if seconds_per_step >= 1:
+        return f"{seconds_per_step:.3g} s/step"
+    rate = 1 / seconds_per_step
+    return f"{rate:.3g}/s" if rate < 100 else f"{rate:,.0f}/s"
+
+
 def ignore_print_errors() -> None:
     """Makes prints to stdout and stderr never fail; output that cannot be written is lost."""
     sys.stdout, sys.stderr = (

@@ -61,7 +61,7 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
         show(warning)
     run = record_local(job, arguments.run_dir, fork_of(arguments))
     lease.loop_started(run)
-    with Progress(run, job.steps, bar=arguments.debug is None) as progress:
+    with Progress(run, job.steps, bar=arguments.debug is None, every_s=job.progress) as progress:
         code = LocalRun(run, job, moments, arguments.debug).loop(progress)
     with suppress(OSError):  # the disk is full: the entry names a process that no longer runs
         lease.loop_ended(run)
@@ -90,7 +90,7 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
     if in_batch_step(os.environ):
         return supervise_slurm(str(run))
     show(f"run directory: {run}")
-    with Progress(run, job.steps) as progress:
+    with Progress(run, job.steps, every_s=job.progress) as progress:
         code = AllocatedRun(run, job).loop(progress)
     return ended(run, code, f"clusterddp submit --here --run-dir {run}, or sbatch {run.batch_script}")
 

@@ -170,6 +170,9 @@ class Job:
     """Of the process group, and the notice before the time limit."""
     watchdog: Watchdog | None = field(default_factory=Watchdog)
     """None, in YAML ``off``: a run that hangs does so until its time limit or the process group's timeout."""
+    progress: float | None = 10.0
+    """Seconds between the lines in rank 0's log that tell the step, the speed and the newest metrics; None, in YAML
+    ``off``: no such lines."""
     limits: Limits = field(default_factory=Limits)
     """How much the run may use before it ends as failed."""
     policy: Literal["requeue", "resubmit"] | None = None
@@ -254,6 +257,7 @@ def written(job: Job) -> dict[str, Any]:
     values["checkpoint"] = {"every": _every_text(job.checkpoint), "keep": _keep_values(job.checkpoint.keep)}
     values["timeouts"] = dataclasses.asdict(job.timeouts)
     values["watchdog"] = dataclasses.asdict(job.watchdog) if job.watchdog else "off"
+    values["progress"] = job.progress or "off"
     values["limits"] = {name: value for name, value in dataclasses.asdict(job.limits).items() if value is not None}
     return {renamed.get(name, name): value for name, value in values.items() if name not in ("gpu_type", "min_nodes")}
 
@@ -277,7 +281,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 #: Keys that older versions do not know, with their defaults.
-_NEW = {"gpu_request": "gpus-per-node", "keep_logs": 50, "preflight": False}
+_NEW = {"gpu_request": "gpus-per-node", "keep_logs": 50, "preflight": False, "progress": 10.0}
 
 
 def _keep_values(keep: Keep) -> int | dict[str, Any]:

@@ -171,4 +171,5 @@ _OF_KEY: Mapping[str, Schema] = {
         "additionalProperties": False,
     },
     "watchdog": _either({"const": "off"}, _section(Watchdog)),
+    "progress": _either({"const": "off"}, _OF_TYPE[float]),
 }

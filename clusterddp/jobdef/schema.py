@@ -161,6 +161,11 @@ def _watchdog(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     return {"watchdog": None}
 
 
+def _progress(node: Node, _: list[Mistake]) -> dict[str, Any]:
+    """``off``, or seconds."""
+    return {"progress": None if node.text == "off" else _SECONDS(node)}
+
+
 _SECONDS = value.positive("seconds")
 _WATCHDOG = _fields(step_s=_SECONDS, start_s=_SECONDS, on_hang=value.choice("restart", "end"))
 _KEEP: dict[str, Reader] = {**_fields(last=value.whole(1), every=value.whole(1)), "best": _best}
@@ -253,6 +258,7 @@ READERS: dict[str, Reader] = {
     "checkpoint": _section("checkpoint", Checkpointing, {"every": _every, "keep": _keep}),
     "timeouts": _section("timeouts", Timeouts, _fields(start_s=_SECONDS, step_s=_SECONDS, notice_s=_SECONDS)),
     "watchdog": _watchdog,
+    "progress": _progress,
     "limits": _section("limits", Limits, _fields(attempts=value.whole(1), gpu_hours=value.positive("hours"))),
     **_fields(
         policy=value.choice("requeue", "resubmit"),

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +20,7 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.protocol import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.rundir import records
 from clusterddp.rundir.claims import is_job_id, read_claim
+from clusterddp.rundir.recent import SAMPLES, has_time, pace
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 
 _T = TypeVar("_T")
@@ -32,8 +31,6 @@ _EVENTS_BYTES, _METRICS_BYTES = 1 << 15, 1 << 14
 _WANTED_BYTES = 1 << 18
 #: Keys of a line or an event that are not metrics.
 _RESERVED = frozenset(("step", "time", "attempt", "event", "rank"))
-#: The most metrics lines that a speed is taken from.
-_SAMPLES = 12
 _EVENT_NAME = re.compile(rb'"event": ?"(\w+)"')
 _BEGINNINGS = ("training", "resumed")
 #: The events that are read. The others may be many; of the checkpoints, only the newest is read.
@@ -104,7 +101,7 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
     problems: list[str] = []
     outcome = _tried(run.outcome, problems) if "outcome.json" in names else None
     history = _History(run)
-    metrics, pace = _metrics(run, history, wanted)
+    metrics, seconds = _metrics(run, history, wanted)
     claims, readable = _claims(run, problems) if outcome is None else ((), True)
     newest = claims[0] if claims else {}
     in_sweep = os.path.lexists(run.path.parent / SWEEP_FILE)
@@ -121,11 +118,11 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
         metrics=metrics,
         saved=history.saved,
         started=history.first_time or _changed(run.job_file),
-        updated=max(history.last_time, metrics["time"] if _has_time(metrics) else 0.0) or _changed(run.job_file),
+        updated=max(history.last_time, metrics["time"] if has_time(metrics) else 0.0) or _changed(run.job_file),
         job_id=newest.get("job") or history.job_id,
         local=newest.get("kind", "local" if history.local else "slurm") == "local",
         nodes=history.nodes,
-        seconds_per_step=pace,
+        seconds_per_step=seconds,
         claims=claims if readable else history.claims(),
         begun="job" in newest and newest["job"] == history.started_job,
         readable=readable,
@@ -221,26 +218,15 @@ def _metrics(run: RunDirectory, history: _History, wanted: Collection[str]) -> t
             quoted = json.dumps(name).encode()
             earlier = newest(line for line in lines if quoted in line)
             found |= {key: value for key, value in earlier.items() if key == name}
-    sample = (records.parse(line, records.METRICS)[0] for line in lines[:: len(lines) // _SAMPLES + 1])
-    return found | _values(history.result, found), _pace([line for line in sample if line is not None])
+    sample = (records.parse(line, records.METRICS)[0] for line in lines[:: len(lines) // SAMPLES + 1])
+    return found | _values(history.result, found), pace([line for line in sample if line is not None])
 
 
 def _values(result: Mapping[str, Any] | None, newest: Mapping[str, Any]) -> dict[str, Any]:
     """What the script logged outside a step, after the newest step."""
-    if result is None or (_has_time(newest) and result["time"] < newest["time"]):
+    if result is None or (has_time(newest) and result["time"] < newest["time"]):
         return {}
     return {name: value for name, value in records.with_floats(result).items() if name not in _RESERVED}
-
-
-def _pace(newest_first: list[dict[str, Any]]) -> float | None:
-    """The median of the seconds per step between metrics lines of one attempt: a pause or two do not matter."""
-    own = [line for line in newest_first if line["attempt"] == newest_first[0]["attempt"] and _has_time(line)]
-    paces = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for b, a in pairwise(own) if b["step"] > a["step"]]
-    return statistics.median(paces) if paces and statistics.median(paces) > 0 else None
-
-
-def _has_time(line: Mapping[str, Any]) -> bool:
-    return records.is_time(line.get("time"))
 
 
 def _step(outcome: Mapping[str, Any] | None, metrics: Mapping[str, Any], history: _History) -> int | None:

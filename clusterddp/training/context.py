@@ -29,6 +29,7 @@ from clusterddp.training.attempt_history import AttemptHistory
 from clusterddp.training.evaluations import Evaluations
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.loop import Run, Services
+from clusterddp.training.progress_lines import ProgressLines
 from clusterddp.training.run_state import Randomness
 from clusterddp.training.saving import Saver
 from clusterddp.training.stopping import Stopping
@@ -115,6 +116,7 @@ class Context:
         self._times: StepTimes | None = None
         self._turns = 0
         self._heartbeat = self._begin_heartbeat()
+        self._progress = self._begin_progress_lines()
         self._closed = False
         at_exit(self._close_at_exit)
         if read.preflight:
@@ -291,6 +293,13 @@ class Context:
             control_channel.current.write_flight_record = heartbeat.write_flight_record
         return heartbeat
 
+    def _begin_progress_lines(self) -> ProgressLines | None:
+        """Only in a run's job: elsewhere, the script's launcher and its user decide what is printed."""
+        directory, every_s = self._settings.run_dir, self._settings.job.progress
+        if self.rank != 0 or control_channel.current is None or directory is None or every_s is None:
+            return None
+        return ProgressLines(directory.metrics_file, self.attempt, every_s)
+
     def unwatched(self) -> AbstractContextManager[None]:
         """Suspends the watchdog in a ``with`` block that takes long without a step.
 
@@ -424,6 +433,8 @@ class Context:
         self._evaluations.report()
         self._stopping.close(restore_handlers=restore_handlers)
         self._heartbeat.close()
+        if self._progress:
+            self._progress.close()
         if self._stopping.saver is not None:
             self._stopping.saver.close()
         if clean:

@@ -192,6 +192,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "timeouts": (["{start_s: 60, step_s: 1.5}", "{step_s: null}"], ["{start_s: 0}", "{x: 1}", "60"]),
     "watchdog": (["off", "{step_s: 5, on_hang: end}"], ["on", "{on_hang: x}", "false"]),
+    "progress": (["off", "2.5", "60"], ["on", "0", "-1", "false"]),
     "limits": (["{attempts: 3, gpu_hours: 0.5}", "{}"], ["{attempts: 0}", "{gpu_hours: -1}"]),
     "policy": (["requeue"], ["never"]),
     "lift_hold": (["false"], ["no", "0"]),

@@ -47,6 +47,7 @@ global_batch: 64
 checkpoint: {every: 500 steps, keep: 5}
 timeouts: {start_s: 600, step_s: 90.5, notice_s: 60}
 watchdog: {step_s: 120, start_s: 900, on_hang: end}
+progress: 60
 limits: {attempts: 20, gpu_hours: 1.5}
 snapshot: 500M
 hook: [python, notify.py]
@@ -110,6 +111,7 @@ def test_every_field_is_read(folder: Path) -> None:
         global_batch=64,
         checkpoint=Checkpointing(every_steps=500, every_s=None, keep=Keep(5)),
         watchdog=Watchdog(120.0, 900.0, "end"),
+        progress=60.0,
         limits=Limits(attempts=20, gpu_hours=1.5),
         snapshot="500M",
         hook=("python", "notify.py"),
@@ -129,7 +131,18 @@ def test_the_page_on_job_definitions_has_every_key_and_is_read(folder: Path, tmp
     every_key, users = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert set(re.findall(r"^(\w+):", every_key, re.MULTILINE)) == READERS.keys() - {"module"}
     job, plain = read(folder, every_key), read(folder, "script: train.py")
-    same = ("gpus_per_rank", "device", "seed", "timeouts", "watchdog", "lift_hold", "keep_logs", "share", "preflight")
+    same = (
+        "gpus_per_rank",
+        "device",
+        "seed",
+        "timeouts",
+        "watchdog",
+        "progress",
+        "lift_hold",
+        "keep_logs",
+        "share",
+        "preflight",
+    )
     assert [getattr(job, name) for name in same] == [getattr(plain, name) for name in same]
     assert (job.checkpoint.every_s, job.checkpoint.keep.last) == (plain.checkpoint.every_s, plain.checkpoint.keep.last)
     (tmp_path / "config.yaml").write_text(users)

@@ -15,8 +15,9 @@ import jsonschema
 import pytest
 
 from clusterddp.cli.command_line import command
-from clusterddp.cli.runs import report, table
+from clusterddp.cli.runs import table
 from clusterddp.errors import UsageError
+from clusterddp.reporter import speed
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm import commands as slurm
@@ -260,4 +261,4 @@ def test_a_list_without_sweeps_loads_no_yaml(tmp_path: Path) -> None:
 )
 def test_speed_is_shown_per_second_or_per_step(seconds_per_step: float | None, shown: str) -> None:
     """Never with an exponent."""
-    assert report.speed(seconds_per_step) == shown
+    assert speed(seconds_per_step) == shown

@@ -61,16 +61,6 @@ def left_s(summary: Summary, state: RunState) -> float | None:
     return summary.left_s if state.word == "running" else None
 
 
-def speed(seconds_per_step: float | None) -> str:
-    """``12.5/s`` or ``3.1 s/step``; empty if unknown."""
-    if not seconds_per_step:
-        return ""
-    if seconds_per_step >= 1:
-        return f"{seconds_per_step:.3g} s/step"
-    rate = 1 / seconds_per_step
-    return f"{rate:.3g}/s" if rate < 100 else f"{rate:,.0f}/s"
-
-
 def moment(seconds: float) -> str:
     """``11-23 08:00:00``, in local time."""
     return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))

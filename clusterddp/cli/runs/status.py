@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterddp.cli.runs import live
-from clusterddp.cli.runs.report import booked, left_s, moment, report, speed, values
+from clusterddp.cli.runs.report import booked, left_s, moment, report, values
 from clusterddp.cli.runs.screen import INDENT, Fact, Size, composed, fact_lines
 from clusterddp.cli.runs.sparkline import labelled
 from clusterddp.cli.runs.text import clipped, one_line
@@ -21,7 +21,7 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.report.advice import advice
 from clusterddp.report.booking import Booking
 from clusterddp.report.ratios import Spent
-from clusterddp.reporter import counted, duration
+from clusterddp.reporter import counted, duration, speed
 from clusterddp.rundir.curve import curve, main_metric
 from clusterddp.rundir.find import as_typed, open_run
 from clusterddp.rundir.run_directory import RunDirectory

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.cli.runs.report import left_s, speed, values
+from clusterddp.cli.runs.report import left_s, values
 from clusterddp.cli.runs.text import clipped, columns_of, one_line
-from clusterddp.reporter import counted, duration
+from clusterddp.reporter import counted, duration, speed
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
 

@@ -24,6 +24,6 @@ def clipped(text: str, width: int, keep_end: bool = False) -> str:
     """A text in so many columns. The end of a path tells runs apart."""
     if columns_of(text) <= width:
         return text
-    while columns_of(text) > width - 3:
+    while columns_of(text) > max(width - 3, 0):
         text = text[1:] if keep_end else text[:-1]
     return f"...{text}" if keep_end else f"{text}..."

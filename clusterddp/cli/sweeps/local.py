@@ -39,7 +39,7 @@ def _run(sweep: Sweep, name: str) -> int:
     run.unmark_cancelled()
     lease.loop_started(run)
     try:
-        with Progress(run, job.steps) as progress:
+        with Progress(run, job.steps, every_s=job.progress) as progress:
             return LocalRun(run, job).loop(progress)
     finally:
         _loop_ended(run)

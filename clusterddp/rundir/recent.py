@@ -1,0 +1,81 @@
+"""Where a run that trains is, from the end of metrics.jsonl: the newest step and metrics, and the seconds per step."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from clusterddp.reporter import duration, speed
+from clusterddp.rundir import records
+from clusterddp.rundir.curve import RESERVED, main_metric
+
+_BYTES = 1 << 14
+#: The most metrics lines that a speed is taken from, and the most metrics that are named.
+SAMPLES, MOST_METRICS = 12, 3
+
+
+@dataclass(frozen=True)
+class Recent:
+    """``done``: steps; ``values``: the metrics of the newest step that logged any."""
+
+    attempt: int
+    done: int
+    values: Mapping[str, Any]
+    seconds_per_step: float | None
+
+    def words(self, steps: int | None) -> str:
+        """``2.1 steps/s, 30 min left, loss 0.412, accuracy 0.91``; ``steps``: of the whole run."""
+        rate = speed(self.seconds_per_step)
+        parts = [f"{rate.removesuffix('/s')} steps/s" if rate.endswith("/s") else rate] if rate else []
+        if self.seconds_per_step and steps is not None:
+            parts.append(f"{duration(max(0, steps - self.done) * self.seconds_per_step)} left")
+        main = main_metric(self.values)
+        names = [main, *(name for name in self.values if name != main)] if main else []
+        parts += [f"{name} {_number(self.values[name])}" for name in names[:MOST_METRICS]]
+        return ", ".join(parts)
+
+    def line(self, steps: int | None) -> str:
+        """``step 1200/5000, 2.1 steps/s, 30 min left, loss 0.412``."""
+        words = self.words(steps)
+        return f"step {self.done}{'' if steps is None else f'/{steps}'}{f', {words}' if words else ''}"
+
+
+def recent(path: Path) -> Recent | None:
+    """What the end of metrics.jsonl says; None if there is no line yet, or it cannot be read."""
+    try:
+        _, texts = records.both_ends(path, _BYTES)
+    except OSError:
+        return None
+    texts.reverse()
+    lines = (line for text in texts if (line := records.parse(text, records.METRICS)[0]) is not None)
+    newest = next(lines, None)
+    if newest is None:
+        return None
+    values = _metrics(newest) or next((found for line in lines if (found := _metrics(line))), {})
+    sample = (records.parse(text, records.METRICS)[0] for text in texts[:: len(texts) // SAMPLES + 1])
+    seconds = pace([line for line in sample if line is not None])
+    return Recent(newest["attempt"], newest["step"] + 1, values, seconds)
+
+
+def pace(newest_first: Sequence[Mapping[str, Any]]) -> float | None:
+    """The median of the seconds per step between metrics lines of one attempt: a pause or two do not matter."""
+    own = [line for line in newest_first if line["attempt"] == newest_first[0]["attempt"] and has_time(line)]
+    paces = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for b, a in pairwise(own) if b["step"] > a["step"]]
+    return statistics.median(paces) if paces and statistics.median(paces) > 0 else None
+
+
+def has_time(line: Mapping[str, Any]) -> bool:
+    """Whether a line says when its step was done."""
+    return records.is_time(line.get("time"))
+
+
+def _metrics(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in records.with_floats(line).items() if name not in RESERVED}
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
