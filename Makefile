@@ -12,6 +12,8 @@
 # make gpu-check     what needs a GPU, in less than ten minutes; GPU_CHECK="--device cpu" is the dry run
 # make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination,
 #                    and slow tests whose main point other tests cover
+# make test-browser  the page of `clusterddp report` in Chromium (as root on Debian or Ubuntu, it is installed), with axe;
+#                    SCREENSHOTS=FOLDER keeps pictures
 # make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random
 # make soak     300 preemptions and other faults at random moments; make bench-handover, bench-agreement: what stopping costs
 # make bench-heartbeat    what the watchdog costs
@@ -29,7 +31,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product chaos soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak bench-handover bench-agreement bench-heartbeat bench-checkpoint lint reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -77,6 +79,14 @@ test-product: .venv/ready slurm
 		tests/slurm/test_templates.py tests/slurm/test_world_size.py tests/slurm/test_here.py tests/slurm/test_faults.py tests/cluster/test_cluster.py \
 		tests/slurm/test_fencing.py tests/slurm/test_jobs.py tests/slurm/test_disk.py tests/slurm/test_main_job.py tests/slurm/test_preemption.py \
 		tests/slurm/test_transcript.py
+
+.venv/browser: .venv/ready
+	$(PIP) install -c constraints.txt $(INDEX) -e '.[browser]'
+	@command -v chromium google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
+	@touch $@
+
+test-browser: .venv/browser
+	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest -q tests/browser $(TESTS)
 
 chaos: .venv/ready slurm
 	.venv/bin/python -m tests.chaos $(CHAOS)

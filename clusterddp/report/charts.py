@@ -22,6 +22,8 @@ from clusterddp.reporter import duration
 WIDTH, _HEIGHT = 2000, 1000
 #: Heights in pixels: of a lane, of a plot, and of the texts above and below it.
 _LANE, _PLOT, _ABOVE, _BELOW = 12, 150, 14, 20
+#: Kinds of lines: whole, and with gaps.
+DASHES = 4
 #: The most pieces of a curve.
 _PIECES = 100
 
@@ -39,6 +41,10 @@ class Curve:
     """Whether the values between the least and the largest of each point are shaded."""
     from_zero: bool = False
     """Whether the scale of the values begins at 0."""
+    dashes: int = 0
+    """How its line is interrupted, which tells curves of one colour apart: 0 to DASHES - 1."""
+    run: int | None = None
+    """Which of several runs it is of: their entries in the legend show them alone."""
 
     @property
     def points(self) -> Sequence[Point]:
@@ -132,12 +138,12 @@ def chart(
         for value, _ in y_marks
     ]
     texts = [tag("text", text, x=2, y=_down(y_axis, value) - 3) for value, text in y_marks]
-    scale = tag("g", *lines, *texts, class_="y")
     below = marks(x_marks, x_axis, _ABOVE + _PLOT + _BELOW - 5)
     height = _ABOVE + _PLOT + _BELOW
     data = {"data_axis": x_axis.name, "data_from": x_axis.low, "data_to": x_axis.high}
     data |= {"data_low": y_axis.low, "data_high": y_axis.high, "data_log": "" if y_axis.logarithmic else None}
-    return tag("svg", picture, scale, below, height=height, role="img", aria_label=label, **data)
+    parts = (tag("g", *lines, class_="rules"), picture, tag("g", *texts, class_="y"), below)
+    return tag("svg", *parts, height=height, role="img", aria_label=label, **data)
 
 
 def is_logarithmic(curves: Sequence[Curve], most: int) -> bool:
@@ -170,8 +176,8 @@ def _drawn(curve: Curve, pieces: Sequence[Sequence[Point]], x_axis: Axis, y_axis
         outlines = (f"{_path([*places(piece, 3), *reversed(places(piece, 2))])}z" for piece in pieces)
         yield tag("path", class_=f"band f-{curve.colour}", d="".join(outlines))
     line = "".join(_path(places(piece, 1)) for piece in pieces)
-    faint = " faint" if curve.faint else ""
-    yield tag("path", tag("title", curve.title), class_=f"curve s-{curve.colour}{faint}", d=line)
+    kind = " faint" if curve.faint else f" dash{curve.dashes}" if curve.dashes else ""
+    yield tag("path", tag("title", curve.title), class_=f"curve s-{curve.colour}{kind}", data_run=curve.run, d=line)
 
 
 def _path(points: Sequence[tuple[int, int]]) -> str:

@@ -38,6 +38,11 @@ def tag(name: str, /, *children: object, **attributes: Any) -> Markup:
     return Markup(f"<{name}{given}>{inside}</{name}>" if inside or name not in _EMPTY else f"<{name}{given}/>")
 
 
+def with_code(text: str) -> Markup:
+    """A sentence in which what is between backticks is code."""
+    return joined(*(tag("code", part) if place % 2 else part for place, part in enumerate(text.split("`"))))
+
+
 #: Elements that are written without an end tag if they are empty: those of SVG, and the empty ones of HTML.
 _EMPTY = frozenset(("svg", "g", "path", "rect", "line", "circle", "meta", "col"))
 

@@ -61,9 +61,9 @@ def page(report: Mapping[str, Any]) -> str:
     words = f"Made {when(report['made'])} by clusterddp {report['version']}. Times are in {zone}."
     made = tag("p", words, class_="quiet small")
     hint = tag("p", _HINT, class_="hint quiet small", hidden="")
-    main = tag("main", *(part.body for part in found))
+    main = tag("main", hint, *(part.body for part in found))
     script = tag("script", Markup(SCRIPT))
-    body = tag("body", _header(runs, title), _contents(found), hint, main, tag("footer", made), script)
+    body = tag("body", _header(runs, title), _contents(found), main, tag("footer", made), script)
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
@@ -108,7 +108,8 @@ def _facts(run: Run) -> Markup:
         if booked["goodput"] is not None:
             facts.append(("With nodes (goodput)", f"{100 * booked['goodput']:.0f}%"))
         facts.append(("Steps repeated", f"{booked['repeated_steps']:,}"))
-    facts.append(("Attempts", str(len([one for one in run["attempts"] if one["attempt"] is not None]))))
+    if run["attempts"]:
+        facts.append(("Attempts", str(len([one for one in run["attempts"] if one["attempt"] is not None]))))
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts), class_="facts")
 
 
@@ -252,7 +253,7 @@ def _members(runs: Sequence[Run]) -> Section:
     left = {"Run", "State"}
     head = tag("tr", *(tag("th", title, class_=None if title in left else "n") for title in titles))
     more = len(runs) - len(rows)
-    rest = tag("p", f"{counted(more, 'further run')} left out; `--json` has all.", class_="quiet") if more > 0 else None
+    rest = tag("p", f"{counted(more, 'further run')} left out; --json has all.", class_="quiet") if more > 0 else None
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="wide")
     return section(
         "Runs", "runs", tag("div", table, class_="scroll", tabindex=0, role="region", aria_label="Runs"), rest

@@ -9,19 +9,20 @@ from typing import Any, NamedTuple
 
 from clusterddp.report.axes import number, time_axis
 from clusterddp.report.booking import CATEGORIES, Interval
-from clusterddp.report.charts import Curve, bar, chart, is_logarithmic, lane, ruler, steps_axis, zoomable
-from clusterddp.report.markup import Markup, clipped, tag
+from clusterddp.report.charts import DASHES, Curve, bar, chart, is_logarithmic, lane, ruler, steps_axis, zoomable
+from clusterddp.report.curves import Point
+from clusterddp.report.markup import Markup, clipped, tag, with_code
 from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES
 from clusterddp.report.timeline import spans
 from clusterddp.reporter import counted, duration
 
 Run = Mapping[str, Any]
 #: The most lanes, metrics, and runs whose curves are drawn over each other.
-LANES, METRICS, OVERLAID = 60, 20, 24
+LANES, METRICS, OVERLAID = 60, 20, DASHES * len(SERIES)
 #: The most attempts of a run among others between which its curves have gaps.
 GAPS = 8
 #: Points of all charts together, which bound the size of a page, and the least and most of one run in one chart.
-_POINTS, _LEAST_POINTS, _MOST_POINTS = 10_000, 25, 400
+_POINTS, _LEAST_POINTS, _MOST_POINTS = 10_000, 20, 600
 #: Parts of all lanes of several runs, and the most of one.
 _PARTS, _MOST_PARTS = 6000, 1000
 #: The longest name that is shown, in characters.
@@ -157,7 +158,10 @@ def where_the_time_went(run: Run) -> Section | None:
     table = tag("table", tag("thead", head), tag("tbody", *body, whole))
     found = [table, _ratios(run)]
     if run["advice"]:
-        found += [tag("h3", "What would save time"), tag("ul", *(tag("li", words) for words in run["advice"]))]
+        found += [
+            tag("h3", "What would save time"),
+            tag("ul", *(tag("li", with_code(words)) for words in run["advice"])),
+        ]
     return section("Where the time went", "time", *found)
 
 
@@ -206,17 +210,16 @@ def metrics(runs: Sequence[Run], members: bool) -> Section | None:
     intro, names_of_runs = _words_of_curves(drawn, members, len(runs))
     parts = [_pair(name, drawn, members, most) for name in shown]
     more = [plain(name) for name in names[METRICS:]]
-    words = f"Not drawn: {clipped(', '.join(more), 400)}; `--json` has all."
+    words = f"Not drawn: {clipped(', '.join(more), 400)}; --json has all."
     left_out = tag("p", words, class_="quiet") if more else None
     return section("Metrics", "metrics", tag("p", intro, class_="quiet"), names_of_runs, *parts, left_out)
 
 
 def _words_of_curves(drawn: Sequence[Run], members: bool, number_of_runs: int) -> tuple[str, Markup | None]:
     if members:
-        items = [(SERIES[place % len(SERIES)], plain(run["name"])) for place, run in enumerate(drawn)]
         more = number_of_runs - len(drawn)
         left_out = f" {counted(more, 'run')} not drawn." if more else ""
-        return f"Only steps that count. Hours count from each run's first submission.{left_out}", legend(items)
+        return f"Only steps that count. The time counts from each run's first submission.{left_out}", _names_of(drawn)
     has_tails = any(metric["discarded"] for metric in drawn[0]["metrics"])
     tails = " Dashed: steps that were repeated later, and do not count." if has_tails else ""
     edges = " Dotted: where attempts resumed." if _edges(drawn[0]) else ""
@@ -240,14 +243,31 @@ def _pair(name: str, runs: Sequence[Run], members: bool, most: int) -> Markup:
     if latest > 0:
         axis, marks = time_axis(latest)
         drawing = chart(over_time, axis, marks, f"{plain(name)} over time", most)
-        charts.append(_figure("over the time since the first submission", over_time, drawing, most))
+        since = "submission" if runs[0]["attempts"] else "recorded step"
+        charts.append(_figure(f"over the time since the first {since}", over_time, drawing, most))
     return tag("div", *parts, tag("div", *charts, class_="pair"), class_="metric")
+
+
+def _of_member(place: int, run: Run, pieces: Sequence[Sequence[Point]]) -> Curve:
+    """The curve of one of several runs."""
+    colour, dashes = SERIES[place % len(SERIES)], place // len(SERIES)
+    return Curve(pieces, colour, plain(run["name"]), band=False, dashes=dashes, run=place)
+
+
+def _names_of(runs: Sequence[Run]) -> Markup:
+    """The colours and kinds of lines of several runs."""
+    entries = []
+    for place, run in enumerate(runs):
+        dashes = f" dash{place // len(SERIES)}" if place >= len(SERIES) else ""
+        line = tag("i", class_=f"f-{SERIES[place % len(SERIES)]}{dashes}")
+        entries.append(tag("li", line, plain(run["name"]), data_run=place))
+    return tag("ul", *entries, class_="legend")
 
 
 def _over_steps(place: int, run: Run, metric: Mapping[str, Any], members: bool) -> list[Curve]:
     """A run's curve; if it is drawn alone, also what attempts made in vain."""
     if members:
-        return [Curve([metric["steps"]], SERIES[place % len(SERIES)], plain(run["name"]), band=False)]
+        return [_of_member(place, run, [metric["steps"]])]
     tails = [tail["points"] for tail in metric["discarded"]]
     found = [Curve(tails, "repeating", "repeated later: does not count", faint=True)] if tails else []
     return [*found, Curve([metric["steps"]], SERIES[0], plain(metric["name"]))]
@@ -261,7 +281,7 @@ def _over_time(place: int, run: Run, metric: Mapping[str, Any], members: bool) -
     if members:
         few = len(pieces[True]) <= GAPS
         shown = pieces[True] if few else [[point for piece in pieces[True] for point in piece]]
-        return [Curve(shown, SERIES[place % len(SERIES)], plain(run["name"]), band=False)]
+        return [_of_member(place, run, shown)]
     found = [Curve(pieces[False], "repeating", "repeated later: does not count", faint=True)] if pieces[False] else []
     return [*found, Curve(pieces[True], SERIES[0], plain(metric["name"]))]
 

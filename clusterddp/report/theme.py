@@ -87,7 +87,7 @@ def style_sheet() -> str:
     parts = [
         f":root{{color-scheme:light dark;{_variables(LIGHT)}}}",
         f"@media (prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}",
-        f"@media print{{:root{{color-scheme:light;{_variables(LIGHT)}}}}}",
+        f"@media print{{:root{{color-scheme:light;{_variables({**LIGHT, 'paper': LIGHT['card']})}}}}}",
         *(
             f".f-{name}{{fill:var(--{name});background:var(--{name})}}.s-{name}{{stroke:var(--{name})}}"
             for name in (*GROUPS, *LEVELS)
@@ -130,10 +130,17 @@ svg text{fill:var(--quiet);font-size:11px;font-family:inherit;paint-order:stroke
 .curve{fill:none;stroke-width:1.6;stroke-linejoin:round;stroke-linecap:round;vector-effect:non-scaling-stroke}
 .band{stroke:none;opacity:.22}
 .faint{opacity:.5;stroke-width:1.2;stroke-dasharray:3 3}
+.dash1{stroke-dasharray:7 3}.dash2{stroke-dasharray:2 3}.dash3{stroke-dasharray:9 3 2 3}
 .edge{stroke:var(--quiet);stroke-width:1;stroke-dasharray:2 4;vector-effect:non-scaling-stroke}
 .track{fill:var(--line);opacity:.55}
 .legend{display:flex;flex-wrap:wrap;gap:2px 16px;margin:6px 0 12px;padding:0;list-style:none;font-size:.87em}
 .legend i{display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:6px;vertical-align:-1px}
+.legend [data-run]{cursor:pointer}.away{opacity:.08}
+.legend [class*=dash]{width:24px;height:5px;border-radius:0;vertical-align:3px}
+.legend .dash1{mask:repeating-linear-gradient(90deg,#000 0 7px,#0000 7px 10px)}
+.legend .dash2{mask:repeating-linear-gradient(90deg,#000 0 2px,#0000 2px 5px)}
+.legend .dash3{mask:repeating-linear-gradient(90deg,#000 0 9px,#0000 9px 12px,#000 12px 14px,#0000 14px 17px)}
+.lane path,.heat path{shape-rendering:crispEdges}
 .lane{margin:0 0 9px;break-inside:avoid}
 .lane p{margin:0 0 2px;font-size:.87em;line-height:1.35}
 .heat{display:grid;grid-template-columns:fit-content(30%) minmax(0,1fr);gap:3px 10px;align-items:center;font-size:.87em;
@@ -143,6 +150,7 @@ figure{margin:0 0 8px;break-inside:avoid;min-width:0}
 figcaption{font-size:.87em;color:var(--quiet);margin:0 0 4px}
 .metric{break-inside:avoid}
 .scroll{overflow-x:auto}
+.scroll td:first-child,.scroll th:first-child{position:sticky;left:0;background:var(--card)}
 table{border-collapse:collapse;width:100%;font-size:.93em}
 th,td{text-align:left;vertical-align:top;padding:4px 12px 4px 0;border-bottom:1px solid var(--line)}
 th{font-weight:600;color:var(--quiet);white-space:nowrap}
@@ -151,14 +159,17 @@ td.bar{width:45%;min-width:90px;vertical-align:middle}
 td.when{white-space:nowrap}
 .cat{overflow-wrap:normal}
 .wide td{overflow-wrap:normal;min-width:5em}
-pre{font:12.5px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;margin:4px 0 12px;
+pre,code{font:12.5px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
+pre{margin:4px 0 12px;
  padding:10px 12px;background:var(--paper);border:1px solid var(--line);border-radius:6px;white-space:pre-wrap}
 details{margin:0 0 8px}
 summary{cursor:pointer;font-weight:600}
 :focus-visible{outline:2px solid var(--link);outline-offset:2px}
+@page{margin:12mm}
 @media print{body{max-width:none;padding:0;font-size:12px}nav,.hint,.zoombar.on{display:none}
  section{padding:12px;border-color:#999}
- *{print-color-adjust:exact;-webkit-print-color-adjust:exact}h2,h3{break-after:avoid}}
+ *{print-color-adjust:exact;-webkit-print-color-adjust:exact}h2,h3,.legend,section>p{break-after:avoid}
+ .heat,tr{break-inside:avoid}}
 @media (max-width:560px){body{padding:12px 8px 32px}section{padding:12px}td.bar{width:32%;min-width:60px}
  .when .day{display:block}}
 """

@@ -1,13 +1,14 @@
 // Zooms into an interval of steps or of time, in all charts that share the axis: a drag or the keys + - arrows Esc.
 // A chart is an element with data-axis, data-from and data-to. Its lines are in nested <svg> elements, which are 2,000
-// units wide; the texts below are in <g class="x">, those of a scale of values, data-low to data-high, in <g class="y">.
+// units wide; the texts below are in <g class="x">, those of a scale of values, data-low to data-high, in <g class="y">,
+// and its lines in <g class="rules">.
 (() => {
   "use strict";
   const WIDTH = 2000, HEIGHT = 1000, FINEST = 1 / 1000;
   const UNITS = [["s", 0, 1], ["min", 180, 60], ["h", 10800, 3600]];
   const charts = [...document.querySelectorAll("[data-axis]")].map(read);
   const shown = {};
-  const bar = document.body.appendChild(document.createElement("div"));
+  const bar = document.querySelector("main").appendChild(document.createElement("div"));
   const words = bar.appendChild(document.createElement("span"));
   const button = bar.appendChild(document.createElement("button"));
 
@@ -19,7 +20,7 @@
       heights: drawings.map((one) => one.viewBox.baseVal.height),
       low: Number(data.low), high: Number(data.high),
       lines: "low" in data ? [...box.querySelectorAll(".curve, .band")].map(points) : null,
-      marks: ["x", "y"].map((name) => box.querySelector("g." + name)).map((group) => [group, group && [...group.childNodes]]),
+      marks: ["x", "y", "rules"].map((name) => box.querySelector("g." + name)).map((group) => [group, group && [...group.childNodes]]),
     };
   }
 
@@ -65,14 +66,13 @@
       one.setAttribute("viewBox", `${left} ${rows}`);
     });
     chart.box.classList.toggle("zoomed", chart.axis in shown);
-    const [[x, ofX], [y, ofY]] = chart.marks;
+    const [[x, ofX], [y], [rules]] = chart.marks;
     if (!(chart.axis in shown)) {
-      if (x) x.replaceChildren(...ofX);
-      if (y) y.replaceChildren(...ofY);
+      chart.marks.forEach(([group, old]) => group?.replaceChildren(...old));
       return;
     }
     if (x) below(chart, x, ofX, low, high);
-    if (y) beside(chart, y, ofY, top, height);
+    if (y) beside(chart, y, rules, top, height);
   }
 
   // The top and the height of what lies between two places of a chart, with a margin.
@@ -96,19 +96,20 @@
     }));
   }
 
-  function beside(chart, group, old, top, height) {
+  function beside(chart, texts, rules, top, height) {
     const [from, to] = chart.log ? [Math.log10(chart.low), Math.log10(chart.high)] : [chart.low, chart.high];
     const value = (at) => { const own = from + (to - from) * (1 - at / HEIGHT); return chart.log ? 10 ** own : own; };
     const low = value(top + height), high = value(top);
     const powers = Array.from({ length: 40 }, (_, at) => 10 ** (Math.floor(Math.log10(low)) + at));
     const decades = chart.log && high / low > 30 ? powers.filter((own) => own > low && own < high) : null;
     const plot = chart.drawings[0], above = plot.y.baseVal.value, pixels = plot.height.baseVal.value;
-    group.replaceChildren(...(decades ?? round(low, high, 4)).flatMap((own) => {
+    const found = (decades ?? round(low, high, 4)).map((own) => {
       const share = (to - (chart.log ? Math.log10(own) : own)) / (to - from);
-      const y = above + pixels * (share * HEIGHT - top) / height;
-      const line = mark("", { class: "grid", x1: 0, x2: "100%", y1: y, y2: y }, "line");
-      return [line, mark(number(own), { x: 2, y: y - 3 })];
-    }));
+      return [own, above + pixels * (share * HEIGHT - top) / height];
+    });
+    texts.replaceChildren(...found.map(([own, y]) => mark(number(own), { x: 2, y: y - 3 })));
+    const ends = { class: "grid", x1: 0, x2: "100%" };
+    rules.replaceChildren(...found.map(([, y]) => mark("", { ...ends, y1: y, y2: y }, "line")));
   }
 
   function mark(text, attributes, name = "text") {
@@ -191,6 +192,17 @@
     box.addEventListener("pointercancel", stop);
   }
 
+  // Of several runs, the one whose entry of the legend is pointed at is shown alone.
+  function pick(run) {
+    document.querySelectorAll(".curve[data-run]").forEach((line) =>
+      line.classList.toggle("away", run !== undefined && line.dataset.run !== run));
+  }
+
+  document.querySelectorAll("li[data-run]").forEach((entry) => {
+    entry.tabIndex = 0;
+    ["pointerenter", "focus"].forEach((name) => entry.addEventListener(name, () => pick(entry.dataset.run)));
+    ["pointerleave", "blur"].forEach((name) => entry.addEventListener(name, () => pick()));
+  });
   bar.className = "zoombar";
   button.hidden = true;
   words.setAttribute("role", "status");

@@ -31,12 +31,12 @@ MOST = 500_000
 #: What a page consists of. None of these runs or loads anything without a script, a style of its own, or an address.
 TAGS = set(
     "html head meta title style script body header footer main nav section h1 h2 h3 p a b ul li dl dt dd div span i "
-    "svg g path rect line text figure figcaption table thead tbody tr th td details summary pre".split()
+    "svg g path rect line text figure figcaption table thead tbody tr th td details summary pre code".split()
 )
 ATTRIBUTES = set(
     "lang charset name content http-equiv id class style href tabindex open role aria-label aria-hidden d x y x1 x2 "
     "y1 y2 width height rx viewbox preserveaspectratio text-anchor hidden data-axis data-from data-to data-low "
-    "data-high data-log".split()
+    "data-high data-log data-run".split()
 )
 HOSTILE = '</title></pre></svg><script>alert("x")</script><img src=x onerror=alert(1)>"\' onclick=x \x1b[m\u202e\ud800'
 
@@ -159,7 +159,7 @@ def test_colours_of_drawings_are_defined(tmp_path: Path) -> None:
     text = page_of(long_run(tmp_path / "run"))
     style = theme.style_sheet()
     used = {name for classes in re.findall(r'class="([^"]+)"', text) for name in classes.split()}
-    assert [name for name in sorted(used - {"x", "y", "hint"}) if f".{name}" not in style] == []
+    assert [name for name in sorted(used - {"x", "y", "rules", "hint"}) if f".{name}" not in style] == []
 
 
 # --- size
@@ -193,7 +193,7 @@ def test_many_runs_stay_small(tmp_path: Path) -> None:
     runs = [long_run(tmp_path / f"run-{index}", attempts=4, steps=160) for index in range(40)]
     text = page_of(*runs)
     assert len(text.encode()) < MOST
-    assert "16 runs not drawn" in text
+    assert "8 runs not drawn" in text
     drawings(text)
 
 

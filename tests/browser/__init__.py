@@ -1,0 +1,1 @@
+"""The page of ``clusterddp report`` in a real browser: ``make test-browser``."""
