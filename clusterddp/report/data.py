@@ -21,7 +21,7 @@ from clusterddp.report.advice import advice
 from clusterddp.report.booking import Booking, book
 from clusterddp.report.curves import BUCKETS, Grid, Metrics, curves, limits, read_metrics
 from clusterddp.report.markup import clipped
-from clusterddp.report.ranks import LEAST_PARTS, PARTS, ranks_over_time, read_timing
+from clusterddp.report.ranks import LEAST_PARTS, PARTS, ranks_over_time
 from clusterddp.report.ratios import spent
 from clusterddp.report.timeline import Sentence, in_words, interruptions, lanes, without_attempt
 from clusterddp.reporter import counted, duration
@@ -30,6 +30,7 @@ from clusterddp.rundir.files import finite
 from clusterddp.rundir.records import is_count, is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
+from clusterddp.rundir.timing import Timings, read_timings
 from clusterddp.slurm.run_states import OVER, RunState
 
 Event = Mapping[str, Any]
@@ -60,8 +61,9 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
     events = _events(run, notes)
     metrics = read_metrics(run)
     notes += metrics.notes
-    timing = read_timing(run)
-    notes += timing.notes
+    timings = _tried("timing.jsonl", lambda: read_timings(run), notes) or Timings()
+    if timings.skipped:
+        notes.append(f"{counted(timings.skipped, 'line')} of timing.jsonl cannot be read: written by another program")
     notes += _absent(run, events, metrics, state)
     empty = Booking((), state.word not in OVER)
     booking = _tried("the history", lambda: _booked(summary, state, events, now), notes) or empty
@@ -86,7 +88,7 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
         "attempts": found,
         "interruptions": stops,
         "metrics": curves(metrics, limits(run, events, metrics), began, buckets),
-        "ranks": ranks_over_time(timing, within, parts),
+        "ranks": ranks_over_time(timings.intervals, within, parts),
         "checkpoints": _checkpoints(events),
         "failures": _failures(run, events, words, notes),
         "history": _history(events, words.sentence),

@@ -9,10 +9,10 @@ from typing import Any
 from clusterddp.report.axes import Axis, time_axis
 from clusterddp.report.charts import WIDTH, Curve, chart, ruler, zoomable
 from clusterddp.report.markup import Markup, tag
-from clusterddp.report.ranks import PHASES
 from clusterddp.report.sections import Section, legend, plain, section
 from clusterddp.report.theme import LEVELS
 from clusterddp.reporter import duration
+from clusterddp.rundir.timing import PHASES
 
 _Rows = Sequence[Mapping[str, Any]]
 #: The phases of a step: their words, and the colours of their lines.

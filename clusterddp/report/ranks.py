@@ -8,24 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any, NamedTuple
 
 from clusterddp.report.curves import short
-from clusterddp.reporter import counted
-from clusterddp.rundir import records
-from clusterddp.rundir.records import is_count, is_text, is_time
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.timing import PHASES, TimedInterval
 
-#: The phases of a step in an interval's line: waiting for the batch, own compute time, waiting for others, saving.
-PHASES = ("data_s", "own_s", "wait_s", "save_s")
 #: Parts of a run's time, of a report on one run and at least; the most rows, of ranks or of hosts.
 PARTS, LEAST_PARTS, ROWS = 120, 20, 64
 #: A rank is slow while its excess is at least SLOW. Listed are those for which it is COST of the time, all in all.
 SLOW, COST, LISTED = 0.05, 0.01, 8
-#: The most characters of a host's name, and the most ranks of a line.
-_NAME, _RANKS = 80, 100_000
 
 
 class Worker(NamedTuple):
@@ -33,85 +25,6 @@ class Worker(NamedTuple):
 
     host: str
     rank: int
-
-
-@dataclass(frozen=True)
-class Span:
-    """An interval of an attempt: what each rank did in it. Seconds that are not known are None."""
-
-    attempt: int
-    begin: float
-    end: float
-    steps: Sequence[int | None]
-    seconds: Sequence[Sequence[float | None]]
-    """Of each of PHASES, by rank."""
-
-
-@dataclass
-class Timing:
-    """What timing.jsonl holds; ``notes``: what of it could not be read."""
-
-    hosts: dict[int, list[str]] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-# --- reading
-
-
-def read_timing(run: RunDirectory) -> Timing:
-    """Reads timing.jsonl; there is none of a run whose ranks were not timed."""
-    found, wrong = Timing(), 0
-    try:
-        with open(run.timing_file, "rb") as file:
-            for text in file:
-                line, error = records.parse(text, records.TIMING) if text.endswith(b"\n") else (None, None)
-                wrong += error is not None or (line is not None and not _add(found, line))
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        found.notes.append(f"timing.jsonl cannot be read: {error.strerror}")
-    if wrong:
-        found.notes.append(f"{counted(wrong, 'line')} of timing.jsonl cannot be read: written by another program")
-    return found
-
-
-def _add(found: Timing, line: Mapping[str, Any]) -> bool:
-    """Whether the line is as expected, or of a kind that this version does not know."""
-    if "hosts" in line:
-        hosts = line["hosts"]
-        valid = isinstance(hosts, list) and len(hosts) <= _RANKS and all(map(is_text, hosts))
-        if valid:
-            found.hosts[line["attempt"]] = [host[:_NAME] for host in hosts]
-        return valid
-    if "begin" not in line:
-        return True
-    span = _span(line)
-    if span is not None:
-        found.spans.append(span)
-    return span is not None
-
-
-def _span(line: Mapping[str, Any]) -> Span | None:
-    begin, end, steps = line["begin"], line.get("end"), line.get("steps")
-    if not (is_time(begin) and end is not None and is_time(end) and begin <= end):
-        return None
-    if not (isinstance(steps, list) and len(steps) <= _RANKS and all(one is None or is_count(one) for one in steps)):
-        return None
-    seconds = [line.get(phase) for phase in PHASES]
-    if not all(_are_seconds(own, len(steps)) for own in seconds):
-        return None
-    known = [[None] * len(steps) if own is None else own for own in seconds]
-    return Span(line["attempt"], float(begin), float(end), steps, known)
-
-
-def _are_seconds(values: Any, ranks: int) -> bool:
-    """Whether these are seconds by rank; a phase may be unknown, of some ranks or of all."""
-    return values is None or (
-        isinstance(values, list)
-        and len(values) == ranks
-        and all(value is None or (type(value) in (int, float) and 0 <= value < 1e11) for value in values)
-    )
 
 
 # --- parts of the time
@@ -130,16 +43,16 @@ _Cells = Mapping[int, Mapping[Worker, Cell]]
 
 
 def ranks_over_time(
-    timing: Timing, within: tuple[float, float] | None = None, parts: int = PARTS
+    intervals: Sequence[TimedInterval], within: tuple[float, float] | None = None, parts: int = PARTS
 ) -> dict[str, Any] | None:
     """The data of a report; None without an interval. ``within``: the time of the run, if its history tells."""
-    if not timing.spans:
+    if not intervals:
         return None
-    begin, end = within or (min(one.begin for one in timing.spans), max(one.end for one in timing.spans))
+    begin, end = within or (min(one.begin for one in intervals), max(one.end for one in intervals))
     width = max(end - begin, 1.0) / parts
     medians: dict[int, list[float | None]] = {}
     cells: dict[int, dict[Worker, Cell]] = {}
-    for part, own in _summed(timing.spans, timing.hosts, begin, width, parts).items():
+    for part, own in _summed(intervals, begin, width, parts).items():
         cells[part], medians[part] = _compared(own)
     unknown = [None] * len(PHASES)
     return {
@@ -157,16 +70,16 @@ def ranks_over_time(
 
 
 def _summed(
-    spans: Iterable[Span], hosts: Mapping[int, Sequence[str]], begin: float, width: float, parts: int
+    intervals: Iterable[TimedInterval], begin: float, width: float, parts: int
 ) -> dict[int, dict[Worker, list[float]]]:
     """For each part and rank, two numbers per phase: the seconds in it, and the steps that took them; and all steps."""
     found: defaultdict[int, dict[Worker, list[float]]] = defaultdict(dict)
-    for span in spans:
-        names = hosts.get(span.attempt, ())
-        workers = [Worker(names[rank] if rank < len(names) else "", rank) for rank in range(len(span.steps))]
-        for part, share in _shares(span, begin, width, parts):
+    for one in intervals:
+        workers = [Worker(one.hosts[rank] if one.hosts else "", rank) for rank in range(len(one.steps))]
+        phases = [one.seconds[phase] for phase in PHASES]
+        for part, share in _shares(one, begin, width, parts):
             own = found[part]
-            for worker, steps, *seconds in zip(workers, span.steps, *span.seconds, strict=True):
+            for worker, steps, *seconds in zip(workers, one.steps, *phases, strict=True):
                 if not steps:
                     continue
                 sums = own.setdefault(worker, [0.0] * (2 * len(PHASES) + 1))
@@ -178,17 +91,17 @@ def _summed(
     return found
 
 
-def _shares(span: Span, begin: float, width: float, parts: int) -> Iterator[tuple[int, float]]:
+def _shares(interval: TimedInterval, begin: float, width: float, parts: int) -> Iterator[tuple[int, float]]:
     """The parts that an interval lies in, with how much of it. What lies outside is in the first or the last part."""
-    first, last = (min(parts - 1, max(0, int((time - begin) / width))) for time in (span.begin, span.end))
+    first, last = (min(parts - 1, max(0, int((time - begin) / width))) for time in (interval.begin, interval.end))
     if first == last:
         yield first, 1.0
         return
     for part in range(first, last + 1):
-        low = span.begin if part == first else begin + part * width
-        high = span.end if part == last else begin + (part + 1) * width
+        low = interval.begin if part == first else begin + part * width
+        high = interval.end if part == last else begin + (part + 1) * width
         if high > low:
-            yield part, (high - low) / (span.end - span.begin)
+            yield part, (high - low) / (interval.end - interval.begin)
 
 
 def _compared(sums: Mapping[Worker, Sequence[float]]) -> tuple[dict[Worker, Cell], list[float | None]]:

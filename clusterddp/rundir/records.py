@@ -57,8 +57,6 @@ Schema = Mapping[str, Callable[[Any], bool]]
 EVENT: Schema = {"time": is_time, "attempt": is_count, "event": is_text, "step": optional(is_count)}
 #: A line of metrics.jsonl.
 METRICS: Schema = {"step": is_count, "attempt": is_count}
-#: A line of timing.jsonl. It has "hosts", by rank; or "begin", "end", and by rank "steps" and seconds.
-TIMING: Schema = {"attempt": is_count}
 OUTCOME: Schema = {"state": is_text, "step": optional(is_count), "reason": is_text}
 #: What an attempt resumed from: the step, and the checkpoint's attempt and step.
 RESUMED: Schema = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from clusterddp.reporter import say
@@ -21,7 +22,8 @@ from clusterddp.rundir.records import (
     is_text,
     is_time,
     optional,
-    read_lines,
+    parse,
+    retrying,
     schema_error,
 )
 from clusterddp.rundir.run_directory import RunDirectory
@@ -178,29 +180,43 @@ class TimedInterval:
 
 @dataclass(frozen=True)
 class Timings:
-    """All of the file, oldest first; ``histograms`` by attempt."""
+    """All of the file, oldest first; ``histograms`` by attempt. ``skipped``: how many lines are of another form."""
 
     intervals: tuple[TimedInterval, ...] = ()
     histograms: Mapping[int, Histograms] = field(default_factory=dict)
+    skipped: int = 0
 
 
 def read_timings(run: RunDirectory) -> Timings:
-    """A run's ``timing.jsonl``. A file that is missing is empty; lines of another form are skipped.
+    """A run's ``timing.jsonl``. A file that is missing is empty; lines of another form, and a torn one, are skipped.
 
     Raises OSError if the file cannot be read.
     """
     hosts: dict[int, tuple[str, ...]] = {}
     intervals: list[TimedInterval] = []
     histograms: dict[int, Histograms] = {}
-    for line in read_lines(run.timing_file, {"attempt": is_count}):
-        attempt = line["attempt"]
-        if _are(line.get("hosts"), is_text):
+    skipped = 0
+    for text in _complete_lines(run.timing_file):
+        line, wrong = parse(text, {"attempt": is_count})
+        attempt = line["attempt"] if line else None
+        if line is None or attempt is None:
+            skipped += wrong is not None
+        elif _are(line.get("hosts"), is_text):
             hosts[attempt] = tuple(line["hosts"])
         elif isinstance(line.get("histograms"), dict):
             histograms[attempt] = _histograms(line["histograms"])
         elif (interval := _interval(line, hosts.get(attempt, ()))) is not None:
             intervals.append(interval)
-    return Timings(tuple(intervals), histograms)
+        else:
+            skipped += not {"begin", "hosts", "histograms"}.isdisjoint(line)  # other lines are those of a later version
+    return Timings(tuple(intervals), histograms, skipped)
+
+
+def _complete_lines(path: Path) -> list[bytes]:
+    try:
+        return retrying(path, path.read_bytes).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
 
 
 def _interval(line: Mapping[str, Any], hosts: tuple[str, ...]) -> TimedInterval | None:

@@ -45,7 +45,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     run = long_run(folder / "run", attempts=6, steps=3000, ranks=16)
     several = [long_run(folder / "sweep" / f"lr={index}", steps=300) for index in range(30)]
     failure = event("rank_failed", rank=0, host="n1", error="RuntimeError: <script>alert(1)</script>", step=3)
-    lines = steps(range(3), **{"<script>": 0.5, "a very long name of a metric " * 5: 1.0})
+    values: dict[str, Any] = {"<script>": 0.5, "a very long name of a metric " * 5: 1.0}
+    lines = steps(range(3), **values)
     failed = recorded_run(folder / "failed", [started(), event("training", step=0), failure], metrics=lines)
     damaged = long_run(folder / "damaged", steps=60)
     damaged.events_file.write_bytes(b"\xff\n{}\n")
@@ -133,7 +134,8 @@ def test_a_drag_zooms_all_charts_with_the_axis(opened: Open) -> None:
     drawn = {tuple(float(part) for part in text.split()[::2]) for text in boxes(shown, TIME)}
     assert len(boxes(shown, TIME)) >= 4
     for left, width in drawn:
-        assert (left, width) == (pytest.approx(500, abs=5), pytest.approx(500, abs=5))
+        assert left == pytest.approx(500, abs=5)
+        assert width == pytest.approx(500, abs=5)
     lanes = boxes(shown, "div[data-axis=time] svg")
     assert len(lanes) >= 6 and all(300 < float(text.split()[0]) < 700 for text in lanes)
     assert boxes(shown, STEPS) == all_steps

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clusterddp.report.heatmap import ranks_over_time as section
-from clusterddp.report.ranks import PARTS, PHASES, ROWS, Timing, ranks_over_time, read_timing
+from clusterddp.report.ranks import PARTS, ROWS, ranks_over_time
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.timing import PHASES, TimedInterval, read_timings
 from tests.runs_on_disk import BEGAN, write_lines
 
 STEPS = 10
 
 
 def interval(begin: float, end: float, own_s: list[Any], attempt: int = 0, **phases: Any) -> dict[str, Any]:
-    """A line of STEPS steps; ``own_s``: of one step, by rank."""
+    """A line of STEPS steps; ``own_s``: of one step, by rank. Other phases are unknown."""
     times = {"begin": BEGAN + begin, "end": BEGAN + end}
     own = [None if value is None else STEPS * value for value in own_s]
-    return {"attempt": attempt, **times, "steps": [STEPS] * len(own), "own_s": own, **phases}
+    unknown = {phase: [None] * len(own) for phase in PHASES}
+    return {"attempt": attempt, **times, "steps": [STEPS] * len(own), **unknown, "own_s": own, **phases}
 
 
 def hosts(*names: str, attempt: int = 0) -> dict[str, Any]:
     return {"attempt": attempt, "hosts": list(names)}
 
 
-def read(folder: Path, *lines: dict[str, Any]) -> Timing:
+def read(folder: Path, *lines: dict[str, Any]) -> Sequence[TimedInterval]:
     run = RunDirectory(folder)
     write_lines(run.timing_file, lines)
-    return read_timing(run)
+    return read_timings(run).intervals
 
 
 def data(folder: Path, *lines: dict[str, Any], until: float = 100.0, parts: int = 10) -> dict[str, Any]:
@@ -98,31 +101,31 @@ def test_what_is_not_known_stays_unknown(tmp_path: Path) -> None:
     assert found["rows"][1]["excess"] == [None] * 10 == found["rows"][1]["own_s"]
     assert {row["host"] for row in found["rows"]} == {""}
     assert data(tmp_path, interval(0, 100, [0.1]))["rows"][0]["excess"] == [None] * 10
-    assert ranks_over_time(Timing()) is None
+    assert ranks_over_time(()) is None
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        '{"attempt": 0, "begin": 5, "end": 4, "steps": [1], "own_s": [1]}',
-        '{"attempt": 0, "begin": 5, "end": 9, "steps": [1], "own_s": [1, 2]}',
-        '{"attempt": 0, "begin": 5, "end": 9, "steps": [1], "own_s": [NaN]}',
-        '{"attempt": 0, "begin": 5, "end": 9, "steps": [1], "own_s": ["1"]}',
-        '{"attempt": 0, "begin": 5, "end": 9, "steps": [-1]}',
-        '{"attempt": 0, "begin": 5, "steps": [1]}',
-        '{"attempt": 0, "hosts": [1]}',
-        '{"hosts": ["n1"]}',
-        "[]",
+        interval(9, 0, [0.1]),
+        interval(0, 9, [0.1]) | {"own_s": [1, 2]},
+        interval(0, 9, [0.1]) | {"own_s": [float("nan")]},
+        interval(0, 9, [0.1]) | {"own_s": ["1"]},
+        interval(0, 9, [0.1]) | {"steps": [-1]},
+        {"attempt": 0, "begin": 5, "steps": [1]},
+        {"attempt": 0, "hosts": [1]},
+        {"hosts": ["n1"]},
+        [],
     ],
 )
-def test_a_line_of_another_program_is_left_out_and_counted(tmp_path: Path, line: str) -> None:
+def test_a_line_of_another_program_is_left_out_and_counted(tmp_path: Path, line: Any) -> None:
     """The lines around it are read."""
     run = RunDirectory(tmp_path)
     good = json.dumps(interval(0, 9, [0.1, 0.1]))
-    run.timing_file.write_text(f'{good}\n{line}\n{{"attempt": 0, "news": 1}}\n{good}\n{good[:-9]}')
-    found = read_timing(run)
-    assert found.notes == ["1 line of timing.jsonl cannot be read: written by another program"]
-    assert len(found.spans) == 2
+    run.timing_file.write_text(f'{good}\n{json.dumps(line)}\n{{"attempt": 0, "news": 1}}\n{good}\n{good[:-9]}')
+    found = read_timings(run)
+    assert found.skipped == 1
+    assert len(found.intervals) == 2
 
 
 def test_the_map_shows_hosts_and_names_the_slow_rank(tmp_path: Path) -> None:
