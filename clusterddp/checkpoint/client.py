@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -60,6 +60,8 @@ class CheckpointClient:
         self._sent.set()
         threading.Thread(target=self._send, name="snapshot", daemon=True).start()
         self._step: int | None = None
+        #: Why the save was not sent to the writer.
+        self._refused: NotSaved | None = None
 
     @property
     def busy(self) -> bool:
@@ -74,8 +76,19 @@ class CheckpointClient:
         self._snapshot.prepare(tensor_facts(pack(state)[1]))
         self._start()
 
-    def save(self, step: int, state: Mapping[str, Any], facts: Mapping[str, str], urgent: bool) -> None:
-        """Copies the state; then training may continue. ``urgent``: the caller will wait for the result."""
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        facts: Mapping[str, str],
+        urgent: bool,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        """Copies the state; then training may continue.
+
+        ``urgent``: the caller will wait for the result. ``before``: called in another thread before the writer starts;
+        may wait, and raise NotSaved.
+        """
         plain, tensors = pack(state)
         self._snapshot.take(tensors)
         self._start()
@@ -84,7 +97,7 @@ class CheckpointClient:
         self._sent.wait()  # for a request to a writer that has exited
         self._sent.clear()
         # The thread also frees the state: each tensor freed here could hand the GIL to it.
-        self._requests.put((step, plain, facts, urgent, state, tensors))
+        self._requests.put((step, plain, facts, urgent, before, state, tensors))
 
     def result(self, wait: bool) -> Saved | None:
         """The result of the save; None while it is in progress, or if there is none. ``wait`` raises its priority.
@@ -95,6 +108,10 @@ class CheckpointClient:
             return None
         if wait:
             self._sent.wait()
+        if self._refused is not None:
+            refused, self._refused, self._step = self._refused, None, None
+            raise refused
+        if wait:
             self._say({"hurry": True})
         try:
             line = self._replies.readline() if wait else self._peek()
@@ -145,17 +162,21 @@ class CheckpointClient:
     def _send(self) -> None:
         """Sends each save to the writer once the snapshot is complete; a thread, because JSON takes time."""
         while (request := self._requests.get()) is not None:
-            step, plain, facts, urgent, *taken = request
+            step, plain, facts, urgent, before, *taken = request
             try:
                 beginning = file_format.head(self._snapshot.described, plain, facts)
                 self._snapshot.wait()
+                if before is not None:
+                    before()
                 size = self._snapshot.nbytes
                 self._say({"step": step, "beginning": len(beginning), "size": size, "urgent": urgent}, beginning)
+            except NotSaved as error:
+                self._refused = error
             except Exception:  # such as a CUDA error in the copy: nobody may wait forever
                 traceback.print_exc()
                 self._socket.shutdown(socket.SHUT_RDWR)
             finally:
-                del request, taken
+                del request, taken, before
                 self._sent.set()
 
     def _say(self, message: Mapping[str, Any], rest: bytes = b"") -> None:

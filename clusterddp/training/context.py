@@ -436,7 +436,7 @@ class Context:
         if self._progress:
             self._progress.close()
         if self._stopping.saver is not None:
-            self._stopping.saver.close()
+            self._stopping.saver.close(clean)
         if clean:
             self._group.close()
 

@@ -25,15 +25,19 @@ from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import say
-from clusterddp.training import metrics
+from clusterddp.rundir.files import finite
 from clusterddp.training.agreement import Agreement
 from clusterddp.training.divergence import explanation
 from clusterddp.training.heartbeat import Heartbeat
+from clusterddp.training.log import values as logged
 from clusterddp.training.run_state import Randomness, RunState
 from clusterddp.training.saving import Saver
 from clusterddp.training.timing import StepTimes
 from clusterddp.worker import completion
 from clusterddp.worker.deadline import Deadline
+
+#: Names that a metrics line or an event has already.
+_RESERVED = {"step", "time", "attempt", "event", "rank"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Run:
         self._goal = 0  # of the current loop
         self._begun = self._stopping = False
         self._process = os.getpid()
-        self._values = metrics.Values()
+        self._values = logged.Values(keeps_own=self._group.rank == 0)
         self._micro = MicroBatches(parts.values(), loader)
         for name, part in parts.items():
             if isinstance(part, torch.optim.Optimizer):
@@ -179,24 +183,31 @@ class Run:
         """
         return self._micro.pieces(batch)
 
-    def log(self, **values: Any) -> None:
+    def log(self, *, reduce: logged.Reduction | None = None, **values: Any) -> None:
         """Logs metrics of the current step to metrics.jsonl: rank 0's values, merged over the calls in a step.
 
-        Outside a step they are recorded in the history as a ``result``.
+        Logs the values that tensors have at the call, and never waits for a GPU. Outside a step the values are recorded
+        in the history as a ``result``.
 
         Args:
+            reduce: logs one value of all ranks' values, as a float64: their "mean", "sum", "min" or "max". All ranks
+                call it in the same step; a rank that does not is left out. No collective: the values travel beside
+                the training.
             values: numbers, or tensors of one element, by name.
 
-        Raises TypeError for other values and for reserved names, ValueError for more than 1 MB per step or result.
+        Raises TypeError for other values and for reserved names, ValueError for more than 1 MB per step or result and
+        for another ``reduce``, RuntimeError for ``reduce`` outside a step.
         """
-        if taken := {"step", "time", "attempt", "event", "rank"} & values.keys():
+        if taken := _RESERVED & values.keys():
             raise TypeError(f"run.log({', '.join(sorted(taken))}=...): the name is reserved; choose another")
         if self._making:
-            self._values.add(values)
+            self._values.add(values, reduce)
             return
-        metrics.Values().add(values)
+        if reduce is not None:
+            raise RuntimeError("run.log(reduce=...) works in a step; outside, use ctx.all_reduce_mean() on all ranks")
+        logged.Values(keeps_own=False).add(values)
         if self._group.rank == 0:
-            result = {name: metrics.plain(name, value) for name, value in values.items()}
+            result = {name: finite(logged.number(name, value)) for name, value in values.items()}
             self._report("result", step=self.step, **result)
 
     def finish(self) -> None:

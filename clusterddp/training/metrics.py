@@ -1,29 +1,49 @@
-"""The run's metrics: one JSON line per completed step, appended by rank 0."""
+"""The run's metrics: one JSON line per completed step, written by rank 0.
+
+Values of GPUs and of other ranks arrive later than their step: its line waits for them, and the following lines wait
+behind it. Lines whose values are there are written at the next end of a step, or by the thread that collects the ranks'
+values (``log/reduction.py``). All lines below a checkpoint are written before it is committed.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.reporter import say
+from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import create_file, finite, fsync_directory, write_atomically
 from clusterddp.rundir.records import drop_torn_line
+from clusterddp.training.log.reduction import Receiver, reduce_values
+from clusterddp.training.log.values import Logged
 
-#: The most that the values of one step may take in the file. The same holds for an event, sent to the supervisor.
-MOST_BYTES = 1_000_000
-#: The most that a number takes in a line, with its punctuation.
-_NUMBER_BYTES = 32
 #: The most metrics that an event lists as not finite.
 _MOST_NAMES = 20
+#: The most steps whose lines wait for values; with more, training waits for the oldest.
+MOST_PENDING = 1000
+#: Seconds for which a line waits for other ranks once it is needed: for a save beside the training, while training
+#: waits, and after an error, when ranks may be gone.
+BESIDE_S, WAIT_S, AFTER_ERROR_S = 60.0, 10.0, 0.5
+_encode = json.JSONEncoder(allow_nan=False).encode
+
+
+@dataclass(slots=True)
+class _Line:
+    step: int
+    time: float
+    logged: Logged
 
 
 class Metrics:
-    """Appends to ``metrics.jsonl``. Each line is written immediately; the checkpoint writer makes them durable.
+    """Appends to ``metrics.jsonl``. Each line is written once its values are there; the checkpoint writer makes them
+    durable.
 
     A full disk does not stop training: the lines are kept, and written as soon as there is space again.
     """
@@ -34,25 +54,59 @@ class Metrics:
         self._file = self._open()
         if os.fstat(self._file).st_size == 0:
             fsync_directory(path.parent)
-        self._pending = b""
+        #: Collects the values of other ranks, if there are any.
+        self.receiver: Receiver | None = None
+        self._pending: deque[_Line] = deque()
+        #: Held while lines are completed and written, by the training thread or another one.
+        self._lock = threading.RLock()
+        #: The values of the newest line that is complete.
+        self.newest: dict[str, Any] = {}
+        self._unwritten = b""
         self._failing = False
         #: Set when fsync failed: the kernel marks lost pages as clean, so that another fsync would not report them. All
         #: lines go into a new file.
         self.doubtful = False
         self._not_finite: set[str] = set()
 
-    def write(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
-        """Appends the line of a completed step and returns it. Tensors of one element become floats or ints.
+    def add(self, step: int, logged: Logged) -> None:
+        """Takes the values of a completed step. For the training thread."""
+        if self.receiver is not None and logged.reduced:
+            self.receiver.expect(step)
+        self._pending.append(_Line(step, time.time(), logged))
+        if len(self._pending) > MOST_PENDING:
+            self.settle(self._pending[0].step + 1, WAIT_S)
+        else:
+            self.drain()
 
-        The first time that a metric is not finite is recorded in the history.
+    @property
+    def pending(self) -> bool:
+        """Whether lines wait for values."""
+        return bool(self._pending)
+
+    def settle(self, step: int, seconds: float) -> None:
+        """Completes and writes the lines of all steps below ``step``. Any thread.
+
+        Waits for GPUs, and for other ranks at most so many seconds.
         """
-        line: dict[str, Any] = {"step": step, "time": time.time(), "attempt": self._attempt}
-        line.update({name: plain(name, value) for name, value in values.items()})
-        self._pending += (json.dumps(line) + "\n").encode()
-        if new := [name for name in values if isinstance(line[name], str) and name not in self._not_finite]:
-            self._not_finite.update(new)
-            named = {name: line[name] for name in new[:_MOST_NAMES]}
-            self._report("not_finite", step=step, metrics=named, count=len(new))
+        with self._lock:
+            reduced = [line.step for line in self._pending if line.step < step and line.logged.reduced]
+        if reduced and self.receiver is not None:
+            self.receiver.wait(reduced[-1], seconds)
+        self.drain(below=step)
+
+    def drain(self, below: int = 0) -> None:
+        """Writes the lines whose values are there; waits for the GPUs' values of steps below ``below``. Any thread."""
+        with self._lock:
+            last = None
+            try:
+                while self._pending and self._is_complete(self._pending[0], below):
+                    self._complete(self._pending[0])
+                    last = self._pending.popleft()
+            finally:  # also if a GPU fails
+                if last is not None:
+                    self._try_flush(last.step)
+
+    def _try_flush(self, step: int) -> None:
         try:
             self.flush()
             self._failing = False
@@ -60,85 +114,63 @@ class Metrics:
             if not self._failing:
                 say(f"metrics of step {step} are held back: {error.strerror}")
             self._failing = True
-        return line
 
     def flush(self) -> None:
-        """Writes the lines that were held back; raises OSError if that fails."""
-        if self.doubtful:
-            write_atomically(self._path, self._path.read_bytes())
-            doubtful, self._file = self._file, self._open()
-            self.doubtful = False
-            os.close(doubtful)
-        while self._pending:
-            written = os.write(self._file, self._pending)
-            self._pending = self._pending[written:]
+        """Writes the lines that were held back by a full disk; raises OSError if that fails."""
+        with self._lock:
+            if self.doubtful:
+                write_atomically(self._path, self._path.read_bytes())
+                doubtful, self._file = self._file, self._open()
+                self.doubtful = False
+                os.close(doubtful)
+            while self._unwritten:
+                written = os.write(self._file, self._unwritten)
+                self._unwritten = self._unwritten[written:]
+
+    def close(self, clean: bool = True) -> None:
+        """Writes the rest. Not ``clean``, after an error: without waiting for other ranks."""
+        try:
+            self.settle(self._pending[-1].step + 1 if self._pending else 0, WAIT_S if clean else AFTER_ERROR_S)
+        except RuntimeError as error:  # of CUDA, which the script has got, too
+            steps = counted(len(self._pending), "step")
+            say(f"the metrics of the last {steps} are lost: {str(error).splitlines()[0]}")
+        if self.receiver is not None:
+            self.receiver.close()
+        with suppress(OSError):  # a network file system may report a failed write here; the last save has synced
+            os.close(self._file)
+        self._file = -1
+
+    def _is_complete(self, line: _Line, below: int) -> bool:
+        if line.logged.reduced and self.receiver is not None and not self.receiver.has(line.step):
+            return False
+        return line.step < below or line.logged.ready()
+
+    def _complete(self, line: _Line) -> None:
+        """Adds the line to those to write. The first time that a metric is not finite is recorded in the history."""
+        values = line.logged.numbers()
+        if line.logged.reduced:
+            values = self._reduced(line, values)
+        line_of = {"step": line.step, "time": line.time, "attempt": self._attempt, **values}
+        try:
+            text = _encode(line_of)
+        except ValueError:  # NaN or infinity
+            values = {name: finite(value) for name, value in values.items()}
+            text = _encode({**line_of, **values})
+            self._report_not_finite(line.step, {name: text for name, text in values.items() if isinstance(text, str)})
+        self._unwritten += text.encode() + b"\n"
+        self.newest = values
+
+    def _report_not_finite(self, step: int, texts: dict[str, str]) -> None:
+        if new := [name for name in texts if name not in self._not_finite]:
+            self._not_finite.update(new)
+            named = {name: texts[name] for name in new[:_MOST_NAMES]}
+            self._report("not_finite", step=step, metrics=named, count=len(new))
+
+    def _reduced(self, line: _Line, values: dict[str, Any]) -> dict[str, Any]:
+        if self.receiver is not None:
+            return self.receiver.combined(line.step, values, line.logged.reduced)
+        own = {name: reduce_values(how, [float(values[name])]) for name, how in line.logged.reduced.items()}
+        return {**values, **own}
 
     def _open(self) -> int:
         return create_file(self._path, os.O_WRONLY | os.O_APPEND)
-
-    def close(self) -> None:
-        with suppress(OSError):  # a network file system may report a failed write here; the last save has synced
-            os.close(self._file)
-
-
-class Values:
-    """The values logged in a step, merged; the last value of each name counts."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-        self._bytes = 0
-
-    def add(self, values: Mapping[str, Any]) -> None:
-        """Raises TypeError for a value that is not a number, ValueError for too large values."""
-        for name, value in values.items():
-            check(name, value)
-        size = self._bytes + sum(len(json.dumps(name)) + _NUMBER_BYTES for name in values.keys() - self._values.keys())
-        if size > MOST_BYTES:
-            names = [f"{name:.60}=..." for name in list(values)[:2]] + ["..."] * (len(values) > 2)
-            raise ValueError(
-                f"run.log({', '.join(names)}): the values of one step would take {size:,} bytes, and the limit is "
-                f"{MOST_BYTES:,}; write them to your own file"
-            )
-        self._values.update(values)
-        self._bytes = size
-
-    def take(self) -> dict[str, Any]:
-        """Returns all values, and clears them."""
-        values = self._values
-        self._values, self._bytes = {}, 0
-        return values
-
-
-def plain(name: str, value: Any) -> Any:
-    """The number as an int or float, or as text if it is NaN or infinite. Synchronizes with a tensor's device."""
-    number = value.item() if hasattr(value, "item") else value
-    if isinstance(number, int):
-        return number
-    try:
-        return finite(float(number))  # also numpy's longdouble
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"run.log({name}=...): expected a number, got {type(value).__name__} ({error})") from error
-
-
-def check(name: str, value: Any) -> None:
-    """Raises TypeError for anything but a number or a tensor of one real number, ValueError for an integer of more than
-    64 bits. Does not synchronize with a device."""
-    size = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
-    got = None
-    if size != 1:
-        got = f"a {type(value).__name__} of {size} elements"
-    elif hasattr(value, "item"):
-        got = None if _is_real(value) else f"a {type(value).__name__} of {getattr(value, 'dtype', None)}"
-    elif not isinstance(value, (int, float)):
-        got = f"{value!r:.60} ({type(value).__name__})"
-    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise ValueError(f"run.log({name}=...): expected at most 64 bits, got an integer of {value.bit_length()} bits")
-    if got is not None:
-        raise TypeError(f"run.log({name}=...): expected a number or a tensor of one element, got {got}")
-
-
-def _is_real(value: Any) -> bool:
-    """Whether the one element of a tensor or array is a real number, by its dtype."""
-    if hasattr(value, "is_complex"):
-        return not (value.is_complex() or value.is_meta)
-    return getattr(getattr(value, "dtype", None), "kind", "f") not in "cSUOMm"

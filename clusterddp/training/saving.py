@@ -7,6 +7,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved
@@ -19,7 +21,9 @@ from clusterddp.jobdef.job import Checkpointing
 from clusterddp.reporter import say
 from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.training.metrics import Metrics
+from clusterddp.training.log.reduction import Receiver, Sender
+from clusterddp.training.log.values import Logged
+from clusterddp.training.metrics import BESIDE_S, WAIT_S, Metrics
 from clusterddp.worker.deadline import CAUTION
 
 #: Where all ranks must take part in a save, rank 0 tells them whether one is due every so many steps.
@@ -52,8 +56,12 @@ class Saver:
             self._checkpoints = Checkpoints(directory, attempt, settings.keep)
             self._metrics = Metrics(directory.metrics_file, attempt, report)
             self._checkpoint_client = CheckpointClient(directory, attempt, settings.keep, group.device)
+            if group.world_size > 1:
+                self._metrics.receiver = Receiver(group.store, group.world_size, self._metrics.drain)
         #: Whether there is a run directory to save in.
         self.saves = directory is not None
+        #: Passes on what this rank logs with ``reduce``, on ranks other than 0.
+        self._sender = Sender(group.store, group.rank) if self.saves and group.rank != 0 else None
         self._committed: int | None = None
         self._saved_at = time.monotonic()
         self._every_s = FIRST_S if settings.auto else settings.every_s
@@ -108,14 +116,22 @@ class Saver:
         if self._checkpoints is not None:
             self._checkpoint_client.prepare(state())
 
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        """Rank 0 appends the metrics line of a completed step, and notes whether the step is the best so far."""
+    def log(self, step: int, logged: Logged) -> None:
+        """Takes the values of a completed step, on all ranks; rank 0 notes whether the step is the best so far."""
+        best = self._settings.keep.best or ""
+        if self._sender is not None:
+            every = self._settings.every_steps
+            self._sender.add(step, logged, now=best in logged.reduced or bool(every and (step + 1) % every == 0))
         if self._checkpoints is None:
             return
-        line = self._metrics.write(step, values)
-        self._logged.update(values)
-        value = line.get(self._settings.keep.best or "")
-        self._value = value if isinstance(value, (int, float)) else None
+        names = logged.values.keys()
+        self._metrics.add(step, logged)
+        self._logged.update(names)
+        self._value = None
+        if best in names:  # the decision to save this very step cannot wait for the value
+            self._metrics.settle(step + 1, WAIT_S)
+            value = self._metrics.newest.get(best)
+            self._value = value if isinstance(value, (int, float)) else None
 
     def save_if_due(self, step: int, state: State, due: bool = False) -> None:
         """Rank 0 saves if a checkpoint is due; the other ranks continue and need not know. ``due``: it is, in any case.
@@ -160,6 +176,8 @@ class Saver:
             return None, "there is no run directory"
         key = f"commit/{self._commits}"
         self._commits += 1
+        if self._sender is not None:
+            self._sender.flush()
         if self._group.rank == 0:
             self._group.store.set(key, json.dumps(self._try_commit(step, state)))
         self._group.store.wait([key], NO_TIMEOUT)
@@ -173,19 +191,23 @@ class Saver:
 
         Waits for a save under way, for as long as one may take, unless the main thread is already waiting for it.
         """
+        with suppress(RuntimeError):  # of CUDA
+            self._metrics.drain()
         waiting = threading.Thread(target=self._take_answer, args=(True,), name="last save", daemon=True)
         waiting.start()
         waiting.join(1.0 + CAUTION * self.last_save_s)
         return self._committed
 
-    def close(self) -> None:
-        """Lets the writer finish its last save."""
+    def close(self, clean: bool = True) -> None:
+        """Lets the writer finish its last save. Not ``clean``, after an error: without waiting for other ranks."""
+        if self._sender is not None:
+            self._sender.close()
         if self._checkpoints is not None:
             best = self._settings.keep.best
             if best is not None and self._logged and self._best == float("inf"):  # a misspelled metric, perhaps
                 say(f"checkpoint.keep.best: no step has logged {best!r} yet, only {', '.join(sorted(self._logged))}")
             self._checkpoint_client.close()
-            self._metrics.close()
+            self._metrics.close(clean)
 
     # --- saving
 
@@ -212,9 +234,19 @@ class Saver:
         if self._value is not None:
             self._best = min(self._best, self._settings.keep.order(self._value))
             facts["metrics"] = json.dumps({self._settings.keep.best: self._value})
-        self._checkpoint_client.save(step, state(), facts, urgent)
+        seconds = WAIT_S if urgent else BESIDE_S
+        before = partial(self._complete_metrics, step, seconds) if self._metrics.pending else None
+        self._checkpoint_client.save(step, state(), facts, urgent, before)
         self._stall_s = time.monotonic() - started
         return None
+
+    def _complete_metrics(self, step: int, seconds: float) -> None:
+        """Writes the lines below ``step``. Raises NotSaved. Called by another thread."""
+        self._metrics.settle(step, seconds)
+        try:
+            self._metrics.flush()
+        except OSError as error:
+            raise NotSaved(step, f"the metrics before it cannot be written ({error.strerror})") from error
 
     def _take_answer(self, wait: bool = False) -> str | None:
         """Takes the writer's answer if the save under way is done; returns why it failed, if it did."""

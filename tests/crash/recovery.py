@@ -17,6 +17,7 @@ from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.history import History
+from clusterddp.training.log.values import Logged
 from tests.checkpoint_files import save
 from tests.crash.disk import Tree
 from tests.crash.subject import JOB, STEPS_PER_SAVE, content, saver_of, values
@@ -133,7 +134,7 @@ def _check_that_it_continues(run: RunDirectory, number: int, promised: Promised)
     _check_metrics(run, step)
     following = step + STEPS_PER_SAVE
     for at in range(step, following):
-        saver.log(at, values(at))
+        saver.log(at, Logged(values(at)))
     saver.close()
     save(run, number, following, content(following))  # in this process: the writer makes the same calls
     _check_metrics(run, following)

@@ -30,6 +30,7 @@ from clusterddp.rundir.files import remove, write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.history import History
+from clusterddp.training.log.values import Logged
 from clusterddp.training.saving import Saver
 
 STEPS_PER_SAVE = 4
@@ -148,7 +149,7 @@ class Story:
         self._event(history, "resumed", step=first, parent=parent and parent[0])
         saver.prepare(lambda: content(first))
         for step in range(first, first + saves * STEPS_PER_SAVE):
-            saver.log(step, values(step))
+            saver.log(step, Logged(values(step)))
             if (step + 1) % STEPS_PER_SAVE == 0:
                 before = len(heard)
                 save(saver, step + 1, lambda before=before: len(heard) > before)  # type: ignore[misc]

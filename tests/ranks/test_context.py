@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import clusterddp
+from clusterddp.rundir.files import finite
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.training import metrics
+from clusterddp.training.log import values as logged
 from tests import ddp
 
 SCRIPT = """
@@ -112,7 +113,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_that_names_the_part_and_the_
 )  # fmt: skip
 def test_a_value_that_cannot_be_recorded_is_refused_at_the_call(value: Any) -> None:
     with pytest.raises(TypeError, match=r"run.log\(loss=...\): expected a number"):
-        metrics.check("loss", value)
+        logged.check("loss", value)
 
 
 @pytest.mark.parametrize(
@@ -122,21 +123,21 @@ def test_a_value_that_cannot_be_recorded_is_refused_at_the_call(value: Any) -> N
      (float("nan"), "NaN"), (torch.tensor(-torch.inf, dtype=torch.bfloat16), "-Infinity")],
 )  # fmt: skip
 def test_a_number_in_any_form_is_logged(value: Any, kept: Any) -> None:
-    metrics.check("loss", value)
-    assert metrics.plain("loss", value) == kept
+    logged.check("loss", value)
+    assert finite(logged.number("loss", value)) == kept
 
 
 def test_too_large_or_too_many_values_are_refused_at_the_call() -> None:
     with pytest.raises(ValueError, match=r"run.log\(n=...\): expected at most 64 bits, got an integer of 101 bits"):
-        metrics.check("n", 2**100)
-    values = metrics.Values()
+        logged.check("n", 2**100)
+    values = logged.Values()
     for _ in range(100_000):  # the same name: it is merged
         values.add({"loss": 1.0})
     values.add({f"gradient norm of layer {layer}": 1.0 for layer in range(10_000)})
     words = r"run.log\(a0=..., a1=..., ...\): the values of one step would take 1,\d+,\d+ bytes.*limit is 1,000,000"
     with pytest.raises(ValueError, match=words):
         values.add({f"a{number}": 1.0 for number in range(20_000)})
-    assert len(values.take()) == 10_001 and values.take() == {}
+    assert len(values.take().values) == 10_001 and values.take().values == {}
 
 
 TRYING = """

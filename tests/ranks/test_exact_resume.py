@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,6 +87,11 @@ class Left:
     def raw(self) -> list[dict[str, Any]]:
         return self.directory.metrics()
 
+    def mean_losses(self, ranks: int) -> list[float]:
+        """Of each step, over the ranks, from what they printed."""
+        losses = [[float.fromhex(line.split()[5]) for line in self.steps(rank)] for rank in range(ranks)]
+        return [math.fsum(of_step) / ranks for of_step in zip(*losses, strict=True)]
+
     def state(self, rank: int) -> dict[str, Any]:
         """All parts' final state on a rank, flat."""
         flat: dict[str, Any] = {}
@@ -152,6 +158,7 @@ def test_a_stopped_run_ends_with_the_bits_of_the_uninterrupted_one(
 
     assert_exact(resumed, whole, ranks)
     assert [line["step"] for line in resumed.raw()] == list(range(STEPS))
+    assert [line["mean_loss"] for line in resumed.raw()] == resumed.mean_losses(ranks)
     assert resumed.inexact() == [[]] * len(stops)
     # A stop comes after the step in which it is requested, or one later, on all ranks.
     assert all(0 < begin - stop <= 2 for begin, stop in zip(resumed.begun()[1:], stops, strict=True))

@@ -147,6 +147,7 @@ try:
         scheduler.step()
         ema.update_parameters(net)
         run.log(loss=loss, scale=scaler.get_scale())
+        run.log(mean_loss=torch.tensor(loss, dtype=torch.float64), reduce="mean")
         run.log(lr=scheduler.get_last_lr()[0], epoch=run.epoch)
         if run.step == options.evaluate_in_step:
             ctx.print(f"evaluating {evaluate()}")

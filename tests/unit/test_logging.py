@@ -1,0 +1,339 @@
+"""``run.log()``: values are those at the call, lines wait for GPUs and other ranks, and no step waits for either."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from clusterddp.rundir.records import METRICS, read_lines
+from clusterddp.training import metrics as lines
+from clusterddp.training.log import reduction
+from clusterddp.training.log.reduction import Receiver, Sender, decoded, encoded, reduce_values
+from clusterddp.training.log.values import DeviceCopies, Logged, Values
+from clusterddp.training.metrics import Metrics
+from tests.waiting import wait_until
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that claims to be on a GPU."""
+
+    is_cuda = True
+
+
+class Event:
+    """Of a stand-in for a stream: passes when the test says so, or when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.passed = self.waited = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.waited |= not self.passed
+        self.passed = True
+
+
+class Gpu:
+    """The values of steps from a GPU whose events have not passed."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.allocated = 0
+        self.values = Values(copies=DeviceCopies(self._allocate, self._record))
+
+    def step(self, value: float | torch.Tensor, **others: Any) -> Logged:
+        self.values.add({"loss": torch.as_tensor(value).as_subclass(OnGpu), **others})
+        return self.values.take()
+
+    def _allocate(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        self.allocated += 2
+        return [torch.empty((), dtype=dtype) for _ in range(2)]
+
+    def _record(self, device: torch.device) -> Event:
+        self.events.append(Event())
+        return self.events[-1]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    heard: list[str] = []
+    monkeypatch.setattr(reduction, "say", heard.append)
+    return heard
+
+
+@pytest.fixture
+def open_metrics(tmp_path: Path) -> Any:
+    opened = []
+
+    def open_(report: Callable[..., None] = lambda *_, **__: None) -> Metrics:
+        opened.append(Metrics(tmp_path / "metrics.jsonl", 0, report))
+        return opened[-1]
+
+    yield open_
+    for metrics in opened:
+        metrics.close(clean=False)
+
+
+def written(tmp_path: Path, name: str = "loss") -> list[Any]:
+    found = list(read_lines(tmp_path / "metrics.jsonl", METRICS))
+    assert [line["step"] for line in found] == list(range(len(found)))
+    return [line.get(name) for line in found]
+
+
+# --- values at the call
+
+
+def test_a_tensor_that_the_script_changes_after_the_call_was_logged_as_it_was() -> None:
+    total = torch.tensor(1.5, requires_grad=True)
+    values, gpu = Values(), Gpu()
+    values.add({"total": total})
+    on_gpu = torch.tensor(2.5, dtype=torch.bfloat16)
+    late = gpu.step(on_gpu)
+    with torch.no_grad():
+        total.add_(1)
+        on_gpu.add_(1)
+    assert values.take().numbers() == {"total": 1.5}
+    assert late.numbers() == {"loss": 2.5}
+
+
+def test_the_last_call_counts_and_says_whether_a_name_is_reduced() -> None:
+    for keeps_own in (True, False):
+        values = Values(keeps_own)
+        values.add({"loss": 1.0, "lr": 0.1}, reduce="mean")
+        values.add({"lr": 0.2, "own": 3.0})
+        logged = values.take()
+        assert logged.reduced == {"loss": "mean"}
+        assert logged.values == {"loss": 1.0, **({"lr": 0.2, "own": 3.0} if keeps_own else {})}
+    with pytest.raises(
+        ValueError, match=r"run.log\(reduce=0.5\): expected one of 'mean', 'sum', 'min', 'max'; no metric"
+    ):
+        values.add({"loss": 1.0}, reduce=0.5)  # type: ignore[arg-type]
+
+
+# --- lines wait for a GPU
+
+
+def test_a_step_waits_for_no_gpu_and_lines_keep_their_order(tmp_path: Path, open_metrics: Any) -> None:
+    gpu, metrics = Gpu(), open_metrics()
+    for step in range(3):
+        metrics.add(step, gpu.step(step / 2, lr=0.1))
+    metrics.add(3, Logged({"loss": 9.0}))
+    assert written(tmp_path) == [] and metrics.pending
+    gpu.events[1].passed = True
+    metrics.drain()
+    assert written(tmp_path) == []  # the line of step 0 is first
+    gpu.events[0].passed = True
+    metrics.drain()
+    assert written(tmp_path) == [0.0, 0.5]
+    gpu.events[2].passed = True
+    metrics.drain()
+    assert written(tmp_path) == [0.0, 0.5, 1.0, 9.0] and not metrics.pending
+    assert written(tmp_path, "lr") == [0.1, 0.1, 0.1, None]
+    assert not any(event.waited for event in gpu.events)
+    assert gpu.allocated == 4  # two of the three slots that were in use are used again
+    assert [gpu.step(7.0).numbers()["loss"] for _ in range(5)] == [7.0] * 5 and gpu.allocated == 4
+
+
+def test_a_checkpoint_has_all_lines_before_it_and_waits_for_no_later_step(tmp_path: Path, open_metrics: Any) -> None:
+    reported: list[Any] = []
+    gpu, metrics = Gpu(), open_metrics(lambda event, **values: reported.append((event, values)))
+    for step, value in enumerate((1.0, math.nan, 3.0)):
+        metrics.add(step, gpu.step(value))
+    assert reported == []
+    metrics.settle(2, 0.0)
+    assert written(tmp_path) == [1.0, "NaN"] and [event.waited for event in gpu.events] == [True, True, False]
+    assert reported == [("not_finite", {"step": 1, "metrics": {"loss": "NaN"}, "count": 1})]
+
+
+def test_only_so_many_steps_wait_for_a_gpu(tmp_path: Path, open_metrics: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MOST_PENDING", 3)
+    gpu, metrics = Gpu(), open_metrics()
+    for step in range(5):
+        metrics.add(step, gpu.step(float(step)))
+    assert written(tmp_path) == [0.0, 1.0] and [event.waited for event in gpu.events] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_the_lines_of_a_failed_gpu_are_reported_as_lost(
+    tmp_path: Path, open_metrics: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(lines, "say", heard.append)
+    gpu, metrics = Gpu(), open_metrics()
+    for step in range(3):
+        metrics.add(step, gpu.step(float(step)))
+    gpu.events[0].passed = True
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nmore")
+
+    gpu.events[1].synchronize = fail  # type: ignore[method-assign]
+    metrics.close(clean=False)
+    assert heard == ["the metrics of the last 2 steps are lost: CUDA error: an illegal memory access"]
+    assert written(tmp_path) == [0.0]
+
+
+# --- reduction
+
+
+@pytest.mark.parametrize(
+    ("how", "values", "result"),
+    [("mean", [0.1] * 10, 0.1), ("mean", [1e16, 1.0, -1e16], 1 / 3), ("sum", [1, 2.5], 3.5), ("min", [2.0, -1.0], -1.0),
+     ("max", [2.0, -1.0], 2.0), ("max", [2.0, math.nan], math.nan), ("mean", [math.inf, -math.inf], math.nan),
+     ("mean", [1e308, 1e308], math.inf), ("mean", [math.nan, 1.0], math.nan), ("sum", [math.inf, 1.0], math.inf)],
+)  # fmt: skip
+def test_values_are_reduced_to_the_nearest_float_in_any_order(how: str, values: Any, result: float) -> None:
+    for order in itertools.islice(itertools.permutations(values), 6):
+        found = reduce_values(how, order)
+        assert found == result or (math.isnan(found) and math.isnan(result))
+
+
+def test_a_chunk_keeps_all_bits_and_is_cut_where_it_would_be_too_large() -> None:
+    rows = [(step, {"a b": ("mean", step / 3), "c": ("max", math.inf)}) for step in range(1201) if step != 7]
+    chunks = encoded(rows, 1300)
+    parts = [decoded(chunk.encode()) for chunk in chunks]
+    assert len(chunks) > 2 and [row for part, _ in parts for row in part] == rows
+    assert [through for _, through in parts] == [*(part[0][0] for part, _ in parts[1:]), 1300]
+    assert decoded(encoded([], 5)[0].encode()) == ([], 5)
+
+
+class World:
+    """Rank 0's metrics and receiver, and the other ranks' senders, in threads of one process."""
+
+    def __init__(self, metrics: Metrics, ranks: int) -> None:
+        self.store, self.metrics, self.ranks = HashStore(), metrics, ranks
+        self.receiver = metrics.receiver = Receiver(self.store, ranks, metrics.drain)
+        self.senders = {rank: Sender(self.store, rank) for rank in range(1, ranks)}
+
+    def log(self, rank: int, step: int, reduced: dict[str, float], how: str = "mean", now: bool = False) -> None:
+        logged = Logged(dict(reduced), dict.fromkeys(reduced, how))
+        if rank == 0:
+            self.metrics.add(step, logged)
+        else:
+            self.senders[rank].add(step, logged, now)
+
+    def close(self) -> None:
+        for sender in self.senders.values():
+            sender.close()
+
+
+@pytest.fixture
+def world(open_metrics: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(reduction, "PERIOD_S", 0.01)
+    monkeypatch.setattr(reduction, "IDLE_S", 0.01)
+    made = World(open_metrics(), 3)
+    yield made
+    made.close()
+
+
+def test_the_mean_of_all_ranks_is_written_wherever_chunks_are_cut(tmp_path: Path, world: World) -> None:
+    values = {(rank, step): (rank + 1) / (step + 3) for rank in range(3) for step in range(40)}
+    for step in range(40):
+        for rank in (2, 0, 1):
+            world.log(rank, step, {"loss": values[rank, step]}, now=step % (rank + 5) == 0)
+    for sender in world.senders.values():
+        sender.flush()
+    world.metrics.settle(40, 60)
+    assert written(tmp_path) == [math.fsum(values[rank, step] for rank in range(3)) / 3 for step in range(40)]
+    assert world.store.num_keys() == 1  # nothing is left of the chunks
+
+
+def test_a_line_waits_for_the_slowest_rank_and_later_lines_wait_behind_it(tmp_path: Path, world: World) -> None:
+    world.log(0, 0, {"loss": 1.0})
+    world.metrics.add(1, Logged({"loss": 5.0}))
+    world.log(1, 0, {"loss": 4.0}, now=True)
+    world.senders[1].flush()
+    world.metrics.drain()
+    assert written(tmp_path) == []
+    world.log(2, 0, {"loss": 7.0}, now=True)
+    wait_until(lambda: written(tmp_path) == [4.0, 5.0], "both lines", 10)
+
+
+def test_a_rank_that_logs_nothing_is_left_out_and_named(tmp_path: Path, world: World, said: list[str]) -> None:
+    """Of one step, of all steps, and of all names."""
+    world.senders[2].add(0, Logged(), now=False)
+    world.log(0, 0, {"loss": 1.0, "mine": 1.0})
+    world.log(1, 0, {"loss": 2.0, "theirs": 4.0})
+    world.metrics.settle(1, 60)
+    assert written(tmp_path) == [1.5] and written(tmp_path, "theirs") == [4.0] and written(tmp_path, "mine") == [1.0]
+    assert sorted(said) == sorted(
+        f"run.log({name}=..., reduce=...): {ranks} of 3 ranks did not log it in step 0; it is reduced over the ranks "
+        "that did. Call run.log() on every rank"
+        for name, ranks in {"loss": "rank 2", "mine": "ranks 1, 2", "theirs": "ranks 0, 2"}.items()
+    )
+    world.log(0, 1, {"loss": 1.0})
+    for rank in (1, 2):
+        world.log(rank, 1, {"loss": 1.0}, how="mean")
+    world.metrics.settle(2, 60)
+    assert len(said) == 3
+
+
+def test_a_rank_that_hangs_is_not_waited_for_without_end(tmp_path: Path, world: World, said: list[str]) -> None:
+    for step in range(3):
+        world.log(0, step, {"loss": 1.0})
+        world.log(1, step, {"loss": 2.0})
+    world.metrics.settle(2, 0.3)
+    assert written(tmp_path) == [1.5, 1.5]
+    assert said[0] == (
+        "run.log(reduce=...): rank 2 did not pass on the values of steps 0 to 1 within 0.3 s; they are reduced over "
+        "the other ranks"
+    )
+    for step in range(3):  # it was only slow
+        world.log(2, step, {"loss": 6.0})
+    world.metrics.settle(3, 60)
+    assert written(tmp_path) == [1.5, 1.5, 3.0]
+
+
+def test_values_that_rank_0_does_not_reduce_are_dropped_with_a_warning(
+    world: World, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduction, "MOST_CHUNKS", 2)
+    monkeypatch.setattr(reduction, "MOST_STEPS", 3)
+    for step in range(12):
+        world.log(1, step, {"loss": 1.0})
+        world.senders[1].flush()
+    assert said == ["run.log(reduce=...): rank 0 does not take the values; call it on rank 0, too"]
+    assert world.store.num_keys() <= 2
+
+
+def test_a_lost_store_ends_no_training(tmp_path: Path, world: World, said: list[str]) -> None:
+    class Lost(HashStore):
+        def check(self, keys: Any) -> bool:
+            raise RuntimeError("connection reset")
+
+    world.receiver._store = Lost()  # no public way to lose it
+    world.log(0, 0, {"loss": 1.0})
+    world.metrics.settle(1, 60)
+    assert written(tmp_path) == [1.0] and "the store is unreachable" in said[0]
+
+
+def test_closing_leaves_no_thread_behind(open_metrics: Any) -> None:
+    before = threading.active_count()
+    world = World(open_metrics(), 2)
+    world.log(0, 0, {"loss": 1.0})
+    world.log(1, 0, {"loss": 1.0})
+    world.close()
+    world.metrics.close()
+    assert threading.active_count() == before
+    assert json.loads((world.metrics._path).read_text())["loss"] == 1.0
+
+
+def test_one_rank_reduces_its_own_value(tmp_path: Path, open_metrics: Any) -> None:
+    metrics = open_metrics()
+    metrics.add(0, Logged({"loss": 3, "lr": 1}, {"loss": "mean"}))
+    assert written(tmp_path) == [3.0] and written(tmp_path, "lr") == [1]
