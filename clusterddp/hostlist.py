@@ -1,9 +1,10 @@
-"""Slurm's two compressed notations: host lists (``rack[1-2]node[01-02]``) and task counts (``2(x3),1``)."""
+"""Short notations: Slurm's host lists (``rack[1-2]node[01-02]``) and task counts (``2(x3),1``); ranks (``0,3-5``)."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from itertools import product
 
 from clusterddp.errors import LauncherEnvironmentError
@@ -83,3 +84,25 @@ def _malformed(hostlist: str, reason: str) -> LauncherEnvironmentError:
     return LauncherEnvironmentError(
         f"malformed host list {hostlist!r}: {reason}; expected, for example, 'a1,rack[1-2]node[01-02]'"
     )
+
+
+def ranks_in(text: str) -> list[int]:
+    """The ranks in ``0,3-5``. ValueError if it is not of this form."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip(), re.ASCII)
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise ValueError(f"{part.strip()!r} is neither a rank nor a range; expected, for example, 0,3-5")
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return sorted(found)
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """``0-2,5`` for 0, 1, 2 and 5."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

@@ -43,6 +43,9 @@ RANK_EVENTS: Mapping[str, Event] = {
     "phase": Event("phase", "rank 0 has begun another phase, one of PHASES"),
     "evaluated": Event("seconds", "rank 0 has spent `seconds` in evaluations since the last such event"),
     "result": Event("step *", "`run.log()` outside a step"),
+    "profiling": Event("step steps request?", "the rank records a profile of `steps` steps from `step` on"),
+    "profiled": Event("step steps file request?", "the rank has stored a profile of `steps` steps in `file`"),
+    "not_profiled": Event("reason request?", "the rank did not record or store a profile"),
 }
 
 #: What rank 0 can be doing outside of saves: ``report/booking.py`` books the time by it.
@@ -88,7 +91,10 @@ EVENTS: Mapping[str, Event] = {
     "kept_up": Event("rank host", "a rank that was slow is not slow any more"),
     "hung": Event("rank late host step seconds what", "a hang: all ranks are being ended"),
     "notice": Event("why", "the supervisor asks the ranks to stop"),
-    "requested": Event("request nodes?", "the user asked for `request`; the next jobs exclude `nodes` for a day"),
+    "requested": Event(
+        "request nodes? steps? ranks?",
+        "the user asked for `request`; the next jobs exclude `nodes` for a day; a profile is of `steps` on `ranks`",
+    ),
     "controller_away": Event("error", "Slurm's controller is unreachable; training continues"),
     "controller_back": Event("", "Slurm's controller answers again"),
     "controller_missing": Event("error", "Slurm's commands are not installed here"),
@@ -127,6 +133,7 @@ ORDERS: Mapping[str, str] = {
     "flight_record": "write torch's flight record of the last collectives",
     "stacks": "answer with the stacks of all threads; the text is the request's number",
     "save": "rank 0: save at the next step boundary; the text is the request's number",
+    "profile": "record a profile from the next step on; the text is the request's number and how many steps",
     "leave": "exit now",
 }
 #: Events that are not written into the history.
@@ -138,6 +145,7 @@ CHANNEL_EVENTS: Mapping[str, Event] = {
     ),
     "stacks": Event("request place threads", "a rank's stacks, for a request"),
     "saving": Event("request step? committed?", "rank 0 will save; without `step` it has no run to save"),
+    "will_profile": Event("request refused?", "the rank will record a profile, or `refused` says why not"),
     "left": Event(
         "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? used_clusterddp?",
         "how the rank ended; its last message",
@@ -150,6 +158,7 @@ REQUEST = "token request values"
 REQUESTS: Mapping[str, Event] = {
     "stacks": Event("ranks", "the stacks of these ranks' threads, such as 0,3-5; null: of all ranks"),
     "save": Event("", "save at the next step boundary"),
+    "profile": Event("steps ranks", "record a profile of so many steps on these ranks, such as 0,3-5"),
     "stop": Event("", "save, stop, and hold the run until it is submitted again"),
     "requeue": Event("nodes?", "save, stop, and continue in the queue; in a job without `nodes`, if they are given"),
 }
@@ -158,6 +167,11 @@ ANSWERS: Mapping[str, Event] = {
     "refused": Event("refused", "why nothing was done"),
     "stacks": Event(
         "stacks unanswered starting exited hosts", "ranks with equal stacks together, and ranks without an answer"
+    ),
+    "profiles": Event(
+        "profiles ended? request?",
+        "each rank's `profiled` or `not_profiled`; once all ranks have exited (`ended`), those that came before, and "
+        "the request's number in the history",
     ),
     "checkpoint": Event("checkpoint", "the step of the checkpoint that is committed"),
     "ended": Event("ended", "all ranks have exited; the history will tell how the attempt ended"),
@@ -185,6 +199,7 @@ SUPERVISOR = Variable("CLUSTERDDP_SUPERVISOR", "supervisor to ranks: HOST:PORT o
 TOKEN = Variable("CLUSTERDDP_TOKEN", "supervisor to ranks: the attempt's secret for the control channel")
 USR2_NOTICE_S = Variable("CLUSTERDDP_USR2_NOTICE_S", "supervisor to ranks: seconds from USR2 to the time limit")
 PREFLIGHT = Variable("CLUSTERDDP_PREFLIGHT", "supervisor to ranks: on if the nodes are checked before training")
+PROFILE = Variable("CLUSTERDDP_PROFILE", "supervisor to ranks: on if the job's `profile` is not recorded yet")
 WATCHDOG = Variable("CLUSTERDDP_WATCHDOG", "supervisor to ranks: on or off")
 TERM_NOTICE_S = Variable(
     "CLUSTERDDP_TERM_NOTICE_S", "rank's entry point to clusterddp.init(): seconds from TERM to KILL, if known"
@@ -200,5 +215,5 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 #: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
-    *(CODE, CHECKOUT, PREFLIGHT),
+    *(CODE, CHECKOUT, PREFLIGHT, PROFILE),
 )

@@ -6,11 +6,11 @@ A rank's stacks are ``worker/stacks.py``'s: "place" (where its main thread is) a
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from clusterddp.hostlist import ranges
 from clusterddp.reporter import counted
 from clusterddp.rundir.records import is_text
 
@@ -63,25 +63,3 @@ def described(group: Mapping[str, Any]) -> Iterator[str]:
     for thread in group["threads"]:
         yield f"  {thread['name']}, most recent call first"
         yield from (f"    {frame}" for frame in thread["frames"])
-
-
-def ranks_in(text: str) -> list[int]:
-    """The ranks in ``0,3-5``. ValueError if it is not of this form."""
-    found: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip(), re.ASCII)
-        if match is None or int(match[1]) > int(match[2] or match[1]):
-            raise ValueError(f"{part.strip()!r} is neither a rank nor a range; expected, for example, 0,3-5")
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return sorted(found)
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    """``0-2,5`` for 0, 1, 2 and 5."""
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

@@ -79,6 +79,22 @@ class Watchdog:
         return min(2.0, self.step_s / 4)
 
 
+#: The most steps of a profile, whose events a rank keeps in memory, and the most ranks that record one at a time.
+MOST_PROFILED_STEPS, MOST_PROFILED_RANKS = 100, 32
+
+
+@dataclass(frozen=True)
+class ProfiledSteps:
+    """A profile that the first attempt to reach step ``at`` records, with torch.profiler."""
+
+    steps: int = 20
+    """The number of steps, at most 100."""
+    at: int = 100
+    """The first of these steps, counted from 0."""
+    ranks: tuple[int, ...] = (0,)
+    """The ranks that record, at most 32. YAML: ``0``, ``0,3-5`` or ``[0, 3]``."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """How much a run may use before it ends as failed; None: no limit."""
@@ -189,6 +205,8 @@ class Job:
     """Who may read the run directory: its owner, or also its group."""
     preflight: bool = False
     """Whether each node is checked (devices, folder, clock, all-reduce) before its first attempt trains."""
+    profile: ProfiledSteps | None = None
+    """A profile to record once, as ``{steps: 20, at: 100, ranks: 0}``; None: none."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -258,6 +276,7 @@ def written(job: Job) -> dict[str, Any]:
     values["timeouts"] = dataclasses.asdict(job.timeouts)
     values["watchdog"] = dataclasses.asdict(job.watchdog) if job.watchdog else "off"
     values["progress"] = job.progress or "off"
+    values["profile"] = job.profile and _profile_values(job.profile)
     values["limits"] = {name: value for name, value in dataclasses.asdict(job.limits).items() if value is not None}
     return {renamed.get(name, name): value for name, value in values.items() if name not in ("gpu_type", "min_nodes")}
 
@@ -287,6 +306,10 @@ _NEW = {"gpu_request": "gpus-per-node", "keep_logs": 50, "preflight": False, "pr
 def _keep_values(keep: Keep) -> int | dict[str, Any]:
     values = {"last": keep.last, "every": keep.every, "best": keep.best and f"{keep.best} {keep.best_is}"}
     return keep.last if keep == Keep(keep.last) else {key: value for key, value in values.items() if value is not None}
+
+
+def _profile_values(profile: ProfiledSteps) -> dict[str, Any]:
+    return {**dataclasses.asdict(profile), "ranks": ",".join(map(str, profile.ranks))}
 
 
 def _every_text(checkpoint: Checkpointing) -> str | tuple[str, ...]:

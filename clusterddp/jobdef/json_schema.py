@@ -14,7 +14,7 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from clusterddp.jobdef.job import Job, Keep, Watchdog, written
+from clusterddp.jobdef.job import MOST_PROFILED_STEPS, Job, Keep, ProfiledSteps, Watchdog, written
 from clusterddp.jobdef.load import RUN_FORMAT
 from clusterddp.jobdef.schema import INSTEAD_OF_OPTION, READERS, SET_FOR_RANKS, WORDS
 
@@ -127,6 +127,8 @@ _OF_TYPE: Mapping[Any, Schema] = {
     tuple[str, ...]: _list(),
 }
 _EVERY = r"[0-9][0-9.e+-]* (steps?|seconds?|minutes?|hours?)"
+_RANKS = "^ *[0-9]{1,6}(-[0-9]{1,6})? *(, *[0-9]{1,6}(-[0-9]{1,6})? *)*$"
+_RANK: Schema = {"type": ["integer", "string"], "pattern": _RANKS, "minimum": 0}
 _OPTION_NAMES = sorted({*INSTEAD_OF_OPTION, *(key.replace("_", "-") for key in READERS)})
 _OPTIONS = {
     "type": "object",
@@ -170,6 +172,12 @@ _OF_KEY: Mapping[str, Schema] = {
         },
         "additionalProperties": False,
     },
+    "profile": _section(
+        ProfiledSteps,
+        steps=_count(maximum=MOST_PROFILED_STEPS),
+        at=_count(0),
+        ranks=_either(_RANK, {"type": "array", "items": _RANK, "minItems": 1}),
+    ),
     "watchdog": _either({"const": "off"}, _section(Watchdog)),
     "progress": _either({"const": "off"}, _OF_TYPE[float]),
 }

@@ -8,7 +8,16 @@ from typing import Any
 
 from clusterddp.jobdef import values as value
 from clusterddp.jobdef import yaml12
-from clusterddp.jobdef.job import Checkpointing, Keep, Limits, Timeouts, Watchdog
+from clusterddp.jobdef.job import (
+    MOST_PROFILED_RANKS,
+    MOST_PROFILED_STEPS,
+    Checkpointing,
+    Keep,
+    Limits,
+    ProfiledSteps,
+    Timeouts,
+    Watchdog,
+)
 from clusterddp.jobdef.secrets import is_secret
 from clusterddp.jobdef.values import ASSIGNMENT, Wrong, did_you_mean, quoted
 from clusterddp.jobdef.yaml12 import Key, Mistake, Node
@@ -225,6 +234,7 @@ INSTEAD_OF_KEY = {
     **dict.fromkeys(("time_limit", "walltime"), "use the key time"),
 }
 
+_PROFILE = _fields(steps=value.whole(1, MOST_PROFILED_STEPS), at=value.whole(0), ranks=value.ranks(MOST_PROFILED_RANKS))
 WORDS = ("partition", "account", "qos", "constraint", "reservation", "exclude", "nodelist")
 READERS: dict[str, Reader] = {
     "job_name": _field("name", value.name),
@@ -268,4 +278,5 @@ READERS: dict[str, Reader] = {
         share=value.choice("private", "group"),
         preflight=value.truth,
     ),
+    "profile": _section("profile", ProfiledSteps, _PROFILE),
 }

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable
 
+from clusterddp.hostlist import ranks_in
 from clusterddp.jobdef.secrets import is_secret
 from clusterddp.jobdef.yaml12 import Node
 
@@ -83,13 +84,31 @@ def backend(node: Node) -> str:
     return choice("nccl", "gloo")(node)
 
 
-def whole(least: int) -> Callable[[Node], int]:
-    """A reader of a whole number of at least ``least``."""
+def whole(least: int, most: int | None = None) -> Callable[[Node], int]:
+    """A reader of a whole number of at least ``least`` and at most ``most``."""
+    expected = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def read(node: Node) -> int:
-        if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < least:
-            raise Wrong(f"expected a whole number of at least {least}, got {quoted(node)}")
-        return node.value
+        value = node.value
+        if isinstance(value, bool) or not isinstance(value, int) or value < least or (most or value) < value:
+            raise Wrong(f"expected a whole number {expected}, got {quoted(node)}")
+        return value
+
+    return read
+
+
+def ranks(most: int) -> Callable[[Node], tuple[int, ...]]:
+    """A reader of at most ``most`` ranks: ``0``, ``0,3-5`` or ``[0, 3]``."""
+
+    def read(node: Node) -> tuple[int, ...]:
+        texts = [item.text for item in node.value] if isinstance(node.value, list) else [node.text]
+        try:
+            found = tuple(ranks_in(",".join(texts)))
+        except ValueError as error:
+            raise Wrong(f"expected ranks such as 0 or 0,3-5, got {quoted(node)}") from error
+        if len(found) > most:
+            raise Wrong(f"expected at most {most} ranks, got {len(found)}")
+        return found
 
     return read
 

@@ -34,6 +34,7 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.loop_log = self.logs / "loop.log"
         self.hook_log = self.logs / "hook.log"
+        self.profiles = self.path / "profiles"
         self.code = self.path / "code"
         self.code_file = self.code / "current.json"  # which snapshot of the code the run uses
         self.private = self.path / "private"
@@ -106,6 +107,10 @@ class RunDirectory:
     def attempt_logs(self, attempt: int) -> Path:
         """The folder of an attempt's rank outputs, ``rank-<r>.out`` and ``rank-<r>.err``."""
         return self.logs / f"attempt-{attempt}"
+
+    def profile_file(self, attempt: int, rank: int, step: int) -> Path:
+        """The trace of a rank's profile that begins at ``step``, under a name that TensorBoard's plugin looks for."""
+        return self.profiles / f"attempt-{attempt}" / f"rank-{rank}-step-{step}.pt.trace.json.gz"
 
     def attempt_private(self, attempt: int) -> Path:
         """The folder of an attempt's records: how each rank ended, what was resumed."""

@@ -169,8 +169,15 @@ class Attempt:
             protocol.TOKEN: token,
             protocol.USR2_NOTICE_S: str(self._state.stop_margin_s),
             protocol.WATCHDOG: "on" if self._watch else "off",
+            protocol.PROFILE: "on" if self._is_profile_due() else "off",
             protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }
+
+    def _is_profile_due(self) -> bool:
+        """Whether no attempt has begun to record the job definition's profile: one that failed is not repeated."""
+        events, planned = self._history.events, self._job.profile
+        begun = {event.get("step") for event in events if event["event"] == "profiling" and "request" not in event}
+        return planned is not None and planned.at not in begun
 
     def _on_new_nodes(self) -> bool:
         """Whether some of the nodes have not passed a preflight of this run, or are unknown."""

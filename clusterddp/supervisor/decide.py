@@ -77,7 +77,7 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
         return state, [Heartbeat(rank, state.hosts[rank], values)]
     if event.name == "left":
         return _on_left(state, event, now)
-    if event.name in ("stacks", "saving"):
+    if event.name in requests.ORDER_ANSWERS:
         return requests.on_rank_event(state, event)
     if wrong := schema_error(values, {"step": optional(is_count)}):
         raise ValueError(wrong)
@@ -103,6 +103,8 @@ def _note(state: State, event: RankEvent) -> Step:
         return requests.on_checkpoint(replace(state, last_save_s=float(values["durable_s"])), values)
     if event.name == "checkpoint_failed":
         return requests.on_checkpoint(state, values)
+    if event.name in ("profiled", "not_profiled"):
+        return requests.on_profile(state, event)
     return state, []
 
 

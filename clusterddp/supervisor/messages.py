@@ -78,6 +78,9 @@ def _ended(event: Event, then: str) -> str:
 
 
 def _requested(event: Event) -> str:
+    if event["request"] == "profile":
+        who = "rank" if event["ranks"].isdecimal() else "ranks"
+        return f"requested by `clusterddp tell profile={event['steps']}`: a profile of {who} {event['ranks']}"
     command = "requeue" if event["request"] == "requeue" else f"tell {event['request']}"
     without = f", without {', '.join(event['nodes'])}" if event.get("nodes") else ""
     return f"requested by `clusterddp {command}`: {_REQUESTS.get(event['request'], event['request'])}{without}"
@@ -112,6 +115,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"each rank takes {e['samples']} samples at once, more than its batch_size of {e['most']}: "
         "the script does not call run.micro()"
     ),
+    "profiled": lambda e: (
+        f"rank {e['rank']} recorded a profile of {counted(e['steps'], 'step')} from step {e['step']}: {e['file']}"
+    ),
+    "not_profiled": lambda e: f"rank {e['rank']}: no profile: {e['reason']}",
     "diverged": lambda e: str(e["explanation"]),
     "left_loop": lambda e: (
         f"the script left its loop by break or an exception after step {e['step']} of {e['steps']}: steps since the "

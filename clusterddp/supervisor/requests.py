@@ -12,7 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from clusterddp import __version__
-from clusterddp.failures.stack_groups import grouped, is_threads, ranks_in
+from clusterddp.failures.stack_groups import grouped, is_threads
+from clusterddp.hostlist import ranges, ranks_in
+from clusterddp.jobdef.job import MOST_PROFILED_RANKS, MOST_PROFILED_STEPS
+from clusterddp.reporter import counted
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, schema_error
 from clusterddp.supervisor.state import (
     Action,
@@ -33,7 +36,12 @@ from clusterddp.supervisor.state import (
 ANSWER_S = 5.0
 
 _STACKS: Schema = {"request": is_text, "place": is_text, "threads": is_threads}
+_WILL_PROFILE: Schema = {"request": is_text, "refused": optional(is_text)}
 _SAVING: Schema = {"request": is_text, "step": optional(is_count), "committed": optional(is_count)}
+
+
+#: What ranks answer to orders.
+ORDER_ANSWERS: Mapping[str, Schema] = {"stacks": _STACKS, "saving": _SAVING, "will_profile": _WILL_PROFILE}
 
 
 def accept(state: State, request: Request, now: float) -> Step:
@@ -46,12 +54,14 @@ def accept(state: State, request: Request, now: float) -> Step:
 
 
 def on_rank_event(state: State, event: RankEvent) -> Step:
-    """A rank answers an order: ``stacks`` or ``saving``. ValueError if the answer is not of the expected form."""
-    if wrong := schema_error(event.values, _STACKS if event.name == "stacks" else _SAVING):
+    """A rank answers an order: one of ``ORDER_ANSWERS``. ValueError if the answer is not of the expected form."""
+    if wrong := schema_error(event.values, ORDER_ANSWERS[event.name]):
         raise ValueError(wrong)
     waiting = state.pending.get(int(event.values["request"]))
     if waiting is None or event.rank not in waiting.ranks:  # too late
         return state, []
+    if event.name == "will_profile":
+        return _on_will_profile(state, waiting, event)
     answers = {**waiting.answers, event.rank: event.values}
     waiting = replace(waiting, ranks=waiting.ranks - {event.rank}, answers=answers)
     if event.name == "saving":
@@ -86,7 +96,7 @@ def on_exit(state: State) -> Step:
     """All ranks have exited. What they have reported last may be read later: the history tells how it ended."""
     actions: list[Action] = []
     for waiting in list(state.pending.values()):
-        ended = _stacks_answer(state, waiting) if waiting.request.kind == "stacks" else {"ended": True}
+        ended = _AT_EXIT[waiting.request.kind](state, waiting)
         state, more = _finish(state, waiting.request, ended)
         actions += more
     return state, actions
@@ -157,6 +167,76 @@ def _save_late(state: State, waiting: Pending) -> Step:
     return _finish(state, waiting.request, {"refused": f"not saved: {why}"})
 
 
+def _profile(state: State, request: Request, now: float) -> Step:
+    """Has ranks record a profile from their next step boundary on; only one request at a time."""
+    steps = request.values.get("steps")
+    try:
+        asked = _wanted(state, request)
+    except ValueError as error:
+        return _refuse(state, request, str(error))
+    if why := _why_no_profile(state, steps, asked):
+        return _refuse(state, request, f"no profile recorded: {why}")
+    named = ranges(sorted(asked))
+    state = _keep(state, Pending(request, asked, now + ANSWER_S))
+    record = Record("requested", {"request": "profile", "steps": steps, "ranks": named})
+    return state, [record, Broadcast("profile", f"{request.client} {steps}", asked), *_timer(state, now)]
+
+
+def _why_no_profile(state: State, steps: Any, asked: frozenset[int]) -> str | None:
+    if not is_count(steps) or not 1 <= steps <= MOST_PROFILED_STEPS:
+        return f"{steps!r} steps; expected 1 to {MOST_PROFILED_STEPS}"
+    if len(asked) > MOST_PROFILED_RANKS:
+        return f"{len(asked)} ranks; expected at most {MOST_PROFILED_RANKS} at a time"
+    if absent := asked - _there(state):
+        rank = min(absent)
+        return f"rank {rank} {'has exited' if rank in state.hosts else 'is still starting'}"
+    if state.told or state.saving:
+        return "the run is stopping"
+    for other in _of_kind(state, "profile"):
+        return f"another request records one of {_named(other.ranks)}; try again when it is stored"
+    return None
+
+
+def _named(ranks: frozenset[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(sorted(ranks))}"
+
+
+def _on_will_profile(state: State, waiting: Pending, event: RankEvent) -> Step:
+    """A rank will record a profile, or cannot. The others are waited for, in the end for what they have stored."""
+    if "refused" in event.values:
+        return on_profile(state, RankEvent(event.rank, "", {**event.values, "reason": event.values["refused"]}))
+    answers = {**waiting.answers, event.rank: {}}
+    if waiting.ranks - answers.keys():
+        return _keep(state, replace(waiting, answers=answers)), []
+    steps = counted(waiting.request.values["steps"], "step")
+    words = f"{_named(waiting.ranks)}: recording {steps} from the next step boundary on"
+    news = Answer(waiting.request.client, {"news": words}, last=False)
+    return _keep(state, replace(waiting, answers=answers, until=math.inf)), [news]
+
+
+def on_profile(state: State, event: RankEvent) -> Step:
+    """A rank has stored a profile, or has none (``values`` has a "reason"): answers the request, after the last."""
+    waiting = state.pending.get(int(event.values.get("request", 0)))
+    if waiting is None or event.rank not in waiting.ranks:  # the job definition's, or too late
+        return state, []
+    answers = {**waiting.answers, event.rank: event.values}
+    waiting = replace(waiting, ranks=waiting.ranks - {event.rank}, answers=answers)
+    return (_keep(state, waiting), []) if waiting.ranks else _finish(state, waiting.request, _profiles(state, waiting))
+
+
+def _profiles(_: State, waiting: Pending) -> dict[str, Any]:
+    return {"profiles": {str(rank): dict(values) for rank, values in sorted(waiting.answers.items()) if values}}
+
+
+def _profile_late(state: State, waiting: Pending) -> Step:
+    """Ranks that have not answered are not waited for; those that record are."""
+    late = waiting.ranks - waiting.answers.keys()
+    why = f"no answer within {ANSWER_S:g} s: it is stopped, or holds Python's GIL"
+    answers = {**waiting.answers, **{rank: {"reason": why} for rank in late}}
+    waiting = replace(waiting, ranks=waiting.ranks - late, answers=answers, until=math.inf)
+    return (_keep(state, waiting), []) if waiting.ranks else _finish(state, waiting.request, _profiles(state, waiting))
+
+
 def _stop(state: State, request: Request, now: float) -> Step:
     """All ranks stop at their next common boundary, and the run waits for its user."""
     return _end(state, request, Stop.HOLD, now)
@@ -198,6 +278,7 @@ def _stop_late(state: State, waiting: Pending) -> Step:
 _KINDS: Mapping[str, Callable[[State, Request, float], Step]] = {
     "stacks": _stacks,
     "save": _save,
+    "profile": _profile,
     "stop": _stop,
     "requeue": _requeue,
 }
@@ -205,8 +286,19 @@ _KINDS: Mapping[str, Callable[[State, Request, float], Step]] = {
 _LATE: Mapping[str, Callable[[State, Pending], Step]] = {
     "stacks": lambda state, waiting: _finish(state, waiting.request, _stacks_answer(state, waiting)),
     "save": _save_late,
+    "profile": _profile_late,
     "stop": _stop_late,
     "requeue": _stop_late,
+}
+#: What is answered when all ranks have exited.
+_AT_EXIT: Mapping[str, Callable[[State, Pending], dict[str, Any]]] = {
+    "stacks": _stacks_answer,
+    **dict.fromkeys(("save", "stop", "requeue"), lambda _state, _waiting: {"ended": True}),
+    "profile": lambda state, waiting: {
+        **_profiles(state, waiting),
+        "ended": True,
+        "request": waiting.request.client,
+    },
 }
 
 

@@ -29,6 +29,7 @@ from clusterddp.training.attempt_history import AttemptHistory
 from clusterddp.training.evaluations import Evaluations
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.loop import Run, Services
+from clusterddp.training.profiling import Profiling
 from clusterddp.training.progress_lines import ProgressLines
 from clusterddp.training.run_state import Randomness
 from clusterddp.training.saving import Saver
@@ -260,21 +261,18 @@ class Context:
         """
         if self._run is not None:
             raise RuntimeError("ctx.run() was already called in this process; pass it all parts at once")
-        optional = {"scheduler": scheduler, **others}
         parts = {"model": model, "optimizer": optimizer}
-        parts |= {name: part for name, part in optional.items() if part is not None}
+        parts |= {name: part for name, part in {"scheduler": scheduler, **others}.items() if part is not None}
         read, report = self._settings, self._history.report
         saver = self._stopping.saver = Saver(read.run_dir, self.attempt, self._group, report, read.job.checkpoint)
         training_loader = loader if isinstance(loader, Loader) else ExternalLoader(loader, self._group)
-        deadline = self._stopping.deadline
+        deadline, beat = self._stopping.deadline, self._heartbeat
         self._times = times = step_times(parts.values(), self.device, self.world_size)
-        self._heartbeat.timing = times.told
-        services = Services(read.job, self._group, self._agreement, saver, deadline, self._heartbeat, times, report)
-        self._run = run = Run(parts, training_loader, rng, services)
-        if control_channel.current is not None:
-            savable = control_channel.Savable(lambda: (run.step, saver.committed), saver.request)
-            control_channel.current.savable = savable
-        return run
+        beat.timing = times.told
+        profiling = Profiling(read, self.attempt, self.device, report, beat.pause)
+        services = Services(read.job, self._group, self._agreement, saver, deadline, beat, times, profiling, report)
+        self._run = Run(parts, training_loader, rng, services)
+        return self._run
 
     # --- hanging
 
@@ -430,6 +428,8 @@ class Context:
         _current = None
         cancel_at_exit(self._close_at_exit)
         close_workers()
+        if self._run is not None:
+            self._run._profiling.close(wait=clean)
         self._evaluations.report()
         self._stopping.close(restore_handlers=restore_handlers)
         self._heartbeat.close()

@@ -30,10 +30,11 @@ from clusterddp.training.agreement import Agreement
 from clusterddp.training.divergence import explanation
 from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.log import values as logged
+from clusterddp.training.profiling import Profiling
 from clusterddp.training.run_state import Randomness, RunState
 from clusterddp.training.saving import Saver
 from clusterddp.training.timing import StepTimes
-from clusterddp.worker import completion
+from clusterddp.worker import completion, control_channel
 from clusterddp.worker.deadline import Deadline
 
 #: Names that a metrics line or an event has already.
@@ -51,6 +52,7 @@ class Services:
     deadline: Deadline
     heartbeat: Heartbeat
     times: StepTimes
+    profiling: Profiling
     report: Callable[..., None]
 
 
@@ -68,7 +70,7 @@ class Run:
     def __init__(self, parts: dict[str, Stateful], loader: TrainingLoader, rng: Randomness, services: Services) -> None:
         self._job, self._group, self._agreement = services.job, services.group, services.agreement
         self._saver, self._deadline, self._heartbeat = services.saver, services.deadline, services.heartbeat
-        self._times, self._report_event = services.times, services.report
+        self._times, self._profiling, self._report_event = services.times, services.profiling, services.report
         self._loader, self._rng = loader, rng
         self._state = RunState(parts, loader, rng, self._job.seed, self._group)
         self._making: _Step | None = None
@@ -88,6 +90,9 @@ class Run:
         self._enter("restoring")
         self._state.restore(self._saver.restore())
         self._enter("importing")
+        if (channel := control_channel.current) is not None:
+            channel.savable = control_channel.Savable(lambda: (self.step, self._saver.committed), self._saver.request)
+            channel.profile = self._profiling.request
 
     @property
     def step(self) -> int:
@@ -135,6 +140,7 @@ class Run:
         batches = self._loader.batches(self.step)
         try:
             while not self._over():
+                self._profiling.at_boundary(self.step)
                 self._times.ask()
                 batch = next(batches)
                 self._times.begin()
@@ -149,10 +155,12 @@ class Run:
             if os.getpid() == self._process:  # rather than a child that was forked in a step and exits
                 loop.leave()
                 self._left()
+                self._profiling.end()
             raise
         finally:
             self._heartbeat.rest()
             batches.close()  # type: ignore[attr-defined]
+        self._profiling.end()
         self._complete()
         completion.complete()
 
@@ -232,6 +240,7 @@ class Run:
         Raises Stopped, always; CheckpointError or Superseded, on all ranks, when this attempt can no longer save.
         """
         self._stopping = True
+        self._profiling.drop(reason)
         if self._making and self._making.optimizer_stepped:
             self._state.stopped_in_step = {"cut": True}
             self._finish_step()

@@ -24,7 +24,7 @@ class Settings:
     """``attempt`` is None without a supervisor; ``run_dir`` is None if there is nowhere to save.
 
     ``job``: with the script's seed, if it gives one. Without a supervisor it has the defaults, and no watchdog.
-    ``preflight``: whether the nodes are checked before training.
+    ``preflight``: whether the nodes are checked before training. ``profile``: whether the job's is not recorded yet.
     ``notices``: for a stop signal, or the supervisor's reason, the seconds until this process is killed, if known.
     """
 
@@ -37,6 +37,7 @@ class Settings:
     store: StoreAddress
     notices: Mapping[str, float]
     preflight: bool = False
+    profile: bool = False
 
 
 def read(
@@ -69,6 +70,7 @@ def read(
         job=job if seed is None else replace(job, seed=seed),
         store=store_address(environ, ranks),
         preflight=environ.get(protocol.PREFLIGHT) == "on",
+        profile=environ.get(protocol.PROFILE) == "on",
         notices={name: float(environ[variable]) for name, variable in _NOTICES.items() if variable in environ},
     )
 

@@ -89,6 +89,9 @@ class ControlChannel:
         self.write_flight_record: Callable[[], None] = lambda: None
         #: The run that this rank saves, once there is one.
         self.savable: Savable | None = None
+        #: Has the run record a profile from its next step boundary on, for a request and of so many steps; returns why
+        #: not, if so. None: there is no run.
+        self.profile: Callable[[str, int], str | None] | None = None
 
     @classmethod
     def join(

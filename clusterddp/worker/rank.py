@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -141,8 +141,8 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
 
 
 def obey(order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """Carries out an order of the supervisor: stop like on a signal, save, report stacks, write torch's flight
-    record, or exit at once, even if the main thread hangs.
+    """Carries out an order of the supervisor: stop like on a signal, save, record a profile, report stacks, write
+    torch's flight record, or exit at once, even if the main thread hangs.
 
     A script that does not use clusterddp may be saving, and is left to its launcher.
     """
@@ -155,6 +155,8 @@ def obey(order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
         threading.Thread(target=_report_stacks, args=(str(order["stacks"]),), name="stacks", daemon=True).start()
     if "save" in order and control_channel.current is not None:
         _save(control_channel.current.savable, str(order["save"]))
+    if "profile" in order and control_channel.current is not None:
+        _profile(control_channel.current.profile, str(order["profile"]))
     if "leave" in order and _used_clusterddp():
         say_unlocked(f"told to exit: {order['leave']}")
         control_channel.report("left", **{**end, "end": "dismissed", "error": order["leave"], "used_clusterddp": True})
@@ -175,6 +177,12 @@ def _save(run: control_channel.Savable | None, request: str) -> None:
     control_channel.report("saving", request=request, step=step, committed=committed)
     if committed != step:
         run.request()
+
+
+def _profile(begin: Callable[[str, int], str | None] | None, order: str) -> None:
+    request, steps = order.split()
+    refused = "it has no run: the script has not called ctx.run() yet" if begin is None else begin(request, int(steps))
+    control_channel.report("will_profile", request=request, **({} if refused is None else {"refused": refused}))
 
 
 def _used_clusterddp() -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 from clusterddp.cli.command_line import command
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker.trace_file import table_file
 from tests.descent import Descent
 from tests.histories import check_history
 from tests.ranks.test_local import start
@@ -56,13 +61,25 @@ def undisturbed_losses() -> list[float]:
     return losses
 
 
-def test_a_run_tells_its_stacks_saves_is_requeued_is_stopped_and_continues_bit_for_bit(
+def check_profile(run: RunDirectory, rank: int, steps: range) -> None:
+    """The trace has exactly these steps and the rank's operators; the table names them."""
+    trace = run.profile_file(0, rank, steps.start)
+    recorded = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = [event["name"] for event in recorded if event.get("cat") in ("user_annotation", "cpu_op")]
+    assert [name for name in names if name.startswith("ProfilerStep#")] == [f"ProfilerStep#{step}" for step in steps]
+    assert names.count("aten::addmm") == len(steps)
+    assert re.search(rf" {len(steps)}  aten::addmm$", table_file(trace).read_text(), re.MULTILINE)
+    assert os.listdir(run.profiles) == ["attempt-0"]  # not again after a resume
+
+
+def test_a_run_tells_its_stacks_saves_is_profiled_is_requeued_is_stopped_and_continues_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By its user's commands alone. Each returns when it is carried out; no step is lost or repeated."""
     run, fast, script = RunDirectory(tmp_path / "run"), tmp_path / "fast", tmp_path / "slow.py"
     script.write_text(SCRIPT)
-    process = start(run, str(script), "--device", "cpu", "--gpus", "2", "--", str(fast))
+    planned = ("--set", "profile={steps: 3, at: 4}")
+    process = start(run, str(script), "--device", "cpu", "--gpus", "2", *planned, "--", str(fast))
     wait_for_step(run, 2)
 
     assert command(["stacks", str(run)]) == 0
@@ -74,6 +91,14 @@ def test_a_run_tells_its_stacks_saves_is_requeued_is_stopped_and_continues_bit_f
     assert command(["tell", str(run), "save"]) == 0
     saved = int(capsys.readouterr().out.split()[1])
     assert (run.checkpoints / f"step-{saved:012d}.attempt-0.safetensors").exists()
+
+    wait_until(lambda: any(event["event"] == "profiled" for event in run.events()), "the job's profile")
+    check_profile(run, 0, range(4, 7))
+    assert command(["tell", str(run), "profile=2", "--rank", "0-1"]) == 0, story(run)
+    for rank, line in enumerate(capsys.readouterr().out.splitlines()[::2]):
+        first, last = map(int, re.findall(rf"^rank {rank}, steps (\d+) to (\d+): ", line)[0])
+        assert last == first + 1 and line.endswith(str(run.profile_file(0, rank, first)))
+        check_profile(run, rank, range(first, last + 1))
 
     assert command(["requeue", str(run)]) == 0, story(run)
     assert "committed, requeued" in capsys.readouterr().out

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from clusterddp.failures import exclusion
-from clusterddp.failures.stack_groups import described, grouped, ranges, ranks_in, summary
+from clusterddp.failures.stack_groups import described, grouped, summary
+from clusterddp.hostlist import ranges, ranks_in
+from clusterddp.jobdef.job import ProfiledSteps
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
@@ -112,7 +114,7 @@ def test_a_late_or_malformed_answer_changes_nothing() -> None:
     [
         ("stacks", {"ranks": "1-2"}, "there is no rank 2 in this run: expected 0 to 1"),
         ("stacks", {"ranks": "one"}, "'one' is neither a rank nor a range"),
-        ("dance", {}, "knows no 'dance', only stacks, save, stop, requeue"),
+        ("dance", {}, "knows no 'dance', only stacks, save, profile, stop, requeue"),
         ("requeue", {"nodes": "n1"}, "nodes 'n1': expected a list of names"),
     ],
 )
@@ -195,6 +197,103 @@ def test_a_save_without_rank_0_is_refused() -> None:
 def test_a_later_request_does_not_postpone_the_time_of_an_earlier_one() -> None:
     _, actions = step(after(SAVE), WAITING_FOR_TWO[0], NOW + 4)
     assert StartTimer(Timer.ANSWER, 1.0) in actions
+
+
+# ---- profile
+
+
+PROFILE = Request(5, "profile", {"steps": 20, "ranks": "0-1"})
+STORED = {"request": "5", "step": 7, "steps": 20, "file": "profiles/x"}
+
+
+def will_profile(rank: int, **values: str) -> RankEvent:
+    return RankEvent(rank, "will_profile", {"request": "5", **values})
+
+
+def profiled(rank: int) -> RankEvent:
+    return RankEvent(rank, "profiled", STORED)
+
+
+def test_a_profile_is_answered_once_all_of_its_ranks_have_stored_theirs() -> None:
+    """However long that takes; the user is told when all have begun."""
+    assert done(after(), PROFILE)[:2] == [
+        Record("requested", {"request": "profile", "steps": 20, "ranks": "0-1"}),
+        Broadcast("profile", "5 20", frozenset((0, 1))),
+    ]
+    state = after(PROFILE, will_profile(1))
+    news = [one.values for one in done(state, will_profile(0)) if isinstance(one, Answer)]
+    assert news == [{"news": "ranks 0-1: recording 20 steps from the next step boundary on"}]
+    state = after(will_profile(0), profiled(1), Timer.ANSWER, state=state)
+    assert step(state, Timer.ANSWER, NOW + 9 * ANSWER_S)[1] == []
+    actions = done(state, profiled(0))
+    assert answers(actions, 5) == [{"profiles": {"0": STORED, "1": STORED}}]
+    assert Record("profiled", {"rank": 0, **STORED}) in actions
+
+
+def test_ranks_that_refuse_or_do_not_answer_have_no_profile() -> None:
+    """Those that record are waited for."""
+    three = dataclasses.replace(TWO_RANKS, nodes=3)
+    state = after(RankEvent(2, "joined", {"host": "n3"}), state=State(three, ("n1", "n2", "n3")))
+    state = after(dataclasses.replace(PROFILE, values={"steps": 20, "ranks": "0-2"}), will_profile(0), state=state)
+    state = after(will_profile(2, refused="why"), state=state)
+    state, actions = step(state, Timer.ANSWER, NOW + ANSWER_S)
+    assert answers(actions, 5) == []
+    [answer] = answers(done(state, profiled(0)), 5)
+    assert answer["profiles"]["0"] == STORED and answer["profiles"]["2"]["reason"] == "why"
+    assert answer["profiles"]["1"]["reason"].startswith("no answer within 5 s")
+
+
+def test_profiles_that_are_not_stored_when_the_ranks_exit_are_looked_up_in_the_history() -> None:
+    state = after(PROFILE, will_profile(0), will_profile(1), profiled(1))
+    [answer] = answers(done(state, RanksExited(0)), 5)
+    assert answer == {"profiles": {"1": STORED}, "ended": True, "request": 5}
+
+
+@pytest.mark.parametrize(
+    ("events", "values", "why"),
+    [
+        (
+            [PROFILE],
+            {"steps": 2, "ranks": "1"},
+            "another request records one of ranks 0-1; try again when",
+        ),
+        ([], {"steps": 0, "ranks": "0"}, "0 steps; expected 1 to 100"),
+        ([], {"steps": 101, "ranks": "0"}, "101 steps; expected 1 to 100"),
+        ([], {"ranks": "0"}, "None steps"),
+        ([], {"steps": 1, "ranks": "2"}, "there is no rank 2 in this run: expected 0 to 1"),
+        ([FAILED], {"steps": 1, "ranks": "1"}, "no profile recorded: rank 1 has exited"),
+        ([STOP], {"steps": 1, "ranks": "0"}, "no profile recorded: the run is stopping"),
+    ],
+)
+def test_an_impossible_profile_is_refused(events: Sequence[Event], values: dict[str, Any], why: str) -> None:
+    [refusal] = answers(done(after(*events), Request(9, "profile", values)), 9)
+    assert why in refusal["refused"]
+
+
+def test_a_profile_of_the_job_definition_answers_no_request() -> None:
+    planned = RankEvent(0, "profiled", {"step": 7, "steps": 20, "file": "x"})
+    state = after(PROFILE, will_profile(0), will_profile(1))
+    assert done(state, planned) == [Record("profiled", {"rank": 0, **planned.values})]
+
+
+@pytest.mark.parametrize(
+    ("events", "due"),
+    [
+        ([], True),
+        ([{"event": "profiling", "step": 7, "steps": 3, "request": "1"}], True),
+        ([{"event": "profiling", "step": 7, "steps": 3}, {"event": "not_profiled", "reason": "stop"}], False),
+        ([{"event": "profiling", "step": 8, "steps": 3}], True),
+    ],
+)
+def test_an_attempt_records_the_jobs_profile_unless_one_has_begun_to(
+    run: RunDirectory, events: list[dict[str, Any]], due: bool
+) -> None:
+    """Also if that failed: a profiler that crashes the run would do so again. Another ``at`` is another profile."""
+    for event in events:
+        append_line(run.events_file, {"time": 1.0, "attempt": 0, **event})
+    job = dataclasses.replace(TWO_RANKS, profile=ProfiledSteps(at=7))
+    attempt = Attempt(run, job, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.NONE))
+    assert attempt._is_profile_due() is due
 
 
 # ---- stop and requeue

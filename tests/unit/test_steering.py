@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import socket
 import stat
 import threading
@@ -271,6 +272,90 @@ def test_a_stop_is_answered_once_the_attempt_has_ended(
     assert words in shown.out
     assert f"continue it with: clusterddp submit --run-dir {run}" in shown.err
     check_history(run.events(), complete=False)
+
+
+def test_a_profile_is_ordered_of_some_ranks_and_its_files_are_named(
+    run: RunDirectory, supervised: Callable[[int], StubRanks], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank without a run, and one that has a reason, say so."""
+    ranks = supervised(3)
+    wait_until(lambda: len(ranks.channels) == 3, "all ranks to join")
+
+    def begin(rank: int, request: str, steps: int) -> str | None:
+        if rank == 2:
+            return "why not"
+        file = f"profiles/attempt-0/rank-{rank}-step-7.pt.trace.json.gz"
+        threading.Timer(
+            0.1, lambda: ranks.channels[rank].send("profiled", request=request, step=7, steps=steps, file=file)
+        ).start()
+        return None
+
+    def obey_profile(channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
+        channel.profile = None if rank == 1 else partial(begin, rank)
+        control_channel.current = channel
+        obey(order, {})
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(control_channel, "current", None)
+        lock = threading.Lock()
+
+        def one_at_a_time(channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
+            with lock:
+                obey_profile(channel, rank, order)
+
+        ranks._obey = one_at_a_time  # type: ignore[method-assign]
+        assert command(["tell", str(run), "profile=3", "--rank", "0"]) == 0
+        shown = capsys.readouterr()
+        trace = run.path / "profiles/attempt-0/rank-0-step-7.pt.trace.json.gz"
+        assert shown.out.endswith(f"rank 0, steps 7 to 9: {trace}\n  top operators: rank-0-step-7.txt, beside it\n")
+        assert "run: rank 0: recording 3 steps from the next step boundary on\n" in shown.err
+        assert "open a trace at https://ui.perfetto.dev" in shown.err
+        assert command(["tell", str(run), "profile", "--rank", "0-2"]) == 1
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")]
+        assert lines[0].startswith("rank 0, steps 7 to 26: ")
+        assert lines[1:] == [
+            "rank 1: no profile: it has no run: the script has not called ctx.run() yet",
+            "rank 2: no profile: why not",
+        ]
+
+
+def test_a_rank_that_exits_without_its_profile_is_named(
+    run: RunDirectory, supervised: Callable[[int], StubRanks], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The history may have it nevertheless: ranks report it after the record of their end."""
+    ranks = supervised(1)
+
+    def store_and_exit(channel: ControlChannel, rank: int, order: Mapping[str, Any]) -> None:
+        request = order["profile"].split()[0]
+        channel.send("will_profile", request=request)
+        channel.send("left", rank=rank, host="n1", end="done", used_clusterddp=True)
+        ranks.exited.set()
+        wait_until(lambda: run.outcome() is not None or channel._closed, "the ranks to be seen as exited")
+
+    ranks._obey = store_and_exit  # type: ignore[method-assign]
+    assert command(["tell", str(run), "profile=3"]) == 1
+    assert capsys.readouterr().out.endswith("\nrank 0: no profile: it has exited without one\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["profil=3"], "unknown order 'profil=3'; did you mean 'profile=STEPS'?; expected save, stop, profile=STEPS"),
+        (["dance"], "unknown order 'dance'; expected save, stop, profile=STEPS"),
+        (["profile=0"], "profile=0: expected a number of steps from 1 to 100, such as profile=20"),
+        (["profile="], "profile=: expected a number of steps from 1 to 100"),
+        (["profile=20.5"], "expected a number of steps"),
+        (
+            ["profile=2", "--rank", "all"],
+            "--rank all: 'all' is neither a rank nor a range; expected",
+        ),
+        (["profile=2", "--rank", "0-99"], "--rank 0-99: 100 ranks; expected at most 32 at a time"),
+        (["save", "--rank", "1"], "--rank: only profile=STEPS is for some of the ranks, save is for the whole run"),
+    ],
+)
+def test_a_wrong_order_is_refused_before_anyone_is_asked(run: RunDirectory, words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        command(["tell", str(run), *words])
 
 
 # ---- who is asked

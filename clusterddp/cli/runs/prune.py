@@ -1,4 +1,4 @@
-"""``clusterddp prune``: deletes old checkpoints, code and logs of runs that are over; without a yes only says which."""
+"""``clusterddp prune``: deletes old checkpoints, code, logs and profiles of runs that are over; asks first."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="newest checkpoints to keep, besides the one with the best metric; default: 1",
     )
     parser.add_argument("--logs", action="store_true", help="also delete logs, except the first and the last attempt's")
+    parser.add_argument("--profiles", action="store_true", help="also delete recorded profiles")
     parser.add_argument("--yes", action="store_true", help="delete without asking")
 
 
@@ -49,6 +50,7 @@ class Plan:
     logs: dict[Path, int]
     code: dict[Path, int]
     """Snapshots of the code that the newest submission does not use."""
+    profiles: dict[Path, int]
     kept: list[Checkpoint]
     """The checkpoints that stay, newest first."""
 
@@ -59,8 +61,8 @@ class Plan:
 
     @property
     def folders(self) -> dict[Path, int]:
-        """The folders to delete, of logs and of code."""
-        return {**self.logs, **self.code}
+        """The folders to delete."""
+        return {**self.logs, **self.code, **self.profiles}
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
@@ -68,7 +70,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     plans, refused = [], 0
     for run in find_runs(arguments.run):
         try:
-            plan = plan_for(run, arguments.keep_checkpoints, arguments.logs)
+            plan = plan_for(run, arguments.keep_checkpoints, arguments.logs, arguments.profiles)
         except ClusterddpError as error:
             say(str(error))
             refused += 1
@@ -84,7 +86,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
 # --- what may be deleted
 
 
-def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool) -> Plan:
+def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool, profiles: bool = False) -> Plan:
     """What may be deleted of a run. Raises RunDirectoryError if it is not over, or belongs to another user."""
     check_over(run)
     for folder in (run.checkpoints, run.logs):
@@ -100,6 +102,7 @@ def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool) -> Plan:
         {path: path.lstat().st_size for path in paths if _own(path)},
         {folder: size_of(folder) for folder in folders if _own(folder)},
         {folder: size_of(folder) for folder in code_snapshot.unused(run) if _own(folder)},
+        {run.profiles: size_of(run.profiles)} if profiles and run.profiles.exists() and _own(run.profiles) else {},
         [checkpoint for checkpoint in checkpoints.candidates() if checkpoint not in old],
     )
 
@@ -159,10 +162,12 @@ def size_text(count: int) -> str:
 
 def _wanted(plans: Sequence[Plan], yes: bool) -> bool:
     """Whether to delete: by ``--yes``, or by an answer on the terminal."""
-    files, logs, code = (sum(len(getattr(plan, name)) for plan in plans) for name in ("files", "logs", "code"))
+    names = ("files", "logs", "code", "profiles")
+    files, logs, code, profiles = (sum(len(getattr(plan, name)) for plan in plans) for name in names)
     parts = [counted(files, "checkpoint file")] if files else []
     parts += [f"the logs of {counted(logs, 'attempt')}"] if logs else []
     parts += [counted(code, "unused snapshot of the code", "unused snapshots of the code")] if code else []
+    parts += ["profiles"] if profiles else []
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
     what = f"{listed} of {counted(len(plans), 'run')}, {size_text(sum(plan.size for plan in plans))}"
     if yes:

@@ -106,7 +106,7 @@ def find_address(run: RunDirectory) -> tuple[int, Address]:
     while True:
         newest = run.newest_attempt()
         if newest is not None:
-            started = any(event["event"] == "started" for event in _backwards(run, newest))
+            started = any(event["event"] == "started" for event in backwards(run, newest))
             if address := read_address(run, newest):
                 return newest, address
             if started:
@@ -119,7 +119,7 @@ def find_address(run: RunDirectory) -> tuple[int, Address]:
         time.sleep(LOOK_S)
 
 
-def _backwards(run: RunDirectory, attempt: int) -> Iterator[dict[str, Any]]:
+def backwards(run: RunDirectory, attempt: int) -> Iterator[dict[str, Any]]:
     """An attempt's events, the newest first."""
     for event in read_backwards(run.events_file, EVENT):
         if event["attempt"] < attempt:
@@ -205,7 +205,7 @@ def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:
     """
     deadline = time.monotonic() + END_S
     while time.monotonic() < deadline:
-        for event in _backwards(run, attempt):
+        for event in backwards(run, attempt):
             if event["event"] in ATTEMPT_ENDS:
                 return event
         time.sleep(LOOK_S)

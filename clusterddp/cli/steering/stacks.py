@@ -9,7 +9,8 @@ from typing import Any
 
 from clusterddp.cli.steering.asking import request
 from clusterddp.errors import FAILED, RunDirectoryError, UsageError
-from clusterddp.failures.stack_groups import NAMED, described, ranges, ranks_in, summary
+from clusterddp.failures.stack_groups import NAMED, described, summary
+from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.reporter import counted
 from clusterddp.rundir.find import open_run
 from clusterddp.supervisor.messages import readable

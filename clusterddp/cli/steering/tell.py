@@ -1,33 +1,55 @@
-"""``clusterddp tell RUN save|stop``: an order to a run while it trains."""
+"""``clusterddp tell RUN save|stop|profile=STEPS``: an order to a run while it trains."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
-from clusterddp.cli.steering.asking import await_end, request
-from clusterddp.errors import FAILED, INTERRUPTED
+from clusterddp.cli.steering import profile
+from clusterddp.cli.steering.asking import await_end, backwards, request
+from clusterddp.errors import FAILED, INTERRUPTED, RunDirectoryError, UsageError
+from clusterddp.hostlist import ranks_in
+from clusterddp.jobdef.values import did_you_mean
 from clusterddp.reporter import show
 from clusterddp.rundir.find import open_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.messages import sentence
+from clusterddp.supervisor.messages import readable, sentence
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``tell``."""
     parser.add_argument("run", metavar="RUN", help="a run directory")
     orders = "; ".join(f"{name}: {text}" for name, (_, text) in ORDERS.items())
-    parser.add_argument("order", choices=tuple(ORDERS), metavar="ORDER", help=orders)
+    parser.add_argument("order", metavar="save|stop|profile", help=f"{orders}; {PROFILE}: {PROFILE_TEXT}")
+    parser.add_argument("--rank", metavar="R", help="of a profile: the ranks, such as 0,3-5 (default: 0)")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
     """Gives the order and waits until it is carried out."""
-    run, (give, _text) = open_run(arguments.run), ORDERS[arguments.order]
+    give = order(arguments.order, arguments.rank)
+    run = open_run(arguments.run)
     try:
         return give(run)
     except KeyboardInterrupt:
         show(f"no longer waiting; the order may still be carried out, which clusterddp status {run} will show")
         return INTERRUPTED
+
+
+def order(text: str, ranks: str | None) -> Callable[[RunDirectory], int]:
+    """What carries out an order. UsageError for one that is unknown."""
+    if text == "profile" or text.startswith("profile="):
+        steps = profile.steps_in(text)
+        ranks = "0" if ranks is None else ranks
+        profile.check_ranks(ranks)
+        return partial(record, steps=steps, ranks=ranks)
+    if text not in ORDERS:
+        known = [*ORDERS, PROFILE]
+        raise UsageError(f"unknown order {text!r}{did_you_mean(text, known)}; expected {', '.join(known)}")
+    if ranks is not None:
+        raise UsageError(f"--rank: only {PROFILE} is for some of the ranks, {text} is for the whole run")
+    return ORDERS[text][0]
 
 
 def save(run: RunDirectory) -> int:
@@ -39,6 +61,26 @@ def save(run: RunDirectory) -> int:
     end = await_end(run, attempt)  # a stop that came first has saved, too
     print(sentence(end))
     return 0 if end.get("checkpoint") is not None and end.get("checkpoint") == end.get("step") else FAILED
+
+
+def record(run: RunDirectory, steps: int, ranks: str) -> int:
+    """Returns once the profiles are stored; 1 if a rank has none."""
+    attempt, answer = request(run, "profile", steps=steps, ranks=ranks)
+    if not answer:
+        raise RunDirectoryError(f"{run}: its supervisor has exited; see its state with: clusterddp status {run}")
+    profiles: dict[str, Mapping[str, Any]] = answer["profiles"]
+    if "ended" in answer:  # some may have been stored as the last thing in the attempt
+        show(sentence(await_end(run, attempt)) or "")
+        for event in backwards(run, attempt):
+            if event["event"] in ("profiled", "not_profiled") and event.get("request") == str(answer["request"]):
+                profiles[str(event["rank"])] = event
+    wanted = ranks_in(ranks)
+    for rank in wanted:
+        print(readable(profile.line(run, rank, profiles.get(str(rank), {}))))
+    stored = [rank for rank in wanted if "file" in profiles.get(str(rank), {})]
+    if stored:
+        show(profile.HOW_TO_OPEN)
+    return 0 if len(stored) == len(wanted) else FAILED
 
 
 def stop(run: RunDirectory) -> int:
@@ -53,7 +95,9 @@ def stop(run: RunDirectory) -> int:
     return 0 if end["event"] == "completed" else FAILED
 
 
-#: Each order with its function and its meaning.
+#: The order with a number, and its meaning.
+PROFILE, PROFILE_TEXT = "profile=STEPS", "record torch.profiler for so many steps, and say where the traces are"
+#: Each other order with its function and its meaning.
 ORDERS: Mapping[str, tuple[Callable[[RunDirectory], int], str]] = {
     "save": (save, "save after the current step"),
     "stop": (stop, "stop after the current step, saved; nothing continues the run until you submit it again"),
