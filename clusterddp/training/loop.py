@@ -328,8 +328,9 @@ class Run:
         self._loader.gather()
         self._deadline.end()  # the save itself has no deadline
         self._heartbeat.rest()
-        committed = self._saver.commit(self.step, self._content)
         self._times.leave()
+        committed = self._saver.commit(self.step, self._content)
+        self._times.leave()  # a GPU may have been behind
         return committed
 
     def _save_if_due(self) -> None:

@@ -156,9 +156,8 @@ class StepTimes:
             self._working = False
 
     def leave(self) -> None:
-        """The loop has ended, with the save at its end."""
-        if self._step is not None:
-            self._leave()
+        """The loop has ended, but for the save at its end. Called again, counts steps that a GPU has made meanwhile."""
+        self._leave()
         self._step = None
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 import subprocess
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 
 from clusterddp.failures.hangs import RankStatus, Slow, Watch, find_hang, find_slow
+from clusterddp.report.ranks import read_timing
+from clusterddp.report.stragglers import scores
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.timing import read_timings
+from clusterddp.rundir.timing import PHASES
 from tests.trainings import events_of
 from tests.waiting import differing, final_state, story
 
@@ -71,19 +74,20 @@ def test_a_slow_rank_is_named_once_and_left_alone(slow: tuple[RunDirectory, str]
 
 def test_the_supervisor_writes_what_the_steps_of_each_rank_spent_their_time_on(slow: tuple[RunDirectory, str]) -> None:
     """All steps but the first, which compiles and connects, have been counted when the ranks exit."""
-    intervals = read_timings(slow[0]).intervals
-    steps, own, waits = (
-        [sum(part[rank] or 0 for part in parts) for rank in (0, 1)]
-        for parts in zip(*((one.steps, one.seconds["own_s"], one.seconds["wait_s"]) for one in intervals), strict=True)
-    )
+    *lines, last = map(json.loads, slow[0].timing_file.read_text().splitlines())
+    hosts, *intervals = lines
+    assert len(hosts["hosts"]) == 2
     assert len(intervals) > 1
-    assert len(intervals[0].hosts) == 2
-    assert steps == [159, 159]
-    assert own[1] > 159 * 0.08
-    assert waits[0] > waits[1] + 5
-    counted = read_timings(slow[0]).histograms[0]["own_s"]
-    assert [sum(counted[rank].values()) for rank in (0, 1)] == [159, 159]
-    assert sum(count for bucket, count in counted[1].items() if bucket >= -4) == 159  # 2^-4 s: 62 ms
+    sums = {name: [sum(line[name][rank] for line in intervals) for rank in (0, 1)] for name in ("steps", *PHASES)}
+    assert sums["steps"] == [159, 159]
+    assert sums["own_s"][1] > 159 * 0.08
+    assert sums["wait_s"][0] > sums["wait_s"][1] + 5
+    counted = last["histograms"]["own_s"]
+    assert [sum(count for _, count in counted[rank]) for rank in ("0", "1")] == [159, 159]
+    assert sum(count for bucket, count in counted["1"] if bucket >= -4) == 159  # 2^-4 s: 62 ms
+    found = scores(read_timing(slow[0]))
+    assert found is not None
+    assert re.fullmatch(r"rank 1 \(\S+\): [\d.]+ times as long per step as the fastest, in compute", found.sentence())
 
 
 @pytest.mark.parametrize("how", ["lock", "extension"])
