@@ -1,4 +1,5 @@
-"""Where a run's time went: each second since its first submission is booked once. Pure functions of its history.
+"""Where a run's time went: each second since its first submission is booked once. Pure functions of its history,
+and of what its steps spent their time on.
 
 What rank 0 was doing follows from its events ``phase``; when a job waited, from ``allocated``. Histories of older
 versions have neither: then the start-up of an attempt counts as launching, and all of a wait as queued.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from clusterddp.protocol import ATTEMPT_ENDS, PHASES, RUN_ENDS
 from clusterddp.rundir.records import is_count, is_time
@@ -77,12 +78,21 @@ class Booking:
         return sums
 
 
+class Wait(NamedTuple):
+    """From ``begin`` to ``end`` (unix seconds), the share of a step for which ranks waited for a straggler."""
+
+    begin: float
+    end: float
+    share: float
+
+
 def book(
     events: Iterable[Event],
     now: float,
     state: str = "unknown",
     newest_step: float | None = None,
     submitted: float | None = None,
+    waited: Iterable[Wait] = (),
 ) -> Booking:
     """Books a run's time up to ``now``, or to its end.
 
@@ -92,6 +102,7 @@ def book(
         state: a word of ``run_states.WORDS``: what the run does once its records end.
         newest_step: when the newest line of the metrics was written, if there is one.
         submitted: when the run's job was submitted, for a run without a history.
+        waited: for how long ranks waited for stragglers, where that was measured; elsewhere it is estimated.
     """
     events = list(events)
     attempts = _attempts(events)
@@ -113,7 +124,7 @@ def book(
     queued = waits and not (attempts and attempts[-1].local)
     following = {**_OF_STATE, "running": "queued" if queued else "launching"}.get(state, "unknown")
     line.until(line.end, following if provisional else "queued" if waits else "down")
-    return Booking(tuple(_with_details(line.intervals, attempts, line.end)), provisional)
+    return Booking(tuple(_with_details(line.intervals, attempts, line.end, list(waited))), provisional)
 
 
 class _Line:
@@ -293,11 +304,13 @@ def _phase_of_older(event: Event) -> str | None:
 # --- details within attempts
 
 
-def _with_details(intervals: list[Interval], attempts: Sequence[_Attempt], end: float) -> list[Interval]:
+def _with_details(
+    intervals: list[Interval], attempts: Sequence[_Attempt], end: float, waited: Sequence[Wait]
+) -> list[Interval]:
     """The same with evaluations, saves and stragglers, which events tell only afterwards."""
     evaluations: list[tuple[float, float]] = []
     saves: list[tuple[float, float]] = []
-    slow: list[tuple[float, float, float]] = []
+    slow: list[Wait] = []
     for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
         for event in attempt.events:
             if event["event"] == "evaluated":
@@ -307,9 +320,10 @@ def _with_details(intervals: list[Interval], attempts: Sequence[_Attempt], end: 
                 begun = event["time"] - max(blocked, _seconds(event, "durable_s"))
                 saves.append((begun, begun + blocked))
         slow += _slow(attempt.events, end if following is None else following.launch["time"])
+    slow = list(_measured(slow, waited))
     intervals = _laid_over(intervals, evaluations, "evaluating", _IN_LOOP | {"importing", "unknown"})
     intervals = _laid_over(intervals, saves, "saving", _IN_LOOP | {"evaluating"})
-    marked = _laid_over(intervals, [(begin, end) for begin, end, _ in slow], "straggler", frozenset(("training",)))
+    marked = _laid_over(intervals, [(one.begin, one.end) for one in slow], "straggler", frozenset(("training",)))
     return _shared(marked, slow)
 
 
@@ -338,8 +352,8 @@ def _laid_over(
     return found
 
 
-def _slow(events: Iterable[Event], end: float) -> Iterator[tuple[float, float, float]]:
-    """While ranks are slow: from, to, and the share of a step for which the others wait."""
+def _slow(events: Iterable[Event], end: float) -> Iterator[Wait]:
+    """While ranks are slow, by the events: an estimate."""
     ratios: dict[Any, float] = {}
     changes: list[tuple[float, float]] = []
     for event in events:
@@ -348,10 +362,25 @@ def _slow(events: Iterable[Event], end: float) -> Iterator[tuple[float, float, f
             changes.append((event["time"], 1 - 1 / max(ratios.values())))
     for (begin, share), (until, _) in pairwise([*changes, (end, 0.0)]):
         if share > 0 and until > begin:
-            yield begin, until, share
+            yield Wait(begin, until, share)
 
 
-def _shared(intervals: Iterable[Interval], slow: Iterable[tuple[float, float, float]]) -> list[Interval]:
+def _measured(estimated: Iterable[Wait], waited: Sequence[Wait]) -> Iterator[Wait]:
+    """What was measured, and estimates for the time in which nothing was."""
+    known = sorted(waited)
+    yield from (one for one in known if one.share > 0)
+    for begin, end, share in estimated:
+        for one in known:
+            if begin < one.begin:
+                yield Wait(begin, min(end, one.begin), share)
+            begin = max(begin, one.end)
+            if begin >= end:
+                break
+        else:
+            yield Wait(begin, end, share)
+
+
+def _shared(intervals: Iterable[Interval], slow: Iterable[Wait]) -> list[Interval]:
     """Of the time in which a rank was slow, only a share was waited: it is booked at the beginning."""
     found: list[Interval] = []
     spans = sorted(slow)

@@ -23,6 +23,7 @@ from clusterddp.report.curves import BUCKETS, Grid, Metrics, curves, limits, rea
 from clusterddp.report.markup import clipped
 from clusterddp.report.ranks import LEAST_PARTS, PARTS, ranks_over_time
 from clusterddp.report.ratios import spent
+from clusterddp.report.stragglers import waits
 from clusterddp.report.timeline import Sentence, in_words, interruptions, lanes, without_attempt
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir import records
@@ -66,7 +67,7 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
         notes.append(f"{counted(timings.skipped, 'line')} of timing.jsonl cannot be read: written by another program")
     notes += _absent(run, events, metrics, state)
     empty = Booking((), state.word not in OVER)
-    booking = _tried("the history", lambda: _booked(summary, state, events, now), notes) or empty
+    booking = _tried("the history", lambda: _booked(summary, state, events, timings, now), notes) or empty
     found = _tried("the history", lambda: lanes(booking, events, words.sentence, state.word), notes) or []
     within = (booking.intervals[0].begin, booking.intervals[-1].end) if booking.intervals else None
     began = within[0] if within else _first_time(metrics.values, summary)
@@ -151,10 +152,11 @@ def _absent(run: RunDirectory, events: Sequence[Event], metrics: Metrics, state:
     return found
 
 
-def _booked(summary: Summary, state: RunState, events: Sequence[Event], now: float) -> Booking:
+def _booked(summary: Summary, state: RunState, events: Sequence[Event], timings: Timings, now: float) -> Booking:
     claimed = [claim["time"] for claim in summary.claims if is_time(claim.get("time"))]
     step = summary.metrics.get("time")
-    return book(events, now, state.word, step if is_time(step) else None, min(claimed, default=None))
+    newest = step if is_time(step) else None
+    return book(events, now, state.word, newest, min(claimed, default=None), waits(timings.intervals))
 
 
 def _time(booking: Booking, events: Sequence[Event]) -> dict[str, Any] | None:

@@ -8,14 +8,15 @@ Both are 1 at best; below SLOW, by a good part of a step, a rank is slow.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import mean, median_low
 from typing import Any, NamedTuple
 
 from clusterddp.failures.hangs import SLOW_RATIO, SLOW_SHARE
-from clusterddp.report.ranks import PHASES, Span, Timing
+from clusterddp.report.booking import Wait
 from clusterddp.reporter import counted
+from clusterddp.rundir.timing import PHASES, TimedInterval
 
 #: The threshold of the scores, as NVRx has it.
 SLOW = 0.7
@@ -97,16 +98,17 @@ class _Work(NamedTuple):
         return sum(self.phases)
 
 
-def scores(timing: Timing) -> Scores | None:
+def scores(intervals: Iterable[TimedInterval]) -> Scores | None:
     """The scores of the newest attempt; None if no rank's work is known."""
-    attempt = max((span.attempt for span in timing.spans), default=0)
-    spans = [span for span in timing.spans if span.attempt == attempt and any(span.steps)]
+    timed = [span for span in intervals if any(span.steps)]
+    attempt = max((span.attempt for span in timed), default=0)
+    spans = [span for span in timed if span.attempt == attempt]
     ranks = range(max((len(span.steps) for span in spans), default=0))
     now = {rank: work for rank in ranks if (work := _work(spans[-LATEST:], [rank])) is not None}
     if not now:
         return None
-    names = timing.hosts.get(attempt, [])
-    hosts = {rank: names[rank] if rank < len(names) else "" for rank in now}
+    names = spans[-1].hosts
+    hosts = {rank: names[rank] if names else "" for rank in now}
     nodes: dict[str, list[int]] = {}
     for rank, host in hosts.items():
         nodes.setdefault(host, []).append(rank)
@@ -139,7 +141,7 @@ def _score(host: str, rank: int | None, work: _Work, fastest: _Work | None, befo
     return Score(host, rank, round(work.seconds, 6), rounded[0], rounded[1], phase, slow)
 
 
-def _best(spans: Sequence[Span], groups: Sequence[Sequence[int]]) -> Iterator[_Work]:
+def _best(spans: Sequence[TimedInterval], groups: Sequence[Sequence[int]]) -> Iterator[_Work]:
     """For each group of ranks, the work in the LATEST intervals in a row in which they were fastest."""
     fastest = [(math.inf, len(spans))] * len(groups)
     columns = [(_steps(span), _worked(span)) for span in spans]
@@ -157,24 +159,24 @@ def _best(spans: Sequence[Span], groups: Sequence[Sequence[int]]) -> Iterator[_W
         yield work
 
 
-def _steps(span: Span) -> list[int]:
+def _steps(span: TimedInterval) -> list[int]:
     return [steps or 0 for steps in span.steps]
 
 
-def _worked(span: Span, save: bool = True) -> list[float]:
+def _worked(span: TimedInterval, save: bool = True) -> list[float]:
     """Seconds in which each rank did not wait for others; infinite where that is not known."""
-    data, own, _, saves = span.seconds
+    data, own, saves = (span.seconds[phase] for phase in ("data_s", "own_s", "save_s"))
     worked = [math.inf if one is None else one + (more or 0.0) for one, more in zip(own, data, strict=True)]
     return [one + (more or 0.0) for one, more in zip(worked, saves, strict=True)] if save else worked
 
 
-def _work(spans: Sequence[Span], ranks: Sequence[int]) -> _Work | None:
+def _work(spans: Sequence[TimedInterval], ranks: Sequence[int]) -> _Work | None:
     """The mean of these ranks' work per step in these intervals; None if it is not known."""
     found = []
     for rank in ranks:
         own = [span for span in spans if rank < len(span.steps) and span.steps[rank]]
         steps = sum(span.steps[rank] or 0 for span in own)
-        seconds = [[span.seconds[place][rank] for span in own] for place in range(len(PHASES))]
+        seconds = [[span.seconds[phase][rank] for span in own] for phase in PHASES]
         if steps and None not in seconds[PHASES.index("own_s")]:
             phases = [sum(one or 0.0 for one in values) / steps for values in seconds]
             found.append(_Work((*phases[:_WAIT], 0.0, *phases[_WAIT + 1 :]), sum(phases)))
@@ -189,24 +191,16 @@ def _mean(works: Sequence[_Work]) -> _Work:
 # --- what stragglers cost
 
 
-class Wait(NamedTuple):
-    """From ``begin`` to ``end`` (unix seconds), the share of a step for which the others waited for a straggler."""
-
-    begin: float
-    end: float
-    share: float
-
-
-def waits(timing: Timing) -> Iterator[Wait]:
+def waits(intervals: Iterable[TimedInterval]) -> Iterator[Wait]:
     """The intervals, with a share of 0 in which no rank was slow: by the same measure as for the event ``slow``."""
-    for span in timing.spans:
+    for span in intervals:
         each = zip(_worked(span, save=False), _steps(span), strict=True)  # saves are booked on their own
         known = {rank: one / steps for rank, (one, steps) in enumerate(each) if steps and one < math.inf}
         if known:
             yield Wait(span.begin, span.end, _waited(span, known))
 
 
-def _waited(span: Span, active: Mapping[int, float]) -> float:
+def _waited(span: TimedInterval, active: Mapping[int, float]) -> float:
     """``active``: seconds per step of each rank."""
     slowest = max(active, key=active.__getitem__)
     work = _work([span], [slowest])

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from clusterddp.failures.hangs import RankStatus, Slow, Watch, find_hang, find_slow
-from clusterddp.report.ranks import read_timing
 from clusterddp.report.stragglers import scores
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.timing import PHASES
+from clusterddp.rundir.timing import PHASES, read_timings
 from tests.trainings import events_of
 from tests.waiting import differing, final_state, story
 
@@ -85,7 +84,7 @@ def test_the_supervisor_writes_what_the_steps_of_each_rank_spent_their_time_on(s
     counted = last["histograms"]["own_s"]
     assert [sum(count for _, count in counted[rank]) for rank in ("0", "1")] == [159, 159]
     assert sum(count for bucket, count in counted["1"] if bucket >= -4) == 159  # 2^-4 s: 62 ms
-    found = scores(read_timing(slow[0]))
+    found = scores(read_timings(slow[0]).intervals)
     assert found is not None
     assert re.fullmatch(r"rank 1 \(\S+\): [\d.]+ times as long per step as the fastest, in compute", found.sentence())
 

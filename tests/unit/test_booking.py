@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.report.booking import CATEGORIES, Booking, book
+from clusterddp.report.booking import CATEGORIES, Booking, Wait, book
 from clusterddp.report.ratios import spent
 from clusterddp.rundir.records import EVENT, read_lines
 from clusterddp.training import evaluations
@@ -320,6 +320,27 @@ def test_steps_wait_for_a_straggler_from_its_report_until_it_keeps_up() -> None:
     booking = book(world.events, world.now, state="running")
     check_shape(booking)
     assert (booking.seconds()["straggler"], booking.seconds()["training"]) == (20, 60)
+
+
+def test_what_was_measured_replaces_the_estimate() -> None:
+    """Of 90 s: a quarter of the first 20 s was waited, before anyone noticed; nothing of the next 30 s, for part of
+    which the event's ratio says half; of 20 s that were not measured that half; then nothing is known."""
+    world = World(random.Random(1))
+    world.launch(submitted=world.now)
+    begun = world.now
+    world.train(40)
+    world.tell("slow", rank=1, host="n1", own_s=1.0, ratio=2.0)
+    world.train(30)
+    world.tell("kept_up", rank=1, host="n1")
+    world.train(20)
+    waited = [Wait(begun, begun + 20, 0.25), Wait(begun + 20, begun + 50, 0.0), Wait(begun + 80, begun + 95, 0.0)]
+    booking = book(world.events, world.now, state="running", waited=waited)
+    check_shape(booking)
+    assert (booking.seconds()["straggler"], booking.seconds()["training"]) == (5 + 10, 75)
+    estimated = book(world.events, world.now, state="running").seconds()
+    assert estimated["straggler"] == 15, "of 30 s"
+    nothing = book(world.events, world.now, state="running", waited=[Wait(begun - 5, begun + 99, 0.0)]).seconds()
+    assert nothing["straggler"] == 0
 
 
 def test_a_script_without_a_loop_is_not_importing_for_days() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,10 +20,12 @@ from clusterddp.cli.runs import table
 from clusterddp.errors import UsageError
 from clusterddp.reporter import speed
 from clusterddp.rundir.find import find_runs
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.run_states import WORDS, run_states
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
+from tests.timings import timing_lines, write_timings
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/run.schema.json").read_text())
 QUEUE = """\
@@ -140,6 +143,23 @@ def test_status_says_why_a_run_waits_and_what_to_do(runs: Path, capsys: pytest.C
     shown = said(capsys, "status", "runs/held")
     assert "waits     held by Slurm for a while, as after each requeue\n" in shown
     assert "to do     `clusterddp watch runs/held` lifts the hold" in shown and "starts  " not in shown
+
+
+def test_status_names_a_slow_node_with_what_it_is_slow_in(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is said as long as none is; the scores are in the JSON, in any case."""
+    run = RunDirectory("runs/running")
+    write_timings(run, timing_lines(["n1", "n2"], 60.0))
+    assert "slow  " not in said(capsys, "status", "runs/running")
+    write_timings(run, timing_lines(["n1", "n2"], 60.0, attempt=1, slow={1: ("data_s", 80.0)}))
+    shown = said(capsys, "status", "runs/running")
+    words = r"^slow      n2: 2\.[56] times as long per step as the fastest, in waiting for its batches$"
+    assert re.search(words, shown, re.MULTILINE), shown
+    found = json.loads(said(capsys, "status", "--json", "runs/running"))
+    jsonschema.Draft202012Validator(SCHEMA).validate(found)
+    assert [one["slow"] for one in found["stragglers"]["ranks"]] == [False, True]
+    assert found["stragglers"]["nodes"][1]["relative"] == pytest.approx(0.4, abs=0.02)
+    write_timings(RunDirectory("runs/completed"), timing_lines(["n1", "n2"], 60.0, slow={1: ("data_s", 80.0)}))
+    assert "slow  " not in said(capsys, "status", "runs/completed")
 
 
 def test_status_says_how_far_a_run_is(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

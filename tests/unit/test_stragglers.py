@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from clusterddp.report.ranks import Timing, read_timing
 from clusterddp.report.stragglers import SLOW, Scores, scores, waits
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.timing import TimedInterval, read_timings
 from tests.timings import BEGAN, timing_lines, write_timings
 
 NODES = ["n1", "n1", "n2", "n2", "n3", "n3"]
 OWN = ("own_s", 2.0)
 
 
-def simulated(folder: Path, hosts: list[str] = NODES, **how: object) -> Timing:
+def simulated(folder: Path, hosts: list[str] = NODES, **how: object) -> tuple[TimedInterval, ...]:
     """A run's first 200 s."""
     folder.mkdir(exist_ok=True)
     run = RunDirectory(folder)
     write_timings(run, timing_lines(hosts, 200.0, **how))  # type: ignore[arg-type]
-    return read_timing(run)
+    return read_timings(run).intervals
 
 
 def scored(folder: Path, hosts: list[str] = NODES, **how: object) -> Scores:
@@ -80,15 +81,14 @@ def test_many_slow_ranks_are_counted_and_the_slowest_come_first(tmp_path: Path) 
 
 def test_only_the_newest_attempt_counts_and_unknown_work_has_no_score(tmp_path: Path) -> None:
     simulated(tmp_path, slow={3: OWN})
-    timing = simulated(tmp_path, attempt=1, begin=BEGAN + 1000.0)
-    found = scores(timing)
+    timed = simulated(tmp_path, attempt=1, begin=BEGAN + 1000.0)
+    found = scores(timed)
     assert found is not None and found.attempt == 1 and found.sentence() == ""
     assert {one["rank"] for one in found.as_json()["ranks"]} == set(range(6))
     assert found.as_json()["nodes"][0].keys() == found.as_json()["ranks"][0].keys() - {"rank"}
-    for span in timing.spans:
-        span.seconds[1][:] = [None] * 6  # type: ignore[index]
-    assert scores(timing) is scores(Timing()) is None
-    assert list(waits(timing)) == []
+    unknown = [replace(one, seconds={**one.seconds, "own_s": (None,) * 6}) for one in timed]
+    assert scores(unknown) is scores([]) is None
+    assert list(waits(unknown)) == []
 
 
 def test_a_rank_alone_is_compared_with_itself(tmp_path: Path) -> None:

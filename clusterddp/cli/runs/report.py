@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from clusterddp.report.booking import Booking, book
+from clusterddp.report.booking import Booking, Wait, book
 from clusterddp.report.ratios import Spent, spent
+from clusterddp.report.stragglers import waits
 from clusterddp.rundir.files import finite
 from clusterddp.rundir.records import is_count, is_time
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
+from clusterddp.rundir.timing import read_timings
 from clusterddp.slurm.run_states import RunState
 
 #: The version of the schema. A new key does not change it; another meaning of a key, or one that is removed, does.
@@ -52,8 +57,22 @@ def booked(
     """Where the run's time went, and the ratios of that."""
     claimed = [claim["time"] for claim in summary.claims if is_time(claim.get("time"))]
     step = summary.metrics.get("time")
-    booking = book(events, now, state.word, step if is_time(step) else None, min(claimed, default=None))
+    newest = step if is_time(step) else None
+    booking = book(events, now, state.word, newest, min(claimed, default=None), _waits(summary.run))
     return booking, spent(booking, events)
+
+
+def _waits(run: RunDirectory) -> tuple[Wait, ...]:
+    """For how long ranks waited for stragglers; computed again only when there is more to read."""
+    try:
+        return _waits_of(run.path, run.timing_file.stat().st_size)
+    except OSError:  # not timed, or another user's
+        return ()
+
+
+@lru_cache(maxsize=100)
+def _waits_of(run: Path, _size: int) -> tuple[Wait, ...]:
+    return tuple(waits(read_timings(RunDirectory(run)).intervals))
 
 
 def left_s(summary: Summary, state: RunState) -> float | None:

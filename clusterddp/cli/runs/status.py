@@ -21,11 +21,13 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.report.advice import advice
 from clusterddp.report.booking import Booking
 from clusterddp.report.ratios import Spent
+from clusterddp.report.stragglers import Scores, scores
 from clusterddp.reporter import counted, duration, speed
 from clusterddp.rundir.curve import curve, main_metric
 from clusterddp.rundir.find import as_typed, open_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, summarize
+from clusterddp.rundir.timing import read_timings
 from clusterddp.slurm.run_states import OVER, RunState, run_states
 from clusterddp.supervisor.limits import attempts_made
 from clusterddp.supervisor.messages import how_it_ended, readable, sentence
@@ -89,6 +91,7 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
         "attempts": [("attempts", str(attempts_made(events)))],
         **_time(job, *booked(summary, state, events, now), events),
         "progress": _progress(summary, state, now),
+        "slow": _slow(summary.run) if state.word not in OVER else [],
         "nodes": [*_nodes(job, summary, state), *_excluded(events, now)],
     }
     return {subject: [(name, readable(words)) for name, words in found] for subject, found in facts.items()}
@@ -100,7 +103,7 @@ def _history(events: Sequence[Event]) -> list[str]:
 
 
 #: What --watch shows, from the top.
-_WATCHED = ("run", "state", "progress", "curves", "time", "nodes", "attempts")
+_WATCHED = ("run", "state", "progress", "slow", "curves", "time", "nodes", "attempts")
 
 
 def _view(run: RunDirectory, metrics: list[str], size: Size | None) -> live.View:
@@ -170,6 +173,7 @@ def _report(run: RunDirectory) -> dict[str, Any]:
             "provisional": made.provisional,
         },
         "advice": advice(job, booking, events),
+        "stragglers": (found := _scores(run)) and found.as_json(),
     }
 
 
@@ -248,6 +252,19 @@ def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
             ("saved", f"step {summary.saved.get('step')}, {duration(max(0.0, now - summary.saved['time']))} ago")
         )
     return lines
+
+
+def _slow(run: RunDirectory) -> Sequence[Fact]:
+    """Ranks or nodes that are slow in the newest steps."""
+    found = _scores(run)
+    return [("slow", words)] if found is not None and (words := found.sentence()) else []
+
+
+def _scores(run: RunDirectory) -> Scores | None:
+    try:
+        return scores(read_timings(run).intervals)
+    except OSError:  # another user's
+        return None
 
 
 def _nodes(job: Job, summary: Summary, state: RunState) -> Sequence[Fact]:
