@@ -44,7 +44,8 @@ _ALWAYS_THE_SAME = Path(__file__).with_name("same")
 
 def saver_of(run: RunDirectory, attempt: int, report: Callable[..., None], keep: int = 2) -> Saver:
     """Rank 0's saver, without other ranks."""
-    alone: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), collective_device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    alone: Any = SimpleNamespace(rank=0, world_size=1, device=cpu, collective_device=cpu)
     return Saver(run, attempt, alone, report, Checkpointing(every_steps=STEPS_PER_SAVE, every_s=None, keep=Keep(keep)))
 
 
