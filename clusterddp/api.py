@@ -48,6 +48,7 @@ _PROGRAM_KEYS = {"script", "module", "args", "args_on_resume"}
 def launch(
     target: str | os.PathLike[str] | Callable[..., Any],
     *args: Any,
+    fn_kwargs: Mapping[str, Any] | None = None,
     nodes: int | str | None = None,
     gpus_per_node: int | str | None = None,
     device: str | None = None,
@@ -64,6 +65,7 @@ def launch(
     Args:
         target: A script, a job definition (``.yaml`` or ``.yml``), or a function.
         *args: Arguments of the function, or command-line arguments of the script, converted to text.
+        fn_kwargs: Keyword arguments of the function, such as ``{"lr": 0.1}``. Default: none.
         nodes: Number of nodes, or a range such as ``"2-4"``. Default: the job definition's, else 1.
         gpus_per_node: GPUs per node, one rank each, or ``"TYPE:G"``; with ``device="cpu"``, ranks per node. Default:
             the job definition's, else 1.
@@ -82,15 +84,17 @@ def launch(
         SlurmError: Slurm is unavailable, or refused the job. Nothing has been started.
 
     Example:
-        handle = clusterddp.launch(train, 0.1, nodes=2, gpus_per_node=8, time="8:00:00")
+        handle = clusterddp.launch(train, 0.1, fn_kwargs={"seed": 3}, nodes=2, gpus_per_node=8, time="8:00:00")
         accuracy = handle.result()
     """
     options = {"nodes": nodes, "gpus_per_node": gpus_per_node, "device": device}
     values = {key: value for key, value in {**options, **job_definition}.items() if value is not None}
     folder = None if run_dir is None else os.fspath(run_dir)
+    if fn_kwargs and not callable(target):
+        raise UsageError(f"fn_kwargs: only for a function, got {target}; pass a script its arguments after it, as text")
     with _without_job_variables():
         if callable(target):
-            (job, plant), source = _of_function(target, args, values), _source_of(target)
+            (job, plant), source = _of_function(target, args, values, fn_kwargs), _source_of(target)
         else:
             values |= {"args": [str(argument) for argument in args]} if args else {}
             job, plant, source = describe(os.fspath(target), values, {}), None, None

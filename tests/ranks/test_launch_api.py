@@ -39,20 +39,21 @@ def marks(tmp_path: Path) -> Path:
 def test_a_function_runs_on_every_rank_and_its_values_are_returned(launch: Launch, tmp_path: Path) -> None:
     """Rank 0's, or all; another process, or another call, gets them from the run directory alone."""
 
-    def train(number: float) -> tuple[int, float]:
+    def train(number: float, *, times: float) -> tuple[int, float]:
         import clusterddp
 
         ctx = clusterddp.init()
         ctx.print("training", number)
-        return ctx.rank, ctx.all_reduce_sum(number)  # type: ignore[return-value]
+        return ctx.rank, ctx.all_reduce_sum(number * times)  # type: ignore[return-value]
 
-    handle = launch(train, 3.5)
+    times = {"times": 1.0}
+    handle = launch(train, 3.5, fn_kwargs=times)
     assert handle.result() == (0, 7.0)
     assert handle.result(all_ranks=True) == [(0, 7.0), (1, 7.0)]
     assert handle.logs().startswith("training 3.5")
     assert handle.status().state == "completed"
     assert (tmp_path / "run" / "job.yaml").read_text().startswith("job_name: train\n")
-    assert launch(train, 3.5).result() == (0, 7.0)
+    assert launch(train, 3.5, fn_kwargs=times).result() == (0, 7.0)
     assert clusterddp.Handle(handle.path).result() == (0, 7.0)
 
 
@@ -255,6 +256,8 @@ def test_mistakes_are_raised_here_and_nothing_is_written(launch: Launch, tmp_pat
         launch(print, threading.Lock())
     with pytest.raises(UsageError, match="args: not allowed when the target is a function"):
         launch(print, args=["x"])
+    with pytest.raises(UsageError, match=r"fn_kwargs: only for a function, got train\.py"):
+        launch("train.py", fn_kwargs={"lr": 0.1})
     with pytest.raises(JobDefinitionError, match="not found"):
         launch("no_such_script.py")
     assert not (tmp_path / "run").exists()
