@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.timing import TimingLines, interval_s
 from tests.runs_on_disk import BEGAN, event, recorded_run, write_lines
 
 #: Seconds: of a step; in the queue before each attempt, in Slurm's hold after each requeue, from a launch to a step.
 STEP_S, QUEUED_S, HELD_S, START_S = 0.5, 60.0, 120.0, 20.0
 #: The rank that is slow, from the middle of the run on, and its seconds and those of the others per step.
 SLOW, SLOW_S, USUAL_S = 1, 0.4, 0.2
-#: Ranks of a host, and how often their times are recorded in an attempt.
-PER_HOST, INTERVALS = 8, 10
+#: Seconds per step in which each rank waits for its batch, and the ranks of a host.
+DATA_S, PER_HOST = 0.01, 8
 #: Steps between checkpoints, and steps that each attempt but the first repeats.
 EVERY, REPEATED = 200, 10
 
@@ -80,22 +81,25 @@ def _attempt(
 
 
 def _timing(number: int, ranks: int, times: tuple[float, float], steps: int, slow: bool) -> Iterator[dict[str, Any]]:
-    yield {"attempt": number, "hosts": [f"n{1 + rank // PER_HOST}" for rank in range(ranks)]}
+    """What a supervisor writes of these steps, as often as it would."""
+    hosts = [f"n{1 + rank // PER_HOST}" for rank in range(ranks)]
     begin, end = times
-    for index in range(INTERVALS):
-        here = steps // INTERVALS
-        own = [here * (SLOW_S if slow and rank == SLOW else USUAL_S) for rank in range(ranks)]
-        yield {
-            "attempt": number,
-            "begin": begin + (end - begin) * index / INTERVALS,
-            "end": begin + (end - begin) * (index + 1) / INTERVALS,
-            "steps": [here] * ranks,
-            "data_s": [round(here * 0.01, 4)] * ranks,
-            "own_s": [round(value, 4) for value in own],
-            "wait_s": [round(here * STEP_S - value, 4) for value in own],
-            "save_s": [None] * ranks,
-        }
-    yield {"attempt": number, "histograms": {"own_s": {"0": [[-3, steps]]}}}
+    written, now = TimingLines(number, ranks, BEGAN), begin
+    while now < end:
+        now = min(end, now + interval_s(now - BEGAN, ranks))
+        done = round(steps * (now - begin) / (end - begin))
+        for rank in range(ranks):
+            written.update(rank, _beat(rank, done, SLOW_S if slow and rank == SLOW else USUAL_S), now)
+        yield from written.interval(now, hosts)
+    yield from written.last(end, hosts)
+
+
+def _beat(rank: int, steps: int, own_s: float) -> dict[str, Any]:
+    """The totals of a rank after so many steps, each rank a little faster or slower than the others."""
+    own = own_s * (1 + 0.02 * math.sin(rank)) * steps
+    totals = [steps, DATA_S * steps, own, STEP_S * steps - own, None]
+    spread = [[bucket, steps // 4] for bucket in range(-4, 0)]
+    return {"timing": totals, "histograms": {"data_s": spread, "own_s": spread, "wait_s": spread}}
 
 
 def _metrics(begin: int, end: int, attempt: int, begins: float) -> list[dict[str, Any]]:

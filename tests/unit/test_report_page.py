@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import tracemalloc
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from tests.unit.test_report_ranks import hosts, interval
 NOW = BEGAN + 1e6
 #: The most bytes of a page.
 MOST = 500_000
+#: The metrics of ``long_run``.
+METRICS, BYTES_OF_A_NUMBER = 3, 8
 #: What a page consists of. None of these runs or loads anything without a script, a style of its own, or an address.
 TAGS = set(
     "html head meta title style script body header footer main nav section h1 h2 h3 p a b ul li dl dt dd div span i "
@@ -167,7 +170,7 @@ def test_colours_of_drawings_are_defined(tmp_path: Path) -> None:
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
     """Its metrics are reduced, and of many attempts the newest are drawn."""
-    text = page_of(long_run(tmp_path / "run", attempts=70, steps=14_000))
+    text = page_of(long_run(tmp_path / "run", attempts=70, steps=2800))
     assert len(text.encode()) < MOST
     assert "The first 10 attempts are left out" in text
     drawings(text)
@@ -197,13 +200,26 @@ def test_many_runs_stay_small(tmp_path: Path) -> None:
     drawings(text)
 
 
-@pytest.mark.product
 def test_a_hundred_thousand_steps_of_fifty_attempts_stay_small(tmp_path: Path) -> None:
-    """The size that the page is made for."""
+    """The size that the page is made for, with the times of 64 ranks."""
     run = long_run(tmp_path / "run", attempts=50, steps=100_000, ranks=64)
+    assert run.timing_file.stat().st_size > 1e6
     data = collected([run], NOW)
     assert len(page(data).encode()) < MOST
     assert len(json.dumps(data)) < 10 * MOST
+
+
+def test_a_longer_run_needs_little_more_memory(tmp_path: Path) -> None:
+    """Three numbers are kept of each value; neither a file nor its lines are in memory as a whole."""
+    steps, most = (2000, 12_000), []
+    for number_of_steps in steps:
+        run = long_run(tmp_path / f"run-{number_of_steps}", attempts=2, steps=number_of_steps)
+        tracemalloc.start()
+        page_of(run)
+        most.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    per_step = (most[1] - most[0]) / (steps[1] - steps[0])
+    assert per_step < 2 * METRICS * 3 * BYTES_OF_A_NUMBER  # an array grows ahead of its use
 
 
 # --- colours
