@@ -103,14 +103,15 @@ def text(sizes: dict[str, int], costs: dict[str, list[Cost]]) -> str:
 {report.place()} `make bench-report`:
 {REPEATS} reports of each kind, each by a new process. Memory is the resident set at its largest, interpreter included.
 
-One run: {STEPS:,} steps of three metrics, {RANKS} ranks on 8 hosts, {ATTEMPTS} attempts, of which all but the last were
-preempted and every second one repeats steps ({files}). {MEMBERS} runs: {MEMBER_STEPS:,} steps,
-{MEMBER_ATTEMPTS} attempts and {RANKS} ranks each, laid over each other. The files are simulated; `timing.jsonl` is written
-by the supervisor's own code.
+One run: {STEPS:,} steps of three metrics, {RANKS} ranks on 8 hosts, {ATTEMPTS} attempts, of which all but the last
+were preempted and every second one repeats steps ({files}).
+{MEMBERS} runs: {MEMBER_STEPS:,} steps, {MEMBER_ATTEMPTS} attempts and {RANKS} ranks each, laid over each other.
+The files are simulated; `timing.jsonl` is written by the supervisor's own code.
 
 {report.table(head, rows)}
 
-The bar, less than {MOST_S:.0f} s and {MOST_MEMORY / 1e6:.0f} MB for one run and {MOST_BYTES / 1e3:.0f} kB for a page, is {report.verdict(met(costs))}."""
+The bar, less than {MOST_S:.0f} s and {MOST_MEMORY / 1e6:.0f} MB for one run and {MOST_BYTES / 1e3:.0f} kB for a page,
+is {report.verdict(met(costs))}."""
 
 
 if __name__ == "__main__":

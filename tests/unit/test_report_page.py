@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
+import resource
+import subprocess
+import sys
 import tracemalloc
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +21,7 @@ from clusterddp.report import theme
 from clusterddp.report.axes import Axis, axis_of, number, time_axis
 from clusterddp.report.booking import CATEGORIES
 from clusterddp.report.charts import Curve, chart
+from clusterddp.report.curves import read_metrics
 from clusterddp.report.markup import escaped, tag
 from clusterddp.report.page import SCRIPT, page
 from clusterddp.rundir.run_directory import RunDirectory
@@ -29,8 +32,7 @@ from tests.unit.test_report_ranks import hosts, interval
 NOW = BEGAN + 1e6
 #: The most bytes of a page.
 MOST = 500_000
-#: The metrics of ``long_run``.
-METRICS, BYTES_OF_A_NUMBER = 3, 8
+BYTES_OF_A_NUMBER = 8
 #: What a page consists of. None of these runs or loads anything without a script, a style of its own, or an address.
 TAGS = set(
     "html head meta title style script body header footer main nav section h1 h2 h3 p a b ul li dl dt dd div span i "
@@ -201,25 +203,24 @@ def test_many_runs_stay_small(tmp_path: Path) -> None:
 
 
 def test_a_hundred_thousand_steps_of_fifty_attempts_stay_small(tmp_path: Path) -> None:
-    """The size that the page is made for, with the times of 64 ranks."""
+    """The size that the page is made for, with the times of 64 ranks: also the process, which gets 250 MB at most."""
     run = long_run(tmp_path / "run", attempts=50, steps=100_000, ranks=64)
     assert run.timing_file.stat().st_size > 1e6
-    data = collected([run], NOW)
-    assert len(page(data).encode()) < MOST
-    assert len(json.dumps(data)) < 10 * MOST
+    command = [sys.executable, "-m", "clusterddp", "report", str(run), "-o", str(tmp_path / "page.html")]
+    limits = (resource.RLIMIT_AS, (250_000_000, 250_000_000))
+    subprocess.run(command, check=True, preexec_fn=lambda: resource.setrlimit(*limits))
+    assert (tmp_path / "page.html").stat().st_size < MOST
 
 
 def test_a_longer_run_needs_little_more_memory(tmp_path: Path) -> None:
-    """Three numbers are kept of each value; neither a file nor its lines are in memory as a whole."""
-    steps, most = (2000, 12_000), []
-    for number_of_steps in steps:
-        run = long_run(tmp_path / f"run-{number_of_steps}", attempts=2, steps=number_of_steps)
-        tracemalloc.start()
-        page_of(run)
-        most.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    per_step = (most[1] - most[0]) / (steps[1] - steps[0])
-    assert per_step < 2 * METRICS * 3 * BYTES_OF_A_NUMBER  # an array grows ahead of its use
+    """Three numbers are kept of each value; neither the file nor its lines are in memory as a whole."""
+    run = long_run(tmp_path / "run", attempts=2, steps=10_000)
+    tracemalloc.start()
+    found = read_metrics(run)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    values = found.lines * len(found.values)
+    assert most < 2 * values * 3 * BYTES_OF_A_NUMBER  # an array grows ahead of its use
 
 
 # --- colours
