@@ -7,12 +7,11 @@ gather their states before a save, at a step known to all of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from clusterddp.data import randomness
-from clusterddp.data.stream import Loader
 from clusterddp.data.workers import close
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
@@ -119,8 +118,10 @@ class ExternalLoader:
         """Restores this rank's state. Raises CheckpointError at another world size."""
         states = progress.get("loaders")
         if states is None:
+            started = "with ctx.loader()" if "dataset_length" in progress else "without a loader"
+            remedy = "use ctx.loader()" if "dataset_length" in progress else "leave out loader= in ctx.run()"
             raise CheckpointError(
-                f"the run started with ctx.loader(), and its checkpoint has no state for {self._name}: use ctx.loader()"
+                f"the run started {started}, and its checkpoint has no state for {self._name}: {remedy}"
             )
         if len(states) != self._group.world_size:
             raise CheckpointError(
@@ -129,7 +130,3 @@ class ExternalLoader:
             )
         self._passes, self._drew = progress["epoch"], progress.get("loaders_drew", True)
         self._loader.load_state_dict(states[self._group.rank])
-
-
-#: What a run trains from. The argument ``step`` of its methods is the step to be made, from 0.
-TrainingLoader: TypeAlias = Loader | ExternalLoader

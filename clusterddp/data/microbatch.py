@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from clusterddp.data.external_loader import TrainingLoader
+from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.distributed.modules import ddp_modules
 
 

@@ -119,7 +119,10 @@ class Loader:
         Raises CheckpointError when the sample order could not be kept.
         """
         if "dataset_length" not in progress:
-            raise CheckpointError("the run started with your own loader: pass that loader to ctx.run() again")
+            started = "with your own loader: pass that loader to ctx.run() again"
+            if "loaders" not in progress:
+                started = "without a loader: leave out loader= in ctx.run(), or start a new run"
+            raise CheckpointError(f"the run started {started}")
         global_batch, length = progress["global_batch"], progress["dataset_length"]
         if length != self.length:
             raise CheckpointError(

@@ -14,25 +14,27 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from clusterddp.checkpoint.state import Stateful
 from clusterddp.data import randomness
-from clusterddp.data.external_loader import ExternalLoader, StatefulLoader
+from clusterddp.data.external_loader import StatefulLoader
 from clusterddp.data.stream import EvalLoader, Loader
+from clusterddp.data.training_loader import training_loader
 from clusterddp.data.workers import close_workers, shield_workers
-from clusterddp.distributed import collectives, process_group, wrapping
+from clusterddp.distributed import process_group, wrapping
 from clusterddp.errors import Stopped
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
-from clusterddp.training import preflight, settings
+from clusterddp.training import preflight, progress_lines, settings
 from clusterddp.training.attempt_history import AttemptHistory
 from clusterddp.training.evaluations import Evaluations
-from clusterddp.training.heartbeat import Heartbeat
-from clusterddp.training.loop import Run, Services
+from clusterddp.training.heartbeat import begin_heartbeat
+from clusterddp.training.loop import Run
 from clusterddp.training.profiling import Profiling
-from clusterddp.training.progress_lines import ProgressLines
-from clusterddp.training.run_state import Randomness
+from clusterddp.training.ranks import Ranks
 from clusterddp.training.saving import Saver
+from clusterddp.training.services import Services
+from clusterddp.training.state.parts import Parts, by_name
+from clusterddp.training.state.run_state import Randomness
 from clusterddp.training.stopping import Stopping
 from clusterddp.training.timing import StepTimes, step_times
 from clusterddp.worker import completion, control_channel
@@ -74,7 +76,7 @@ def init(
     return _current
 
 
-class Context:
+class Context(Ranks):
     """One rank's view of the training: its place among the ranks, its device, and everything that needs all ranks.
 
     ``clusterddp.init()`` returns it. The process group is closed at the end of a ``with`` block over the context, or of
@@ -115,9 +117,13 @@ class Context:
         shield_workers()
         self._run: Run | None = None
         self._times: StepTimes | None = None
-        self._turns = 0
-        self._heartbeat = self._begin_heartbeat()
-        self._progress = self._begin_progress_lines()
+        self._heartbeat = begin_heartbeat(
+            read,
+            self.attempt,
+            boundaries=lambda: self._agreement.entered,
+            step=lambda: self._run.step if self._run is not None else 0,
+        )
+        self._progress = progress_lines.begin(read, self.attempt)
         self._closed = False
         at_exit(self._close_at_exit)
         if read.preflight:
@@ -125,11 +131,6 @@ class Context:
         randomness.seed_all(randomness.hash32("init", self.seed), self.device)
         if read.device is None and self.is_main:
             say(f"{self.world_size} x {self.device.type}, {backend}")
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
 
     @property
     def run_dir(self) -> Path | None:
@@ -140,29 +141,6 @@ class Context:
     def attempt(self) -> int:
         """The number of this attempt, from 0; always 0 without a run directory."""
         return self._history.number
-
-    def print(self, *values: object, **options: Any) -> None:
-        """``print`` on rank 0 only, flushed.
-
-        Args:
-            values: what to print.
-            options: keyword arguments of ``print``.
-        """
-        if self.is_main:
-            print(*values, **{"flush": True, **options})
-
-    @contextmanager
-    def local_first(self) -> Iterator[None]:
-        """Runs a ``with`` block on local rank 0 of every node first, then on the node's other ranks. Collective."""
-        turn = f"local_first/{self._turns}/{self.node_rank}"
-        self._turns += 1
-        if self.local_rank != 0:
-            self._group.store.wait([turn], process_group.NO_TIMEOUT)
-        try:
-            yield
-        finally:
-            if self.local_rank == 0:
-                self._group.store.set(turn, "")
 
     # --- training
 
@@ -237,66 +215,40 @@ class Context:
     def run(
         self,
         *,
-        model: Stateful,
-        optimizer: Stateful,
-        loader: Loader | StatefulLoader,
-        scheduler: Stateful | None = None,
+        loader: Loader | StatefulLoader | None = None,
         rng: Randomness = "step",
-        **others: Stateful | None,
+        **parts: Parts,
     ) -> Run:
         """The run, restored from its newest checkpoint if there is one. Collective; once per process.
 
         Args:
-            model: a module, or any object with ``state_dict`` and ``load_state_dict``.
-            optimizer: the optimizer, or any such object.
             loader: from ``ctx.loader()``, or any iterable of this rank's batches with ``state_dict`` and
-                ``load_state_dict``, such as torchdata's StatefulDataLoader.
-            scheduler: the learning-rate scheduler, if there is one.
+                ``load_state_dict``, such as torchdata's StatefulDataLoader. Without one, ``run.steps(n)`` yields the
+                number of each step.
             rng: "step" seeds all generators before each step, by seed, step and rank; "user" leaves them to the script,
                 and a resume is then not exact.
-            others: more parts to save and restore by name, such as ``ema=`` or ``scaler=``; None is ignored.
+            parts: what is saved and restored, under names that you choose, such as ``model=``, ``optimizer=``,
+                ``scheduler=`` or ``ema=``: modules, optimizers, and any objects with ``state_dict`` and
+                ``load_state_dict``; also lists, tuples and dicts of them, whose members are parts such as ``nets.0``.
+                None is ignored.
 
         Raises TypeError for a part without a state, RuntimeError when called twice, and CheckpointError when the
         checkpoint is damaged or does not fit the parts, the seed or the dataset.
         """
         if self._run is not None:
             raise RuntimeError("ctx.run() was already called in this process; pass it all parts at once")
-        parts = {"model": model, "optimizer": optimizer}
-        parts |= {name: part for name, part in {"scheduler": scheduler, **others}.items() if part is not None}
+        named = by_name(parts)
         read, report = self._settings, self._history.report
         saver = self._stopping.saver = Saver(read.run_dir, self.attempt, self._group, report, read.job.checkpoint)
-        training_loader = loader if isinstance(loader, Loader) else ExternalLoader(loader, self._group)
         deadline, beat = self._stopping.deadline, self._heartbeat
-        self._times = times = step_times(parts.values(), self.device, self.world_size)
+        self._times = times = step_times(named.values(), self.device, self.world_size)
         beat.timing = times.told
         profiling = Profiling(read, self.attempt, self.device, report, beat.pause)
         services = Services(read.job, self._group, self._agreement, saver, deadline, beat, times, profiling, report)
-        self._run = Run(parts, training_loader, rng, services)
+        self._run = Run(named, training_loader(loader, self._group), rng, services)
         return self._run
 
     # --- hanging
-
-    def _begin_heartbeat(self) -> Heartbeat:
-        """Off without a supervisor, which would receive the heartbeats."""
-        watched, directory = control_channel.current is not None, self._settings.run_dir
-        logs = directory.attempt_logs(self.attempt) if directory else Path()
-        heartbeat = Heartbeat(
-            self._settings.job.watchdog if watched else None,
-            boundaries=lambda: self._agreement.entered,
-            step=lambda: self._run.step if self._run is not None else 0,
-            send=control_channel.report,
-            flight_record=logs / f"rank-{self.rank}.collectives.json",
-        )
-        if control_channel.current is not None:
-            control_channel.current.write_flight_record = heartbeat.write_flight_record
-        return heartbeat
-
-    def _begin_progress_lines(self) -> ProgressLines | None:
-        """Only in a run's job: elsewhere, the script's launcher and its user decide what is printed."""
-        directory, every_s = self._settings.run_dir, self._settings.job.progress
-        if self.rank != 0 or control_channel.current is None or directory is None or every_s is None:
-            return None
-        return ProgressLines(directory.metrics_file, self.attempt, every_s)
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Suspends the watchdog in a ``with`` block that takes long without a step.
@@ -363,39 +315,6 @@ class Context:
         """
         close_workers()
         raise Stopped(None, self._agreement.reason or "requested by the script")
-
-    # --- all ranks together
-
-    def all_reduce_sum(self, value: torch.Tensor | float) -> torch.Tensor | float:
-        """The sum over all ranks, on every rank. Collective.
-
-        Args:
-            value: a tensor of the same shape on every rank, or a number.
-
-        Returns a tensor of the same dtype and device for a tensor, a float for a number.
-        """
-        return collectives.all_reduce_sum(value, self._group.collective_device)
-
-    def all_reduce_mean(self, value: torch.Tensor | float, weight: float = 1.0) -> float:
-        """The weighted mean of one number per rank, on every rank. Collective.
-
-        Args:
-            value: this rank's number, or a tensor of one element.
-            weight: its weight, usually the number of samples behind it.
-
-        Returns the mean; nan if all weights are 0.
-        """
-        return collectives.all_reduce_mean(value, weight, self._group.collective_device)
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenates the tensors of all ranks along the first dimension, in rank order, on every rank. Collective.
-
-        Args:
-            tensor: with at least one dimension; the first may differ between ranks, the others and the dtype may not.
-
-        Returns the concatenation, on the tensor's device.
-        """
-        return collectives.gather(tensor, self._group.collective_device)
 
     # --- the end
 

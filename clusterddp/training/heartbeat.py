@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,11 @@ from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
+from clusterddp.worker import control_channel
 from clusterddp.worker.stacks import main_thread_place, outward
+
+if TYPE_CHECKING:
+    from clusterddp.training.settings import Settings
 
 #: A step may take so many times as long as the longest one so far.
 GAP_FACTOR = 4.0
@@ -236,3 +240,19 @@ def position_of(frame: FrameType) -> tuple[tuple[CodeType, int], ...]:
     torch's own calls count too: an evaluation may spend all of its time in one line of the user's code.
     """
     return tuple((one.f_code, one.f_lasti) for one in outward(frame))
+
+
+def begin_heartbeat(read: Settings, attempt: int, boundaries: Callable[[], int], step: Callable[[], int]) -> Heartbeat:
+    """This rank's heartbeat; off without a supervisor, which would receive it. The arguments: see ``Heartbeat``."""
+    channel = control_channel.current
+    logs = read.run_dir.attempt_logs(attempt) if read.run_dir else Path()
+    heartbeat = Heartbeat(
+        read.job.watchdog if channel is not None else None,
+        boundaries=boundaries,
+        step=step,
+        send=control_channel.report,
+        flight_record=logs / f"rank-{read.ranks.rank}.collectives.json",
+    )
+    if channel is not None:
+        channel.write_flight_record = heartbeat.write_flight_record
+    return heartbeat

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NoReturn
@@ -18,42 +18,21 @@ import torch
 
 from clusterddp.checkpoint.state import Stateful
 from clusterddp.data import randomness
-from clusterddp.data.external_loader import TrainingLoader
 from clusterddp.data.microbatch import MicroBatches
+from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.data.workers import close_workers
-from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError, Stopped, Superseded
-from clusterddp.jobdef.job import Job
 from clusterddp.reporter import say
 from clusterddp.rundir.files import finite
-from clusterddp.training.agreement import Agreement
-from clusterddp.training.divergence import explanation
-from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.log import values as logged
-from clusterddp.training.profiling import Profiling
-from clusterddp.training.run_state import Randomness, RunState
-from clusterddp.training.saving import Saver
-from clusterddp.training.timing import StepTimes
+from clusterddp.training.optimizer_steps import watch_optimizers
+from clusterddp.training.services import Services
+from clusterddp.training.state.divergence import explanation
+from clusterddp.training.state.run_state import Randomness, RunState
 from clusterddp.worker import completion, control_channel
-from clusterddp.worker.deadline import Deadline
 
 #: Names that a metrics line or an event has already.
 _RESERVED = {"step", "time", "attempt", "event", "rank"}
-
-
-@dataclass(frozen=True)
-class Services:
-    """What a run uses of its context."""
-
-    job: Job
-    group: ProcessGroup
-    agreement: Agreement
-    saver: Saver
-    deadline: Deadline
-    heartbeat: Heartbeat
-    times: StepTimes
-    profiling: Profiling
-    report: Callable[..., None]
 
 
 @dataclass
@@ -79,13 +58,7 @@ class Run:
         self._process = os.getpid()
         self._values = logged.Values(keeps_own=self._group.rank == 0)
         self._micro = MicroBatches(parts.values(), loader)
-        for name, part in parts.items():
-            if isinstance(part, torch.optim.Optimizer):
-                part.register_step_post_hook(self._note_optimizer_step)
-            elif isinstance(part, torch.amp.GradScaler):
-                part.update = _then(part.update, self._note_optimizer_step)  # type: ignore[method-assign]
-            elif name == "optimizer" and hasattr(part, "step"):  # of another library, or the user's
-                part.step = _then(part.step, self._note_optimizer_step)
+        watch_optimizers(parts, self._note_optimizer_step)
         self._made = 0  # steps, in this attempt
         self._enter("restoring")
         self._state.restore(self._saver.restore())
@@ -159,7 +132,7 @@ class Run:
             raise
         finally:
             self._heartbeat.rest()
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()  # type: ignore[union-attr]
         self._profiling.end()
         self._complete()
         completion.complete()
@@ -371,26 +344,12 @@ class Run:
         self._report("left_loop", step=self.step + stepped, steps=self._goal)
         self._enter("after_loop")
 
-    def _note_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None, *_: Any) -> None:
-        """An optimizer has stepped: from now on, the state is the one after the current step.
-
-        That holds too when a GradScaler has skipped the optimizer's step after an overflow and updated its scale.
-        """
+    def _note_optimizer_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """An optimizer has stepped: from now on, the state is the one after the current step."""
         if self._making:
             self._making.optimizer_stepped = True
         self._state.gradients.stepped(optimizer)
         self._state.buffers.share(optimizer)
-
-
-def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[..., Any]:
-    """Calls both in turn, the first with the arguments, and returns what the first does."""
-
-    def both(*values: Any, **options: Any) -> Any:
-        result = first(*values, **options)
-        second()
-        return result
-
-    return both
 
 
 def _farewell(step: int, reason: str, committed: int | None, problem: str | None) -> str:

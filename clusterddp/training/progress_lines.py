@@ -8,10 +8,14 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clusterddp.reporter import say
 from clusterddp.rundir.recent import recent
-from clusterddp.worker import completion
+from clusterddp.worker import completion, control_channel
+
+if TYPE_CHECKING:
+    from clusterddp.training.settings import Settings
 
 
 class ProgressLines:
@@ -54,3 +58,11 @@ def _own_display() -> bool:
     """Whether stderr is a terminal, as with --debug, or the script draws a bar of tqdm there."""
     bars = getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
     return len(bars) > 0 or (sys.stderr is not None and sys.stderr.isatty())
+
+
+def begin(read: Settings, attempt: int) -> ProgressLines | None:
+    """Only in a run's job: elsewhere, the script's launcher and its user decide what is printed."""
+    directory, every_s = read.run_dir, read.job.progress
+    if read.ranks.rank != 0 or control_channel.current is None or directory is None or every_s is None:
+        return None
+    return ProgressLines(directory.metrics_file, attempt, every_s)

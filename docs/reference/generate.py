@@ -46,6 +46,9 @@ SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
     ("accelerate", "", "clusterddp.integrations.accelerate", None),
 ]
 
+#: Whose public methods a class has, too: its base class, in another module.
+BASES = {"Context": ("clusterddp.training.ranks", "Ranks")}
+
 #: What another class returns: nobody calls the constructor.
 CONSTRUCTED = {"Context", "Run", "Loader", "EvalLoader", "StatefulLoader", "Status", "RankEnvironment", "Stopped"}
 
@@ -126,7 +129,16 @@ def _name(node: ast.FunctionDef | ast.ClassDef, module: str) -> Name:
 
 
 def _functions(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    return (item for item in node.body if isinstance(item, ast.FunctionDef))
+    """Its methods, then those of its base class in ``BASES``."""
+    yield from (item for item in node.body if isinstance(item, ast.FunctionDef))
+    if node.name in BASES:
+        module, name = BASES[node.name]
+        yield from _functions(_classes(module)[name])
+
+
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    tree = ast.parse((REPOSITORY / f"{module.replace('.', '/')}.py").read_text())
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def _internal(module: str, name: str, member: str) -> bool:

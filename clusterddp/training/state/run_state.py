@@ -9,15 +9,15 @@ import torch
 
 from clusterddp.checkpoint.gradients import Gradients
 from clusterddp.checkpoint.restore import Place
-from clusterddp.checkpoint.state import Stateful, check_parts, load_state, pack, state_of
-from clusterddp.data.external_loader import TrainingLoader
+from clusterddp.checkpoint.state import Stateful, load_state, pack, state_of
+from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.distributed import wrapping
 from clusterddp.distributed.buffers import LARGEST_COPY_BYTES, Buffers
 from clusterddp.distributed.modules import ddp_modules
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import counted, say
-from clusterddp.training.divergence import Divergence
+from clusterddp.training.state.divergence import Divergence
 
 _REMEDY = "Pass ctx.run() the parts that the run started with, or start a new run"
 _RESERVED = {"format", "attempt", "parent", "progress"}
@@ -32,7 +32,6 @@ class RunState:
     ) -> None:
         if clash := _RESERVED & parts.keys():
             raise TypeError(f"run(): {_listed(map(repr, clash))} is reserved; choose another name")
-        check_parts("run", parts)
         if rng not in get_args(Randomness):
             raise ValueError(f"run(rng={rng!r}): expected one of {', '.join(map(repr, get_args(Randomness)))}")
         self._parts, self._loader, self._rng, self._seed, self._group = parts, loader, rng, seed, group

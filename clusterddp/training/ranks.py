@@ -1,0 +1,82 @@
+"""A rank's place among the ranks, and what all ranks do together: the methods of ``ctx`` that concern no run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from clusterddp.distributed import collectives, process_group
+
+
+class Ranks:
+    """The part of ``Context`` that needs no run; documented there."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    _group: process_group.ProcessGroup
+    #: The blocks of ``local_first`` so far.
+    _turns = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def print(self, *values: object, **options: Any) -> None:
+        """``print`` on rank 0 only, flushed.
+
+        Args:
+            values: what to print.
+            options: keyword arguments of ``print``.
+        """
+        if self.is_main:
+            print(*values, **{"flush": True, **options})
+
+    @contextmanager
+    def local_first(self) -> Iterator[None]:
+        """Runs a ``with`` block on local rank 0 of every node first, then on the node's other ranks. Collective."""
+        turn = f"local_first/{self._turns}/{self.node_rank}"
+        self._turns += 1
+        if self.local_rank != 0:
+            self._group.store.wait([turn], process_group.NO_TIMEOUT)
+        try:
+            yield
+        finally:
+            if self.local_rank == 0:
+                self._group.store.set(turn, "")
+
+    def all_reduce_sum(self, value: torch.Tensor | float) -> torch.Tensor | float:
+        """The sum over all ranks, on every rank. Collective.
+
+        Args:
+            value: a tensor of the same shape on every rank, or a number.
+
+        Returns a tensor of the same dtype and device for a tensor, a float for a number.
+        """
+        return collectives.all_reduce_sum(value, self._group.collective_device)
+
+    def all_reduce_mean(self, value: torch.Tensor | float, weight: float = 1.0) -> float:
+        """The weighted mean of one number per rank, on every rank. Collective.
+
+        Args:
+            value: this rank's number, or a tensor of one element.
+            weight: its weight, usually the number of samples behind it.
+
+        Returns the mean; nan if all weights are 0.
+        """
+        return collectives.all_reduce_mean(value, weight, self._group.collective_device)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenates the tensors of all ranks along the first dimension, in rank order, on every rank. Collective.
+
+        Args:
+            tensor: with at least one dimension; the first may differ between ranks, the others and the dtype may not.
+
+        Returns the concatenation, on the tensor's device.
+        """
+        return collectives.gather(tensor, self._group.collective_device)

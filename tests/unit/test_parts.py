@@ -1,0 +1,71 @@
+"""The parts of a run: their names, what is refused, and a run without a loader."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from clusterddp.data.no_loader import NoLoader
+from clusterddp.errors import CheckpointError
+from clusterddp.training.optimizer_steps import is_foreign_optimizer
+from clusterddp.training.state.parts import by_name
+
+
+def layer() -> torch.nn.Linear:
+    return torch.nn.Linear(1, 1)
+
+
+def test_members_of_lists_tuples_and_dicts_are_parts_by_their_place() -> None:
+    """Nested ones too; modules that hold modules are one part, and None is left out."""
+    a, b, c, whole = layer(), layer(), layer(), torch.nn.ModuleDict({"x": layer()})
+    named = by_name({"nets": [a, {"b": b}], "pair": (c, None), "whole": whole, "scheduler": None})
+    assert named == {"nets.0": a, "nets.1.b": b, "pair.0": c, "whole": whole}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"env": 3}, r"run\(env=...\): expected an object with state_dict\(\) and load_state_dict\(\), got int"),
+        ({"nets": [layer(), "b"]}, r"run\(nets.1=...\): expected an object .*, got str"),
+        ({"nets": {1: layer()}}, r"run\(nets=...\): expected a dict of parts by name, got the key 1"),
+        ({"nets": {"a.b": layer()}}, "got the key 'a.b'"),
+    ],
+)
+def test_a_part_without_a_state_or_a_name_is_refused(given: dict[str, Any], message: str) -> None:
+    """The message names it."""
+    with pytest.raises(TypeError, match=message):
+        by_name(given)
+
+
+def test_without_a_loader_steps_are_numbers_and_epochs_are_not_available() -> None:
+    """Each error says what to use instead."""
+    none = NoLoader()
+    assert list(itertools.islice(none.batches(7), 3)) == [7, 8, 9]
+    for what in (lambda: none.epoch(0), lambda: none.ends_epoch(0), lambda: none.steps_in(2)):
+        with pytest.raises(TypeError, match="not available without a loader: give ctx.run.. a loader=, or count"):
+            what()
+
+
+@pytest.mark.parametrize("progress", [{"dataset_length": 5}, {"loaders": []}])
+def test_a_run_that_started_with_a_loader_needs_it(progress: dict[str, Any]) -> None:
+    """The order of its samples would be lost silently."""
+    with pytest.raises(CheckpointError, match="the run started with a loader, and ctx.run.. now got none"):
+        NoLoader().restore(progress)
+
+
+def test_optimizers_of_other_libraries_are_recognized() -> None:
+    """They step and zero gradients; schedulers only step, and modules may have methods of any name."""
+
+    class Foreign:
+        def step(self) -> None: ...
+        def zero_grad(self) -> None: ...
+
+    optimizer = torch.optim.SGD(layer().parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    module = layer()
+    module.step = Foreign().step  # type: ignore[assignment]
+    assert is_foreign_optimizer("any", Foreign()) and is_foreign_optimizer("optimizer", scheduler)
+    assert not any(is_foreign_optimizer("any", part) for part in (optimizer, scheduler, module))
