@@ -450,6 +450,7 @@ def test_any_file_of_a_run_is_read_or_named(tmp_path_factory: Any, files: dict[s
             (run.path / name).write_bytes(bytes_of(text))
         with pytest.MonkeyPatch.context() as patch, own_errors_only():
             patch.setattr(slurm, "show_job", lambda _: None)
+            patch.setenv("PATH", "/nowhere")  # a squeue without a controller would be retried for 15 s
             looks(run, job)[look]()
 
 
