@@ -9,7 +9,8 @@ from typing import Any
 
 from benchmarks import faults
 from benchmarks.runs import event_times, first_step_done
-from clusterddp.data.stream import SampleOrder
+from clusterddp.data.orders.order import Binding
+from clusterddp.data.orders.plain import Shuffled
 from clusterddp.protocol import RUN_ENDS
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
@@ -58,8 +59,8 @@ def samples_wrong(steps: Iterable[int], total: int, ranks: int) -> int:
 
     The last epoch may be incomplete; none of its samples may come twice.
     """
-    order = SampleOrder(SAMPLES, SEED, shuffle=True)
     share = BATCH * ranks
+    order = Shuffled().bind(Binding(None, SAMPLES, SEED, share))
     consumed = Counter(sample for step in steps for sample in order.samples(step * share, (step + 1) * share))
     epochs, rest = divmod(total * share, SAMPLES)
     wrong = sum(abs(consumed.pop((epoch, index), 0) - 1) for epoch in range(epochs) for index in range(SAMPLES))

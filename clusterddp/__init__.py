@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from clusterddp import orders as orders
     from clusterddp.api import Handle as Handle
     from clusterddp.api import launch as launch
     from clusterddp.api import sweep as sweep
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from clusterddp.training.context import init as init
 
 __version__ = "0.1.0"
-__all__ = ["CheckpointFolder", "Context", "Handle", "Stopped", "__version__", "init", "launch", "sweep"]
+__all__ = ["CheckpointFolder", "Context", "Handle", "Stopped", "__version__", "init", "launch", "orders", "sweep"]
 
 _HOMES = {
     "CheckpointFolder": "clusterddp.checkpoint.checkpoint_folder",
@@ -29,12 +30,15 @@ _HOMES = {
     "sweep": "clusterddp.api",
     "Stopped": "clusterddp.errors",
 }
+_MODULES = {"orders"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name's module on first use: only some of them need torch."""
     from importlib import import_module
 
+    if name in _MODULES:
+        return import_module(f"clusterddp.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'clusterddp' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from clusterddp.data.external_loader import ExternalLoader, StatefulLoader
+from clusterddp.data.loader import Loader
 from clusterddp.data.no_loader import NoLoader
-from clusterddp.data.stream import Loader
 from clusterddp.distributed.process_group import ProcessGroup
 
 #: The argument ``step`` of its methods is the step to be made, from 0.

@@ -15,8 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from clusterddp.data import randomness
+from clusterddp.data.eval_loader import EvalLoader
 from clusterddp.data.external_loader import StatefulLoader
-from clusterddp.data.stream import EvalLoader, Loader
+from clusterddp.data.loader import Loader
+from clusterddp.data.orders.choice import chosen
+from clusterddp.data.orders.order import Order
 from clusterddp.data.training_loader import training_loader
 from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed import process_group, wrapping
@@ -162,7 +165,16 @@ class Context(Ranks):
         """
         return wrapping.wrap(model, self.devices, all_used_once=all_used_once, **options)
 
-    def loader(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = True, **options: Any) -> Loader:
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool | None = None,
+        order: Order | None = None,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> Loader:
         """The training samples of this rank, for ``ctx.run``, in an order that a resumed run continues exactly.
 
         Each sample is read with its own seed, so that random augmentation does not depend on the number of workers.
@@ -172,16 +184,20 @@ class Context(Ranks):
             batch_size: samples per rank and step. If the job sets ``global_batch``, or the number of ranks changed, a
                 rank's share of a step is the global batch divided by the ranks, and ``batch_size`` the most that
                 ``run.micro`` yields at once.
-            shuffle: whether each epoch has its own random order.
-            options: of torch's DataLoader, such as ``num_workers``, except sampler, batch_sampler and drop_last.
+            shuffle: whether each epoch has its own random order; True if neither it nor an order is given.
+            order: one of ``clusterddp.orders``.
+            drop_last: ends each epoch at a whole global batch, and leaves out the rest of its samples. Without it, the
+                last step of an epoch is filled from the next epoch.
+            options: of torch's DataLoader, such as ``num_workers``, except sampler and batch_sampler.
 
-        Raises TypeError for a dataset without a length and for unknown options, ValueError for an empty dataset or a
-        global batch that the ranks cannot share evenly.
+        Raises TypeError for a dataset without a length, for unknown options and for two orders, ValueError for an empty
+        dataset, an order that does not fit it, and a global batch that the ranks cannot share evenly.
         """
         return Loader(
             dataset,
             batch_size,
-            shuffle=shuffle,
+            order=chosen(shuffle=shuffle, order=order),
+            drop_last=drop_last,
             seed=self.seed,
             rank=self.rank,
             world_size=self.world_size,

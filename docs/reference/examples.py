@@ -32,12 +32,12 @@ EXAMPLES = {
     "Run.finish": "if loss < 0.01:  # the same value on all ranks\n    run.finish()",
     "Run.stop": 'run.stop("the budget is spent")',
     # --- loaders
-    "data.stream.Loader": "loader = ctx.loader(dataset, batch_size=64)",
+    "data.loader.Loader": "loader = ctx.loader(dataset, batch_size=64)",
     "Loader.share": 'ctx.print(f"{loader.share} samples per rank and step")',
     "Loader.epoch": "first = loader.epoch(0)",
     "Loader.ends_epoch": "if loader.ends_epoch(run.step):\n    scheduler.step()",
     "Loader.steps_in": "scheduler = OneCycleLR(optimizer, 0.1, total_steps=loader.steps_in(90))",
-    "data.stream.EvalLoader": "test_loader = ctx.eval_loader(test_set, batch_size=256)",
+    "data.eval_loader.EvalLoader": "test_loader = ctx.eval_loader(test_set, batch_size=256)",
     "data.external_loader.StatefulLoader": (
         "run = ctx.run(model=model, optimizer=optimizer, loader=StatefulDataLoader(dataset))"
     ),

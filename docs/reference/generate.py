@@ -33,10 +33,12 @@ SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
     (
         "Loaders",
         "`ctx.loader()` and `ctx.eval_loader()` return them.",
-        "clusterddp.data.stream",
-        ["Loader", "EvalLoader"],
+        "clusterddp.data.loader",
+        ["Loader"],
     ),
+    ("", "", "clusterddp.data.eval_loader", ["EvalLoader"]),
     ("", "", "clusterddp.data.external_loader", ["StatefulLoader"]),
+    ("Orders of samples", "`from clusterddp import orders`: for `ctx.loader(order=...)`.", "clusterddp.orders", None),
     ("Checkpoints", "", "clusterddp.checkpoint.checkpoint_folder", ["CheckpointFolder"]),
     ("", "", "clusterddp.jobdef.job", ["Checkpointing", "Keep"]),
     ("Launching", "", "clusterddp.api", ["launch", "sweep", "Handle", "Status"]),
@@ -54,8 +56,8 @@ CONSTRUCTED = {"Context", "Run", "Loader", "EvalLoader", "StatefulLoader", "Stat
 
 #: Public by name, but called by clusterddp or by another library: patterns of MODULE.CLASS.MEMBER.
 INTERNAL = (
-    *("loop.Run.stop_point", "stream.Loader.inexact", "stream.Loader.gather", "stream.Loader.progress"),
-    *("stream.Loader.restore", "stream.Loader.batches", "external_loader.StatefulLoader.*", "job.Keep.order"),
+    *("loop.Run.stop_point", "loader.Loader.inexact", "loader.Loader.gather", "loader.Loader.progress"),
+    *("loader.Loader.restore", "loader.Loader.batches", "external_loader.StatefulLoader.*", "job.Keep.order"),
     *("errors.Stopped.latest", "errors.Stopped.on_raised"),
     *("lightning.RankEnvironment.*", "*.SaveAndRequeue.on_*"),
 )
@@ -225,7 +227,7 @@ def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def _type(annotation: ast.expr | None) -> str:
-    return re.sub(r"\b(stream|status)\.(?=[A-Z])", "", ast.unparse(annotation)) if annotation else ""
+    return re.sub(r"\b(status)\.(?=[A-Z])", "", ast.unparse(annotation)) if annotation else ""
 
 
 def _variable(name: str) -> str:

@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import TCPStore
 from torch.utils.data import IterableDataset
 
 from clusterddp import environment
-from clusterddp.data.stream import Loader
+from clusterddp.data.loader import Loader
+from clusterddp.data.orders.plain import Shuffled
 from clusterddp.distributed.process_group import choose_backend, choose_devices
 from tests import ddp
 
@@ -120,7 +121,7 @@ def data_without_an_index(folder: Path) -> str:
         def __iter__(self):  # type: ignore[no-untyped-def]
             return iter(range(9))
 
-    options = {"shuffle": True, "seed": 0, "rank": 0, "world_size": 1, "global_batch": None}
+    options = {"order": Shuffled(), "seed": 0, "rank": 0, "world_size": 1, "global_batch": None}
     return refusal(lambda: Loader(Stream(), 1, **options))  # type: ignore[arg-type]
 
 

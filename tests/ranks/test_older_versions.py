@@ -98,9 +98,13 @@ def local(run: Path, *more: str | Path) -> RunDirectory:
 
 
 def test_a_run_of_the_version_before_resumes_exactly(older: Path) -> None:
-    """To the last bit: it ends as one that the present version trains without an interruption."""
+    """To the last bit: it ends as one that the present version trains without an interruption, in the same order."""
     resumed = local(older / "run")
-    whole = local(older / "whole", "--device", "cpu", "--gpus", "2", older / "train.py", "--", "12")
+    script = (older / "train.py").read_text().replace("batch_size=4", "batch_size=4, order=orders.shuffled(version=1)")
+    (older / "whole.py").write_text(
+        script.replace("import clusterddp", "import clusterddp\nfrom clusterddp import orders")
+    )
+    whole = local(older / "whole", "--device", "cpu", "--gpus", "2", older / "whole.py", "--", "12")
     assert [event["step"] for event in resumed.events() if event["event"] == "resumed"] == [6]
     assert [(line["step"], line["loss"], line["drawn"]) for line in resumed.metrics()] == [
         (line["step"], line["loss"], line["drawn"]) for line in whole.metrics()

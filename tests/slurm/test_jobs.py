@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from clusterddp.data import randomness
-from clusterddp.data.stream import Loader
+from clusterddp.data.loader import Loader
+from clusterddp.data.orders.plain import Shuffled
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of
 from tests.conftest import Clusters
@@ -89,7 +90,7 @@ def test_basic(result: Result) -> None:
     dataset = TensorDataset(torch.randn(1000, 10), torch.randn(1000, 5))
     model = script("basic").ToyModel()
     loaders = [
-        Loader(dataset, 20, shuffle=True, seed=0, rank=rank, world_size=4, global_batch=None) for rank in range(4)
+        Loader(dataset, 20, order=Shuffled(), seed=0, rank=rank, world_size=4, global_batch=None) for rank in range(4)
     ]
     batches = zip(*(loader.batches(0) for loader in loaders), strict=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

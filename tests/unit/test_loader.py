@@ -17,7 +17,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from clusterddp.data.stream import EvalLoader, Loader, SampleOrder
+from clusterddp.data.eval_loader import EvalLoader
+from clusterddp.data.loader import Loader
+from clusterddp.data.orders.choice import chosen
+from clusterddp.data.orders.plain import Sequential, Shuffled
 from clusterddp.errors import CheckpointError
 
 
@@ -39,7 +42,7 @@ class Stream(IterableDataset[Any]):
 
 
 def loader(length: int = 10, batch_size: int = 3, rank: int = 0, ranks: int = 1, **options: Any) -> Loader:
-    options = {"shuffle": True, "seed": 1, **options}
+    options = {"order": Shuffled(), "seed": 1, **options}
     return Loader(Numbers(length), batch_size, rank=rank, world_size=ranks, **options)
 
 
@@ -49,15 +52,6 @@ def take(source: Loader, count: int, step: int = 0) -> list[Any]:
         return [[column.tolist() for column in batch] for batch in itertools.islice(batches, count)]
     finally:
         batches.close()  # type: ignore[attr-defined]
-
-
-def test_every_epoch_has_each_sample_once_in_its_own_order() -> None:
-    order = SampleOrder(10, seed=1, shuffle=True)
-    epochs = [order.samples(10 * epoch, 10 * epoch + 10) for epoch in range(3)]
-    for number, epoch in enumerate(epochs):
-        assert {sample[0] for sample in epoch} == {number}
-        assert sorted(sample[1] for sample in epoch) == list(range(10))
-    assert epochs[0] != epochs[1] and SampleOrder(10, seed=2, shuffle=True).samples(0, 10) != epochs[0]
 
 
 def test_any_step_is_found_at_once_and_is_the_same() -> None:
@@ -104,7 +98,7 @@ def test_loading_in_this_process_leaves_the_users_generators_alone() -> None:
 
 def test_epochs_and_steps() -> None:
     data = loader(length=10, batch_size=3)
-    assert data.steps_in(1) == 4 and data.steps_in(3) == 10
+    assert len(data) == data.steps_in(1) == 4 and data.steps_in(3) == 10
     assert [data.epoch(step) for step in (0, 3, 4, 6)] == [0, 0, 1, 1]
     assert [step for step in range(10) if data.ends_epoch(step)] == [3, 6, 9]
 
@@ -126,7 +120,7 @@ def test_evaluation_sees_each_sample_once_and_every_rank_has_as_many_stop_points
 
 def test_workers_ignore_the_stop_signals_and_end_with_their_loop() -> None:
     others = children()  # the test cluster's daemons, when all tests run
-    source = Loader(Numbers(1000, pause=0.001), 4, shuffle=False, seed=1, rank=0, world_size=1, num_workers=2)
+    source = Loader(Numbers(1000, pause=0.001), 4, order=Sequential(), seed=1, rank=0, world_size=1, num_workers=2)
     batches = source.batches(0)
     next(batches)
     workers = children() - others
@@ -142,11 +136,13 @@ def test_workers_ignore_the_stop_signals_and_end_with_their_loop() -> None:
 NOT_FORKED = """
 import multiprocessing, os, signal, sys
 
-from tests.unit.test_stream import Numbers
-from clusterddp.data.stream import Loader
+from tests.unit.test_loader import Numbers
+from clusterddp.data.loader import Loader
+from clusterddp.data.orders.choice import chosen
+from clusterddp.data.orders.plain import Sequential
 
 if __name__ == "__main__":
-    options = {"shuffle": False, "seed": 1, "rank": 0, "world_size": 1, "num_workers": 2}
+    options = {"order": Sequential(), "seed": 1, "rank": 0, "world_size": 1, "num_workers": 2}
     batches = Loader(Numbers(1000), 4, multiprocessing_context=sys.argv[1], **options).batches(0)
     next(batches)
     workers = [worker.pid for worker in multiprocessing.active_children()]
@@ -170,7 +166,9 @@ def test_workers_that_are_not_forked_ignore_a_term_too(method: str, tmp_path: Pa
 
 def test_a_stuck_worker_does_not_delay_the_end() -> None:
     others = children()
-    source = Loader(Numbers(1000, pause=600), 4, shuffle=False, seed=1, rank=0, world_size=1, num_workers=2, timeout=1)
+    source = Loader(
+        Numbers(1000, pause=600), 4, order=Sequential(), seed=1, rank=0, world_size=1, num_workers=2, timeout=1
+    )
     batches = source.batches(0)
     with pytest.raises(RuntimeError, match="timed out"):
         next(batches)
@@ -198,13 +196,13 @@ def children() -> set[int]:
     [
         (Stream(), {}, "Stream has no length and no index"),
         (Numbers(0), {}, r"the dataset \(Numbers\) has no samples"),
-        (Numbers(5), {"drop_last": True}, "drop_last: clusterddp orders the samples"),
+        (Numbers(5), {"sampler": []}, "sampler: clusterddp orders the samples"),
         (Numbers(5), {"batch_size": 0}, "batch_size is 0"),
     ],
 )
 def test_what_cannot_be_ordered_is_refused(dataset: Any, options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        Loader(dataset, **{"batch_size": 2, "shuffle": True, "seed": 0, "rank": 0, "world_size": 1, **options})
+        Loader(dataset, **{"batch_size": 2, "order": Shuffled(), "seed": 0, "rank": 0, "world_size": 1, **options})
 
 
 def test_a_resume_keeps_the_global_batch_or_says_why_not() -> None:
@@ -217,6 +215,44 @@ def test_a_resume_keeps_the_global_batch_or_says_why_not() -> None:
         loader(ranks=3).restore({"global_batch": 8, "dataset_length": 10})
     with pytest.raises(CheckpointError, match="started with a global batch of 8 samples, global_batch is now 12"):
         loader(ranks=2, global_batch=12).restore({"global_batch": 8, "dataset_length": 10})
+
+
+def test_a_resume_keeps_the_order_or_says_why_not() -> None:
+    """The version of the order, too: a checkpoint without a label is of a version that shuffled by randperm."""
+    before = {"global_batch": 3, "dataset_length": 10}
+    now = loader()
+    assert now.progress(0)["order"] == "shuffled-2"
+    old = loader()
+    old.restore(before)
+    assert old.progress(0)["order"] == "shuffled-1" and take(old, 4) != take(now, 4)
+    again = loader()
+    again.restore(old.progress(4))
+    assert take(again, 4) == take(old, 4)
+    loader(order=Sequential()).restore(before)
+    with pytest.raises(CheckpointError, match="with the order 'shuffled-2', the loader's order is now 'sequential'"):
+        loader(order=Sequential()).restore(now.progress(4))
+    with pytest.raises(CheckpointError, match="started with drop_last=False, the loader now has drop_last=True"):
+        loader(drop_last=True).restore(now.progress(4))
+
+
+def test_drop_last_ends_each_epoch_at_a_whole_global_batch() -> None:
+    data = loader(length=10, batch_size=3, drop_last=True)
+    assert len(data) == data.steps_in(1) == 3 and data.steps_in(3) == 9
+    assert [data.epoch(step) for step in (2, 3, 5, 6)] == [0, 1, 1, 2]
+    assert [step for step in range(9) if data.ends_epoch(step)] == [2, 5, 8]
+    batches = [batch[0] for batch in take(data, 9)]
+    for epoch in range(3):
+        seen = [index for batch in batches[3 * epoch : 3 * epoch + 3] for index in batch]
+        assert len(set(seen)) == 9
+    with pytest.raises(ValueError, match="an epoch has 10 samples, fewer than the global batch of 11"):
+        loader(batch_size=11, drop_last=True)
+
+
+def test_two_orders_are_refused() -> None:
+    with pytest.raises(TypeError, match="shuffle=True and order=: .* give one of them"):
+        chosen(shuffle=True, order=Sequential())
+    with pytest.raises(TypeError, match=r"order is \[1, 0\]: expected one of clusterddp.orders"):
+        chosen(shuffle=None, order=[1, 0])  # type: ignore[arg-type]
 
 
 def test_a_given_global_batch_is_shared_for_any_batch_size() -> None:

@@ -1,0 +1,177 @@
+"""Which rank sees which sample in which step: a pure function of (seed, step, rank), so that a resume is exact.
+
+All samples form one endless stream, given by an order (``data/orders``). Step s with global batch B takes positions
+s * B to (s + 1) * B - 1, and each rank its slice of them. An epoch's last step is filled from the next epoch, so that
+no rank is ever short of samples, and any step can be found in constant time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from clusterddp.data import randomness
+from clusterddp.data.loader_options import checked
+from clusterddp.data.orders.order import Binding, BoundOrder, Order, Sample
+from clusterddp.data.workers import ShieldedDataLoader, close
+from clusterddp.errors import CheckpointError
+
+
+class _SeededSamples(Dataset[Any]):
+    """Seeds all generators from (seed, epoch, index) before each sample, so that it does not depend on the worker."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self._seed = dataset, seed
+
+    def __getitem__(self, sample: Sample) -> Any:
+        randomness.seed_all(randomness.hash32("sample", self._seed, *sample))
+        return self.dataset[sample[1]]
+
+
+class Loader:
+    """The training samples of this rank: made by ``Context.loader``, read by ``Run.steps``.
+
+    ``len()`` is the number of steps per epoch: without ``drop_last`` the most that an epoch takes, the last of which is
+    filled from the next epoch.
+
+    Attributes:
+        dataset: the dataset.
+        length: its number of samples.
+        batch_size: samples per rank and step; if the world size changed, or the job sets ``global_batch``, the largest
+            number that a rank takes at once (see ``Run.micro``).
+        global_batch: samples per step over all ranks. Fixed by the run's first attempt.
+    """
+
+    per_rank_state = False
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        order: Order,
+        seed: int,
+        rank: int,
+        world_size: int,
+        drop_last: bool = False,
+        global_batch: int | None = None,
+        **options: Any,
+    ) -> None:
+        source = order.dataset(dataset)
+        self.length, self.batch_size = checked(source, batch_size, options)
+        self.dataset = dataset
+        if global_batch is not None and global_batch % world_size:
+            raise ValueError(f"global_batch is {global_batch}, which {world_size} ranks cannot share evenly")
+        self.global_batch = global_batch or self.batch_size * world_size
+        self.inexact: list[str] = []
+        self._asked = global_batch
+        self._unbound, self._seed, self._drop_last = order, seed, drop_last
+        self._samples = _SeededSamples(source, seed)
+        self._rank, self._world_size, self._options = rank, world_size, options
+        self._order = self._bound(None)
+        DataLoader(self._samples, batch_sampler=[], **options)  # rejects bad values here rather than in the loop
+
+    def _bound(self, label: str | None) -> BoundOrder:
+        """The order; ``label``: of the checkpoint, if there is one."""
+        source = self._samples.dataset
+        return self._unbound.bind(Binding(source, self.length, self._seed, self.global_batch, self._drop_last), label)
+
+    def gather(self) -> None:
+        """Nothing to do: the position follows from the step."""
+
+    def progress(self, step: int) -> dict[str, Any]:
+        """What a checkpoint stores about the loader."""
+        return {
+            "epoch": self.epoch(step),
+            "samples": step * self.global_batch,
+            "global_batch": self.global_batch,
+            "dataset_length": self.length,
+            "order": self._order.label,
+            "drop_last": self._drop_last,
+        }
+
+    def restore(self, progress: Mapping[str, Any]) -> None:
+        """Takes over the run's global batch, at any world size, and the version of its order.
+
+        Raises CheckpointError when the sample order could not be kept.
+        """
+        if "dataset_length" not in progress:
+            started = "with your own loader: pass that loader to ctx.run() again"
+            if "loaders" not in progress:
+                started = "without a loader: leave out loader= in ctx.run(), or start a new run"
+            raise CheckpointError(f"the run started {started}")
+        global_batch, length = progress["global_batch"], progress["dataset_length"]
+        if length != self.length:
+            raise CheckpointError(
+                f"the run started with {length} samples, the dataset now has {self.length}: the sample order would "
+                "change; use the same dataset, or start a new run"
+            )
+        if self._asked not in (None, global_batch):
+            raise CheckpointError(
+                f"the run started with a global batch of {global_batch} samples, global_batch is now {self._asked}: "
+                "the sample order would change; keep the old value, or start a new run"
+            )
+        if global_batch % self._world_size:
+            raise CheckpointError(
+                f"the run's global batch of {global_batch} samples cannot be split evenly over {self._world_size} "
+                "ranks; use a number of ranks that divides it"
+            )
+        self.global_batch = global_batch
+        self._restore_order(progress)
+
+    def _restore_order(self, progress: Mapping[str, Any]) -> None:
+        drop_last = progress.get("drop_last", False)
+        if drop_last != self._drop_last:
+            raise CheckpointError(
+                f"the run started with drop_last={drop_last}, the loader now has drop_last={self._drop_last}: the "
+                "sample order would change; keep the old value, or start a new run"
+            )
+        # Before orders had labels there were two, and a checkpoint did not say which.
+        recorded = progress.get("order", self._unbound.unlabelled or "shuffled-1 or sequential")
+        self._order = self._bound(recorded)
+        if self._order.label != recorded:
+            raise CheckpointError(
+                f"the run started with the order {recorded!r}, the loader's order is now {self._order.label!r}: use "
+                "the same order and weights, or start a new run"
+            )
+
+    def __len__(self) -> int:
+        return -(-self._order.length // self.global_batch)
+
+    @property
+    def share(self) -> int:
+        """Samples per rank and step."""
+        return self.global_batch // self._world_size
+
+    def epoch(self, step: int) -> int:
+        """The epoch that the first sample of a step belongs to."""
+        return step * self.global_batch // self._order.length
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether a step takes the last sample of an epoch."""
+        return self.epoch(step + 1) > self.epoch(step)
+
+    def steps_in(self, epochs: float) -> int:
+        """The number of steps in so many epochs; the last one is filled from the next epoch."""
+        return -int(-epochs * self._order.length // self.global_batch)
+
+    def _batches(self, step: int) -> Iterator[list[Sample]]:
+        """This rank's samples of each step from ``step`` on, without end."""
+        for number in itertools.count(step):
+            start = number * self.global_batch + self._rank * self.share
+            yield self._order.samples(start, start + self.share)
+
+    def batches(self, step: int) -> Iterator[Any]:
+        """This rank's batches from ``step`` on, without end. Closing the iterator ends its workers."""
+        iterator = iter(ShieldedDataLoader(self._samples, batch_sampler=self._batches(step), **self._options))
+        try:
+            while True:
+                # Samples fetched in this process would leave their seeds in the script's generators.
+                with randomness.preserved():
+                    batch = next(iterator)
+                yield batch
+        finally:
+            close(iterator)

@@ -1,0 +1,40 @@
+"""What ``ctx.loader`` and ``ctx.eval_loader`` accept: datasets, batch sizes and the options of torch's DataLoader."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import operator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+_OWN_OPTIONS = {"sampler", "batch_sampler", "drop_last"}
+
+
+def checked(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> tuple[int, int]:
+    """The length of the dataset and the batch size. Raises TypeError or ValueError."""
+    known = inspect.signature(DataLoader.__init__).parameters
+    for name in sorted(options.keys() - known.keys()):
+        nearest = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))
+        raise TypeError(f"{name!r} is not an option of the loader or of torch's DataLoader{nearest}")
+    if clash := _OWN_OPTIONS & options.keys():
+        raise TypeError(
+            f"{', '.join(sorted(clash))}: clusterddp orders the samples; leave it out, or loop over your own "
+            "DataLoader with ctx.stop_requested()"
+        )
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"{type(dataset).__name__} has no length and no index, so a run cannot resume in it: use a dataset "
+            "with __len__ and __getitem__, or give ctx.run() a loader with state_dict() and load_state_dict(), or loop "
+            "over your own DataLoader with ctx.stop_requested()"
+        )
+    try:
+        number = operator.index(batch_size)
+    except TypeError:
+        raise TypeError(f"batch_size is {batch_size!r}: expected an integer") from None
+    if number < 1:
+        raise ValueError(f"batch_size is {number}: expected the number of samples per rank and step, 1 or more")
+    if not len(dataset):
+        raise ValueError(f"the dataset ({type(dataset).__name__}) has no samples")
+    return len(dataset), number

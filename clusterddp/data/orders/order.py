@@ -1,0 +1,94 @@
+"""What an order of samples is: the protocol that ``ctx.loader`` works with, and a base for orders made of epochs.
+
+A run takes its samples from one endless stream. Step s with global batch B takes positions s * B to (s + 1) * B - 1,
+and each rank its slice of them. An order says which sample is at a position. It is a pure function of the position,
+so that the position is all that a checkpoint needs, any step is found at once, and the number of ranks is free.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, Protocol, TypeAlias
+
+#: (epoch, index), or (epoch, index, draw) where an epoch may have a sample twice. Two samples of a stream that are
+#: equal get the same random augmentation: it is seeded from all of this.
+Sample: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What an order is bound to: a run's dataset, seed and global batch."""
+
+    dataset: Any
+    length: int
+    seed: int
+    global_batch: int
+    #: Whether each epoch ends at a whole global batch.
+    drop_last: bool = False
+
+    def of_epoch(self, samples: int) -> int:
+        """How many of an epoch's samples are taken. Raises ValueError if they are none."""
+        if not self.drop_last:
+            return samples
+        if samples < self.global_batch:
+            raise ValueError(
+                f"drop_last=True: an epoch has {samples} samples, fewer than the global batch of {self.global_batch}, "
+                "so that every epoch would be empty; use a smaller batch_size, or leave drop_last out"
+            )
+        return samples // self.global_batch * self.global_batch
+
+
+class BoundOrder(Protocol):
+    """The endless stream of a run's samples."""
+
+    @property
+    def label(self) -> str:
+        """What a checkpoint records: the same label and length mean the same stream."""
+
+    @property
+    def length(self) -> int:
+        """Samples per epoch."""
+
+    def samples(self, start: int, stop: int) -> list[Sample]:
+        """The samples at positions ``start`` to ``stop`` - 1."""
+
+
+class Order(ABC):
+    """An order of samples that is not bound yet: made by a function of ``clusterddp.orders``, for ``ctx.loader``."""
+
+    #: The label that a checkpoint of a version without labels stands for; None if that had no such order.
+    unlabelled: str | None = None
+
+    def dataset(self, given: Any) -> Any:
+        """The map-style dataset that the indices belong to, made of what ``ctx.loader`` was given."""
+        return given
+
+    @abstractmethod
+    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:
+        """The stream of a run; ``label``: of the checkpoint that it resumes from, to keep an older version's order.
+
+        Raises TypeError and ValueError where the order does not fit the dataset.
+        """
+
+
+class EpochOrder(ABC):
+    """A bound order with epochs that all have ``length`` samples."""
+
+    def __init__(self, label: str, length: int) -> None:
+        self.label, self.length = label, length
+
+    @abstractmethod
+    def indices(self, epoch: int, start: int, stop: int) -> list[int]:
+        """The samples at places ``start`` to ``stop`` - 1 of an epoch."""
+
+    def samples(self, start: int, stop: int) -> list[Sample]:
+        """The samples at positions ``start`` to ``stop`` - 1 of the endless stream."""
+        found: list[Sample] = []
+        while start < stop:
+            epoch, first = divmod(start, self.length)
+            last = min(first + stop - start, self.length)
+            found += zip(repeat(epoch), self.indices(epoch, first, last))
+            start += last - first
+        return found
