@@ -53,6 +53,10 @@ class Checkpoint:
         """Reads the file. Raises CheckpointError if it is damaged or unreadable."""
         self._checked(file_format.verify)
 
+    def check_header(self) -> None:
+        """Reads the header. Raises CheckpointError if it is damaged, the file is truncated, or either is unreadable."""
+        self._checked(file_format.read_facts)
+
     def _checked(self, read: Callable[[Path], _T]) -> _T:
         if self.path.suffix == ".pt":
             raise CheckpointError(f"{self.path.name} has format 1, which this version cannot read")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,11 +49,12 @@ class Metrics:
 
 def read_metrics(run: RunDirectory) -> Metrics:
     """Reads metrics.jsonl; what is wrong with it is in the notes."""
-    found, left_out, wrong = Metrics(), set[str](), 0
+    found, left_out, wrong, torn = Metrics(), set[str](), 0, False
     try:
         with open(run.metrics_file, "rb") as file:
             for text in file:
-                line, error = records.parse(text, records.METRICS) if text.endswith(b"\n") else (None, None)
+                torn = not text.endswith(b"\n")
+                line, error = (None, None) if torn else records.parse(text, records.METRICS)
                 wrong += error is not None
                 if line is not None:
                     _add(found, records.with_floats(line), left_out)
@@ -64,9 +64,16 @@ def read_metrics(run: RunDirectory) -> Metrics:
         found.notes.append(f"metrics.jsonl cannot be read: {error.strerror}")
     if wrong:
         found.notes.append(f"{counted(wrong, 'line')} of metrics.jsonl cannot be read: written by another program")
+    if torn:
+        found.notes.append(incomplete("metrics.jsonl"))
     if left_out:
         found.notes.append(f"{counted(len(left_out), 'metric')} left out: a report has at most {MOST_METRICS}")
     return found
+
+
+def incomplete(name: str) -> str:
+    """A note about a JSON lines file."""
+    return f"the last line of {name} is incomplete: it is still being written, or its writer was killed"
 
 
 def _add(found: Metrics, line: Mapping[str, Any], left_out: set[str]) -> None:
@@ -94,16 +101,19 @@ def limits(run: RunDirectory, events: Iterable[Mapping[str, Any]], metrics: Metr
     """For each attempt the step from which on its lines do not count: a later attempt began there.
 
     Where an attempt began is in its resume record, which only the owner can read, and in an event; failing both, its
-    first line tells.
+    first line tells. A damaged record is in the notes of the metrics.
     """
     begun: dict[int, int] = dict(metrics.first)
     for event in events:
         if event["event"] in ("training", "resumed") and records.is_count(event.get("step")):
             begun[event["attempt"]] = event["step"]
-    with suppress(OSError):
-        for number in run.attempts():
-            with suppress(RunDirectoryError):
-                begun |= {number: record["step"]} if (record := run.resumed(number)) else {}
+    for number in run.attempts():
+        try:
+            begun |= {number: record["step"]} if (record := run.resumed(number)) else {}
+        except PermissionError:  # another user's run
+            break
+        except (RunDirectoryError, OSError) as error:
+            metrics.notes.append(str(error))
     found, least = {}, math.inf
     for attempt in sorted(begun, reverse=True):
         found[attempt] = least

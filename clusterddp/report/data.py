@@ -19,7 +19,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.report.advice import advice
 from clusterddp.report.booking import Booking, book
-from clusterddp.report.curves import BUCKETS, Grid, Metrics, curves, limits, read_metrics
+from clusterddp.report.curves import BUCKETS, Grid, Metrics, curves, incomplete, limits, read_metrics
 from clusterddp.report.markup import clipped
 from clusterddp.report.ranks import LEAST_PARTS, PARTS, ranks_over_time
 from clusterddp.report.ratios import spent
@@ -61,10 +61,15 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
     job = _tried("job.yaml", lambda: load_resolved(run.job_file), notes)
     events = _events(run, notes)
     metrics = read_metrics(run)
+    counted_until = _tried("the attempts", lambda: limits(run, events, metrics), notes) or {}
     notes += metrics.notes
     timings = _tried("timing.jsonl", lambda: read_timings(run), notes) or Timings()
     if timings.skipped:
         notes.append(f"{counted(timings.skipped, 'line')} of timing.jsonl cannot be read: written by another program")
+    if not timings.intervals and run.timing_file.exists():
+        notes.append("timing.jsonl: no step is timed")
+    if timings.torn:
+        notes.append(incomplete("timing.jsonl"))
     notes += _absent(run, events, metrics, state)
     empty = Booking((), state.word not in OVER)
     booking = _tried("the history", lambda: _booked(summary, state, events, timings, now), notes) or empty
@@ -88,7 +93,7 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
         "advice": _tried("the history", lambda: advice(job, booking, events) if job else [], notes) or [],
         "attempts": found,
         "interruptions": stops,
-        "metrics": curves(metrics, limits(run, events, metrics), began, buckets),
+        "metrics": curves(metrics, counted_until, began, buckets),
         "ranks": ranks_over_time(timings.intervals, within, parts),
         "checkpoints": _checkpoints(events),
         "failures": _failures(run, events, words, notes),
@@ -137,7 +142,7 @@ def _events(run: RunDirectory, notes: list[str]) -> list[Event]:
     if wrong:
         notes.append(f"{counted(wrong, 'line')} of events.jsonl cannot be read: written by another program")
     if torn:
-        notes.append("the last line of events.jsonl is incomplete: it is still being written, or its writer was killed")
+        notes.append(incomplete("events.jsonl"))
     return found
 
 

@@ -47,7 +47,8 @@ def page(report: Mapping[str, Any]) -> str:
     runs = report["runs"]
     sections = _of_one(runs[0]) if len(runs) == 1 else _of_several(runs)
     found = [part for part in sections if part is not None]
-    title = plain(runs[0]["name"]) if len(runs) == 1 else counted(len(runs), "run")
+    sweep = f"{plain(runs[0]['sweep'])}: " if len({run["sweep"] for run in runs}) == 1 and runs[0]["sweep"] else ""
+    title = plain(runs[0]["name"]) if len(runs) == 1 else f"{sweep}{counted(len(runs), 'run')}"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -108,7 +109,6 @@ def _facts(run: Run) -> Markup:
         if booked["goodput"] is not None:
             facts.append(("With nodes (goodput)", f"{100 * booked['goodput']:.0f}%"))
         facts.append(("Steps repeated", f"{booked['repeated_steps']:,}"))
-    if run["attempts"]:
         facts.append(("Attempts", str(len([one for one in run["attempts"] if one["attempt"] is not None]))))
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts), class_="facts")
 

@@ -243,7 +243,7 @@ def _pair(name: str, runs: Sequence[Run], members: bool, most: int) -> Markup:
     if latest > 0:
         axis, marks = time_axis(latest)
         drawing = chart(over_time, axis, marks, f"{plain(name)} over time", most)
-        since = "submission" if runs[0]["attempts"] else "recorded step"
+        since = "submission" if runs[0]["time"] else "recorded step"
         charts.append(_figure(f"over the time since the first {since}", over_time, drawing, most))
     return tag("div", *parts, tag("div", *charts, class_="pair"), class_="metric")
 

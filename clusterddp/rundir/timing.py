@@ -180,11 +180,13 @@ class TimedInterval:
 
 @dataclass(frozen=True)
 class Timings:
-    """All of the file, oldest first; ``histograms`` by attempt. ``skipped``: how many lines are of another form."""
+    """All of the file, oldest first; ``histograms`` by attempt. ``skipped``: how many lines are of another form;
+    ``torn``: whether the last one is incomplete."""
 
     intervals: tuple[TimedInterval, ...] = ()
     histograms: Mapping[int, Histograms] = field(default_factory=dict)
     skipped: int = 0
+    torn: bool = False
 
 
 def read_timings(run: RunDirectory) -> Timings:
@@ -196,7 +198,8 @@ def read_timings(run: RunDirectory) -> Timings:
     intervals: list[TimedInterval] = []
     histograms: dict[int, Histograms] = {}
     skipped = 0
-    for text in _complete_lines(run.timing_file):
+    *complete, rest = _lines(run.timing_file)
+    for text in complete:
         line, wrong = parse(text, {"attempt": is_count})
         attempt = line["attempt"] if line else None
         if line is None or attempt is None:
@@ -209,14 +212,15 @@ def read_timings(run: RunDirectory) -> Timings:
             intervals.append(interval)
         else:
             skipped += not {"begin", "hosts", "histograms"}.isdisjoint(line)  # other lines are those of a later version
-    return Timings(tuple(intervals), histograms, skipped)
+    return Timings(tuple(intervals), histograms, skipped, bool(rest))
 
 
-def _complete_lines(path: Path) -> list[bytes]:
+def _lines(path: Path) -> list[bytes]:
+    """The lines, and what follows the last line end."""
     try:
-        return retrying(path, path.read_bytes).split(b"\n")[:-1]
+        return retrying(path, path.read_bytes).split(b"\n")
     except FileNotFoundError:
-        return []
+        return [b""]
 
 
 def _interval(line: Mapping[str, Any], hosts: tuple[str, ...]) -> TimedInterval | None:

@@ -12,11 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli.report.report import collected
-from clusterddp.report.page import page
-from clusterddp.slurm import commands as slurm
-from tests.long_run import long_run
-from tests.runs_on_disk import BEGAN, event, recorded_run, started, steps
+from tests.browser.examples import reports
 
 pytestmark = pytest.mark.product
 SCHEMES, WIDTHS = ("light", "dark"), (400, 1200)
@@ -40,24 +36,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports on a run, on several, on one that failed and one that is damaged."""
-    folder = tmp_path_factory.mktemp("reports")
-    run = long_run(folder / "run", attempts=6, steps=3000, ranks=16)
-    several = [long_run(folder / "sweep" / f"lr={index}", steps=300) for index in range(30)]
-    failure = event("rank_failed", rank=0, host="n1", error="RuntimeError: <script>alert(1)</script>", step=3)
-    values: dict[str, Any] = {"<script>": 0.5, "a very long name of a metric " * 5: 1.0}
-    lines = steps(range(3), **values)
-    failed = recorded_run(folder / "failed", [started(), event("training", step=0), failure], metrics=lines)
-    damaged = long_run(folder / "damaged", steps=60)
-    damaged.events_file.write_bytes(b"\xff\n{}\n")
-    damaged.timing_file.write_text("[]\n")
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slurm, "run", lambda *_: "")
-        for name, runs in {"run": [run], "runs": several, "failed": [failed], "damaged": [damaged]}.items():
-            found[name] = folder / f"{name}.html"
-            found[name].write_text(page(collected(runs, BEGAN + 1e6)))
-    return found
+    """The reports, by name."""
+    return reports(tmp_path_factory.mktemp("reports"))
 
 
 @pytest.fixture
@@ -84,7 +64,7 @@ def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Open]:
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", ["run", "runs", "failed", "damaged"])
+@pytest.mark.parametrize("name", ["run", "troubled", "two", "sweep", "runs", "live", "failed", "damaged"])
 def test_each_page_fits_its_screen_and_passes_axe(opened: Open, name: str) -> None:
     """Light and dark, on a phone and on a desk: no horizontal scrolling, and no violation of WCAG 2.2 AA."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
@@ -100,7 +80,7 @@ def test_each_page_fits_its_screen_and_passes_axe(opened: Open, name: str) -> No
                 shown.screenshot(path=Path(os.environ["SCREENSHOTS"], f"{name}-{width}-{scheme}.png"), full_page=True)
 
 
-@pytest.mark.parametrize("name", ["run", "runs"])
+@pytest.mark.parametrize("name", ["run", "troubled", "runs"])
 def test_each_text_of_a_chart_is_inside_of_it(opened: Open, name: str) -> None:
     """Also on a phone: nothing is cut off."""
     for width in WIDTHS:

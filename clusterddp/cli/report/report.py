@@ -7,11 +7,11 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from clusterddp import __version__
+from clusterddp.checkpoint.store import of_run
 from clusterddp.cli.runs import first_failure
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.report.curves import BUCKETS
@@ -65,28 +65,38 @@ def collected(runs: Sequence[RunDirectory], now: float) -> dict[str, Any]:
     """The data of a report, as docs/reference/report.schema.json describes it."""
     summaries = [summarize(one) for one in runs]
     found = list(zip(summaries, run_states(summaries), strict=True))
-    values = _values(found)
+    values, notes = _values(found)
     buckets = max(_FEWEST, BUCKETS // len(runs))
-    return {
-        "schema": SCHEMA,
-        "made": now,
-        "version": __version__,
-        "runs": [
-            {**collect(summary, state, _WORDS, now, buckets), "values": values.get(summary.run.path, {})}
-            for summary, state in found
-        ],
-    }
+    collected = []
+    for summary, state in found:
+        data = collect(summary, state, _WORDS, now, buckets)
+        data["notes"] += notes + _damaged_checkpoint(summary.run)
+        collected.append({**data, "values": values.get(summary.run.path, {})})
+        notes = []  # about the sweep: once
+    return {"schema": SCHEMA, "made": now, "version": __version__, "runs": collected}
 
 
-def _values(found: Sequence[Found]) -> Mapping[Path, dict[str, str]]:
-    """The values of a sweep's members, by run directory; none for other runs."""
+def _values(found: Sequence[Found]) -> tuple[Mapping[Path, dict[str, str]], list[str]]:
+    """The values of a sweep's members, by run directory; none for other runs. And why they cannot be read."""
     values: dict[Path, dict[str, str]] = {}
-    with suppress(ClusterddpError):  # the record of the sweep is damaged: the runs are reported without it
+    try:
         comparison = compare(found, ())
-        for key, own in (comparison.values if comparison else {}).items():
-            for path, text in own.items():
-                values.setdefault(path, {})[key.rstrip("=")] = text
-    return values
+    except ClusterddpError as error:
+        return values, [str(error)]
+    for key, own in (comparison.values if comparison else {}).items():
+        for path, text in own.items():
+            values.setdefault(path, {})[key.rstrip("=")] = text
+    return values, []
+
+
+def _damaged_checkpoint(run: RunDirectory) -> list[str]:
+    """What is wrong with the checkpoint from which the run would continue, as far as its header tells."""
+    try:
+        for newest in of_run(run).candidates()[:1]:
+            newest.check_header()
+    except (ClusterddpError, OSError) as error:
+        return [f"the newest checkpoint: {error}"]
+    return []
 
 
 def _file(name: str) -> Path:
