@@ -25,6 +25,7 @@ RANK_EVENTS: Mapping[str, Event] = {
     "rejoined": Event("host pid address", "the rank lost its connection to the supervisor and reconnected"),
     "preflight": Event("seconds warnings", "the nodes have passed the checks of `preflight: true`"),
     "progress": Event("step steps", "a loop to `steps` begins, or has just ended, at `step`"),
+    "initialized": Event("part file missing unexpected", "a part starts from a file: `ctx.run(init_from=...)`"),
     "training": Event("step redone?", "the attempt starts from step 0"),
     "resumed": Event("step parent inexact redone?", "the attempt resumes from checkpoint `step` of attempt `parent`"),
     "whole_batches": Event("step samples most", "more samples per rank than batch_size, without `run.micro()`"),

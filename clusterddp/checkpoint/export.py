@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from clusterddp.checkpoint.restore import unpacked
+from clusterddp.checkpoint.content import unpacked
 from clusterddp.checkpoint.state import copied
 from clusterddp.checkpoint.store import choose
 from clusterddp.errors import CheckpointError, UsageError

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.content import unpacked
 from clusterddp.checkpoint.file_format import Content
-from clusterddp.checkpoint.state import TORCH_DTYPES, unpack
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
-from clusterddp.distributed.collectives import broadcast_json
+from clusterddp.distributed.collectives import broadcast_bytes, broadcast_json
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import say
 
-#: Bytes per broadcast: 2000 tensors of 20 KB one by one take 3.6 times as long.
-_PORTION = 1 << 25
 #: A checkpoint: the attempt that wrote it, and its step.
 Place = tuple[int, int]
 
@@ -47,12 +43,7 @@ def restore(
         return None
     entries, facts, state, size = described
     content = content or Content(entries, facts, state, file_format.memory(size))
-    if size and dist.is_initialized() and dist.get_world_size() > 1:
-        for portion in torch.split(torch.frombuffer(content.data, dtype=torch.uint8), _PORTION):
-            moved = portion.to(device)
-            dist.broadcast(moved, src=0)
-            if moved is not portion and dist.get_rank() != 0:
-                portion.copy_(moved)
+    broadcast_bytes(content.data, size, device)
     return unpacked(content), (place[0], place[1])
 
 
@@ -76,27 +67,3 @@ def _newest_whole(
         + "\n  ".join(reasons)
         + f"\ncopy an intact one into {checkpoints.folder}, or start a new run in another run directory"
     )
-
-
-def unpacked(content: Content) -> Any:
-    """The nested state in a checkpoint's content. Its tensors share the content's memory; ``load_state`` copies.
-
-    Raises CheckpointError if state and tensors do not match: the file is intact, but clusterddp did not write it.
-    """
-    try:
-        tensors = {name: _tensor(entry, content.data) for name, entry in content.entries.items()}
-        return unpack(content.state, tensors)
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
-        raise CheckpointError(
-            f"the state in the checkpoint of step {content.facts.get('step')} does not match its tensors "
-            f"({error!r:.200}): another program wrote the file"
-        ) from error
-
-
-def _tensor(entry: dict[str, Any], data: mmap.mmap) -> torch.Tensor:
-    start, stop = entry["data_offsets"]
-    dtype = TORCH_DTYPES[entry["dtype"]]
-    if start == stop:
-        return torch.empty(0, dtype=dtype).reshape(entry["shape"])
-    view = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=stop - start)
-    return view.view(dtype).reshape(entry["shape"])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import mmap
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+#: Bytes per broadcast: 2000 tensors of 20 KB one by one take 3.6 times as long.
+PORTION = 1 << 25
 
 
 def all_reduce_sum(value: torch.Tensor | float, device: torch.device) -> torch.Tensor | float:
@@ -47,6 +51,17 @@ def broadcast_json(value: Any, device: torch.device) -> Any:
     words = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8).to(device)
     dist.broadcast(words, src=0)
     return json.loads(words.cpu().numpy().tobytes())
+
+
+def broadcast_bytes(data: mmap.mmap, size: int, device: torch.device) -> None:
+    """Broadcasts ``size`` bytes from rank 0, through ``device``. Collective if there is a process group."""
+    if not size or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for portion in torch.split(torch.frombuffer(data, dtype=torch.uint8, count=size), PORTION):
+        moved = portion.to(device)
+        dist.broadcast(moved, src=0)
+        if moved is not portion and dist.get_rank() != 0:
+            portion.copy_(moved)
 
 
 def _summed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -60,6 +60,12 @@ def _started(event: Event) -> str:
     return f"started ({who} on {event['nodes']}{again}){changed}"
 
 
+def _initialized(event: Event) -> str:
+    sides = (("missing in it", event["missing"]), ("not in the model", event["unexpected"]))
+    lists = "".join(f"; {what}: {', '.join(names[:5])}{', ...' * (len(names) > 5)}" for what, names in sides if names)
+    return f"{event['part']} starts from {event['file']}{lists}"
+
+
 def _resumed(event: Event) -> str:
     repeated = f", {counted(event['redone'], 'step')} repeated" if event.get("redone") is not None else ""
     inexact = f" (not bit-exact: {'; '.join(event['inexact'])})" if event.get("inexact") else ""
@@ -109,6 +115,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "submitted": lambda e: f"submitted as job {e['job']}",
     "started": _started,
     "forked": lambda e: f"starts from checkpoint {e['step']} of {e['source']}",
+    "initialized": _initialized,
     "resumed": _resumed,
     "preflight": lambda e: "; ".join([f"all nodes passed the preflight in {e['seconds']:.1f} s", *e["warnings"]]),
     "whole_batches": lambda e: (

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,7 +37,10 @@ from clusterddp.training.profiling import Profiling
 from clusterddp.training.ranks import Ranks
 from clusterddp.training.saving import Saver
 from clusterddp.training.services import Services
+from clusterddp.training.state import initial
+from clusterddp.training.state.initial import Files
 from clusterddp.training.state.parts import Parts, by_name
+from clusterddp.training.state.per_rank import PerRank
 from clusterddp.training.state.run_state import Randomness
 from clusterddp.training.stopping import Stopping
 from clusterddp.training.timing import StepTimes, step_times
@@ -233,6 +237,9 @@ class Context(Ranks):
         *,
         loader: Loader | StatefulLoader | None = None,
         rng: Randomness = "step",
+        per_rank: Parts = None,
+        init_from: Files | None = None,
+        init_strict: bool = True,
         **parts: Parts,
     ) -> Run:
         """The run, restored from its newest checkpoint if there is one. Collective; once per process.
@@ -243,17 +250,24 @@ class Context(Ranks):
                 number of each step.
             rng: "step" seeds all generators before each step, by seed, step and rank; "user" leaves them to the script,
                 and a resume is then not exact.
+            per_rank: state that each rank has for itself, such as environments, replay buffers or random generators: a
+                part, or a dict of them. All of it is in rank 0's checkpoints, at most 1 GiB. To continue on another
+                number of ranks, a part needs a method ``load_state_dicts(states, rank, world_size)``.
+            init_from: a file of weights to start from, ``.pt`` or ``.safetensors``, for ``model`` or the only module;
+                or a dict with a file for each part. Read when the run starts, not when it resumes.
+            init_strict: whether names that are in the file or in the part, but not in both, are an error.
             parts: what is saved and restored, under names that you choose, such as ``model=``, ``optimizer=``,
                 ``scheduler=`` or ``ema=``: modules, optimizers, and any objects with ``state_dict`` and
                 ``load_state_dict``; also lists, tuples and dicts of them, whose members are parts such as ``nets.0``.
-                None is ignored.
+                None is ignored. Random generators of torch, numpy and ``random`` are parts, too.
 
         Raises TypeError for a part without a state, RuntimeError when called twice, and CheckpointError when the
-        checkpoint is damaged or does not fit the parts, the seed or the dataset.
+        checkpoint is damaged or does not fit the parts, the seed or the dataset, or ``init_from`` does not fit.
         """
         if self._run is not None:
             raise RuntimeError("ctx.run() was already called in this process; pass it all parts at once")
-        named = by_name(parts)
+        named, own = by_name(parts), PerRank(per_rank, self._group)
+        warm_start = partial(initial.load, init_from, init_strict, named, self._group) if init_from else None
         read, report = self._settings, self._history.report
         saver = self._stopping.saver = Saver(read.run_dir, self.attempt, self._group, report, read.job.checkpoint)
         deadline, beat = self._stopping.deadline, self._heartbeat
@@ -261,7 +275,7 @@ class Context(Ranks):
         beat.timing = times.told
         profiling = Profiling(read, self.attempt, self.device, report, beat.pause)
         services = Services(read.job, self._group, self._agreement, saver, deadline, beat, times, profiling, report)
-        self._run = Run(named, training_loader(loader, self._group), rng, services)
+        self._run = Run(named, training_loader(loader, self._group), rng, own, warm_start, services)
         return self._run
 
     # --- hanging

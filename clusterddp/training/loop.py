@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NoReturn
@@ -28,6 +28,8 @@ from clusterddp.training.log import values as logged
 from clusterddp.training.optimizer_steps import watch_optimizers
 from clusterddp.training.services import Services
 from clusterddp.training.state.divergence import explanation
+from clusterddp.training.state.initial import Loaded
+from clusterddp.training.state.per_rank import PerRank
 from clusterddp.training.state.run_state import Randomness, RunState
 from clusterddp.worker import completion, control_channel
 
@@ -46,22 +48,35 @@ class _Step:
 class Run:
     """One attempt of a run: made by ``Context.run``, with the newest checkpoint restored."""
 
-    def __init__(self, parts: dict[str, Stateful], loader: TrainingLoader, rng: Randomness, services: Services) -> None:
+    def __init__(
+        self,
+        parts: dict[str, Stateful],
+        loader: TrainingLoader,
+        rng: Randomness,
+        per_rank: PerRank,
+        warm_start: Callable[[], list[Loaded]] | None,
+        services: Services,
+    ) -> None:
         self._job, self._group, self._agreement = services.job, services.group, services.agreement
         self._saver, self._deadline, self._heartbeat = services.saver, services.deadline, services.heartbeat
         self._times, self._profiling, self._report_event = services.times, services.profiling, services.report
         self._loader, self._rng = loader, rng
-        self._state = RunState(parts, loader, rng, self._job.seed, self._group)
+        self._state = RunState(parts, loader, rng, self._job.seed, self._group, per_rank)
+        #: Whether all ranks take part in a save, because each has a state.
+        self._together = loader.per_rank_state or bool(per_rank)
         self._making: _Step | None = None
         self._goal = 0  # of the current loop
         self._begun = self._stopping = False
         self._process = os.getpid()
         self._values = logged.Values(keeps_own=self._group.rank == 0)
         self._micro = MicroBatches(parts.values(), loader)
-        watch_optimizers(parts, self._note_optimizer_step)
+        self._has_optimizer = watch_optimizers(parts, self._note_optimizer_step)
         self._made = 0  # steps, in this attempt
         self._enter("restoring")
         self._state.restore(self._saver.restore())
+        if self._state.parent is None and warm_start is not None:
+            for loaded in warm_start():
+                self._report("initialized", **loaded.fields())
         self._enter("importing")
         if (channel := control_channel.current) is not None:
             channel.savable = control_channel.Savable(lambda: (self.step, self._saver.committed), self._saver.request)
@@ -217,8 +232,10 @@ class Run:
         if self._making and self._making.optimizer_stepped:
             self._state.stopped_in_step = {"cut": True}
             self._finish_step()
-        elif self._making and not self._state.buffers.rewind():
-            self._state.stopped_in_step = {"buffers_changed": True}
+        elif self._making:
+            begun = self._together or not self._has_optimizer  # what the step has changed so far cannot be undone
+            marks = {"buffers_changed": not self._state.buffers.rewind(), "begun": begun}
+            self._state.stopped_in_step = {name: True for name, true in marks.items() if true}
         self._report("stopping", step=self.step, reason=reason)
         committed, problem = self._commit()
         close_workers()
@@ -284,6 +301,7 @@ class Run:
         if self._made == 1:
             self._enter("repeating" if self.step < self._saver.steps_before else "training")
             self._group.shorten_timeout(self._job.timeouts.step_s)
+            self._state.per_rank.gather()
             self._saver.prepare(self._content)
         elif self.step == self._saver.steps_before:
             self._enter("training")
@@ -297,8 +315,13 @@ class Run:
         if self._agreement.boundary():
             self.stop(self._agreement.reason or "")
 
-    def _commit(self) -> tuple[int | None, str | None]:
+    def _gather(self) -> None:
+        """Brings what each rank has for itself to rank 0. Collective."""
         self._loader.gather()
+        self._state.per_rank.gather()
+
+    def _commit(self) -> tuple[int | None, str | None]:
+        self._gather()
         self._deadline.end()  # the save itself has no deadline
         self._heartbeat.rest()
         self._times.leave()
@@ -308,12 +331,12 @@ class Run:
 
     def _save_if_due(self) -> None:
         try:
-            if self._loader.per_rank_state:
+            if self._together:
                 if not self._saver.due_together(self.step):
                     self._saver.look()
                     return
-                self._loader.gather()
-            self._saver.save_if_due(self.step, self._content, due=self._loader.per_rank_state)
+                self._gather()
+            self._saver.save_if_due(self.step, self._content, due=self._together)
         except Superseded as error:  # Only rank 0 knows. Once all ranks have stopped, the commit tells them.
             self._agreement.request(str(error))
 

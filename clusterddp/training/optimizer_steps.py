@@ -11,18 +11,22 @@ import torch
 OnStep: TypeAlias = Callable[["torch.optim.Optimizer | None"], None]
 
 
-def watch_optimizers(parts: Mapping[str, Any], on_step: OnStep) -> None:
-    """Calls ``on_step`` after each step of an optimizer among the parts.
+def watch_optimizers(parts: Mapping[str, Any], on_step: OnStep) -> bool:
+    """Calls ``on_step`` after each step of an optimizer among the parts. Returns whether there is one.
 
     That holds too when a GradScaler has skipped the optimizer's step after an overflow and updated its scale.
     """
+    found = False
     for name, part in parts.items():
         if isinstance(part, torch.optim.Optimizer):
             part.register_step_post_hook(lambda optimizer, *_: on_step(optimizer))
+            found = True
         elif isinstance(part, torch.amp.GradScaler):
             part.update = _then(part.update, lambda: on_step(None))  # type: ignore[method-assign]
         elif is_foreign_optimizer(name, part):
             part.step = _then(part.step, lambda: on_step(None))
+            found = True
+    return found
 
 
 def is_foreign_optimizer(name: str, part: Any) -> bool:

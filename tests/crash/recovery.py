@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from clusterddp.checkpoint.restore import unpacked
+from clusterddp.checkpoint.content import unpacked
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.errors import ClusterddpError
 from clusterddp.jobdef.job import Keep

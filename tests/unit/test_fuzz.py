@@ -336,7 +336,7 @@ def test_any_file_is_a_checkpoint_or_damaged(tmp_path_factory: Any, content: byt
 @given(checkpoint_files())
 def test_any_file_is_restored_or_refused(tmp_path_factory: Any, content: bytes) -> None:
     """The state in it, too: a tensor that is not there, or not as large as it says."""
-    from clusterddp.checkpoint.restore import unpacked
+    from clusterddp.checkpoint.content import unpacked
 
     path = tmp_path_factory.getbasetemp() / "step-000000000001.attempt-0.safetensors"
     path.write_bytes(content)

@@ -49,8 +49,8 @@ def explanation(parts: Iterable[str]) -> str:
     """The message: what it means, and the remedy."""
     return (
         f"the state of {', '.join(parts)} differs between ranks, and a checkpoint has only rank 0's: a resume will not "
-        "be exact. Wrap models with ctx.wrap(); derive per-rank values from run.step and ctx.rank, or keep them in the "
-        "state of the run's loader, which is saved for every rank"
+        "be exact. Wrap models with ctx.wrap(); derive per-rank values from run.step and ctx.rank, or pass them by "
+        "ctx.run(per_rank=...), which saves them for every rank"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from clusterddp.checkpoint.generators import with_state
 from clusterddp.checkpoint.state import Stateful, check_parts
 
 #: What ``ctx.run()`` takes under one name.
@@ -14,12 +15,13 @@ Parts: TypeAlias = "Stateful | list[Any] | tuple[Any, ...] | dict[str, Any] | No
 def by_name(given: Mapping[str, Any]) -> dict[str, Stateful]:
     """Each part by its name: ``nets=[a, b]`` are ``nets.0`` and ``nets.1``, ``nets={"a": a}`` is ``nets.a``.
 
-    None is left out. Raises TypeError for a part without a state, and for keys that are not names.
+    None is left out, and random generators get a state. Raises TypeError for a part without a state, and for keys that
+    are not names.
     """
     parts: dict[str, Stateful] = {}
     for name, part in given.items():
         if part is not None:
-            parts |= by_name(_members(name, part)) if _is_container(part) else {name: part}
+            parts |= by_name(_members(name, part)) if _is_container(part) else {name: with_state(part)}
     check_parts("run", parts)
     return parts
 

@@ -18,6 +18,7 @@ from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import counted, say
 from clusterddp.training.state.divergence import Divergence
+from clusterddp.training.state.per_rank import PerRank
 
 _REMEDY = "Pass ctx.run() the parts that the run started with, or start a new run"
 _RESERVED = {"format", "attempt", "parent", "progress"}
@@ -25,16 +26,23 @@ Randomness = Literal["step", "user"]
 
 
 class RunState:
-    """The state of a run. ``parts`` are saved and restored by name."""
+    """The state of a run. ``parts`` are saved and restored by name; ``per_rank`` is each rank's own state."""
 
     def __init__(
-        self, parts: dict[str, Stateful], loader: TrainingLoader, rng: Randomness, seed: int, group: ProcessGroup
+        self,
+        parts: dict[str, Stateful],
+        loader: TrainingLoader,
+        rng: Randomness,
+        seed: int,
+        group: ProcessGroup,
+        per_rank: PerRank,
     ) -> None:
         if clash := _RESERVED & parts.keys():
             raise TypeError(f"run(): {_listed(map(repr, clash))} is reserved; choose another name")
         if rng not in get_args(Randomness):
             raise ValueError(f"run(rng={rng!r}): expected one of {', '.join(map(repr, get_args(Randomness)))}")
         self._parts, self._loader, self._rng, self._seed, self._group = parts, loader, rng, seed, group
+        self.per_rank = per_rank
         #: The number of completed steps.
         self.step = 0
         #: The checkpoint that this attempt resumed from.
@@ -43,7 +51,7 @@ class RunState:
         self.finished: list[int] = []
         #: Why the resume is not exact, where it is not.
         self.inexact: list[str] = []
-        #: What a checkpoint says of a stop inside a step: "cut" or "buffers_changed".
+        #: What a checkpoint says of a stop inside a step: "cut", or "buffers_changed" and "begun".
         self.stopped_in_step: dict[str, bool] = {}
         self.gradients = Gradients(parts, group.world_size)
         self.divergence = Divergence(parts, group)
@@ -61,6 +69,7 @@ class RunState:
             "diverged": sorted(self.divergence.parts),
             **self.stopped_in_step,
             **self.gradients.progress(before_step),
+            **self.per_rank.progress(),
         }
         parent = self.parent and {"attempt": self.parent[0], "step": self.parent[1]}
         return {"parent": parent, "progress": progress, **{name: state_of(part) for name, part in self._parts.items()}}
@@ -84,6 +93,7 @@ class RunState:
                 load_state(part, content[name])
             except (ValueError, RuntimeError, KeyError) as error:
                 raise CheckpointError(f"the checkpoint does not fit {name}: {error}. {_REMEDY}") from error
+        self.per_rank.restore(progress)
         self.inexact += self.gradients.restore(progress)
         self.divergence.parts = set(progress.get("diverged", []))
         self.inexact += [f"{name} differed between ranks, all have rank 0's" for name in progress.get("diverged", [])]
@@ -92,6 +102,8 @@ class RunState:
         if progress.get("buffers_changed"):
             size = f"{LARGEST_COPY_BYTES >> 20} MiB"
             self.inexact.append(f"step {step} was stopped after a forward that changed a buffer of over {size}")
+        if progress.get("begun"):
+            self.inexact.append(f"step {step} was stopped in an evaluation: what it had done by then is repeated")
         self.finished = list(progress.get("finished", []))
 
     def _check_parts(self, saved: set[str]) -> None:

@@ -1,0 +1,41 @@
+"""Random generators as parts of a run: torch, numpy and ``random`` give them no ``state_dict``."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class GeneratorPart:
+    """A generator with ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self._get, self._put = get, put
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator's state."""
+        return {"state": self._get()}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """The inverse."""
+        self._put(state["state"])
+
+
+def with_state(part: Any) -> Any:
+    """A part for a ``torch.Generator``, a numpy ``Generator`` or ``RandomState``, or a ``random.Random``; anything else
+    is returned as it is."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(part, torch.Generator):
+        return GeneratorPart(part.get_state, part.set_state)
+    if isinstance(part, random.Random):
+        return GeneratorPart(part.getstate, part.setstate)
+    if numpy is not None and isinstance(part, numpy.random.Generator):
+        bits = part.bit_generator
+        return GeneratorPart(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if numpy is not None and isinstance(part, numpy.random.RandomState):
+        return GeneratorPart(lambda: part.get_state(legacy=False), part.set_state)
+    return part

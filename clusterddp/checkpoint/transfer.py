@@ -1,0 +1,129 @@
+"""States that travel between ranks: gathered on rank 0, or sent from there to all. Nothing is pickled.
+
+A state is sent as JSON, and its tensors as bytes in portions, so that a rank needs little more memory than the states
+themselves. All functions are collective, and need no process group at one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.content import unpacked
+from clusterddp.checkpoint.file_format import Content
+from clusterddp.checkpoint.state import pack, tensor_facts
+from clusterddp.distributed.collectives import PORTION, broadcast_bytes, broadcast_json
+from clusterddp.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A state as bytes: its JSON, and its tensors' entries, as in a checkpoint; then all data."""
+
+    described: bytearray
+    data: mmap.mmap
+    size: int
+
+    @classmethod
+    def of(cls, state: Any) -> _Packed:
+        """Copies the state. Raises CheckpointError if it cannot be saved."""
+        plain, tensors = pack(state)
+        facts = tensor_facts(tensors)
+        places, size = file_format.offsets(facts)
+        data = file_format.memory(size)
+        entries = {}
+        for tensor, fact, start in zip(tensors.values(), facts, places, strict=True):
+            stop = start + fact.nbytes
+            entries[fact.name] = {"dtype": fact.dtype, "shape": fact.shape, "data_offsets": [start, stop]}
+            if fact.nbytes:
+                place = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=fact.nbytes)
+                place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return cls(bytearray(json.dumps([entries, plain]).encode()), data, size)
+
+    def state(self) -> Any:
+        """The inverse of ``of``; its tensors share the memory."""
+        entries, plain = json.loads(self.described)
+        return unpacked(Content(entries, {}, plain, self.data))
+
+
+def gather(state: Any, device: torch.device, check: Callable[[int], None]) -> list[Any] | None:
+    """The states of all ranks on rank 0, in rank order; None on the other ranks.
+
+    ``check`` gets the size of all states together in bytes, on every rank, before anything is sent; it may raise.
+    Raises CheckpointError on all ranks if a rank's state cannot be saved.
+    """
+    failure: CheckpointError | None = None
+    try:
+        packed = _Packed.of(state)
+        sizes = [len(packed.described), packed.size]
+    except CheckpointError as error:
+        failure, sizes = error, [-1, -1]
+    all_sizes = _all_gather(sizes, device)
+    if failure is not None:
+        raise failure
+    if [-1, -1] in all_sizes:
+        raise CheckpointError(f"the state of rank {all_sizes.index([-1, -1])} cannot be saved; its error says why")
+    check(sum(map(sum, all_sizes)))
+    described = _gather_bytes(memoryview(packed.described), [size for size, _ in all_sizes], device)
+    data = _gather_bytes(memoryview(packed.data)[: packed.size], [size for _, size in all_sizes], device)
+    if described is None or data is None:
+        return None
+    parts = zip(described, data, all_sizes, strict=True)
+    return [_Packed(bytearray(head), memory, size).state() for head, memory, (_, size) in parts]
+
+
+def broadcast(state: Any, failure: str | None, device: torch.device) -> Any:
+    """Rank 0's state on every rank. Raises CheckpointError with ``failure`` on all ranks if rank 0 has one."""
+    packed = None
+    if failure is None and (not dist.is_initialized() or dist.get_rank() == 0):
+        try:
+            packed = _Packed.of(state)
+        except CheckpointError as error:
+            failure = str(error)
+    failure, told = broadcast_json([failure, packed and [packed.described.decode(), packed.size]], device)
+    if failure is not None:
+        raise CheckpointError(failure)
+    described, size = told
+    packed = packed or _Packed(bytearray(described.encode()), file_format.memory(size), size)
+    broadcast_bytes(packed.data, size, device)
+    return packed.state()
+
+
+def _all_gather(numbers: list[int], device: torch.device) -> list[list[int]]:
+    if not dist.is_initialized():
+        return [numbers]
+    found = [torch.zeros(len(numbers), dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, torch.tensor(numbers, device=device))
+    return [one.tolist() for one in found]
+
+
+def _gather_bytes(own: memoryview, sizes: list[int], device: torch.device) -> list[mmap.mmap] | None:
+    """Each rank's bytes, on rank 0: all ranks send a portion at a time, padded to the longest."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    found = [file_format.memory(size) for size in sizes] if is_first else None
+    if found is not None:
+        found[0][: len(own)] = own
+    if len(sizes) == 1:
+        return found
+    mine = torch.frombuffer(own, dtype=torch.uint8) if own else torch.empty(0, dtype=torch.uint8)
+    for start in range(0, max(sizes), PORTION):
+        length = min(PORTION, max(sizes) - start)
+        sent = torch.zeros(length, dtype=torch.uint8, device=device)
+        portion = mine[start : start + length]
+        sent[: len(portion)] = portion.to(device)
+        if found is None:
+            dist.gather(sent, dst=0)
+            continue
+        received = [torch.empty_like(sent) for _ in sizes]
+        dist.gather(sent, received, dst=0)
+        for memory, size, one in zip(found, sizes, received, strict=True):
+            if (count := min(length, size - start)) > 0:
+                torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=count).copy_(one[:count])
+    return found

@@ -1,0 +1,85 @@
+"""State that each rank has for itself: environments, replay buffers, generators; checkpoints hold that of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from clusterddp.checkpoint import transfer
+from clusterddp.checkpoint.state import Stateful, copied
+from clusterddp.distributed.process_group import ProcessGroup
+from clusterddp.errors import CheckpointError
+from clusterddp.training.state.parts import Parts, by_name
+
+#: The most that the states of all ranks may take together: they pass through the memory of rank 0.
+MOST_BYTES = 1 << 30
+#: Of a part: takes over the states of another number of ranks.
+SPLIT = "load_state_dicts"
+
+
+class PerRank:
+    """What ``ctx.run(per_rank=...)`` got; false if nothing."""
+
+    def __init__(self, given: Parts, group: ProcessGroup) -> None:
+        named = by_name({"per_rank": given})
+        self._parts = {name.removeprefix("per_rank."): part for name, part in named.items()}
+        self._group = group
+        self._states: list[dict[str, Any]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def gather(self) -> None:
+        """Brings the states of all ranks to rank 0. Collective.
+
+        Raises CheckpointError on all ranks if they are too large, or cannot be saved.
+        """
+        if self._parts:
+            states = {name: part.state_dict() for name, part in self._parts.items()}
+            self._states = transfer.gather(states, self._group.collective_device, self._check_size) or []
+
+    def progress(self) -> dict[str, Any]:
+        """The states as last gathered, for a checkpoint."""
+        return {"per_rank": self._states} if self._parts else {}
+
+    def restore(self, progress: Mapping[str, Any]) -> None:
+        """Restores this rank's state. Raises CheckpointError if the checkpoint does not fit."""
+        states: list[dict[str, Any]] = progress.get("per_rank", [{}] * self._group.world_size)
+        same = len(states) == self._group.world_size
+        saved = set(states[self._group.rank] if same else set().union(*states))
+        if saved != self._parts.keys():
+            raise CheckpointError(
+                f"the checkpoint has per-rank state of {_listed(saved)}, and ctx.run(per_rank=...) got "
+                f"{_listed(self._parts)}: pass what the run started with, or start a new run"
+            )
+        for name, part in self._parts.items():
+            try:
+                self._restore(name, part, states if same else [one for one in states if name in one])
+            except (ValueError, RuntimeError, KeyError, TypeError) as error:
+                raise CheckpointError(f"the checkpoint does not fit per_rank {name}: {error!r}") from error
+
+    def _restore(self, name: str, part: Stateful, states: list[dict[str, Any]]) -> None:
+        rank, ranks = self._group.rank, self._group.world_size
+        if len(states) == ranks:
+            part.load_state_dict(copied(states[rank][name]))
+        elif hasattr(part, SPLIT):
+            getattr(part, SPLIT)([copied(one[name]) for one in states], rank, ranks)
+        else:
+            raise CheckpointError(
+                f"the checkpoint has the state of {name} for {len(states)} ranks, and there are now {ranks}: use "
+                f"{len(states)} ranks, or give {name} a method {SPLIT}(states, rank, world_size) that "
+                "takes over a rank's share of all states"
+            )
+
+    def _check_size(self, size: int) -> None:
+        if size > MOST_BYTES:
+            raise CheckpointError(
+                f"the per-rank state of all {self._group.world_size} ranks ({_listed(self._parts)}) takes "
+                f"{size / 1e6:,.0f} MB, and a checkpoint holds at most {MOST_BYTES / 1e6:,.0f} MB of it: leave out of "
+                "state_dict() what can be computed again or read from elsewhere, or save less of it, such as a replay "
+                "buffer's newest entries"
+            )
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names)) or "nothing"
