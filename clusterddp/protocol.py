@@ -53,7 +53,7 @@ RANK_EVENTS: Mapping[str, Event] = {
 PHASES: Mapping[str, str] = {
     "importing": "the script's imports, and all else that it does before its loop, such as building the model",
     "rendezvous": "clusterddp.init() waits for all ranks",
-    "restoring": "ctx.run() restores the newest checkpoint",
+    "restoring": "ctx.run() checks its parts and restores the newest checkpoint",
     "first_step": "the first step of the attempt: compilation, the first collectives, the first batch",
     "repeating": "steps that an earlier attempt made, but did not save",
     "training": "steps",
@@ -68,6 +68,9 @@ _ENDS: Mapping[str, Event] = {
     "resubmitted": Event("reason cause step checkpoint job", "the run continues as job `job`"),
     "stopped": Event("reason cause step checkpoint then?", "the run can be continued"),
 }
+
+#: ``then`` of an attempt that is ``stopped`` while Slurm is requeueing its job by itself.
+BY_SLURM = "requeued by Slurm"
 
 #: How a run can end; also the "state" in outcome.json.
 RUN_ENDS: Mapping[str, Event] = {

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from clusterddp.jobdef.job import Job
-from clusterddp.report.booking import Booking
+from clusterddp.report.booking import Booking, continues
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir.records import is_count, is_time
 from clusterddp.slurm.cause import Cause
@@ -69,7 +69,7 @@ def _gaps(events: Iterable[Event]) -> list[float]:
 
 def _hold(booking: Booking, events: Sequence[Event]) -> Iterator[str]:
     """Slurm holds a job after each requeue; a new job has no hold, but waits in the queue."""
-    requeued = {event["time"] for event in events if event["event"] == "requeued"}
+    requeued = {event["time"] for event in events if event["event"] != "resubmitted" and continues(event)}
     holds = [one.seconds for one in booking.intervals if one.category == "held" and one.begin in requeued]
     if holds and sum(holds) >= WORTH * booking.total_s:
         yield (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from clusterddp.protocol import ATTEMPT_ENDS, PHASES, RUN_ENDS
+from clusterddp.protocol import ATTEMPT_ENDS, BY_SLURM, PHASES, RUN_ENDS
 from clusterddp.rundir.records import is_count, is_time
 
 Event = Mapping[str, Any]
@@ -109,7 +109,7 @@ def book(
     ends = [event["time"] for event in events if event["event"] in RUN_ENDS]
     ended = bool(ends) and state not in _OF_STATE and (not attempts or ends[-1] >= attempts[-1].launch["time"])
     provisional = not ended and state not in RUN_ENDS
-    times = [event["time"] for event in events] + [_submitted(event) for event in events]
+    times = [event["time"] for event in events] + _submissions(events)
     known = [time for time in [*times, submitted] if time is not None]
     if not known:
         return Booking((), provisional)
@@ -118,13 +118,20 @@ def book(
     for before, attempt, after in zip([None, *attempts], attempts, [*attempts[1:], None], strict=False):
         _book_wait(line, before, attempt)
         _book_attempt(line, attempt, after, state, newest_step)
-    waits = not attempts or (attempts[-1].end or {}).get("event") in ("requeued", "resubmitted")
+    waits = not attempts or continues(attempts[-1].end)
     if submitted is not None and not waits:
         line.until(submitted, "down")
     queued = waits and not (attempts and attempts[-1].local)
     following = {**_OF_STATE, "running": "queued" if queued else "launching"}.get(state, "unknown")
     line.until(line.end, following if provisional else "queued" if waits else "down")
     return Booking(tuple(_with_details(line.intervals, attempts, line.end, list(waited))), provisional)
+
+
+def continues(end: Event | None) -> bool:
+    """Whether an attempt ended such that the run was in the queue from then on."""
+    if end is None:
+        return False
+    return end["event"] in ("requeued", "resubmitted") or end.get("then") == BY_SLURM
 
 
 class _Line:
@@ -221,6 +228,13 @@ def _submitted(event: Event) -> float | None:
     return min(time, event["time"]) if is_time(time) else None
 
 
+def _submissions(events: Iterable[Event]) -> list[float]:
+    """When jobs were submitted. Slurm's times are whole seconds, and less exact than those of the submission itself."""
+    known = [(event["event"], time) for event in events if (time := _submitted(event)) is not None]
+    exact = [time for name, time in known if name == "submitted"]
+    return exact + [time for name, time in known if not any(time <= one < time + 1 for one in exact)]
+
+
 def _seconds(event: Event, name: str) -> float:
     value: Any = event.get(name)
     return float(value) if is_time(value) else 0.0
@@ -232,14 +246,15 @@ def _seconds(event: Event, name: str) -> float:
 def _book_wait(line: _Line, before: _Attempt | None, attempt: _Attempt) -> None:
     """Until the attempt is launched: why nothing trained."""
     launched = attempt.launch["time"]
-    ended = None if before is None else before.end["event"] if before.end else "died"
-    if ended == "restarted":
+    end = None if before is None else before.end
+    if end is not None and end["event"] == "restarted":
         line.until(launched, "launching")
         return
+    waited = before is None or continues(end)
     if attempt.local:
-        line.until(launched, "launching" if ended in (None, "requeued") else "down")
+        line.until(launched, "launching" if waited else "down")
         return
-    if ended not in (None, "requeued", "resubmitted"):
+    if not waited:
         submitted = attempt.submitted()
         line.until(launched if submitted is None else min(submitted, launched), "down")
     eligible, begun = attempt.allocated("eligible"), attempt.allocated("begun")

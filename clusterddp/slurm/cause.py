@@ -7,7 +7,8 @@ only while the job is in that state (seen on Slurm 22.05.8 and 24.11.5):
     RUNNING      a time        a preemption's grace time; the job will not run again unless it is requeued
     COMPLETING   a time        a preemption without grace, or after its grace: Slurm is already requeueing or cancelling
                                the job; within the grace, scancel
-    COMPLETING   None          scancel, or the time limit if it has passed
+    COMPLETING   None          scancel, or the time limit if it has passed; with more restarts than the attempt's, a
+                               requeue: a preemption without grace, or `scontrol requeue`
     RUNNING      None          the job continues: a time-limit warning (near EndTime), or a signal from elsewhere
 """
 
@@ -29,6 +30,7 @@ class Cause(enum.Enum):
 
     PREEMPTED = "preempted"
     PREEMPTED_WITHOUT_GRACE = "preempted without grace"
+    REQUEUED = "requeued by `scontrol requeue`, or because a node failed"
     TIME_LIMIT = "stopped before the time limit"
     TIMED_OUT = "time limit reached"
     CANCELLED = "cancelled"
@@ -42,16 +44,18 @@ class Cause(enum.Enum):
     NONE = "stopped by a signal that neither preemption, time limit nor cancellation explains"
 
 
-def read_cause(job: JobInfo | None, restarts: int, notice_s: float, grace_s: Callable[[], int], now: float) -> Cause:
+def read_cause(job: JobInfo | None, restarts: int, notice_s: float, grace_s: Callable[[], float], now: float) -> Cause:
     """The cause, from the controller's record of this job.
 
     ``restarts``: of the calling attempt; a record with more describes a later start of the job. ``notice_s``: seconds
-    before EndTime at which the ranks are told to stop. ``grace_s`` is only called if it matters.
+    before EndTime at which the ranks are told to stop. ``grace_s``: of a preemption, infinity where there is none; only
+    called if it matters.
     """
     if job is None:
         return Cause.UNKNOWN
     if job.restarts != restarts or job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
-        return Cause.PREEMPTED_WITHOUT_GRACE
+        # The record of a job that is requeued does not say why. A preemption would have been announced by its grace.
+        return Cause.REQUEUED if grace_s() > 0 else Cause.PREEMPTED_WITHOUT_GRACE
     if job.state in ACTIVE:
         if job.preempt_time is not None:
             return Cause.PREEMPTED

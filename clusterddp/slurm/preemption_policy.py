@@ -5,6 +5,7 @@ Read once, at submission, from the controller's configuration, which ``scontrol`
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -31,6 +32,11 @@ class Preemption:
     def notice_s(self) -> int:
         """Seconds between the signal and KILL: the time to save."""
         return self.grace_s or self.kill_wait_s
+
+    @property
+    def announced_s(self) -> float:
+        """Seconds for which a preempted job counts as running; infinity where none is preempted."""
+        return math.inf if self.mode == "OFF" else self.grace_s
 
     @property
     def must_resubmit(self) -> bool:

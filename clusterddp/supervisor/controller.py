@@ -114,7 +114,7 @@ class SlurmController(Controller):
     def why(self, notice_s: float) -> Cause:
         """Reads the job's state and PreemptTime."""
         job = slurm.show_job(self._job_id)
-        cause = read_cause(job, self._restarts, notice_s, lambda: self._preemption().grace_s, time.time())
+        cause = read_cause(job, self._restarts, notice_s, lambda: self._preemption().announced_s, time.time())
         if cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE, Cause.NONE):
             say(f"Slurm's record of the job: {job}")
         return cause

@@ -180,7 +180,8 @@ def _on_notice(state: State, notice: Notice, now: float) -> Step:
     if notice.allocated is not None and not state.allocated:
         back.append(Record("allocated", dict(notice.allocated)))
         state = replace(state, allocated=True)
-    state = replace(state, notice=notice, controller_away=False)
+    preempted = state.preempted or notice.stop is Stop.PREEMPTION
+    state = replace(state, notice=notice, preempted=preempted, controller_away=False)
     state, lost = _lose_nodes(state) if state.confirming else (state, [])
     # A stop that was due before is not told any sooner.
     state, actions = (state, []) if state.due else _look(state, now)

@@ -34,7 +34,7 @@ _PREEMPTED = (Cause.PREEMPTED.value, Cause.PREEMPTED_WITHOUT_GRACE.value)
 def hook_event(event: Mapping[str, Any]) -> str | None:
     """What the hook is told of an event of the history: a word of ``protocol.HOOK_EVENTS``, or nothing."""
     name = event["event"]
-    if name == "stopped" and event.get("then") != "requeued by Slurm":
+    if name == "stopped" and event.get("then") != protocol.BY_SLURM:
         return "stopped"
     if name in ("requeued", "resubmitted", "stopped"):
         return "preempted" if event.get("cause") in _PREEMPTED else None

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from clusterddp.errors import ClusterddpError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.failures import exclusion
+from clusterddp.protocol import BY_SLURM
 from clusterddp.reporter import say, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -67,6 +68,8 @@ class Recovery:
             if self._state.wanted is Stop.HOLD:
                 return Cause.STOP_REQUESTED
             cause = self._controller.why(self._state.stop_margin_s)
+            if cause is Cause.REQUEUED and self._state.preempted:
+                return Cause.PREEMPTED_WITHOUT_GRACE  # and its grace has passed
             requeue = self._state.wanted is Stop.REQUEUE and cause is Cause.NONE
             return Cause.REQUEUE_REQUESTED if requeue else cause
 
@@ -86,12 +89,12 @@ class Recovery:
             self._tell_failure(verdict.first_failure, verdict.others)
         if verdict.action is Action.RESTART:
             return self._restart(verdict)
-        if verdict.action is Action.AGAIN or (verdict.action is Action.LEAVE_TO_SLURM and self._ends_for_good()):
+        if verdict.action is Action.AGAIN or (verdict.cause is Cause.PREEMPTED_WITHOUT_GRACE and self._ends_for_good()):
             return self._again(verdict)
         if verdict.action in (Action.LEAVE, Action.LEAVE_TO_SLURM):
             if verdict.cause in (Cause.UNKNOWN, Cause.ENDED_OTHERWISE):
                 self._ask_watcher()
-            then = "requeued by Slurm" if verdict.action is Action.LEAVE_TO_SLURM else "stopped"
+            then = BY_SLURM if verdict.action is Action.LEAVE_TO_SLURM else "stopped"
             if verdict.cause is Cause.STOP_REQUESTED:
                 self._controller.hold()
                 then = "held until it is submitted again"
@@ -223,9 +226,16 @@ class Recovery:
         changed, returns the new verdict instead.
         """
 
+        requests = 0
+
         def ask() -> float | Verdict:
-            if (now := self._why()) is not cause:
+            nonlocal requests
+            now = self._why()
+            if requests and now in (Cause.REQUEUED, Cause.PREEMPTED_WITHOUT_GRACE):
+                return Verdict(Action.LEAVE_TO_SLURM, cause.value, cause)  # carried out
+            if now is not cause:
                 return judge(self._ends, 0, self._state.told, lambda: now)
+            requests += 1
             asked = time.monotonic()
             self._controller.requeue()
             return round(time.monotonic() - asked, 4)

@@ -235,6 +235,8 @@ class State:
     #: What the controller said last, and whether that called for a stop at the last look.
     notice: Notice = field(default_factory=lambda: Notice(None))
     due: bool = False
+    #: Whether the controller has said that the job is being preempted.
+    preempted: bool = False
     #: Whether the history has the times of the job's allocation.
     allocated: bool = False
     controller_away: bool = False

@@ -203,6 +203,7 @@ _FOLLOWS = {
     Cause.TIME_LIMIT: Action.AGAIN,
     Cause.TIMED_OUT: Action.AGAIN,
     Cause.PREEMPTED_WITHOUT_GRACE: Action.LEAVE_TO_SLURM,
+    Cause.REQUEUED: Action.LEAVE_TO_SLURM,
     Cause.CANCELLED: Action.CANCEL,
     Cause.REQUEUE_REQUESTED: Action.AGAIN,
 }

@@ -61,6 +61,7 @@ class Run:
         self._saver, self._deadline, self._heartbeat = services.saver, services.deadline, services.heartbeat
         self._times, self._profiling, self._report_event = services.times, services.profiling, services.report
         self._loader, self._rng = loader, rng
+        self._enter("restoring")
         self._state = RunState(parts, loader, rng, self._job.seed, self._group, per_rank)
         #: Whether all ranks take part in a save, because each has a state.
         self._together = loader.per_rank_state or bool(per_rank)
@@ -72,7 +73,6 @@ class Run:
         self._micro = MicroBatches(parts.values(), loader)
         self._has_optimizer = watch_optimizers(parts, self._note_optimizer_step)
         self._made = 0  # steps, in this attempt
-        self._enter("restoring")
         self._state.restore(self._saver.restore())
         if self._state.parent is None and warm_start is not None:
             for loaded in warm_start():
@@ -299,10 +299,10 @@ class Run:
             self._report("diverged", step=self.step, parts=parts, explanation=explanation(parts))
         self._times.end()
         if self._made == 1:
-            self._enter("repeating" if self.step < self._saver.steps_before else "training")
             self._group.shorten_timeout(self._job.timeouts.step_s)
             self._state.per_rank.gather()
             self._saver.prepare(self._content)
+            self._enter("repeating" if self.step < self._saver.steps_before else "training")
         elif self.step == self._saver.steps_before:
             self._enter("training")
 

@@ -37,7 +37,7 @@ from clusterddp.supervisor.controller import SlurmController, allocated
 from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
-from clusterddp.supervisor.state import ConnectionLost, Notice, RankEvent, State
+from clusterddp.supervisor.state import ConnectionLost, Notice, RankEvent, State, Stop
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
 from tests.waiting import wait_until
@@ -200,13 +200,30 @@ def test_an_unreachable_controller_is_queried_again_at_the_requeue(run: RunDirec
     assert controller.asked == ["requeue"] * 3
 
 
-def test_a_requeue_without_an_answer_that_was_carried_out_is_not_repeated(run: RunDirectory) -> None:
-    """The controller's next word is that the job is being requeued: nothing more is asked for."""
-    controller = FakeController(
-        *[Cause.PREEMPTED] * 2, Cause.PREEMPTED_WITHOUT_GRACE, requeue=[SlurmUnavailable("timed out"), None]
-    )
+@pytest.mark.parametrize("found", [Cause.PREEMPTED_WITHOUT_GRACE, Cause.REQUEUED])
+def test_a_requeue_without_an_answer_that_was_carried_out_is_not_repeated(run: RunDirectory, found: Cause) -> None:
+    """The controller's next word is that the job is being requeued: nothing more is asked for, for the same reason."""
+    controller = FakeController(*[Cause.PREEMPTED] * 2, found, requeue=[SlurmUnavailable("timed out"), None])
     assert supervised(run, controller) == (3, ["started", "stopped"])
     assert controller.asked == ["requeue"]
+    end = run.events()[-1]
+    assert (end["cause"], end["then"]) == ("preempted", "requeued by Slurm")
+
+
+@pytest.mark.parametrize(
+    ("notice", "cause"),
+    [(Notice(None), "requeued by `scontrol requeue`"), (Notice(None, Stop.PREEMPTION), "preempted without grace")],
+)
+def test_a_job_that_outlives_its_grace_is_preempted_and_one_without_an_announcement_is_requeued(
+    run: RunDirectory, notice: Notice, cause: str
+) -> None:
+    """Slurm's record of the job does not tell one from the other. Slurm continues both by itself."""
+    attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.REQUEUED))
+    attempt.post(notice)
+    assert attempt.supervise() == 3
+    end = run.events()[-1]
+    assert (end["event"], end["then"]) == ("stopped", "requeued by Slurm")
+    assert end["cause"].startswith(cause)
 
 
 def test_a_scancel_just_before_the_requeue_is_respected(run: RunDirectory) -> None:

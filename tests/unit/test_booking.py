@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp.protocol import BY_SLURM
 from clusterddp.report.booking import CATEGORIES, Booking, Wait, book
 from clusterddp.report.ratios import spent
 from clusterddp.rundir.records import EVENT, read_lines
@@ -138,6 +139,15 @@ class World:
         self.ended("requeued", "preempted", window_s=0.1)
         self.launch()
 
+    def requeued_by_slurm(self) -> None:
+        """Without grace; it was requeued before its ranks had stopped, which Slurm's whole seconds do not show."""
+        self.stop()
+        self.ended("stopped", "preempted without grace", then=BY_SLURM)
+        before = len(self.events)
+        self.launch()
+        allocated = next(event for event in self.events[before:] if event["event"] == "allocated")
+        allocated["submitted"] += self.draw.choice([-1, 0, 1])
+
     def resubmitted(self) -> None:
         self.stop()
         self.ended("resubmitted", "preempted", job="8")
@@ -187,7 +197,15 @@ class World:
 
 
 ENDS: tuple[Callable[[World], None], ...] = (
-    *(World.preempted, World.resubmitted, World.killed, World.hung, World.node_died, World.halted),
+    *(
+        World.preempted,
+        World.requeued_by_slurm,
+        World.resubmitted,
+        World.killed,
+        World.hung,
+        World.node_died,
+        World.halted,
+    ),
 )
 
 
@@ -365,6 +383,34 @@ def test_ranks_that_wait_for_a_dead_node_hang_until_they_have_exited() -> None:
     ]
     seconds = book(events, 38.0, state="pending").seconds()
     assert (seconds["training"], seconds["hung"], seconds["launching"]) == (15, 18, 5)
+
+
+def test_a_run_that_slurm_requeues_by_itself_is_held_not_down() -> None:
+    """From the moment its ranks have stopped, while it waits, too."""
+    events = [
+        {"time": 0.0, "attempt": 0, "event": "started", "job": "7"},
+        {"time": 5.0, "attempt": 0, "event": "phase", "phase": "training"},
+        {"time": 20.4, "attempt": 0, "event": "stopped", "reason": "preempted without grace", "then": BY_SLURM},
+    ]
+    live = book(events, 25.0, state="held").seconds()
+    assert live["held"] == pytest.approx(4.6) and not live["down"]
+    again = [
+        {"time": 33.0, "attempt": 1, "event": "started", "job": "7"},
+        {"time": 33.0, "attempt": 1, "event": "allocated", "submitted": 22.0, "eligible": 29.0, "begun": 31.0},
+    ]
+    seconds = book([*events, *again], 33.0, state="running").seconds()
+    assert seconds["held"] == pytest.approx(8.6) and (seconds["queued"], seconds["down"]) == (2, 0)
+
+
+def test_a_run_begins_when_its_submission_says_rather_than_slurms_whole_seconds() -> None:
+    """A submission by hand is known to Slurm alone."""
+    submitted = {"time": 12.0, "attempt": 0, "event": "submitted", "job": "7", "submitted": 10.7}
+    started = {"time": 12.0, "attempt": 0, "event": "started", "job": "7"}
+    allocated = {"time": 12.0, "attempt": 0, "event": "allocated", "submitted": 10.0, "begun": 11.0}
+    found = [
+        book(events, 12.0).intervals[0].begin for events in ([submitted, started, allocated], [started, allocated])
+    ]
+    assert found == [10.7, 10.0]
 
 
 def test_a_run_that_is_continued_is_not_over() -> None:

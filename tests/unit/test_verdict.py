@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from clusterddp.failures.exit_status import ExitStatus, in_order, of_tasks
@@ -56,6 +59,7 @@ def end(what: str, rank: int = 0, lost_at: float = 1.0, **values: object) -> Ran
         (["stopped", "stopped"], 0, Cause.PREEMPTED, Action.AGAIN),
         (["stopped", "stopped"], 0, Cause.TIME_LIMIT, Action.AGAIN),
         (["stopped", "stopped"], 0, Cause.PREEMPTED_WITHOUT_GRACE, Action.LEAVE_TO_SLURM),
+        (["stopped", "stopped"], 0, Cause.REQUEUED, Action.LEAVE_TO_SLURM),
         (["stopped", "stopped"], 0, Cause.CANCELLED, Action.CANCEL),
         (["stopped", "stopped"], 0, Cause.NONE, Action.LEAVE),
         (["stopped", "stopped"], 0, Cause.INTERRUPTED, Action.LEAVE),
@@ -111,6 +115,13 @@ def test_a_later_start_of_the_same_job_is_not_this_attempts_cause() -> None:
     """Slurm requeued the job already: the record that is read is about the next start."""
     later = JobInfo("41", "RUNNING", "None", "n3", 1, None, NOW + 9000)
     assert read_cause(later, restarts=0, notice_s=120, grace_s=lambda: 0, now=NOW) is Cause.PREEMPTED_WITHOUT_GRACE
+
+
+@pytest.mark.parametrize("info", [job("PENDING"), replace(job("COMPLETING"), restarts=1)])
+def test_a_requeue_without_a_preemption_is_recognised_where_preemptions_have_a_grace(info: JobInfo) -> None:
+    """By `scontrol requeue`: the record does not say why, and a preemption would have been announced (22.05.8)."""
+    for grace_s, cause in ((20, Cause.REQUEUED), (math.inf, Cause.REQUEUED), (0, Cause.PREEMPTED_WITHOUT_GRACE)):
+        assert read_cause(info, restarts=0, notice_s=120, grace_s=lambda: grace_s, now=NOW) is cause  # noqa: B023
 
 
 def test_the_first_failure_is_the_one_whose_connection_broke_first() -> None:
