@@ -86,7 +86,7 @@ class Part:
             folder = self.folder / "var-lib"
             folder.mkdir(mode=0o755, exist_ok=True)
             arguments = [str(folder), f"clusterddp-tests-{self.number}", *command]
-            command = [*UNSHARE, APART, "bash", *arguments]
+            command = [*UNSHARE, APART, "bash", *arguments, "--apart"]
             environment["CLUSTERDDP_TEST_USER"] = f"ddpuser{self.number}"
         else:
             command = ["nice", "-n", "5", *command]

@@ -17,6 +17,7 @@ import pytest
 import clusterddp
 from clusterddp.process import descendants
 from clusterddp.rundir.run_directory import RunDirectory
+from tests import WITH_CLUSTER
 from tests.cluster import Cluster, ClusterConfig, unavailable
 from tests.histories import check_histories
 from tests.other_user import run_as_other
@@ -41,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if "product" not in item.keywords]
     for item in items:
         if "clusters" in getattr(item, "fixturenames", ()):
+            if item.path.parent.name not in WITH_CLUSTER:
+                raise pytest.UsageError(f"{item.nodeid} uses the cluster: move it to tests/slurm")
             item.add_marker("slurm")
 
 

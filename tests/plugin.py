@@ -1,23 +1,25 @@
-"""pytest options of this project: ``--seed``, ``--costs`` and ``--queue``.
+"""pytest options of this project: ``--seed``, ``--costs``, ``--apart`` and ``--queue``.
 
-CPU seconds include those of every process that the test started and waited for, and of ranks that ``tests.ddp`` forked.
-Slurm's daemons and their jobs are not included.
+CPU seconds include those of every process that the test started and waited for, and of ranks that ``tests.ddp`` forked;
+with ``--apart`` those of all processes of the process namespace: of Slurm's daemons and of their jobs, too.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import ddp
+from tests import WITH_CLUSTER, ddp
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     default = time.time_ns() % 1_000_000
     group.addoption("--seed", type=int, default=default, help="of the tests' random moments; default: by the clock")
     group.addoption("--costs", type=Path, metavar="FILE", help="append each test's wall-clock and CPU seconds to FILE")
+    group.addoption(
+        "--apart",
+        action="store_true",
+        help="of the tests that use the cluster; CPU seconds are those of the whole process namespace",
+    )
     group.addoption(
         "--queue",
         type=Path,
@@ -38,6 +45,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"seed: {config.getoption('--seed')} (--seed)"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Importing all tests takes 7 s of CPU."""
+    if not config.getoption("--apart") or config.args_source is pytest.Config.ArgsSource.ARGS:
+        return None
+    folders = collection_path.relative_to(config.rootpath).parts
+    return True if folders[0] == "tests" and not {*folders[1:2]} <= WITH_CLUSTER else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -95,15 +110,26 @@ def costs(file: Path) -> list[dict[str, Any]]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Measures from setup to teardown, with the shared fixtures that are made meanwhile."""
-    seconds, cpu_seconds = time.monotonic(), _cpu_seconds()
+    cpu_seconds = of_namespace if item.config.getoption("--apart") else of_children
+    began, used = time.monotonic(), cpu_seconds()
     result = yield
-    cost = {"seconds": time.monotonic() - seconds, "cpu_seconds": _cpu_seconds() - cpu_seconds}
+    cost = {"seconds": time.monotonic() - began, "cpu_seconds": cpu_seconds() - used}
     if file := item.config.getoption("--costs"):
         with file.open("a") as lines:
             lines.write(json.dumps({"test": item.nodeid, **{name: round(cost[name], 2) for name in cost}}) + "\n")
     return result
 
 
-def _cpu_seconds() -> float:
+def of_children() -> float:
+    """CPU seconds of this process, of those that it waited for, and of forked ranks."""
     times = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(used.ru_utime + used.ru_stime for used in times) + ddp.cpu_seconds
+
+
+def of_namespace() -> float:
+    """CPU seconds of all processes that /proc shows, and of those that they waited for."""
+    ticks = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            ticks += sum(map(int, (process / "stat").read_text().rpartition(")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
