@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from clusterddp.report.axes import Axis, axis_of, number
@@ -22,6 +22,9 @@ from clusterddp.reporter import duration
 WIDTH, _HEIGHT = 2000, 1000
 #: Heights in pixels: of a lane, of a plot, and of the texts above and below it.
 _LANE, _PLOT, _ABOVE, _BELOW = 12, 150, 14, 20
+#: Units of a lane's height, and the part of its width below which alternating categories are drawn together.
+_UNITS, _LANE_PARTS = 100, 40
+_MIXED = ("training", "straggler")
 #: Kinds of lines: whole, and with gaps.
 DASHES = 4
 #: The most pieces of a curve.
@@ -65,9 +68,9 @@ class Curve:
 def lane(spans: Iterable[Sequence[Any]], axis: Axis, seconds: Mapping[str, float], label: str) -> Markup:
     """What an attempt did, over time. ``seconds``: of each category, for the tooltips."""
     boxes: dict[str, list[str]] = {}
-    for begin, until, category in spans:
-        left, right = round(WIDTH * axis.at(begin)), round(WIDTH * axis.at(until))
-        boxes.setdefault(category, []).append(f"M{left} 0h{max(right - left, 4)}v10H{left}z")
+    for begin, until, category, share in _together(spans, (axis.high - axis.low) / _LANE_PARTS):
+        left, right, top = round(WIDTH * axis.at(begin)), round(WIDTH * axis.at(until)), round(_UNITS * (1 - share))
+        boxes.setdefault(category, []).append(f"M{left} {top}h{max(right - left, 4)}V{_UNITS}H{left}z")
     drawn = [
         tag(
             "path",
@@ -77,9 +80,24 @@ def lane(spans: Iterable[Sequence[Any]], axis: Axis, seconds: Mapping[str, float
         )
         for category, parts in boxes.items()
     ]
-    picture = tag("svg", *drawn, height=_LANE, viewBox=f"0 0 {WIDTH} 10", preserveAspectRatio="none")
+    picture = tag("svg", *drawn, height=_LANE, viewBox=f"0 0 {WIDTH} {_UNITS}", preserveAspectRatio="none")
     track = tag("rect", class_="track", width="100%", height=_LANE, rx=2)
     return tag("svg", track, picture, height=_LANE, role="img", aria_label=label)
+
+
+def _together(spans: Iterable[Sequence[Any]], short: float) -> Iterable[tuple[float, float, str, float]]:
+    """The spans, each with how much of the lane's height it takes. Training and waiting for a straggler alternate in
+    each step: such spans shorter than ``short`` share their time, the wait below, as high as its part of it."""
+    ordered = [(begin, until, category) for begin, until, category in spans]
+    for mixed, group in groupby(ordered, key=lambda one: one[2] in _MIXED and one[1] - one[0] < short):
+        own = list(group)
+        if not mixed or len(own) == 1:
+            yield from ((*one, 1.0) for one in own)
+            continue
+        waited = sum(until - begin for begin, until, category in own if category == _MIXED[1])
+        begin, until = own[0][0], own[-1][1]
+        yield begin, until, _MIXED[0], 1.0
+        yield begin, until, _MIXED[1], waited / sum(end - start for start, end, _ in own)
 
 
 def zoomable(drawn: Iterable[Markup], axis: Axis, origin: float, label: str, class_: str | None = None) -> Markup:
@@ -137,7 +155,7 @@ def chart(
         tag("line", class_="grid", x1=0, x2="100%", y1=_down(y_axis, value), y2=_down(y_axis, value))
         for value, _ in y_marks
     ]
-    texts = [tag("text", text, x=2, y=_down(y_axis, value) - 3) for value, text in y_marks]
+    texts = [tag("text", text, x=-6, y=_down(y_axis, value) + 4, text_anchor="end") for value, text in y_marks]
     below = marks(x_marks, x_axis, _ABOVE + _PLOT + _BELOW - 5)
     height = _ABOVE + _PLOT + _BELOW
     data = {"data_axis": x_axis.name, "data_from": x_axis.low, "data_to": x_axis.high}

@@ -71,10 +71,18 @@ def timeline(run: Run) -> Section | None:
         drawn.append(tag("div", words, lane(found["spans"], axis, found["seconds"], label), class_="lane"))
     more = len([found for found in run["attempts"] if found["spans"]]) - len(attempts)
     left_out = f" The first {counted(more, 'attempt')} are left out." if more > 0 else ""
-    intro = f"Each bar is an attempt, with the wait that led to it. It begins {when(began)}.{left_out}"
+    intro = (
+        f"Each bar is an attempt, with the wait that led to it. It begins {when(began)}.{left_out}{_waits(attempts)}"
+    )
     colours = legend_of_groups(attempts)
     picture = zoomable([*drawn, ruler(marks, axis)], axis, run["began"], "Timeline of the attempts")
     return section("Timeline", "timeline", tag("p", intro, class_="quiet"), colours, picture)
+
+
+def _waits(attempts: Iterable[Mapping[str, Any]]) -> str:
+    """What the lower part of a bar means, if there is one."""
+    waited = any(category == "straggler" for found in attempts for _, _, category in found["spans"])
+    return " The lower part of a bar: the share of the time spent waiting for a straggler." if waited else ""
 
 
 def _of_attempt(found: Mapping[str, Any]) -> list[str]:
@@ -110,7 +118,8 @@ def timelines(runs: Sequence[Run]) -> Section | None:
         drawn.append(tag("div", tag("p", tag("b", plain(run["name"])), f": {_in_short(run)}"), picture, class_="lane"))
     more = len(known) - len(shown)
     left_out = f" {counted(more, 'further run')} left out." if more else ""
-    intro = f"Each bar is a run, from its first submission. The first begins {when(began)}.{left_out}"
+    waits = _waits(found for run in shown for found in run["attempts"])
+    intro = f"Each bar is a run, from its first submission. The first begins {when(began)}.{left_out}{waits}"
     colours = legend_of_groups(found for run in shown for found in run["attempts"])
     # their time counts from the first run's submission, that of their curves from each run's own
     together = zoomable([*drawn, ruler(marks, axis)], replace(axis, name="dates"), began, "Timeline of the runs")

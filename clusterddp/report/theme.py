@@ -113,10 +113,11 @@ a{color:var(--link)}
 .good{color:var(--good)}.bad{color:var(--bad)}
 nav{display:flex;flex-wrap:wrap;gap:4px 16px;margin:0 0 16px}
 section{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:16px;margin:0 0 16px}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px 16px;margin:0 0 16px;padding:0}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,auto));gap:12px 16px;margin:0 0 16px;padding:0}
 .facts dt{color:var(--quiet);font-size:.87em}.facts dd{margin:0;font-size:1.25em;font-weight:600;line-height:1.3}
 .note{border-left:4px solid var(--starting);padding:2px 0 2px 12px;margin:0 0 12px}
 svg{display:block;width:100%;overflow:visible}
+svg[data-low]{padding-left:44px}
 [data-axis] svg,svg[data-axis]{touch-action:pan-y;user-select:none;-webkit-user-select:none;cursor:crosshair}
 svg.zoomed svg,.zoomed svg svg{overflow:hidden}
 .drag{position:fixed;background:var(--link);opacity:.25;pointer-events:none}
@@ -169,7 +170,8 @@ summary{cursor:pointer;font-weight:600}
 @media print{body{max-width:none;padding:0;font-size:12px}nav,.hint,.zoombar.on{display:none}
  section{padding:12px;border-color:#999}
  *{print-color-adjust:exact;-webkit-print-color-adjust:exact}h2,h3,.legend,section>p{break-after:avoid}
- .heat,tr{break-inside:avoid}}
+ .heat,tr{break-inside:avoid}.scroll{overflow:visible}
+ .wide{font-size:.8em}.wide td,.wide th{min-width:0;padding-right:6px;white-space:normal}}
 @media (max-width:560px){body{padding:12px 8px 32px}section{padding:12px}td.bar{width:32%;min-width:60px}
  .when .day{display:block}}
 """

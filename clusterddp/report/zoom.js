@@ -107,7 +107,7 @@
       const share = (to - (chart.log ? Math.log10(own) : own)) / (to - from);
       return [own, above + pixels * (share * HEIGHT - top) / height];
     });
-    texts.replaceChildren(...found.map(([own, y]) => mark(number(own), { x: 2, y: y - 3 })));
+    texts.replaceChildren(...found.map(([own, y]) => mark(number(own), { x: -6, y: y + 4, "text-anchor": "end" })));
     const ends = { class: "grid", x1: 0, x2: "100%" };
     rules.replaceChildren(...found.map(([, y]) => mark("", { ...ends, y1: y, y2: y }, "line")));
   }
@@ -141,6 +141,13 @@
     return parts.filter(Boolean).join(" ") || "0";
   }
 
+  // Where a chart is drawn: its texts about values are in the padding.
+  function inside(drawing) {
+    const { left, top, width, height } = drawing.getBoundingClientRect();
+    const padding = parseFloat(getComputedStyle(drawing).paddingLeft);
+    return new DOMRect(left + padding, top, width - padding, height);
+  }
+
   function reset() {
     Object.keys(shown).forEach((axis) => zoom(axis, -Infinity, Infinity));
   }
@@ -163,7 +170,7 @@
     box.addEventListener("dblclick", reset);
     box.addEventListener("pointerdown", (event) => {
       const drawing = event.button === 0 && event.target.closest("svg:not(svg svg)");
-      if (drawing) drag = { at: event.clientX, place: drawing.getBoundingClientRect() };
+      if (drawing) drag = { at: event.clientX, place: inside(drawing) };
     });
     box.addEventListener("pointermove", (event) => {
       if (!drag || Math.abs(event.clientX - drag.at) < 4) return;

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.product
 SCHEMES, WIDTHS = ("light", "dark"), (400, 1200)
 #: A chart over steps, and one over time.
 STEPS, TIME = "svg[data-axis=steps]", "svg[data-axis=time]"
+#: Pixels beside a chart in which its values are written.
+VALUES = 44
 
 Open = Callable[..., Any]
 
@@ -107,9 +109,10 @@ def test_a_drag_zooms_all_charts_with_the_axis(opened: Open) -> None:
     before, all_steps = shown.content(), boxes(shown, STEPS)
     shown.locator(TIME).first.scroll_into_view_if_needed()
     box = shown.locator(TIME).first.bounding_box()
-    shown.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
+    left, width = box["x"] + VALUES, box["width"] - VALUES
+    shown.mouse.move(left + width / 4, box["y"] + 50)
     shown.mouse.down()
-    shown.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60, steps=3)
+    shown.mouse.move(left + width / 2, box["y"] + 60, steps=3)
     shown.mouse.up()
     drawn = {tuple(float(part) for part in text.split()[::2]) for text in boxes(shown, TIME)}
     assert len(boxes(shown, TIME)) >= 4

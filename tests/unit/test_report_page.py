@@ -20,7 +20,7 @@ from clusterddp.cli.report.report import collected
 from clusterddp.report import theme
 from clusterddp.report.axes import Axis, axis_of, number, time_axis
 from clusterddp.report.booking import CATEGORIES
-from clusterddp.report.charts import Curve, chart
+from clusterddp.report.charts import Curve, chart, lane
 from clusterddp.report.curves import read_metrics
 from clusterddp.report.markup import escaped, tag
 from clusterddp.report.page import SCRIPT, page
@@ -153,7 +153,7 @@ def test_each_drawing_is_well_formed(hostile: str, tmp_path: Path) -> None:
     assert all(one.get("aria-label") or one.get("aria-hidden") for one in found)
     for one in found:
         for path in one.iter("path"):
-            assert re.fullmatch(r"[Mlhvz0-9 +H-]+", path.get("d", "")), path.get("d")
+            assert re.fullmatch(r"[MlhvzV0-9 +H-]+", path.get("d", "")), path.get("d")
 
 
 def test_colours_of_drawings_are_defined(tmp_path: Path) -> None:
@@ -257,6 +257,18 @@ def test_a_larger_value_is_higher() -> None:
     (drawn,) = drawings(chart([curve], Axis(0, 10), [], "loss", 100))
     (line,) = drawn.iter("path")
     assert line.get("d") == "M0 1000l1000-1000 1000+500"
+
+
+def test_time_that_alternates_is_drawn_as_a_share_of_the_height() -> None:
+    """Training, and waiting for a straggler in each of many short intervals; a long wait is a part of the bar."""
+    spans = [[at + part, at + end, name] for at in range(9) for part, end, name in _PARTS]
+    (drawn,) = drawings(lane([*spans, [9, 50, "training"], [50, 99, "straggler"]], Axis(0, 100), {}, "lane"))
+    training, waiting = (path.get("d") for path in drawn.iter("path"))
+    assert training == "M0 0h180V100H0zM180 0h820V100H180z"
+    assert waiting == "M0 75h180V100H0zM1000 0h980V100H1000z"
+
+
+_PARTS = ((0, 0.75, "training"), (0.75, 1, "straggler"))
 
 
 def test_scales() -> None:
