@@ -41,9 +41,9 @@ DEMO_RUN = .clusterddp-demo
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev]'
 	@touch $@
 
-# What the tests of the integrations need in addition.
+# What the tests of the integrations and the trackers need in addition.
 .venv/integrations: .venv/ready
-	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations]'
+	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations,tensorboard,wandb]'
 	@touch $@
 
 demo: .venv/ready

@@ -17,6 +17,7 @@ from clusterddp.jobdef.checkout import Checkout, checkout_of
 from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import FUNCTION, Job
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.jobdef.packages import check_packages
 from clusterddp.process import signals_blocked
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.find import runs_folder
@@ -41,6 +42,8 @@ def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | N
         if differences and not change:
             show(f"{run} failed before its first step: recording the new arguments ({'; '.join(differences)})")
     check_place(job, place)
+    if job.python is None and "container-image" not in job.srun:  # the ranks' interpreter is this one
+        check_packages(job)
     show(f"{job.name}: {job.shape}")
     return differences
 

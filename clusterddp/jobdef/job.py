@@ -96,6 +96,20 @@ class ProfiledSteps:
 
 
 @dataclass(frozen=True)
+class Wandb:
+    """The W&B run that has this run's metrics."""
+
+    project: str | None = None
+    """Its project; None: ``job_name``."""
+    entity: str | None = None
+    """The user or team of the project; None: W&B's default."""
+    group: str | None = None
+    """The group of runs on W&B's pages that it belongs to."""
+    mode: Literal["online", "offline"] | None = None
+    """``offline`` writes files, for ``wandb sync``; None: as in the variable WANDB_MODE, or online."""
+
+
+@dataclass(frozen=True)
 class Limits:
     """How much a run may use before it ends as failed; None: no limit."""
 
@@ -207,6 +221,11 @@ class Job:
     """Whether each node is checked (devices, folder, clock, all-reduce) before its first attempt trains."""
     profile: ProfiledSteps | None = None
     """A profile to record once, as ``{steps: 20, at: 100, ranks: 0}``; None: none."""
+    tensorboard: bool = False
+    """Whether the run's metrics are written for TensorBoard, too, into its folder ``tensorboard``."""
+    wandb: Wandb | None = None
+    """Also sends the metrics to W&B: ``true``, a project, or ``{project: digits, entity: lab, mode: offline}``; None:
+    no."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -277,7 +296,8 @@ def written(job: Job) -> dict[str, Any]:
     values["watchdog"] = dataclasses.asdict(job.watchdog) if job.watchdog else "off"
     values["progress"] = job.progress or "off"
     values["profile"] = job.profile and _profile_values(job.profile)
-    values["limits"] = {name: value for name, value in dataclasses.asdict(job.limits).items() if value is not None}
+    values["wandb"] = job.wandb and (_given(job.wandb) or True)
+    values["limits"] = _given(job.limits)
     return {renamed.get(name, name): value for name, value in values.items() if name not in ("gpu_type", "min_nodes")}
 
 
@@ -300,7 +320,11 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 #: Keys that older versions do not know, with their defaults.
-_NEW = {"gpu_request": "gpus-per-node", "keep_logs": 50, "preflight": False, "progress": 10.0}
+_NEW = {"gpu_request": "gpus-per-node", "keep_logs": 50, "preflight": False, "progress": 10.0, "tensorboard": False}
+
+
+def _given(section: Limits | Wandb) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(section).items() if value is not None}
 
 
 def _keep_values(keep: Keep) -> int | dict[str, Any]:

@@ -14,9 +14,9 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from clusterddp.jobdef.job import MOST_PROFILED_STEPS, Job, Keep, ProfiledSteps, Watchdog, written
+from clusterddp.jobdef.job import MOST_PROFILED_STEPS, Job, Keep, ProfiledSteps, Wandb, Watchdog, written
 from clusterddp.jobdef.load import RUN_FORMAT
-from clusterddp.jobdef.schema import INSTEAD_OF_OPTION, READERS, SET_FOR_RANKS, WORDS
+from clusterddp.jobdef.schema import INSTEAD_OF_OPTION, PROJECT, READERS, SET_FOR_RANKS, WORDS
 
 #: A JSON Schema, or a part of one.
 Schema = dict[str, Any]
@@ -136,6 +136,10 @@ _OPTIONS = {
     "additionalProperties": _text(),
 }
 _KEEP = _section(Keep, last=_count(), every=_count(), best={"type": "string", "pattern": r"^\S+ (max|min)$"})
+_WORD = r"""[^\s"'\\]+"""
+_WANDB = _section(
+    Wandb, project=_text(PROJECT), entity=_text(_WORD), group=_text(), mode={"enum": ["online", "offline"]}
+)
 
 _OF_KEY: Mapping[str, Schema] = {
     "job_name": _text(r"[^\s/.-][^\s/]*", maxLength=200),
@@ -145,7 +149,7 @@ _OF_KEY: Mapping[str, Schema] = {
         _count(maximum=999999), {"type": "string", "pattern": r"^([A-Za-z0-9][\w.-]*:)?[1-9][0-9]{0,5}$"}
     ),
     "time": _either(_count(), {"type": "string", "pattern": r"^([0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}$"}),
-    **dict.fromkeys(WORDS, _text(r"""[^\s"'\\]+""")),
+    **dict.fromkeys(WORDS, _text(_WORD)),
     "mem": _either(_count(0), {"type": "string", "pattern": "^[0-9]+([KMGTkmgt][Bb]?)?$"}),
     "snapshot": _either({"type": "boolean"}, {"type": "string", "pattern": "^[1-9][0-9]{0,5}[MG]$"}),
     "hook": _either(_list(minItems=1), _text()),
@@ -178,6 +182,7 @@ _OF_KEY: Mapping[str, Schema] = {
         at=_count(0),
         ranks=_either(_RANK, {"type": "array", "items": _RANK, "minItems": 1}),
     ),
+    "wandb": _either({"type": "boolean"}, _text(PROJECT), _WANDB),
     "watchdog": _either({"const": "off"}, _section(Watchdog)),
     "progress": _either({"const": "off"}, _OF_TYPE[float]),
 }

@@ -16,6 +16,7 @@ from clusterddp.jobdef.job import (
     Limits,
     ProfiledSteps,
     Timeouts,
+    Wandb,
     Watchdog,
 )
 from clusterddp.jobdef.secrets import is_secret
@@ -175,6 +176,19 @@ def _progress(node: Node, _: list[Mistake]) -> dict[str, Any]:
     return {"progress": None if node.text == "off" else _SECONDS(node)}
 
 
+def _wandb(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
+    """``true`` or ``false``, a project, or a mapping."""
+    if isinstance(node.value, dict):
+        return _section("wandb", Wandb, _WANDB)(node, mistakes)
+    if isinstance(node.value, bool):
+        return {"wandb": Wandb() if node.value else None}
+    return {"wandb": Wandb(_PROJECT(node))}
+
+
+#: What W&B takes as the name of a project.
+PROJECT = r"[^/\\#?%:\s][^/\\#?%:]{0,127}"
+_PROJECT = value.matching(PROJECT, "a W&B project of at most 128 characters without / \\ # ? % :")
+_WANDB = _fields(project=_PROJECT, entity=value.word, group=value.text, mode=value.choice("online", "offline"))
 _SECONDS = value.positive("seconds")
 _WATCHDOG = _fields(step_s=_SECONDS, start_s=_SECONDS, on_hang=value.choice("restart", "end"))
 _KEEP: dict[str, Reader] = {**_fields(last=value.whole(1), every=value.whole(1)), "best": _best}
@@ -279,4 +293,6 @@ READERS: dict[str, Reader] = {
         preflight=value.truth,
     ),
     "profile": _section("profile", ProfiledSteps, _PROFILE),
+    "tensorboard": _field("tensorboard", value.truth),
+    "wandb": _wandb,
 }

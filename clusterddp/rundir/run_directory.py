@@ -35,6 +35,8 @@ class RunDirectory:
         self.loop_log = self.logs / "loop.log"
         self.hook_log = self.logs / "hook.log"
         self.profiles = self.path / "profiles"
+        self.tensorboard = self.path / "tensorboard"
+        self.wandb = self.path / "wandb"
         self.code = self.path / "code"
         self.code_file = self.code / "current.json"  # which snapshot of the code the run uses
         self.private = self.path / "private"
@@ -164,10 +166,13 @@ class RunDirectory:
         return next(records.read_backwards(self.metrics_file, records.METRICS), None)
 
     def _counts(self, lines: Iterable[Mapping[str, Any]] = ()) -> Callable[[Mapping[str, Any]], bool]:
-        """Whether a metrics line counts: no later attempt began at its step or before.
+        return counts(self.first_steps(lines))
 
-        An attempt's first step is in its resume record, which only the owner can read, and in an event, which a killed
-        supervisor may not have written; failing both, its first line in ``lines`` tells.
+    def first_steps(self, lines: Iterable[Mapping[str, Any]] = ()) -> dict[int, int]:
+        """The first step of each attempt that has begun to train.
+
+        It is in the attempt's resume record, which only the owner can read, and in an event, which a killed supervisor
+        may not have written; failing both, the attempt's first line in ``lines`` tells.
         """
         begun: dict[int, int] = {}
         for line in lines:
@@ -177,7 +182,7 @@ class RunDirectory:
                 begun[event["attempt"]] = event["step"]
         with suppress(PermissionError):
             begun |= {number: record["step"] for number in self.attempts() if (record := self.resumed(number))}
-        return lambda line: all(line["step"] < step for later, step in begun.items() if later > line["attempt"])
+        return begun
 
     def outcome(self) -> dict[str, Any] | None:
         """How the run ended ("state", "step", "reason"); None until then."""
@@ -196,6 +201,11 @@ class RunDirectory:
     def cancelled(self) -> bool:
         """Whether ``clusterddp cancel`` was called."""
         return self._cancel_mark.exists()
+
+
+def counts(first_steps: Mapping[int, int]) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether a line of a step and an attempt counts: no later attempt began at its step or before."""
+    return lambda line: all(line["step"] < step for later, step in first_steps.items() if later > line["attempt"])
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -126,6 +126,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"rank {e['rank']} recorded a profile of {counted(e['steps'], 'step')} from step {e['step']}: {e['file']}"
     ),
     "not_profiled": lambda e: f"rank {e['rank']}: no profile: {e['reason']}",
+    "tracker": lambda e: f"{e['tracker']} {e['problem']}",
     "diverged": lambda e: str(e["explanation"]),
     "left_loop": lambda e: (
         f"the script left its loop by break or an exception after step {e['step']} of {e['steps']}: steps since the "

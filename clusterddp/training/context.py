@@ -26,12 +26,14 @@ from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed import process_group, wrapping
 from clusterddp.errors import Stopped
 from clusterddp.jobdef.job import Checkpointing
+from clusterddp.jobdef.packages import check_packages
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
 from clusterddp.training import preflight, progress_lines, settings
 from clusterddp.training.attempt_history import AttemptHistory
 from clusterddp.training.evaluations import Evaluations
 from clusterddp.training.heartbeat import begin_heartbeat
+from clusterddp.training.log.tracking import DONE_S, ERROR_S, STOP_S, Tracking
 from clusterddp.training.loop import Run
 from clusterddp.training.profiling import Profiling
 from clusterddp.training.ranks import Ranks
@@ -101,6 +103,7 @@ class Context(Ranks):
     """
 
     def __init__(self, read: settings.Settings) -> None:
+        check_packages(read.job)
         ranks = read.ranks
         self.rank, self.local_rank, self.node_rank = ranks.rank, ranks.local_rank, ranks.node_rank
         self.world_size, self.local_world_size = ranks.world_size, ranks.local_world_size
@@ -124,6 +127,7 @@ class Context(Ranks):
         shield_workers()
         self._run: Run | None = None
         self._times: StepTimes | None = None
+        self._tracking: Tracking | None = None
         self._heartbeat = begin_heartbeat(
             read,
             self.attempt,
@@ -274,7 +278,11 @@ class Context(Ranks):
         self._times = times = step_times(named.values(), self.device, self.world_size)
         beat.timing = times.told
         profiling = Profiling(read, self.attempt, self.device, report, beat.pause)
-        services = Services(read.job, self._group, self._agreement, saver, deadline, beat, times, profiling, report)
+        self._tracking = tracking = Tracking(read.run_dir if self.rank == 0 else None, read.job, self.attempt, report)
+        saver.on_commit = tracking.committed
+        services = Services(
+            read.job, self._group, self._agreement, saver, deadline, beat, times, profiling, tracking, report
+        )
         self._run = Run(named, training_loader(loader, self._group), rng, own, warm_start, services)
         return self._run
 
@@ -386,8 +394,13 @@ class Context(Ranks):
             self._progress.close()
         if self._stopping.saver is not None:
             self._stopping.saver.close(clean)
+        if self._tracking is not None:
+            self._tracking.end(clean)
         if clean:
             self._group.close()
+        if self._tracking is not None:
+            stopped = self._agreement.reason is not None
+            self._tracking.close(ERROR_S if not clean else STOP_S if stopped else DONE_S)
 
 
 def _forget_in_child() -> None:

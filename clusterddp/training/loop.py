@@ -60,6 +60,7 @@ class Run:
         self._job, self._group, self._agreement = services.job, services.group, services.agreement
         self._saver, self._deadline, self._heartbeat = services.saver, services.deadline, services.heartbeat
         self._times, self._profiling, self._report_event = services.times, services.profiling, services.report
+        self._tracking = services.tracking
         self._loader, self._rng = loader, rng
         self._enter("restoring")
         self._state = RunState(parts, loader, rng, self._job.seed, self._group, per_rank)
@@ -269,6 +270,7 @@ class Run:
         if self._state.parent is not None and total < self.step:
             self._state.inexact.append(f"the loop to step {total} was already done: the code after it runs again")
         self._saver.record_resume(self._state.parent)
+        self._tracking.begin(self.step)
         if self._state.parent is None:
             self._report("training", step=self.step)
         else:

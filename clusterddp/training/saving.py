@@ -78,6 +78,8 @@ class Saver:
         self._value: float | None = None
         self._logged: set[str] = set()
         self._commits = 0
+        #: Is told each committed step, on rank 0.
+        self.on_commit: Callable[[int], None] = lambda _: None
         #: Held while taking the writer's answer: by the main thread, or by the one that acts at the deadline.
         self._answering = threading.Lock()
 
@@ -267,6 +269,7 @@ class Saver:
                 durable_s=round(self.last_save_s, 4),
                 bytes=saved.bytes,
             )
+            self.on_commit(saved.step)
             if self._settings.auto:
                 self._choose_interval(saved.step)
             return None

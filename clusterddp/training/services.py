@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from clusterddp.jobdef.job import Job
     from clusterddp.training.agreement import Agreement
     from clusterddp.training.heartbeat import Heartbeat
+    from clusterddp.training.log.tracking import Tracking
     from clusterddp.training.profiling import Profiling
     from clusterddp.training.saving import Saver
     from clusterddp.training.timing import StepTimes
@@ -29,4 +30,5 @@ class Services:
     heartbeat: Heartbeat
     times: StepTimes
     profiling: Profiling
+    tracking: Tracking
     report: Callable[..., None]

@@ -206,6 +206,11 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
         ["{}", "{steps: 20, at: 0, ranks: 0}", "{ranks: 0-0}", "{ranks: [0, 0-0]}"],
         ["20", "{steps: 0}", "{steps: 101}", "{at: -1}", "{ranks: all}", "{ranks: []}", "{ranks: -1}", "{from: 3}"],
     ),
+    "tensorboard": (["true", "false"], ["on", "1", "logs"]),
+    "wandb": (
+        ["true", "false", "digits", "my project", "{}", "{project: p, entity: lab, group: g, mode: offline}"],
+        ["a/b", "[p]", "{project: 'a:b'}", "{mode: shared}", "{entity: a b}", "{id: 3}"],
+    ),
 }  # fmt: skip
 
 

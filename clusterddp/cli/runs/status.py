@@ -31,6 +31,7 @@ from clusterddp.rundir.timing import read_timings
 from clusterddp.slurm.run_states import OVER, RunState, run_states
 from clusterddp.supervisor.limits import attempts_made
 from clusterddp.supervisor.messages import how_it_ended, readable, sentence
+from clusterddp.trackers.overview import overview
 
 #: Seconds for which a controller that does not answer is asked again.
 PATIENCE_S = 20.0
@@ -93,6 +94,7 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
         "progress": _progress(summary, state, now),
         "slow": _slow(summary.run) if state.word not in OVER else [],
         "nodes": [*_nodes(job, summary, state), *_excluded(events, now)],
+        "trackers": overview(summary.run),
     }
     return {subject: [(name, readable(words)) for name, words in found] for subject, found in facts.items()}
 

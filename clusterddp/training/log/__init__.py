@@ -1,1 +1,1 @@
-"""What a script logs: the values of a step as they are at the call of ``run.log()``; their reduction over the ranks."""
+"""What a script logs: its values as they are at the call, reduced over the ranks, passed on to trackers; no files."""

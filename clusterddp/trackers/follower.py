@@ -1,0 +1,177 @@
+"""The process that passes a run's metrics on to one tracker, beside the training.
+
+``python -m clusterddp.trackers.follower ARGUMENTS``, a JSON object. Rank 0 starts it, tells it on standard input which
+checkpoints are committed, one step per line, and at last ``end``. A problem is one line on standard output; what the
+tracker's own package prints goes to standard error. The metrics come from ``metrics.jsonl``, the truth about what
+counts, so that nothing is lost if this process is killed: the next attempt's begins with what the tracker lacks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import select
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from clusterddp.errors import RunDirectoryError, Superseded
+from clusterddp.process import die_with_parent
+from clusterddp.rundir.files import create_folder
+from clusterddp.rundir.run_directory import RunDirectory, counts
+from clusterddp.trackers.lines import Line, Lines
+from clusterddp.trackers.sent import Sent, read_sent, write_sent
+
+NICENESS = 10
+#: Seconds between two looks for new lines, for a tracker that takes them at once.
+PERIOD_S = 1.0
+#: What a line has besides values.
+_KEYS = ("step", "time", "attempt")
+
+
+class Tracker(Protocol):
+    """What is asked of TensorBoard and W&B."""
+
+    live: bool
+    first: int
+
+    def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
+        """Takes the values of a step that were logged ``at`` that time."""
+        ...
+
+    def flush(self, step: int | None) -> Sent:
+        """Shows them; ``step``: everything below was added. Returns what the tracker has for certain."""
+        ...
+
+    def close(self, step: int, clean: bool) -> Sent:
+        """Ends it, once everything below ``step`` is safe."""
+        ...
+
+
+class Follower:
+    """Sends one tracker each line that counts, once."""
+
+    def __init__(self, run: RunDirectory, attempt: int, folder: Path, tracker: Tracker) -> None:
+        self._run, self._attempt, self._folder, self._tracker = run, attempt, folder, tracker
+        self._metrics = Lines(run.metrics_file, counts(run.first_steps()), tracker.first)
+        self._committed = -1
+
+    def send(self, committed: int) -> None:
+        """Passes on what has come: the steps below a checkpoint, or all if the tracker is live. Raises Superseded."""
+        more = committed > self._committed
+        if more and self._run.superseded(self._attempt):
+            raise Superseded(f"attempt {self._attempt} was superseded")
+        self._committed = committed
+        for line in self._metrics.below(math.inf if self._tracker.live else committed):
+            self._add(line)
+        self._record(self._tracker.flush(committed if more else None), more)
+
+    def close(self, clean: bool) -> None:
+        """Ends the tracker."""
+        self._record(self._tracker.close(self._committed, clean), True)
+
+    def _add(self, line: Line) -> None:
+        values = {name: value for name, value in line.items() if name not in _KEYS and isinstance(value, (int, float))}
+        if values:
+            self._tracker.add(line["step"], float(line.get("time", 0.0)), values)
+
+    def _record(self, sent: Sent, changed: bool) -> None:
+        if changed and not self._run.superseded(self._attempt):
+            write_sent(self._folder, sent)
+
+
+class Orders:
+    """What rank 0 says. Ends with it, too."""
+
+    def __init__(self, committed: int) -> None:
+        self.committed = committed
+        self.ended = self.clean = False
+        self._rest = b""
+
+    def wait(self, seconds: float | None) -> None:
+        """Waits for an order, at most so long."""
+        if not select.select([0], [], [], seconds)[0]:
+            return
+        said = os.read(0, 1 << 16)
+        *lines, self._rest = (self._rest + said).split(b"\n")
+        for line in lines:
+            if line.isdigit():
+                self.committed = int(line)
+            else:
+                self.ended, self.clean = True, line == b"end"
+        self.ended |= not said
+
+
+def main() -> int:
+    """Serves rank 0 until the attempt ends."""
+    die_with_parent()
+    os.nice(NICENESS)
+    given = json.loads(sys.argv[1])
+    run, name = RunDirectory(given["run"]), given["tracker"]
+    folder = run.tensorboard if name == "tensorboard" else run.wandb
+    out, sys.stdout = sys.stdout, sys.stderr  # a package may print
+    try:
+        create_folder(folder, exist_ok=True)
+        with open(folder / "lock", "ab") as lock:
+            _lock(lock.fileno())
+            _follow(run, given, folder, lambda words: print(words, file=out, flush=True))
+    except Superseded:
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        words = _words(error)
+        _record_problem(folder, words)
+        print(f"gets no more values in this attempt: {words}", file=out, flush=True)
+        return 1
+    return 0
+
+
+def _follow(run: RunDirectory, given: Mapping[str, Any], folder: Path, warn: Any) -> None:
+    attempt, orders = given["attempt"], Orders(given["committed"])
+    sent = replace(read_sent(folder) or Sent(), problem=None)
+    first = sent.lacks_from(run.first_steps())
+    tracker: Tracker
+    if given["tracker"] == "tensorboard":
+        from clusterddp.trackers.tensorboard import TensorBoard
+
+        tracker = TensorBoard(folder, replace(sent, step=first, attempt=attempt), first, attempt)
+    else:
+        from clusterddp.trackers.wandb import WeightsAndBiases
+
+        if first < sent.step:
+            warn(f"keeps the values that an earlier attempt logged in steps {first} to {sent.step - 1}, now repeated")
+        tracker = WeightsAndBiases(folder, sent, attempt, given["options"])
+    follower = Follower(run, attempt, folder, tracker)
+    follower.send(orders.committed)
+    while not orders.ended:
+        orders.wait(PERIOD_S if tracker.live else None)
+        follower.send(orders.committed)
+    follower.close(orders.clean)
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunDirectoryError("another process of this run sends to it") from None
+
+
+def _record_problem(folder: Path, words: str) -> None:
+    """For ``status``."""
+    try:
+        write_sent(folder, replace(read_sent(folder) or Sent(), problem=words))
+    except (OSError, RunDirectoryError):
+        traceback.print_exc()
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""TensorBoard and W&B of a run that is preempted and killed: by the real packages, whose files are read back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+from clusterddp.rundir.run_directory import RunDirectory
+from tests import tracker_files
+from tests.waiting import story
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = "tests/scripts/tracked.py"
+SAVED, KILLED_AT, STEPS = 10, 37, 70
+PREEMPTED_AT = (8, 16, 24, 44, 56)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Preempted five times; between the third and the fourth time its rank is killed, so that steps are repeated."""
+    tracker_files.require("tensorboard", "wandb")
+    directory = RunDirectory(tmp_path_factory.mktemp("tracked") / "run")
+    preempted = [word for step in PREEMPTED_AT for word in ("--preempt-after", str(step))]
+    command = [sys.executable, "-m", "clusterddp.submit", SCRIPT, "--local", "--device", "cpu", "--gpus", "1"]
+    command += ["--run-dir", str(directory), *preempted, "--set", f"checkpoint.every={SAVED} steps"]
+    command += ["--set", "tensorboard=true", "--set", "wandb={project: tests, mode: offline}"]
+    command += ["--", str(STEPS), "3", str(KILLED_AT)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert [event["event"] for event in directory.events()].count("requeued") == len(PREEMPTED_AT), story(directory)
+    return directory
+
+
+def test_tensorboard_has_each_counted_step_once_with_the_values_that_count(run: RunDirectory) -> None:
+    """As TensorBoard's own reader has it after purging: the killed attempt's last steps are another attempt's."""
+    lines = tracker_files.counted(run)
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    assert tracker_files.scalars(run, "by") == [(line["step"], line["by"]) for line in lines]
+    assert tracker_files.scalars(run, "loss") == [(line["step"], numpy.float32(line["loss"])) for line in lines]
+
+
+def test_steps_appear_in_tensorboard_before_their_checkpoint(run: RunDirectory) -> None:
+    """The killed attempt had written steps that its successor repeated: purging had something to do."""
+    (path,) = run.tensorboard.glob("*.attempt-3")
+    assert path.read_bytes().count(b"loss") > sum(line["by"] == 3 for line in tracker_files.counted(run)) > 0
+
+
+def test_wandb_has_each_counted_step_once_with_the_values_that_count(run: RunDirectory) -> None:
+    """In the offline files of one W&B run, in the order in which `wandb sync` takes them."""
+    files = tracker_files.in_wandb(run)
+    rows = [row for _, rows in files for row in rows]
+    names = ("_step", "_timestamp", "loss", "by")
+    lines = [(line["step"], line["time"], line["loss"], line["by"]) for line in tracker_files.counted(run)]
+    assert [tuple(row[name] for name in names) for row in rows] == lines
+    assert len({name for name, _ in files}) == 1
+
+
+def test_status_says_how_to_see_the_run(run: RunDirectory) -> None:
+    """The command that uploads all files of the W&B run, and TensorBoard's."""
+    command = [sys.executable, "-m", "clusterddp", "status", str(run)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"})
+    assert f"tensorboard --logdir {run.tensorboard}" in shown.stdout
+    (name,) = {name for name, _ in tracker_files.in_wandb(run)}
+    assert f"wandb sync {run.wandb}/offline-run-*-{name}" in shown.stdout

@@ -1,0 +1,281 @@
+"""Trackers: which lines a tracker gets, once each; what it lacks; that its failure is reported and stops nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.errors import Superseded, UsageError
+from clusterddp.jobdef.job import Job, Wandb
+from clusterddp.jobdef.packages import check_packages
+from clusterddp.rundir.files import write_json
+from clusterddp.rundir.run_directory import RunDirectory, counts
+from clusterddp.trackers import lines, sent
+from clusterddp.trackers.follower import Follower
+from clusterddp.trackers.lines import Lines
+from clusterddp.trackers.overview import overview
+from clusterddp.trackers.sent import Sent, read_sent, write_sent
+from clusterddp.training.log import tracking
+from clusterddp.training.log.tracking import Tracking, config, wanted
+from tests import tracker_files
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    directory.wandb.mkdir()
+    directory.tensorboard.mkdir()
+    return directory
+
+
+def attempt(run: RunDirectory, first: int, *steps: int) -> int:
+    """An attempt that resumed at step ``first``, and its metrics."""
+    number = run.create_attempt()
+    write_json(run.resume_record(number), {"step": first, "parent": None})
+    append(run, number, *steps)
+    return number
+
+
+def append(run: RunDirectory, number: int, *steps: int) -> None:
+    with open(run.metrics_file, "a") as file:
+        for step in steps:
+            print(json.dumps({"step": step, "time": 100.5 + step, "attempt": number, "loss": step / 2}), file=file)
+
+
+class Memory:
+    """A tracker that keeps what it gets."""
+
+    def __init__(self, live: bool, first: int = 0) -> None:
+        self.live, self.first = live, first
+        self.steps: list[int] = []
+        self.safe: list[int | None] = []
+
+    def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
+        assert (at, values) == (100.5 + step, {"loss": step / 2})
+        self.steps.append(step)
+
+    def flush(self, step: int | None) -> Sent:
+        self.safe.append(step)
+        return Sent(max([0, *(safe for safe in self.safe if safe is not None)]))
+
+    def close(self, step: int, clean: bool) -> Sent:
+        return Sent(step)
+
+
+# --- which lines
+
+
+def test_only_steps_below_a_checkpoint_are_sent_unless_the_tracker_is_live(run: RunDirectory) -> None:
+    """And each once, as rank 0 appends more."""
+    number = attempt(run, 0, 0, 1, 2, 3)
+    trackers = {live: Memory(live) for live in (True, False)}
+    followers = [Follower(run, number, run.wandb, tracker) for tracker in trackers.values()]
+    for committed in (0, 2, 2):
+        for follower in followers:
+            follower.send(committed)
+    append(run, number, 4, 5)
+    for follower in followers:
+        follower.send(5)
+        follower.close(clean=True)
+    assert trackers[True].steps == [0, 1, 2, 3, 4, 5]
+    assert trackers[False].steps == [0, 1, 2, 3, 4]
+    assert trackers[True].safe == [0, 2, None, 5]  # made durable with each new checkpoint
+
+
+def test_lines_of_earlier_attempts_count_up_to_where_a_later_one_resumed(run: RunDirectory) -> None:
+    """A tracker that is added to a run later gets all of its history."""
+    attempt(run, 0, *range(6))
+    attempt(run, 4, *range(4, 9))
+    newest = attempt(run, 6, *range(6, 8))
+    tracker = Memory(live=True)
+    Follower(run, newest, run.wandb, tracker).send(6)
+    assert tracker.steps == list(range(8))
+
+
+def test_a_line_that_is_being_written_is_read_once_it_is_complete(run: RunDirectory) -> None:
+    """And the file may be replaced by a copy, as after a failed fsync."""
+    found = Lines(run.metrics_file, counts({}), 0)
+    assert list(found.below(9)) == []
+    text = '{"step": 0, "attempt": 0, "loss": "NaN"}\n{"step": 1, "attempt": 0}\n'
+    run.metrics_file.write_text(text[:-9])
+    (line,) = found.below(9)
+    assert line["loss"] != line["loss"]
+    copy = run.metrics_file.with_name("copy")
+    copy.write_text(text)
+    copy.replace(run.metrics_file)
+    assert [line["step"] for line in found.below(9)] == [1]
+
+
+def test_a_long_file_is_read_in_blocks(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which end within lines."""
+    monkeypatch.setattr(lines, "BLOCK", 150)
+    number = attempt(run, 0, *range(100))
+    found = Lines(run.metrics_file, counts({number: 0}), 7)
+    assert [line["step"] for line in found.below(50)] == list(range(7, 50))
+    assert [line["step"] for line in found.below(99)] == list(range(50, 99))
+
+
+def test_a_superseded_attempt_sends_nothing_more(run: RunDirectory) -> None:
+    """On a node that was cut off, while the run goes on elsewhere; nor does it record anything."""
+    number = attempt(run, 0, 0, 1)
+    tracker = Memory(live=False)
+    follower = Follower(run, number, run.wandb, tracker)
+    follower.send(1)
+    attempt(run, 1)
+    with pytest.raises(Superseded):
+        follower.send(2)
+    follower.close(clean=True)
+    assert tracker.steps == [0]
+    assert read_sent(run.wandb) == Sent(1)
+
+
+def test_steps_that_a_later_attempt_repeated_are_lacking() -> None:
+    """Even where the attempt that repeated them recorded nothing: a tracker may have failed in it."""
+    recorded = Sent(step=150, attempt=3)
+    assert recorded.lacks_from({2: 60, 3: 120}) == 150
+    assert recorded.lacks_from({3: 120, 4: 100, 5: 200}) == 100
+
+
+# --- TensorBoard
+
+
+def test_tensorboard_reads_the_newest_attempt_last_whatever_the_clocks(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads files in the order of their names, which begin with a time. A torn record ends a killed writer's."""
+    tracker_files.require("tensorboard")
+    from clusterddp.trackers.tensorboard import TensorBoard
+
+    attempts = [(5000.0, 0, 0, 8, 0.5), (4000.0, 1, 5, 9, 0.25), (4500.0, 2, 7, 9, 0.125)]
+    for clock, number, first, steps, loss in attempts:
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        writer = TensorBoard(run.tensorboard, Sent(first, number), first, number)
+        for step in range(first, steps):
+            writer.add(step, 100.0, {"loss": loss})
+        assert writer.flush(None) == Sent(first, number)
+        assert writer.close(steps, clean=True) == Sent(steps, number)
+    with open(next(run.tensorboard.glob("*attempt-0")), "ab") as file:
+        file.write(b"\x18\0\0")
+    expected = [(step, 0.5 if step < 5 else 0.25 if step < 7 else 0.125) for step in range(9)]
+    assert tracker_files.scalars(run, "loss") == expected
+
+
+# --- W&B
+
+
+def test_a_wandb_folder_that_was_not_closed_is_written_again(run: RunDirectory) -> None:
+    """W&B keeps up to 32 kB in memory: what a killed process has written is not known."""
+    tracker_files.require("wandb")
+    code = """if True:
+        import json, os, sys
+        from pathlib import Path
+        from clusterddp.trackers.sent import Sent, read_sent, write_sent
+        from clusterddp.trackers.wandb import WeightsAndBiases
+        folder = Path(sys.argv[1])
+        writer = WeightsAndBiases(folder, read_sent(folder) or Sent(), 0, {"mode": "offline", "project": "tests"})
+        for step in range(writer.first, 4):
+            writer.add(step, 100.0, {"loss": 0.5})
+        assert writer.flush(4).step == 0, "not before it is closed"
+        if sys.argv[2] == "kill":
+            os.kill(os.getpid(), 9)
+        write_sent(folder, writer.close(4, clean=True))
+    """
+
+    codes = [subprocess.run([sys.executable, "-c", code, run.wandb, how]).returncode for how in ("kill", "close")]
+    assert codes == [-9, 0]
+    (file,) = tracker_files.in_wandb(run)
+    assert [row["_step"] for row in file[1]] == [0, 1, 2, 3]
+    assert read_sent(run.wandb) == Sent(4, id=file[0], mode="offline")
+
+
+# --- rank 0's side
+
+
+def told(run: RunDirectory, job: Job, seconds: float = 60.0) -> list[dict[str, Any]]:
+    """The events of an attempt with the job's trackers that ends at once."""
+    events: list[dict[str, Any]] = []
+    number = attempt(run, 0, 0, 1)
+    tracking = Tracking(run, job, number, lambda event, **fields: events.append({"event": event, **fields}))
+    tracking.begin(0)
+    tracking.committed(2)
+    tracking.end(clean=True)
+    tracking.close(seconds)
+    return events
+
+
+def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as W&B without a key. What it lacks is in `status`, and the next attempt sends it."""
+    tracker_files.require("wandb")
+    monkeypatch.setenv("HOME", str(run.path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    write_sent(run.wandb, Sent(1))
+    (event,) = told(run, Job("digits", wandb=Wandb()))
+    assert (event["event"], event["tracker"]) == ("tracker", "W&B")
+    assert event["problem"].startswith("gets no more values in this attempt: No API key configured")
+    ((name, words),) = overview(run)
+    assert name == "wandb" and "; it lacks steps from 1 on: No API key configured" in words
+
+
+def test_a_tracker_that_hangs_is_killed_in_time(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run waits for its trackers for a bounded time, and a full pipe delays nothing."""
+    hanging = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(tracking, "module_command", lambda _: hanging)
+    begun: list[Any] = []
+    monkeypatch.setattr(tracking._Process, "tell", lambda self, order: begun.append(self._process))
+    assert told(run, Job("digits", tensorboard=True), seconds=0.1) == []
+    assert begun[0].returncode == -9
+
+
+def test_a_script_without_run_directory_has_no_trackers() -> None:
+    """Nor has a rank other than 0."""
+    none = Tracking(None, Job("digits", tensorboard=True), 0, lambda *_, **__: None)
+    none.begin(0)
+    none.committed(3)
+    none.end(clean=True)
+    none.close(0.0)
+
+
+def test_the_wandb_run_has_the_scripts_options_without_secrets() -> None:
+    """As W&B's table of runs shows them."""
+    args = ("data", "--lr", "1e-3", "--amp", "--epochs=3", "--name", "a b", "--api-key", "s3cr3tvalue")
+    job = Job("digits", args=args, nodes=2, gpus_per_node=4, seed=7, wandb=Wandb(group="g"))
+    shown = {"seed": 7, "world_size": 8, "lr": 1e-3, "amp": True, "epochs": 3, "name": "a b", "api-key": "***"}
+    assert config(replace(job, args=args[:-2])) == {key: value for key, value in shown.items() if key != "api-key"}
+    options = {"project": "digits", "group": "g", "name": "digits-3", "config": shown}
+    assert wanted(job, "digits-3", {}) == {"wandb": options}
+    assert wanted(job, "digits-3", {"WANDB_MODE": "disabled"}) == {}
+
+
+def test_a_missing_package_is_named_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of that name in the current folder, where wandb writes its files, is no package."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb").mkdir()
+    check_packages(Job("digits"))
+    with pytest.raises(UsageError) as caught:
+        check_packages(Job("digits", wandb=Wandb()))
+    assert str(caught.value) == (
+        "wandb: the package 'wandb' is not installed: run `pip install 'clusterddp[wandb]'`, or set wandb=false"
+    )
+
+
+def test_status_shows_no_tracker_without_one(run: RunDirectory) -> None:
+    """Nor one whose record another program has changed."""
+    assert overview(run) == []
+    (run.wandb / "sent.json").write_text("[]")
+    assert overview(run) == []
+    write_sent(run.tensorboard, Sent(3))
+    assert overview(run) == [("tensorboard", f"look at it with: tensorboard --logdir {run.tensorboard}")]
+    assert sent.read_sent(run.tensorboard) == Sent(3)
