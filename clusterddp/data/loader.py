@@ -71,7 +71,7 @@ class Loader:
         self._unbound, self._seed, self._drop_last = order, seed, drop_last
         self._samples = _SeededSamples(source, seed)
         self._rank, self._world_size, self._options = rank, world_size, options
-        self._order = self._bound(None)
+        self._stream = self._bound(None)
         DataLoader(self._samples, batch_sampler=[], **options)  # rejects bad values here rather than in the loop
 
     def _bound(self, label: str | None) -> BoundOrder:
@@ -131,12 +131,22 @@ class Loader:
             )
         # Before orders had labels there were two, and a checkpoint did not say which.
         recorded = progress.get("order", self._unbound.unlabelled or "shuffled-1 or sequential")
-        self._order = self._bound(recorded)
-        if self._order.label != recorded:
+        self._stream = self._bound(recorded)
+        if self._stream.label != recorded:
             raise CheckpointError(
-                f"the run started with the order {recorded!r}, the loader's order is now {self._order.label!r}: use "
+                f"the run started with the order {recorded!r}, the loader's order is now {self._stream.label!r}: use "
                 "the same order and weights, or start a new run"
             )
+
+    @property
+    def _order(self) -> BoundOrder:
+        """Raises ValueError if epochs are empty: only here, as a resumed run's global batch may be smaller."""
+        if not self._stream.length:
+            raise ValueError(
+                f"drop_last=True: an epoch has fewer samples than the global batch of {self.global_batch}, and would "
+                "be empty; use a smaller batch_size, or leave drop_last out"
+            )
+        return self._stream
 
     def __len__(self) -> int:
         return -(-self._order.length // self.global_batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -180,6 +180,8 @@ class Context(Ranks):
         *,
         shuffle: bool | None = None,
         order: Order | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
         drop_last: bool = False,
         **options: Any,
     ) -> Loader:
@@ -193,18 +195,24 @@ class Context(Ranks):
                 rank's share of a step is the global batch divided by the ranks, and ``batch_size`` the most that
                 ``run.micro`` yields at once.
             shuffle: whether each epoch has its own random order; True if neither it nor an order is given.
-            order: one of ``clusterddp.orders``.
+            order: one of ``clusterddp.orders``, instead of ``shuffle``.
+            sampler: a torch Sampler of all samples, instead of an order, that draws an epoch again in the same way:
+                from the global generators, which are seeded, or by ``set_epoch``.
+            batch_sampler: the same for batches of ``batch_size`` samples; a step takes one per rank.
             drop_last: ends each epoch at a whole global batch, and leaves out the rest of its samples. Without it, the
                 last step of an epoch is filled from the next epoch.
-            options: of torch's DataLoader, such as ``num_workers``, except sampler and batch_sampler.
+            options: of torch's DataLoader, such as ``num_workers``.
 
-        Raises TypeError for a dataset without a length, for unknown options and for two orders, ValueError for an empty
-        dataset, an order that does not fit it, and a global batch that the ranks cannot share evenly.
+        Raises TypeError for a dataset without a length, for unknown options, two orders and a DistributedSampler;
+        ValueError for an empty dataset, an order that does not fit it, a sampler with a state of its own, and a global
+        batch that the ranks cannot share evenly.
         """
         return Loader(
             dataset,
             batch_size,
-            order=chosen(shuffle=shuffle, order=order),
+            order=chosen(
+                dataset, batch_size, shuffle=shuffle, order=order, sampler=sampler, batch_sampler=batch_sampler
+            ),
             drop_last=drop_last,
             seed=self.seed,
             rank=self.rank,

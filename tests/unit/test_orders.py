@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import re
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
+from clusterddp import orders
 from clusterddp.data import randomness
-from clusterddp.data.orders.order import Binding, BoundOrder
+from clusterddp.data.loader import Loader
+from clusterddp.data.orders import weighted as by_weight
+from clusterddp.data.orders.order import Binding, BoundOrder, Order
 from clusterddp.data.orders.permutation import Permutation
-from clusterddp.data.orders.plain import Sequential, Shuffled
+from clusterddp.data.orders.plain import Shuffled
+from clusterddp.errors import CheckpointError
 
 
-def bound(
-    order: Shuffled | Sequential, length: int, batch: int = 4, seed: int = 1, drop_last: bool = False
-) -> BoundOrder:
+def bound(order: Order, length: int, batch: int = 4, seed: int = 1, drop_last: bool = False) -> BoundOrder:
     return order.bind(Binding(None, length, seed, batch, drop_last))
 
 
@@ -82,3 +90,162 @@ def test_shuffled_separates_neighbours(length: int) -> None:
     sizes = np.bincount(np.arange(length - 1) * classes // (length - 1))
     expected = sizes * (counts.sum() / (length - 1))
     assert abs(deviation(counts, expected, classes - 1)) < 5
+
+
+def indices_of(order: BoundOrder, start: int, stop: int) -> list[int]:
+    return [sample[1] for sample in order.samples(start, stop)]
+
+
+@pytest.mark.parametrize("blocks", [1 << 22, 64])
+def test_weighted_draws_in_proportion_to_the_weights(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a chi-squared test; a sample of weight 0 never."""
+    monkeypatch.setattr(by_weight, "_BLOCKS", blocks)
+    weights = np.arange(1001) % 7
+    counts = np.bincount(indices_of(bound(orders.weighted(weights), 1001), 10**12, 10**12 + 300_000), minlength=1001)
+    assert not counts[weights == 0].any()
+    expected = (weights / weights.sum() * 300_000)[weights > 0]
+    assert abs(deviation(counts[weights > 0], expected, expected.size - 1)) < 5
+
+
+def test_weighted_draws_are_independent_of_the_one_before() -> None:
+    draws = np.array(indices_of(bound(orders.weighted([1, 2, 3]), 3), 0, 300_000))
+    counts = np.bincount(draws[:-1] * 3 + draws[1:], minlength=9)
+    shares = np.array([1, 2, 3]) / 6
+    assert abs(deviation(counts, np.outer(shares, shares).ravel() * 299_999, 4)) < 5
+
+
+def test_sums_over_blocks_find_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many weights that each has no sum of its own are not simulated: blocks of fewer samples are."""
+    weights = np.random.default_rng(0).random(1000) * (np.arange(1000) % 3 > 0)
+    weights[-40:] = 0
+    whole = indices_of(bound(orders.weighted(weights), 1000), 0, 10_000)
+    monkeypatch.setattr(by_weight, "_BLOCKS", 64)
+    monkeypatch.setattr(by_weight, "_CHUNK", 160)
+    assert indices_of(bound(orders.weighted(weights), 1000), 0, 10_000) == whole
+
+
+def test_weights_of_classes_are_those_of_their_samples(tmp_path: Path) -> None:
+    """Whatever holds the labels: a list, a tensor, a file on disk."""
+    labels = [0, 1, 1, 1, 3, 3]
+    per_class = orders.class_weights(torch.tensor(labels))
+    assert per_class.tolist() == [2, 2 / 3, 0, 1]
+    np.save(tmp_path / "labels.npy", np.array(labels, dtype=np.uint8))
+    held = [labels, torch.tensor(labels), np.load(tmp_path / "labels.npy", mmap_mode="r")]
+    drawn = [indices_of(bound(orders.weighted(per_class, of), 6), 0, 1000) for of in held]
+    drawn.append(indices_of(bound(orders.weighted(per_class[labels]), 6), 0, 1000))
+    assert all(draws == drawn[0] for draws in drawn)
+    assert orders.class_weights([True, False, False, False]).tolist() == [4 / 6, 2]
+
+
+def test_an_order_of_a_thousand_million_samples_needs_no_list_of_them() -> None:
+    """A list would not fit into the memory that the test may take; each is asked for the samples at step 10^9."""
+    samples = np.broadcast_to(np.uint8(0), 10**9)
+    with most_memory(100 << 20):
+        for order in (orders.shuffled(), orders.sequential()):
+            assert len(bound(order, 10**9).samples(64 * 10**9, 64 * 10**9 + 64)) == 64
+    table = by_weight._Table(np.ones(1), samples[: 10**7])
+    assert table._ends.size == 10**7 // 4
+
+
+@contextmanager
+def most_memory(limit: int) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
+
+
+def test_shares_of_a_mixture_are_kept_in_every_block() -> None:
+    """Even such that are no whole number of samples per block, and a change in the middle of one."""
+    order = orders.mixture([1, 1e-4, 2], changes={3000: [0, 0, 5]})
+    stream = order.bind(Binding(order.dataset([range(10**6), range(10), range(10**6)]), 2 * 10**6 + 10, 1, 2))
+    edges = np.array([10**6, 10**6 + 10])
+
+    def counts(start: int, stop: int) -> list[int]:
+        datasets = np.searchsorted(edges, indices_of(stream, start, stop), "right")
+        return list(np.bincount(datasets, minlength=3))
+
+    assert counts(0, 6000) == [2000, 0, 4000] or counts(0, 6000) == [2000, 1, 3999]
+    assert counts(6000, 12_000) == [0, 0, 6000]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: orders.weighted([1, -1]), "that of sample 1 is -1.0: expected 0 or more"),
+        (lambda: orders.weighted([1, float("nan")]), "that of sample 1 is nan"),
+        (lambda: orders.weighted([0, 0]), "weights: all are 0"),
+        (lambda: orders.weighted([1]), "weights: expected one per sample, got 1 for a dataset of 2"),
+        (lambda: orders.weighted([1, 1], [0, 2]), "labels: they are 0 to 2, and there are weights for classes 0 to 1"),
+        (lambda: orders.weighted(["a", "b"]), "weights: expected numbers in one dimension, got list of type <U1"),
+        (lambda: orders.weighted([1, 1], [0.0, 1.0]), "labels: expected the number of each sample's class"),
+        (lambda: orders.weighted([1, 1], num_samples=0), "num_samples is 0"),
+        (
+            lambda: orders.bucketed([[1], [2]]),
+            r"lengths: expected numbers in one dimension, got list of shape \(2, 1\)",
+        ),
+        (lambda: orders.bucketed([1, 2, 3]), "lengths: expected one per sample, got 3 for a dataset of 2"),
+        (lambda: orders.bucketed([1, 2], buckets=0), "buckets is 0"),
+        (lambda: orders.shuffled(version=3), r"shuffled\(version=3\): expected 1 or 2"),
+        (lambda: orders.mixture([1]), "a mixture needs several datasets, such as ctx.loader"),
+    ],
+)
+def test_what_fits_no_dataset_is_refused(make: Callable[[], Order], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Loader(TensorDataset(torch.zeros(2)), 1, order=make(), seed=0, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("datasets", "weights", "changes", "message"),
+    [
+        ({"a": [1], "b": [1]}, {"a": 1}, {}, "weights for a, and the datasets are a, b"),
+        ([[1], [1]], {"a": 1, "b": 1}, {}, "weights for a, b, and the datasets are 0, 1"),
+        ([[1], [1]], [1], {}, "expected one for each of 2 datasets, got [1]"),
+        ([[1], [1]], [0, 0], {}, "expected 0 or more, and not all 0; got [0, 0]"),
+        ([[1], [1]], [1, 1], {5: [1, -1]}, "expected 0 or more, and not all 0; got [1, -1]"),
+        ([[1], [1]], [1, 1e-9], {}, "the smallest share of a dataset is one in 100000"),
+        ([[1], [1]], [1, 1], {0: [1, 2]}, "changes: 0 is not the number of a step, 1 or more"),
+        ({"a": [1], "b": []}, {"a": 1, "b": 1}, {}, "dataset b has no samples"),
+    ],
+)
+def test_weights_that_fit_no_mixture_are_refused(datasets: Any, weights: Any, changes: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        Loader(datasets, 1, order=orders.mixture(weights, changes=changes), seed=0, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (orders.weighted([1, 2]), orders.weighted([1, 3])),
+        (orders.weighted([1, 2]), orders.weighted([1, 2], num_samples=3)),
+        (orders.bucketed([1, 2]), orders.bucketed([2, 1])),
+        (orders.bucketed([1, 2]), orders.shuffled()),
+        (orders.shuffled(version=1), orders.shuffled(version=2)),
+    ],
+)
+def test_a_resume_with_another_order_is_refused_and_names_both(one: Order, other: Order) -> None:
+    def loader(order: Order) -> Loader:
+        return Loader(TensorDataset(torch.zeros(2)), 1, order=order, seed=0, rank=0, world_size=1)
+
+    labels = [loader(order).progress(0)["order"] for order in (one, other)]
+    expected = f"the run started with the order {labels[0]!r}, the loader's order is now {labels[1]!r}"
+    with pytest.raises(CheckpointError, match=re.escape(expected)):
+        loader(other).restore(loader(one).progress(5))
+    loader(one).restore(loader(one).progress(5))
+
+
+def test_other_weights_of_a_mixture_are_another_order() -> None:
+    def label(weights: Any = (1, 1), **options: Any) -> str:
+        order = orders.mixture(weights, **options)
+        return order.bind(Binding(order.dataset([range(2), range(3)]), 5, 0, 1)).label
+
+    others: list[dict[str, Any]] = [
+        {"weights": [1, 2]},
+        {"changes": {4: [1, 2]}},
+        {"shuffle": False},
+        {"num_samples": 3},
+    ]
+    assert len({label(), *(label(**options) for options in others)}) == 5
+    assert label() == label(weights=[2.0, 2.0])

@@ -29,15 +29,8 @@ class Binding:
     drop_last: bool = False
 
     def of_epoch(self, samples: int) -> int:
-        """How many of an epoch's samples are taken. Raises ValueError if they are none."""
-        if not self.drop_last:
-            return samples
-        if samples < self.global_batch:
-            raise ValueError(
-                f"drop_last=True: an epoch has {samples} samples, fewer than the global batch of {self.global_batch}, "
-                "so that every epoch would be empty; use a smaller batch_size, or leave drop_last out"
-            )
-        return samples // self.global_batch * self.global_batch
+        """How many of an epoch's samples are taken: with ``drop_last`` none if they are fewer than a global batch."""
+        return samples // self.global_batch * self.global_batch if self.drop_last else samples
 
 
 class BoundOrder(Protocol):
@@ -49,7 +42,7 @@ class BoundOrder(Protocol):
 
     @property
     def length(self) -> int:
-        """Samples per epoch."""
+        """Samples per epoch; 0 if ``drop_last`` leaves none."""
 
     def samples(self, start: int, stop: int) -> list[Sample]:
         """The samples at positions ``start`` to ``stop`` - 1."""
@@ -76,11 +69,14 @@ class Order(ABC):
 class EpochOrder(ABC):
     """A bound order with epochs that all have ``length`` samples."""
 
+    #: Whether an epoch may have a sample twice: the number of the draw then makes them different.
+    repeats = False
+
     def __init__(self, label: str, length: int) -> None:
         self.label, self.length = label, length
 
     @abstractmethod
-    def indices(self, epoch: int, start: int, stop: int) -> list[int]:
+    def indices(self, epoch: int, start: int, stop: int) -> list[Any]:
         """The samples at places ``start`` to ``stop`` - 1 of an epoch."""
 
     def samples(self, start: int, stop: int) -> list[Sample]:
@@ -89,6 +85,7 @@ class EpochOrder(ABC):
         while start < stop:
             epoch, first = divmod(start, self.length)
             last = min(first + stop - start, self.length)
-            found += zip(repeat(epoch), self.indices(epoch, first, last))
+            draws = [range(first, last)] if self.repeats else []
+            found += zip(repeat(epoch), self.indices(epoch, first, last), *draws)
             start += last - first
         return found

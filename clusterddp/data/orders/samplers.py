@@ -1,0 +1,124 @@
+"""The user's own ``Sampler`` or ``batch_sampler`` as an order: drawn once per epoch, under a seed made from the epoch.
+
+It must give the same samples whenever an epoch is drawn again, since a resumed run does that. Two epochs are drawn in
+turn to check it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from clusterddp.data import randomness
+from clusterddp.data.orders.order import Binding, BoundOrder, EpochOrder, Order
+from clusterddp.data.orders.values import short_hash
+
+_REMEDY = (
+    "draw from the global generators of torch, random or numpy, which are seeded for each epoch, use the number given "
+    "to set_epoch(), or choose one of clusterddp.orders"
+)
+
+
+class Sampled(Order):
+    """``batch_size``: of the batches, if the sampler gives these rather than single samples."""
+
+    def __init__(self, sampler: Iterable[Any], batch_size: int | None = None) -> None:
+        self._sampler, self._batch_size = sampler, batch_size
+        self._argument = "sampler" if batch_size is None else "batch_sampler"
+        self._name = type(sampler).__name__
+        if not isinstance(sampler, Iterable):
+            raise TypeError(f"{self._argument} is {sampler!r}: expected a torch Sampler, or an iterable of indices")
+        self._checked = False
+
+    def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
+        self._most = 10**6 + 100 * to.length
+        first = self._draw(0, to.seed)
+        if not self._checked:
+            self._check(first, to.seed)
+        return _Drawn(f"{self._name} ({len(first)} per epoch, hash {short_hash(first)})", len(first), self, to)
+
+    def _check(self, first: list[Any], seed: int) -> None:
+        """Raises ValueError for a sampler that is no pure function of the epoch."""
+        if not first:
+            raise ValueError(f"{self._argument}: {self._name} gives no samples")
+        second = self._draw(1, seed)
+        if len(first) != len(second):
+            raise ValueError(
+                f"{self._argument}: {self._name} gives {len(first)} samples in epoch 0 and {len(second)} in epoch 1: "
+                "expected the same number in every epoch, by which a resumed run finds its place"
+            )
+        if first != self._draw(0, seed):
+            raise ValueError(
+                f"{self._argument}: {self._name} gives other samples when an epoch is drawn again, so that a resumed "
+                f"run could not continue it. It has a state or a generator of its own: {_REMEDY}"
+            )
+        self._checked = True
+
+    def epoch(self, number: int, seed: int, length: int) -> list[Any]:
+        """The samples of an epoch. Raises ValueError if their number is not ``length``."""
+        found = self._draw(number, seed)
+        if len(found) != length:
+            raise ValueError(
+                f"{self._argument}: {self._name} gives {len(found)} samples in epoch {number}, and {length} in epoch "
+                "0: expected the same number in every epoch"
+            )
+        return found
+
+    def _draw(self, epoch: int, seed: int) -> list[Any]:
+        number = randomness.hash32("sampler", seed, epoch)
+        with randomness.preserved():
+            randomness.seed_all(number)
+            for part in _parts(self._sampler):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
+                if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                    generator.manual_seed(number)
+            found = list(islice(self._samples(), self._most + 1))
+        if len(found) > self._most:
+            raise ValueError(f"{self._argument}: {self._name} gave {self._most} samples and no end: epochs must end")
+        return found
+
+    def _samples(self) -> Iterator[Any]:
+        if self._batch_size is None:
+            yield from map(_plain, self._sampler)
+            return
+        for batch in self._sampler:
+            if len(batch) != self._batch_size:
+                raise ValueError(
+                    f"batch_sampler: {self._name} gave a batch of {len(batch)} samples, and batch_size is "
+                    f"{self._batch_size}: expected batches of that size only; let it drop a smaller last batch"
+                )
+            yield from map(_plain, batch)
+
+
+class _Drawn(EpochOrder):
+    repeats = True
+
+    def __init__(self, label: str, length: int, sampler: Sampled, to: Binding) -> None:
+        super().__init__(label, to.of_epoch(length))
+        self._epoch = lru_cache(2)(lambda number: sampler.epoch(number, to.seed, length))
+
+    def indices(self, epoch: int, start: int, stop: int) -> list[Any]:
+        return self._epoch(epoch)[start:stop]
+
+
+def _parts(sampler: Any) -> Iterator[Any]:
+    """A sampler and those within it, as in a BatchSampler."""
+    yield sampler
+    for part in list(getattr(sampler, "__dict__", {}).values()):
+        if isinstance(part, Sampler):
+            yield from _parts(part)
+
+
+def _plain(index: Any) -> Any:
+    """An index of torch or numpy as Python's, and any other key as it is."""
+    try:
+        return operator.index(index)
+    except TypeError:
+        return index
