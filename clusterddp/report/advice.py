@@ -56,13 +56,13 @@ def _of_saves(events: Iterable[Event], name: str) -> list[float]:
 
 
 def _gaps(events: Iterable[Event]) -> list[float]:
-    """Seconds from one save to the next in the same attempt."""
+    """Seconds from one save to the next in the same attempt; none of lines that are in the file twice."""
     last: dict[int, float] = {}
     found = []
     for event in events:
         if event["event"] == "checkpoint":
-            if event["attempt"] in last:
-                found.append(max(0.0, event["time"] - last[event["attempt"]]))
+            if event["time"] > last.get(event["attempt"], math.inf):
+                found.append(event["time"] - last[event["attempt"]])
             last[event["attempt"]] = event["time"]
     return found
 

@@ -85,6 +85,11 @@ def lane(spans: Iterable[Sequence[Any]], axis: Axis, seconds: Mapping[str, float
     return tag("svg", track, picture, height=_LANE, role="img", aria_label=label)
 
 
+def shares_height(spans: Iterable[Sequence[Any]], axis: Axis) -> bool:
+    """Whether a part of the lane is drawn lower than the others."""
+    return any(share < 1 for *_, share in _together(spans, (axis.high - axis.low) / _LANE_PARTS))
+
+
 def _together(spans: Iterable[Sequence[Any]], short: float) -> Iterable[tuple[float, float, str, float]]:
     """The spans, each with how much of the lane's height it takes. Training and waiting for a straggler alternate in
     each step: such spans shorter than ``short`` share their time, the wait below, as high as its part of it."""

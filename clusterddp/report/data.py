@@ -44,7 +44,7 @@ _FIRST_EVENTS, _LAST_EVENTS, _FAILURES, _BOXES = 40, 160, 30, 5
 #: The most characters of a sentence, of a box and of the job definition.
 _SENTENCE, _BOX, _JOB = 600, 6_000, 20_000
 #: What a damaged or foreign record leads to: values of other types than this version writes.
-_UNEXPECTED = (ClusterddpError, OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError)
+_UNEXPECTED = (ClusterddpError, OSError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True)

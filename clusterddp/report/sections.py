@@ -7,9 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from clusterddp.report.axes import number, time_axis
+from clusterddp.report.axes import Axis, number, time_axis
 from clusterddp.report.booking import CATEGORIES, Interval
-from clusterddp.report.charts import DASHES, Curve, bar, chart, is_logarithmic, lane, ruler, steps_axis, zoomable
+from clusterddp.report.charts import (
+    DASHES,
+    Curve,
+    bar,
+    chart,
+    is_logarithmic,
+    lane,
+    ruler,
+    shares_height,
+    steps_axis,
+    zoomable,
+)
 from clusterddp.report.curves import Point
 from clusterddp.report.markup import Markup, clipped, tag, with_code
 from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES
@@ -25,6 +36,8 @@ GAPS = 8
 _POINTS, _LEAST_POINTS, _MOST_POINTS = 10_000, 20, 600
 #: Parts of all lanes of several runs, and the most of one.
 _PARTS, _MOST_PARTS = 6000, 1000
+#: The fewest seconds of a category that has a row: less would be "0.0 s".
+_SHOWN_S = 0.05
 #: The longest name that is shown, in characters.
 _NAME = 80
 
@@ -71,17 +84,16 @@ def timeline(run: Run) -> Section | None:
         drawn.append(tag("div", words, lane(found["spans"], axis, found["seconds"], label), class_="lane"))
     more = len([found for found in run["attempts"] if found["spans"]]) - len(attempts)
     left_out = f" The first {counted(more, 'attempt')} are left out." if more > 0 else ""
-    intro = (
-        f"Each bar is an attempt, with the wait that led to it. It begins {when(began)}.{left_out}{_waits(attempts)}"
-    )
+    waits = _waits((found["spans"] for found in attempts), axis)
+    intro = f"Each bar is an attempt, with the wait that led to it. It begins {when(began)}.{left_out}{waits}"
     colours = legend_of_groups(attempts)
     picture = zoomable([*drawn, ruler(marks, axis)], axis, run["began"], "Timeline of the attempts")
     return section("Timeline", "timeline", tag("p", intro, class_="quiet"), colours, picture)
 
 
-def _waits(attempts: Iterable[Mapping[str, Any]]) -> str:
+def _waits(lanes: Iterable[Iterable[Sequence[Any]]], axis: Axis) -> str:
     """What the lower part of a bar means, if there is one."""
-    waited = any(category == "straggler" for found in attempts for _, _, category in found["spans"])
+    waited = any(shares_height(parts, axis) for parts in lanes)
     return " The lower part of a bar: the share of the time spent waiting for a straggler." if waited else ""
 
 
@@ -110,16 +122,18 @@ def timelines(runs: Sequence[Run]) -> Section | None:
     ended = max(run["ended"] for run in shown)
     axis, marks = time_axis(ended - began, began)
     width = max(ended - began, 1.0) / min(_MOST_PARTS, _PARTS // len(shown))
-    drawn = []
+    drawn, parts = [], []
     for run in shown:
         booked = [Interval(*part[:3]) for found in run["attempts"] for part in found["spans"]]
+        parts.append(spans(booked, began, width))
         seconds = run["time"]["seconds"] if run["time"] else {}
-        picture = lane(spans(booked, began, width), axis, seconds, f"{run['name']}, {', '.join(_largest(seconds))}")
+        picture = lane(parts[-1], axis, seconds, f"{run['name']}, {', '.join(_largest(seconds))}")
         drawn.append(tag("div", tag("p", tag("b", plain(run["name"])), f": {_in_short(run)}"), picture, class_="lane"))
     more = len(known) - len(shown)
     left_out = f" {counted(more, 'further run')} left out." if more else ""
-    waits = _waits(found for run in shown for found in run["attempts"])
-    intro = f"Each bar is a run, from its first submission. The first begins {when(began)}.{left_out}{waits}"
+    intro = (
+        f"Each bar is a run, from its first submission. The first begins {when(began)}.{left_out}{_waits(parts, axis)}"
+    )
     colours = legend_of_groups(found for run in shown for found in run["attempts"])
     # their time counts from the first run's submission, that of their curves from each run's own
     together = zoomable([*drawn, ruler(marks, axis)], replace(axis, name="dates"), began, "Timeline of the runs")
@@ -153,9 +167,10 @@ def where_the_time_went(run: Run) -> Section | None:
     total, at, rows = booked["total_s"], 0.0, []
     for name, words in CATEGORIES.items():
         seconds = booked["seconds"].get(name, 0.0)
-        if seconds <= 0:
-            continue
         share = seconds / total
+        if seconds < _SHOWN_S:
+            at += share
+            continue
         drawn = bar([(at, at + share, GROUP_OF[name])], f"{words}: {_share(share)}")
         rows.append((words, drawn, f"{seconds:.1f} s" if seconds < 9.95 else duration(seconds), _share(share)))
         at += share

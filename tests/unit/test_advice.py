@@ -41,6 +41,14 @@ def test_a_better_interval_is_advised_if_it_saves_something() -> None:
     assert advised(training(5, every=500, blocked=3)) == []
 
 
+def test_saves_that_are_recorded_at_the_same_moment_are_not_an_interval() -> None:
+    """As in a history in which another program doubled the lines."""
+    events = training(5, every=60, blocked=3)
+    for event in events:
+        event["time"] = BEGAN + 36_000.0 * event["attempt"]
+    assert not any("checkpoint.every" in words for words in advised(events))
+
+
 def test_a_hold_that_takes_long_is_named() -> None:
     events = [
         {"time": 0.0, "attempt": 0, "event": "started", "job": "7"},
