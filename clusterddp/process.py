@@ -47,10 +47,15 @@ def process_start(pid: int) -> str | None:
     return None if status is None or status[0] == "Z" else status[19]
 
 
-def started_at() -> float:
-    """When this process started, in unix seconds, exact to a clock tick. What it was before an ``exec`` counts."""
-    ticks = int(process_start(os.getpid()) or 0)
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+def started_at(pid: int) -> float | None:
+    """When a process started, in unix seconds, exact to a clock tick. What it was before an ``exec`` counts.
+
+    None as for ``process_start``.
+    """
+    ticks = process_start(pid)
+    if ticks is None:
+        return None
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def descendants(pid: int) -> dict[int, str]:

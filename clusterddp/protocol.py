@@ -94,7 +94,7 @@ EVENTS: Mapping[str, Event] = {
     **RANK_EVENTS,
     "slow": Event("rank host own_s ratio", "a straggler"),
     "kept_up": Event("rank host", "a rank that was slow is not slow any more"),
-    "hung": Event("rank late host step seconds what", "a hang: all ranks are being ended"),
+    "hung": Event("rank late host step seconds what stalled_s?", "a hang: all ranks are being ended"),
     "notice": Event("why", "the supervisor asks the ranks to stop"),
     "requested": Event(
         "request nodes? steps? ranks?",

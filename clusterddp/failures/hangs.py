@@ -72,13 +72,18 @@ class KeptUp:
 
 @dataclass(frozen=True)
 class Hang:
-    """The ranks at fault, in order; the host and step of the first; ``what``: the message."""
+    """The ranks at fault, in order; the host and step of the first; ``what``: the message.
+
+    ``seconds``: since their last boundary. ``stalled_s``: since any rank's. What a rank did after its last heartbeat is
+    unknown, so that the others' boundaries tell better since when no step is made.
+    """
 
     late: tuple[int, ...]
     host: str
     step: int
     seconds: float
     what: str
+    stalled_s: float
 
 
 def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang | None:
@@ -108,7 +113,13 @@ def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang
     others = [status for status in statuses if status not in late]
     if place := _most_common([status for status in others if status.waits]):
         what += f"; the others wait in {place}"
-    return Hang(tuple(status.rank for status in late), late[0].host, late[0].step, round(seconds, 1), what)
+    return _hang(late, seconds, what, statuses, now)
+
+
+def _hang(late: Sequence[RankStatus], seconds: float, what: str, statuses: Sequence[RankStatus], now: float) -> Hang:
+    stalled_s = round(now - max(status.moved for status in statuses), 1)
+    first = late[0]
+    return Hang(tuple(status.rank for status in late), first.host, first.step, round(seconds, 1), what, stalled_s)
 
 
 def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) -> Hang | None:
@@ -129,7 +140,7 @@ def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) ->
         for group in (first, second)
     )
     what = f"{groups}, for {seconds:.0f} s: the ranks called different collectives"
-    return Hang(tuple(status.rank for status in late), late[0].host, late[0].step, round(seconds, 1), what)
+    return _hang(late, seconds, what, statuses, now)
 
 
 def _silent(status: RankStatus, now: float, beat_s: float) -> bool:

@@ -109,7 +109,9 @@ class SlurmController(Controller):
         if job is None or job.restarts != self._restarts:
             return Notice(None)
         ends = Stop.JOB_END if job.state == "COMPLETING" else None
-        return Notice(job.end_time, ends if job.preempt_time is None else Stop.PREEMPTION, allocated(job, started_at()))
+        return Notice(
+            job.end_time, ends if job.preempt_time is None else Stop.PREEMPTION, allocated(job, batch_step_began())
+        )
 
     def why(self, notice_s: float) -> Cause:
         """Reads the job's state and PreemptTime."""
@@ -224,6 +226,15 @@ class LocalController(Controller):
     def resubmit(self, without: Sequence[str] = (), after_this: bool = True) -> str:
         """A local run has no queue."""
         raise NotImplementedError("a local run is restarted by its loop")
+
+
+def batch_step_began() -> float:
+    """When Slurm started the slurmstepd of this batch step; when this process started if that is not its parent."""
+    parent = os.getppid()
+    with suppress(OSError):
+        if Path(f"/proc/{parent}/comm").read_text().strip() == "slurmstepd":
+            return started_at(parent) or time.time()
+    return started_at(os.getpid()) or time.time()
 
 
 def allocated(job: JobInfo, batch_step: float) -> dict[str, float] | None:

@@ -178,6 +178,12 @@ def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
     assert many == f"ranks 0 (n0), 1 (n1), 2 (n2), 3 (n3) and 96 more last at step 89, 620 s ago, {silent}"
 
 
+def test_a_hang_tells_since_when_no_rank_has_made_a_step() -> None:
+    """A rank that was stopped had made steps after its last heartbeat, in which the others took part."""
+    hang = find_hang([sign(0, 608, **IN_BACKWARD), sign(1, 611, silent=611)], NOW, beat_s=2.0)
+    assert hang and (hang.seconds, hang.stalled_s) == (611, 608)
+
+
 @pytest.mark.parametrize(
     "signs",
     [

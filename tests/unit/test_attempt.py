@@ -24,6 +24,7 @@ from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import Hang
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job, Limits, Timeouts, Watchdog
+from clusterddp.process import started_at
 from clusterddp.report.booking import book
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.records import read_json
@@ -557,7 +558,7 @@ def test_a_hung_run_is_killed_and_then_restarted_or_ended_as_its_definition_says
 ) -> None:
     """No rank exits when it is told to; the hung one is the first failure, whatever the others record."""
     monkeypatch.setattr(decide, "HANG_GRACE_S", 0.0)
-    hang = Hang((1,), "n1", 7, 606.0, "rank 1 (n1) last at step 7, 606 s ago")
+    hang = Hang((1,), "n1", 7, 606.0, "rank 1 (n1) last at step 7, 606 s ago", 605.0)
     killed = threading.Event()
 
     class Hanging(Killed):
@@ -781,9 +782,25 @@ def test_a_job_got_its_nodes_when_its_batch_step_began_as_far_as_slurms_whole_se
     assert allocated(dataclasses.replace(job, start_time=None), batch_step) is None
 
 
+def test_a_batch_step_begins_with_its_slurmstepd() -> None:
+    """Which needs a while until it starts the batch script; another parent says nothing about the job."""
+    child = "from clusterddp.supervisor.controller import batch_step_began as began; print(began())"
+    parent = f"""if True:
+        import subprocess, sys, time
+        open("/proc/self/comm", "w").write(sys.argv[1])
+        time.sleep(0.2)
+        subprocess.run([sys.executable, "-c", {child!r}])"""
+    for name, least, most in (("slurmstepd", -0.02, 0.02), ("slurmd", 0.18, 60.0)):
+        before = time.time()
+        run = subprocess.Popen([sys.executable, "-c", parent, name], stdout=subprocess.PIPE, text=True)
+        found = started_at(run.pid)
+        assert found is not None and found >= before - 0.02
+        assert least <= float(run.communicate(timeout=60)[0]) - found <= most
+
+
 def test_a_process_knows_when_it_started_even_after_an_exec() -> None:
     """As the supervisor, which the batch script becomes."""
-    code = "from clusterddp.process import started_at; print(started_at())"
+    code = "import os; from clusterddp.process import started_at; print(started_at(os.getpid()))"
     before = time.time()
     shell = ["sh", "-c", f'exec {sys.executable} -c "{code}"']
     at = float(subprocess.run(shell, capture_output=True, text=True, check=True).stdout)

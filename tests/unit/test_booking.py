@@ -385,6 +385,17 @@ def test_ranks_that_wait_for_a_dead_node_hang_until_they_have_exited() -> None:
     assert (seconds["training"], seconds["hung"], seconds["launching"]) == (15, 18, 5)
 
 
+def test_a_run_hangs_from_the_last_step_of_any_rank() -> None:
+    """The rank at fault has made steps after its last heartbeat. Older versions did not record when they ended."""
+    for known, hung in (({"stalled_s": 30.0}, 30), ({}, 32)):
+        events = [
+            {"time": 0.0, "attempt": 0, "event": "started", "job": "7"},
+            {"time": 5.0, "attempt": 0, "event": "phase", "phase": "training"},
+            {"time": 50.0, "attempt": 0, "event": "hung", "seconds": 32.0, **known},
+        ]
+        assert book(events, 50.0, state="running").seconds()["hung"] == hung
+
+
 def test_a_run_that_slurm_requeues_by_itself_is_held_not_down() -> None:
     """From the moment its ranks have stopped, while it waits, too."""
     events = [

@@ -41,7 +41,7 @@ FINE = Notice(None)
 AWAY = ControllerFailed("Unable to contact slurm controller")
 PREEMPTED = Notice(None, Stop.PREEMPTION)
 TOLD = RankEvent(0, "signal", {"signal": "TERM"})
-HANG = Hang((1,), "n2", 7, 606.0, "rank 1 (n2) last at step 7, 606 s ago")
+HANG = Hang((1,), "n2", 7, 606.0, "rank 1 (n2) last at step 7, 606 s ago", 605.0)
 AGAIN = StartTimer(Timer.LOOK, LOOK_S)
 
 
