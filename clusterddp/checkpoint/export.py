@@ -10,19 +10,22 @@ from typing import Any
 import torch
 
 from clusterddp.checkpoint.content import unpacked
-from clusterddp.checkpoint.state import copied
+from clusterddp.checkpoint.state import RESERVED, copied
 from clusterddp.checkpoint.store import choose
 from clusterddp.errors import CheckpointError, UsageError
 from clusterddp.rundir.files import fsync_directory
 from clusterddp.rundir.run_directory import RunDirectory
 
 
-def export(run: RunDirectory, target: Path, part: str | None, step: int | None = None) -> str:
-    """Writes a part of a checkpoint, or all of it if None, to the file ``target``; returns what was written, in words.
+def export(
+    run: RunDirectory, target: Path, part: str | None = None, step: int | None = None, *, everything: bool = False
+) -> str:
+    """Writes a part of a checkpoint, or all of it, to the file ``target``; returns what was written, in words.
 
-    ``step``: the checkpoint's; None: the newest. A ``.pt`` or ``.pth`` file is for ``torch.load(weights_only=True)``, a
-    ``.safetensors`` file for a part whose values are all tensors. Raises UsageError if the file exists or cannot be
-    written, CheckpointError if the run has no such checkpoint or part.
+    ``part``: None is ``model``, or the only module. ``step``: the checkpoint's; None is the newest. A ``.pt`` or
+    ``.pth`` file is for ``torch.load(weights_only=True)``, a ``.safetensors`` file for a part whose values are all
+    tensors. Raises UsageError if the file exists or cannot be written, CheckpointError if the run has no such
+    checkpoint or part.
     """
     if target.suffix not in (".pt", ".pth", ".safetensors"):
         raise UsageError(f"{target}: expected a file name that ends in .pt, .pth or .safetensors")
@@ -30,9 +33,8 @@ def export(run: RunDirectory, target: Path, part: str | None, step: int | None =
         raise UsageError(f"{target} already exists: remove it, or choose another file")
     checkpoint = choose(run, step)
     content = unpacked(checkpoint.read())
-    if part is not None and part not in content:
-        parts = ", ".join(name for name, value in content.items() if isinstance(value, dict) and name != "progress")
-        raise CheckpointError(f"{checkpoint.path.name} has no part {part!r}; it has {parts}")
+    if not everything:
+        part = _chosen(content, part, checkpoint.path.name)
     value = copied(content if part is None else content[part])  # torch.save writes all memory that a tensor shares
     beside = target.absolute().parent
     try:
@@ -49,6 +51,18 @@ def export(run: RunDirectory, target: Path, part: str | None, step: int | None =
     except (OSError, RuntimeError) as error:  # torch turns system errors into RuntimeError
         raise UsageError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
     return f"{target}: {part or 'everything'} of step {checkpoint.step}"
+
+
+def _chosen(content: dict[str, Any], part: str | None, file: str) -> str:
+    parts = [name for name, value in content.items() if isinstance(value, dict) and name not in RESERVED]
+    if part is not None and part not in content:
+        raise CheckpointError(f"{file} has no part {part!r}; it has {', '.join(parts)}")
+    if part is not None or "model" in parts:
+        return part or "model"
+    modules = [name for name in parts if hasattr(content[name], "_metadata")]
+    if len(modules) != 1:
+        raise CheckpointError(f"{file} has no part 'model': choose one by --part; it has {', '.join(parts)}")
+    return modules[0]
 
 
 def _write_safetensors(path: Path, value: Any, target: Path) -> None:

@@ -14,6 +14,8 @@ from clusterddp.checkpoint.file_format import Tensor
 from clusterddp.distributed.modules import bare
 from clusterddp.errors import CheckpointError
 
+#: Names in a checkpoint that are no parts.
+RESERVED = {"format", "attempt", "parent", "progress"}
 #: The dtypes that a checkpoint supports, and their names in safetensors.
 DTYPES = {
     torch.float64: "F64",

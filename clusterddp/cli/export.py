@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("step", nargs="?", type=int, metavar="STEP", help="the checkpoint's step; default: the newest")
     parser.add_argument("file", type=Path, metavar="FILE", help="a new .pt, .pth or .safetensors file")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--part", default="model", metavar="NAME", help="its name in ctx.run(); default: model")
+    what.add_argument("--part", metavar="NAME", help="its name in ctx.run(); default: model, or the only module")
     what.add_argument("--all", action="store_true", help="all parts: optimizer, scheduler and progress too")
 
 
@@ -28,5 +28,5 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         raise CheckpointError(f"{run} has no checkpoint")
     from clusterddp.checkpoint.export import export
 
-    print(export(run, arguments.file, None if arguments.all else arguments.part, arguments.step))
+    print(export(run, arguments.file, arguments.part, arguments.step, everything=arguments.all))
     return 0

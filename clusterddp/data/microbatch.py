@@ -9,13 +9,13 @@ in the end each piece has been weighted by its fraction of the share, n_i / (n_1
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from clusterddp.data.training_loader import TrainingLoader
-from clusterddp.distributed.modules import ddp_modules
+from clusterddp.distributed.modules import ddp_modules, optimizers, trained_parameters
 
 
 def sizes(samples: int, most: int) -> list[int]:
@@ -50,15 +50,12 @@ def cut(batch: Any, parts: list[int], name: str = "batch") -> list[Any]:
 class MicroBatches:
     """Implements ``Run.micro``; one per run. ``parts``: those of the run; modules and optimizers hold the gradients."""
 
-    def __init__(self, parts: Iterable[Any], loader: TrainingLoader) -> None:
-        parts = list(parts)
+    def __init__(self, parts: Mapping[str, Any], loader: TrainingLoader) -> None:
         self._loader = loader
-        self._modules = [part for part in parts if isinstance(part, torch.nn.Module)]
-        self._in_ddp = [module for part in parts for module in ddp_modules(part)]
-        self._optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+        self._modules = [part for part in parts.values() if isinstance(part, torch.nn.Module)]
+        self._in_ddp = [module for part in parts.values() for module in ddp_modules(part)]
+        self._optimizers = [*optimizers(parts).values()]
         self._optimizer_steps = 0
-        for optimizer in self._optimizers:
-            optimizer.register_step_post_hook(self._note_optimizer_step)
         self._used = self._unfinished = self._said = False
 
     def pieces(self, batch: Any) -> Iterator[Any]:
@@ -66,6 +63,8 @@ class MicroBatches:
         self._used = self._unfinished = True
         parts = sizes(self._loader.share, self._loader.batch_size)
         pieces = [batch] if len(parts) == 1 else cut(batch, parts)
+        if len(parts) > 1:
+            self._scale(sum(parts) / parts[0])  # what the loop's earlier steps accumulated keeps its weight
         with contextlib.ExitStack() as unsynchronized:
             for module in self._in_ddp:
                 # A static graph needs every backward synchronized (torch 2.13: wrong gradients or a failed assertion).
@@ -75,14 +74,15 @@ class MicroBatches:
                 last = i == len(pieces) - 1
                 if last:
                     unsynchronized.close()
-                steps, gradient = self._optimizer_steps, self._sample()
+                steps, gradients = self._optimizer_steps, self._samples()
                 yield piece
-                self._check_body(steps, gradient)
-                factor = parts[i] / (sum(parts) if last else parts[i + 1])
-                if factor != 1:
-                    gradients = [p.grad for p in dict.fromkeys(self._parameters()) if p.grad is not None]
-                    torch._foreach_mul_(gradients, factor)
+                self._check_body(steps, gradients)
+                self._scale(parts[i] / (sum(parts) if last else parts[i + 1]))
         self._unfinished = False
+
+    def note_optimizer_step(self) -> None:
+        """An optimizer has stepped."""
+        self._optimizer_steps += 1
 
     def end_step(self) -> bool:
         """Ends a step: whether it is the first with more than ``batch_size`` samples per rank that were not split."""
@@ -95,7 +95,12 @@ class MicroBatches:
         self._used, self._said = False, self._said or whole
         return first
 
-    def _check_body(self, optimizer_steps: int, gradient: torch.Tensor | None) -> None:
+    def _scale(self, factor: float) -> None:
+        gradients = [p.grad for p in dict.fromkeys(self._parameters()) if p.grad is not None]
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def _check_body(self, optimizer_steps: int, gradients: list[torch.Tensor | None]) -> None:
         """Mistakes that matter only with several pieces are errors with one piece too."""
         if self._optimizer_steps != optimizer_steps:
             raise RuntimeError(
@@ -103,26 +108,24 @@ class MicroBatches:
             )
         if all(parameter.grad is None for parameter in self._parameters()):
             raise RuntimeError("there are no gradients: call loss.backward() inside the loop over run.micro(batch)")
-        if gradient is not None and self._sample() is not gradient:
+        now = self._samples()
+        if any(one is not None and one is not other for one, other in zip(gradients, now, strict=True)):
             raise RuntimeError(
                 "gradients were zeroed inside the loop over run.micro(batch): call zero_grad() outside the loop"
             )
 
-    def _sample(self) -> torch.Tensor | None:
-        """One of the gradients: backward accumulates into it in place. None where DDP may replace the tensor."""
+    def _samples(self) -> list[torch.Tensor | None]:
+        """A gradient of each model: backward accumulates into it in place. None where DDP may replace the tensor."""
         if any(module.gradient_as_bucket_view for module in self._in_ddp):
-            return None
-        return next((parameter.grad for parameter in self._parameters()), None)
+            return []
+        return [next((p.grad for p in module.parameters()), None) for module in self._modules]
 
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+    def _parameters(self) -> Iterator[torch.Tensor]:
         """The parameters of all parts, possibly with repetitions."""
         for module in self._modules:
             yield from module.parameters()
         for optimizer in self._optimizers:
-            yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-    def _note_optimizer_step(self, *_: Any) -> None:
-        self._optimizer_steps += 1
+            yield from trained_parameters(optimizer)
 
 
 def _length(item: Any) -> int | None:

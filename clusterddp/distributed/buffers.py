@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from clusterddp.distributed.modules import ddp_modules, trained_parameters
+from clusterddp.distributed.modules import ddp_modules, optimizers, trained_parameters
 
 #: Larger buffers are not copied in each step: tables and masks, which seldom change.
 LARGEST_COPY_BYTES = 1 << 20
@@ -23,15 +24,14 @@ class Buffers:
     after the resume, so that its forward must not count: ``rewind`` restores the buffers from before the step.
     """
 
-    def __init__(self, parts: Iterable[object]) -> None:
-        parts = list(parts)
-        self._modules = [module for part in parts for module in ddp_modules(part)]
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self._modules = [module for part in parts.values() for module in ddp_modules(part)]
         self._trained_by = {
-            part: [module for module in self._modules if trained_parameters(part) & set(module.parameters())]
-            for part in parts
-            if isinstance(part, torch.optim.Optimizer)
+            id(part): [module for module in self._modules if trained_parameters(part) & set(module.parameters())]
+            for part in optimizers(parts).values()
         }
-        modules = dict.fromkeys(m for part in parts if isinstance(part, torch.nn.Module) for m in part.modules())
+        every = (part for part in parts.values() if isinstance(part, torch.nn.Module))
+        modules = dict.fromkeys(module for part in every for module in part.modules())
         #: The buffers in a checkpoint, by owner and name: a forward may also assign other tensors to them.
         self._names = [(m, name) for m in modules for name in m._buffers.keys() - m._non_persistent_buffers_set]
         self._before: list[torch.Tensor | None] = []
@@ -39,9 +39,9 @@ class Buffers:
         self._large: list[torch.Tensor] = []
         self._versions: list[int] = []
 
-    def share(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def share(self, optimizer: Any = None) -> None:
         """Broadcasts rank 0's buffers, of the models that an optimizer trains, or of all. Collective."""
-        for module in self._modules if optimizer is None else self._trained_by.get(optimizer, ()):
+        for module in self._modules if optimizer is None else self._trained_by.get(id(optimizer), ()):
             if module._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
                 module._sync_buffers()  # type: ignore[no-untyped-call]
                 module.require_forward_param_sync = False

@@ -50,6 +50,7 @@ def wrap(
     pieces raises RuntimeError in the first backward. Raises TypeError for ``all_used_once`` without ``static_graph``.
     """
     _check_unwrapped(model)
+    _check_trained(model)
     static_graph = options.get("static_graph", False)
     if all_used_once and not static_graph:
         raise TypeError("all_used_once=True is for static_graph=True; without that, a resume is exact anyway")
@@ -80,6 +81,14 @@ def _check_unwrapped(model: torch.nn.Module) -> None:
         gc.collect()  # the script may have dropped the wrapper
     if _is_wrapped(model):
         raise TypeError(f"this {type(model).__name__} was wrapped before: use what the first wrap() returned")
+
+
+def _check_trained(model: torch.nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TypeError(
+            f"wrap() was given a {type(model).__name__} without a parameter that requires a gradient: DDP is for "
+            "models that train; move this one to its device, as in teacher.to(ctx.device)"
+        )
 
 
 def _is_wrapped(model: torch.nn.Module) -> bool:

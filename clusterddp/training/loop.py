@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NoReturn
 
-import torch
-
 from clusterddp.checkpoint.state import Stateful
 from clusterddp.data import randomness
 from clusterddp.data.microbatch import MicroBatches
@@ -25,7 +23,7 @@ from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.reporter import say
 from clusterddp.rundir.files import finite
 from clusterddp.training.log import values as logged
-from clusterddp.training.optimizer_steps import watch_optimizers
+from clusterddp.training.optimizer_steps import OptimizerSteps
 from clusterddp.training.services import Services
 from clusterddp.training.state.divergence import explanation
 from clusterddp.training.state.initial import Loaded
@@ -71,8 +69,8 @@ class Run:
         self._begun = self._stopping = False
         self._process = os.getpid()
         self._values = logged.Values(keeps_own=self._group.rank == 0)
-        self._micro = MicroBatches(parts.values(), loader)
-        self._has_optimizer = watch_optimizers(parts, self._note_optimizer_step)
+        self._micro = MicroBatches(parts, loader)
+        self._optimizer_steps = OptimizerSteps(parts, self._note_optimizer_step)
         self._made = 0  # steps, in this attempt
         self._state.restore(self._saver.restore())
         if self._state.parent is None and warm_start is not None:
@@ -221,7 +219,7 @@ class Run:
     def stop(self, reason: str) -> NoReturn:
         """Saves and raises Stopped. All ranks call it at the same point, after ``Context.stop_requested`` said so.
 
-        Inside a step, the state after that step is saved if the optimizer has stepped, else the state before it.
+        Inside a step, the state after that step is saved if an optimizer has stepped, else the state before it.
 
         Args:
             reason: why, for the message and the history.
@@ -231,10 +229,10 @@ class Run:
         self._stopping = True
         self._profiling.drop(reason)
         if self._making and self._making.optimizer_stepped:
-            self._state.stopped_in_step = {"cut": True}
+            self._state.stopped_in_step = {"cut": True, "not_stepped": self._optimizer_steps.missing()}
             self._finish_step()
         elif self._making:
-            begun = self._together or not self._has_optimizer  # what the step has changed so far cannot be undone
+            begun = self._together or not self._optimizer_steps.any  # what the step has changed so far cannot be undone
             marks = {"buffers_changed": not self._state.buffers.rewind(), "begun": begun}
             self._state.stopped_in_step = {name: True for name, true in marks.items() if true}
         self._report("stopping", step=self.step, reason=reason)
@@ -283,6 +281,7 @@ class Run:
             randomness.seed_all(seed, self._group.device)
         self._state.gradients.begin_step()
         self._state.buffers.begin_step()
+        self._optimizer_steps.begin_step()
         self._making = _Step()
 
     def _finish_step(self) -> None:
@@ -369,10 +368,11 @@ class Run:
         self._report("left_loop", step=self.step + stepped, steps=self._goal)
         self._enter("after_loop")
 
-    def _note_optimizer_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _note_optimizer_step(self, optimizer: Any) -> None:
         """An optimizer has stepped: from now on, the state is the one after the current step."""
         if self._making:
             self._making.optimizer_stepped = True
+        self._micro.note_optimizer_step()
         self._state.gradients.stepped(optimizer)
         self._state.buffers.share(optimizer)
 

@@ -1,47 +1,60 @@
-"""Notices when an optimizer of the run steps: from then on, the state is no longer the one before the loop's step."""
+"""Notices when the optimizers of a run step: from then on, the state is no longer the one before the loop's step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-#: Gets the optimizer that has stepped; None if it is not torch's.
-OnStep: TypeAlias = Callable[["torch.optim.Optimizer | None"], None]
+from clusterddp.distributed.modules import optimizers
 
 
-def watch_optimizers(parts: Mapping[str, Any], on_step: OnStep) -> bool:
-    """Calls ``on_step`` after each step of an optimizer among the parts. Returns whether there is one.
+class OptimizerSteps:
+    """The optimizers among a run's parts, and which of them have stepped in the loop's step.
 
-    That holds too when a GradScaler has skipped the optimizer's step after an overflow and updated its scale.
+    ``on_step`` is called with an optimizer after each of its steps, also where a GradScaler has skipped it.
+
+    A run may have several optimizers. Once the first of them has stepped, the state before the loop's step is lost, so
+    that a stop from there on keeps the step, and says which optimizers have not stepped in it.
     """
-    found = False
-    for name, part in parts.items():
-        if isinstance(part, torch.optim.Optimizer):
-            part.register_step_post_hook(lambda optimizer, *_: on_step(optimizer))
-            found = True
-        elif isinstance(part, torch.amp.GradScaler):
-            part.update = _then(part.update, lambda: on_step(None))  # type: ignore[method-assign]
-        elif is_foreign_optimizer(name, part):
-            part.step = _then(part.step, lambda: on_step(None))
-            found = True
-    return found
+
+    def __init__(self, parts: Mapping[str, Any], on_step: Callable[[Any], None]) -> None:
+        self._names = {id(part): name for name, part in optimizers(parts).items()}
+        self._on_step = on_step
+        #: Whether there are optimizers.
+        self.any = bool(self._names)
+        self._stepped: dict[str, None] = {}
+        self._before: dict[str, None] = {}
+        for part in dict.fromkeys(optimizers(parts).values()):
+            if isinstance(part, torch.optim.Optimizer):
+                part.register_step_post_hook(lambda optimizer, *_: self._note(optimizer))
+            else:
+                part.step = _then(part.step, lambda *_, part=part: self._note(part))
+        for part in parts.values():
+            if isinstance(part, torch.amp.GradScaler):
+                part.step = _then(part.step, self._note)  # type: ignore[method-assign]
+
+    def begin_step(self) -> None:
+        """The loop begins a step."""
+        if self._stepped:
+            self._before, self._stepped = self._stepped, {}
+
+    def missing(self) -> list[str]:
+        """The optimizers that have stepped in an earlier step of the loop, the last with any, and not in this one."""
+        return [name for name in self._before if name not in self._stepped]
+
+    def _note(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self._stepped[self._names.get(id(optimizer), "")] = None
+        self._on_step(optimizer)
 
 
-def is_foreign_optimizer(name: str, part: Any) -> bool:
-    """Whether a part is an optimizer of another library, or the user's: it steps, and zeroes gradients."""
-    if not hasattr(part, "step") or isinstance(part, torch.optim.Optimizer):
-        return False
-    return name == "optimizer" or (hasattr(part, "zero_grad") and not isinstance(part, torch.nn.Module))
-
-
-def _then(first: Callable[..., Any], second: Callable[[], None]) -> Callable[..., Any]:
-    """Calls both in turn, the first with the arguments, and returns what the first does."""
+def _then(first: Callable[..., Any], second: Callable[..., None]) -> Callable[..., Any]:
+    """Calls both in turn with the arguments, and returns what the first does."""
 
     def both(*values: Any, **options: Any) -> Any:
         result = first(*values, **options)
-        second()
+        second(*values, **options)
         return result
 
     return both

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from clusterddp.checkpoint.export import export
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
@@ -135,6 +136,24 @@ def test_checkpoints_hold_the_state_of_all_ranks(stopped: Any) -> None:
     newest = content_of(max((run / "checkpoints").glob("step-*")))
     paths = [state["world"]["path"] for state in newest["progress"]["per_rank"]]
     assert [len(path) for path in paths] == [13, 26]
+
+
+def test_the_only_module_is_exported_without_a_name(folder: Path, tmp_path: Path) -> None:
+    """The run has no optimizer either."""
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import sys, torch, clusterddp\n"
+        "ctx = clusterddp.init(device='cpu', run_dir=sys.argv[1])\n"
+        "net = torch.nn.Linear(2, 1)\n"
+        "run = ctx.run(net=net, state=torch.Generator())\n"
+        "for step in run.steps(2): pass\n"
+        "for name in ('epoch', 'end_of_epoch'):\n"
+        "    try: getattr(run, name)\n"
+        "    except TypeError as error: print(error)\n"
+    )
+    done = ddp.run_alone(script, tmp_path / "run", folder=tmp_path / "out")
+    assert done.output(0).count("is not available without a loader") == 2
+    assert "net of step 2" in export(RunDirectory(tmp_path / "run"), tmp_path / "net.pt")
 
 
 def test_on_another_number_of_ranks_state_must_say_how_to_split(folder: Path, script: Path, stopped: Any) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from clusterddp.data.no_loader import NoLoader
+from clusterddp.distributed.modules import optimizers
 from clusterddp.errors import CheckpointError
-from clusterddp.training.optimizer_steps import is_foreign_optimizer
 from clusterddp.training.state.parts import by_name
 
 
@@ -67,5 +67,5 @@ def test_optimizers_of_other_libraries_are_recognized() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     module = layer()
     module.step = Foreign().step  # type: ignore[assignment]
-    assert is_foreign_optimizer("any", Foreign()) and is_foreign_optimizer("optimizer", scheduler)
-    assert not any(is_foreign_optimizer("any", part) for part in (optimizer, scheduler, module))
+    parts = {"a": Foreign(), "b": optimizer, "c": scheduler, "d": module, "optimizer": scheduler}
+    assert list(optimizers(parts)) == ["a", "b", "optimizer"]

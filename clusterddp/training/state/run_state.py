@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
-import torch
-
 from clusterddp.checkpoint.gradients import Gradients
 from clusterddp.checkpoint.restore import Place
-from clusterddp.checkpoint.state import Stateful, load_state, pack, state_of
+from clusterddp.checkpoint.state import RESERVED, Stateful, load_state, pack, state_of
 from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.distributed import wrapping
 from clusterddp.distributed.buffers import LARGEST_COPY_BYTES, Buffers
-from clusterddp.distributed.modules import ddp_modules
+from clusterddp.distributed.modules import ddp_modules, optimizers, trained_parameters
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import counted, say
@@ -21,7 +19,6 @@ from clusterddp.training.state.divergence import Divergence
 from clusterddp.training.state.per_rank import PerRank
 
 _REMEDY = "Pass ctx.run() the parts that the run started with, or start a new run"
-_RESERVED = {"format", "attempt", "parent", "progress"}
 Randomness = Literal["step", "user"]
 
 
@@ -37,7 +34,7 @@ class RunState:
         group: ProcessGroup,
         per_rank: PerRank,
     ) -> None:
-        if clash := _RESERVED & parts.keys():
+        if clash := RESERVED & parts.keys():
             raise TypeError(f"run(): {_listed(map(repr, clash))} is reserved; choose another name")
         if rng not in get_args(Randomness):
             raise ValueError(f"run(rng={rng!r}): expected one of {', '.join(map(repr, get_args(Randomness)))}")
@@ -52,10 +49,10 @@ class RunState:
         #: Why the resume is not exact, where it is not.
         self.inexact: list[str] = []
         #: What a checkpoint says of a stop inside a step: "cut", or "buffers_changed" and "begun".
-        self.stopped_in_step: dict[str, bool] = {}
+        self.stopped_in_step: dict[str, Any] = {}
         self.gradients = Gradients(parts, group.world_size)
         self.divergence = Divergence(parts, group)
-        self.buffers = Buffers(parts.values())
+        self.buffers = Buffers(parts)
         self._partly_saved = self._check_saved() if group.rank == 0 else []
 
     def content(self, before_step: bool) -> dict[str, Any]:
@@ -80,7 +77,7 @@ class RunState:
             return
         content, self.parent = found
         self.step = step = self.parent[1]
-        self._check_parts(content.keys() - _RESERVED)
+        self._check_parts(content.keys() - RESERVED)
         progress = content["progress"]
         if progress["seed"] != self._seed:
             raise CheckpointError(f"the run started with seed {progress['seed']}, the seed is now {self._seed}")
@@ -98,7 +95,9 @@ class RunState:
         self.divergence.parts = set(progress.get("diverged", []))
         self.inexact += [f"{name} differed between ranks, all have rank 0's" for name in progress.get("diverged", [])]
         if progress.get("cut"):
-            self.inexact.append(f"step {step - 1} was stopped in an evaluation: the rest of its code did not run")
+            reason = f"step {step - 1} was stopped in an evaluation: the rest of its code did not run"
+            waiting = _listed(progress.get("not_stepped", []))
+            self.inexact.append(reason + (f"; {waiting} had not stepped" if waiting else ""))
         if progress.get("buffers_changed"):
             size = f"{LARGEST_COPY_BYTES >> 20} MiB"
             self.inexact.append(f"step {step} was stopped after a forward that changed a buffer of over {size}")
@@ -118,9 +117,8 @@ class RunState:
         _, saved = pack({name: state_of(part) for name, part in self._parts.items()})
         storages = {tensor.untyped_storage().data_ptr() for tensor in saved.values()}
         found = []
-        for name, part in self._parts.items():
-            groups = part.param_groups if isinstance(part, torch.optim.Optimizer) else []
-            parameters = [parameter for group in groups for parameter in group["params"]]
+        for name, part in optimizers(self._parts).items():
+            parameters = trained_parameters(part)
             unsaved = sum(parameter.untyped_storage().data_ptr() not in storages for parameter in parameters)
             if unsaved:
                 found.append(name)

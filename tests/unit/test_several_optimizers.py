@@ -1,0 +1,136 @@
+"""Several models and optimizers in one process: whose gradients wait, what counts as a step, and pieces of a batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from clusterddp.checkpoint.gradients import Gradients
+from clusterddp.data.microbatch import MicroBatches
+from clusterddp.training.optimizer_steps import OptimizerSteps
+
+
+class Foreign:
+    """An optimizer of another library, which tells nothing of its parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = list(parameters)
+
+    def step(self) -> str:
+        return "done"
+
+    def zero_grad(self) -> None: ...
+
+
+def parts() -> dict[str, Any]:
+    torch.manual_seed(0)
+    a, b = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    return {"a": a, "b": b, "of_a": torch.optim.SGD(a.parameters(), lr=1.0), "of_b": torch.optim.SGD(b.parameters())}
+
+
+def backward(model: torch.nn.Module) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def saved(gradients: Gradients, before_step: bool = False) -> list[str]:
+    found = gradients.progress(before_step)
+    return [name for name, of in found.get("gradients", {}).items() if of] + ["lost"] * ("gradients_lost" in found)
+
+
+def test_only_gradients_whose_optimizer_has_not_stepped_are_saved() -> None:
+    """Of models that have had a backward since."""
+    given = parts()
+    gradients = Gradients(given, world_size=1)
+    backward(given["a"])
+    backward(given["b"])
+    gradients.stepped(given["of_a"])
+    assert saved(gradients) == ["b"]
+    gradients.begin_step()
+    backward(given["a"])
+    gradients.stepped(given["of_a"])
+    assert saved(gradients) == ["b"]
+    assert saved(gradients, before_step=True) == ["b"]  # the step's own backward was another model's
+    backward(given["b"])
+    assert saved(gradients, before_step=True) == ["lost"]  # the step's backward was added to what waited
+    gradients.stepped(given["of_b"])
+    assert saved(gradients) == []
+
+
+def test_restored_gradients_wait_until_their_optimizer_steps() -> None:
+    """Also over a step of the loop that has no backward."""
+    given, others = parts(), parts()
+    gradients = Gradients(given, world_size=1)
+    backward(given["b"])
+    restored = Gradients(others, world_size=1)
+    assert restored.restore(gradients.progress(before_step=False)) == []
+    assert torch.equal(others["b"].weight.grad, given["b"].weight.grad) and others["a"].weight.grad is None
+    restored.begin_step()
+    assert saved(restored) == ["b"]
+    restored.stepped(others["of_b"])
+    assert saved(restored) == []
+
+
+def test_an_optimizer_that_does_not_tell_its_parameters_may_train_all() -> None:
+    """Its step uses the gradients of all models."""
+    given = parts()
+    given = {"a": given["a"], "b": given["b"], "optimizer": Foreign(given["a"].parameters())}
+    gradients = Gradients(given, world_size=1)
+    backward(given["b"])
+    assert saved(gradients) == ["b"]
+    gradients.stepped(given["optimizer"])
+    assert saved(gradients) == []
+
+
+def test_steps_of_each_optimizer_are_noticed() -> None:
+    """Of another library's too, and of one that a GradScaler skips; what such a step returns is not changed."""
+    given = parts()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    seen: list[Any] = []
+    steps = OptimizerSteps({**given, "foreign": Foreign([]), "scaler": scaler}, seen.append)
+    foreign = Foreign([])
+    assert steps.any and not OptimizerSteps({"a": given["a"]}, seen.append).any
+    steps = OptimizerSteps({**given, "foreign": foreign, "scaler": scaler}, seen.append)
+    assert foreign.step() == "done" and seen[-1] is foreign
+    before = given["a"].weight.clone()
+    scaler.scale(given["a"](torch.full((1, 2), 1e9)).sum()).backward()
+    scaler.step(given["of_a"])
+    assert seen[-1] is given["of_a"] and torch.equal(given["a"].weight, before)
+    steps.begin_step()
+    assert sorted(steps.missing()) == ["foreign", "of_a"]
+    given["of_a"].step()
+    assert steps.missing() == ["foreign"]
+    steps.begin_step()
+    steps.begin_step()  # a step without any
+    assert steps.missing() == ["of_a"]
+
+
+def micro(given: dict[str, Any], share: int) -> MicroBatches:
+    loader: Any = SimpleNamespace(share=share, batch_size=2)
+    return MicroBatches(given, loader)
+
+
+@pytest.mark.parametrize("share", [2, 4, 5])
+def test_pieces_add_to_what_earlier_steps_accumulated(share: int) -> None:
+    """With the weight that it has without pieces; gradients of other models stay as they are."""
+    given, joined = parts(), parts()
+    batch, pieces = torch.randn(share, 2), micro(given, share)
+    backward(given["b"])
+    other = given["b"].weight.grad.clone()
+    for number in range(2):  # steps of the loop
+        joined["a"](batch + number).mean().backward()
+        for piece in pieces.pieces(batch + number):
+            given["a"](piece).mean().backward()
+    torch.testing.assert_close(given["a"].weight.grad, joined["a"].weight.grad)
+    torch.testing.assert_close(given["b"].weight.grad, other)
+
+
+def test_zeroing_the_gradients_of_any_model_inside_the_loop_is_an_error() -> None:
+    """Not only of the first one."""
+    given = parts()
+    with pytest.raises(RuntimeError, match="gradients were zeroed inside the loop"):
+        for piece in micro(given, 4).pieces(torch.randn(4, 2)):
+            given["of_b"].zero_grad()
+            given["b"](piece).mean().backward()
