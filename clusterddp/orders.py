@@ -49,7 +49,7 @@ def weighted(weights: Any, labels: Any = None, *, num_samples: int | None = None
     """Draws with replacement, each sample with a probability in proportion to its weight.
 
     The same as torch's ``WeightedRandomSampler(weights, num_samples)``. Weights and labels may be memory-mapped: of
-    10^9 samples only the sums over blocks of 256 are kept, and all weights are read once. For draws without replacement
+    10^9 samples only the sums over blocks of 128 are kept, and all weights are read once. For draws without replacement
     give ``WeightedRandomSampler(replacement=False)`` itself to ``ctx.loader(sampler=...)``: it makes a list of the
     samples in each epoch.
 

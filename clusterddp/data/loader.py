@@ -74,6 +74,11 @@ class Loader:
         self._stream = self._bound(None)
         DataLoader(self._samples, batch_sampler=[], **options)  # rejects bad values here rather than in the loop
 
+    @property
+    def label(self) -> str:
+        """The order's name, as a checkpoint records it."""
+        return self._stream.label
+
     def _bound(self, label: str | None) -> BoundOrder:
         """The order; ``label``: of the checkpoint, if there is one."""
         source = self._samples.dataset
@@ -89,7 +94,7 @@ class Loader:
             "samples": step * self.global_batch,
             "global_batch": self.global_batch,
             "dataset_length": self.length,
-            "order": self._order.label,
+            "order": self.label,
             "drop_last": self._drop_last,
         }
 
@@ -132,9 +137,9 @@ class Loader:
         # Before orders had labels there were two, and a checkpoint did not say which.
         recorded = progress.get("order", self._unbound.unlabelled or "shuffled-1 or sequential")
         self._stream = self._bound(recorded)
-        if self._stream.label != recorded:
+        if self.label != recorded:
             raise CheckpointError(
-                f"the run started with the order {recorded!r}, the loader's order is now {self._stream.label!r}: use "
+                f"the run started with the order {recorded!r}, the loader's order is now {self.label!r}: use "
                 "the same order and weights, or start a new run"
             )
 

@@ -4,27 +4,10 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import clusterddp
-
-
-class Weighted(Dataset):
-    """``len(dataset)`` draws with replacement per epoch, each sample with a probability in proportion to its weight.
-
-    Before each read clusterddp seeds torch from (seed, epoch, index), in this process or a worker. So the draws differ
-    from epoch to epoch, and are the same for any number of workers and after a resume.
-    """
-
-    def __init__(self, dataset, weights):
-        self.dataset, self.edges = dataset, weights.double().cumsum(0)
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        point = torch.rand((), dtype=torch.float64) * self.edges[-1]
-        return self.dataset[int(torch.searchsorted(self.edges, point))]
+from clusterddp import orders
 
 
 def imbalanced_data():
@@ -43,10 +26,10 @@ def main():
     ctx = clusterddp.init()
     dataset = imbalanced_data()
     all_inputs, all_labels = dataset.tensors
-    weights = 1 / torch.bincount(all_labels)[all_labels]
     model = ctx.wrap(torch.nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = ctx.loader(Weighted(dataset, weights), batch_size=32, num_workers=args.workers)
+    order = orders.weighted(orders.class_weights(all_labels), all_labels)
+    loader = ctx.loader(dataset, batch_size=32, order=order, num_workers=args.workers)
     run = ctx.run(model=model, optimizer=optimizer, loader=loader)
     for inputs, labels in run.steps(args.steps):
         loss = F.cross_entropy(model(inputs.to(ctx.device)), labels.to(ctx.device))

@@ -33,6 +33,7 @@ EXAMPLES = {
     "Run.stop": 'run.stop("the budget is spent")',
     # --- loaders
     "data.loader.Loader": "loader = ctx.loader(dataset, batch_size=64)",
+    "Loader.label": "ctx.print(loader.label)",
     "Loader.share": 'ctx.print(f"{loader.share} samples per rank and step")',
     "Loader.epoch": "first = loader.epoch(0)",
     "Loader.ends_epoch": "if loader.ends_epoch(run.step):\n    scheduler.step()",

@@ -11,16 +11,19 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from clusterddp.data.eval_loader import EvalLoader
 from clusterddp.data.loader import Loader
 from clusterddp.data.orders.choice import chosen
 from clusterddp.data.orders.plain import Sequential, Shuffled
+from clusterddp.data.training_loader import training_loader
 from clusterddp.errors import CheckpointError
 
 
@@ -256,6 +259,17 @@ def test_two_orders_are_refused() -> None:
         chosen(Numbers(2), 1, shuffle=True, order=Sequential())
     with pytest.raises(TypeError, match=r"order is \[1, 0\]: expected one of clusterddp.orders"):
         chosen(Numbers(2), 1, order=[1, 0])  # type: ignore[arg-type]
+
+
+def test_a_rank_with_another_dataset_is_named() -> None:
+    """A script that has divided the samples among the ranks itself."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    group = [SimpleNamespace(rank=rank, store=store) for rank in (0, 1)]
+    for rank in (0, 1):
+        assert isinstance(training_loader(loader(rank=rank, ranks=2), group[rank]), Loader)  # type: ignore[arg-type]
+    expected = "rank 1 has 9 samples in the order 'shuffled-2', and rank 0 has 10 samples in the order 'shuffled-2'"
+    with pytest.raises(ValueError, match=expected):
+        training_loader(loader(length=9, rank=1, ranks=2), group[1])  # type: ignore[arg-type]
 
 
 def test_a_given_global_batch_is_shared_for_any_batch_size() -> None:

@@ -115,7 +115,7 @@ def test_weighted_draws_are_independent_of_the_one_before() -> None:
 
 
 def test_sums_over_blocks_find_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many weights that each has no sum of its own are not simulated: blocks of fewer samples are."""
+    """As where there are too many weights for a sum each."""
     weights = np.random.default_rng(0).random(1000) * (np.arange(1000) % 3 > 0)
     weights[-40:] = 0
     whole = indices_of(bound(orders.weighted(weights), 1000), 0, 10_000)
@@ -137,14 +137,15 @@ def test_weights_of_classes_are_those_of_their_samples(tmp_path: Path) -> None:
     assert orders.class_weights([True, False, False, False]).tolist() == [4 / 6, 2]
 
 
-def test_an_order_of_a_thousand_million_samples_needs_no_list_of_them() -> None:
+def test_an_order_of_a_thousand_million_samples_needs_no_list_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list would not fit into the memory that the test may take; each is asked for the samples at step 10^9."""
-    samples = np.broadcast_to(np.uint8(0), 10**9)
     with most_memory(100 << 20):
         for order in (orders.shuffled(), orders.sequential()):
             assert len(bound(order, 10**9).samples(64 * 10**9, 64 * 10**9 + 64)) == 64
-    table = by_weight._Table(np.ones(1), samples[: 10**7])
-    assert table._ends.size == 10**7 // 4
+    monkeypatch.setattr(by_weight, "_BLOCKS", 1 << 16)  # as for 128 times as many
+    with most_memory(50 << 20):
+        draws = bound(orders.weighted([1], np.broadcast_to(np.uint8(0), 8_000_000)), 8_000_000)
+        assert len(draws.samples(64 * 10**9, 64 * 10**9 + 64)) == 64
 
 
 @contextmanager

@@ -1,0 +1,126 @@
+"""What it costs to draw samples from each order, beside slices of ``torch.randperm``: ``python -m benchmarks.orders``.
+
+A seek is the first batch of 64 samples at a step near 10^9, in an epoch that has not been drawn from. The samples of a
+step are drawn in batches of 4096, one after the other; each block of 20 such batches is followed by one from randperm's
+list, and their ratio is taken.
+
+The bar: the median seek is below 1 ms, and a sample below 5 us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+from clusterddp import orders
+from clusterddp.data.orders.order import Binding, BoundOrder, Order
+
+STEP, SMALL, LARGE, BATCHES = 10**9, 64, 4096, 20
+MILLION, MILLIARD = 10**6, 10**9
+SEEK_MS, SAMPLE_US = 1.0, 5.0
+
+
+@dataclass
+class Result:
+    """One order. Seconds, but where the name has another unit."""
+
+    name: str
+    build: float
+    seeks_ms: list[float] = field(default_factory=list)
+    samples_us: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+
+
+def made() -> dict[str, tuple[Callable[[], Order], Any]]:
+    """Each order, and its dataset or number of samples."""
+    generator = np.random.default_rng(0)
+    lengths, weights = generator.integers(1, 500, MILLION), generator.random(MILLION)
+    classes = np.broadcast_to(np.uint8(1), MILLIARD)
+    datasets = [range(MILLION), range(MILLIARD), range(1000)]
+    changes = {STEP // 2: [1, 1, 1], **{step: [step, 1, 1] for step in range(1, 101)}}
+    return {
+        "shuffled, 10^6": (orders.shuffled, MILLION),
+        "shuffled, 10^9": (orders.shuffled, MILLIARD),
+        "sequential, 10^9": (orders.sequential, MILLIARD),
+        "weighted, 10^6": (lambda: orders.weighted(weights), MILLION),
+        "weighted by class, 10^9": (lambda: orders.weighted([1.0, 2.0], classes), MILLIARD),
+        "bucketed, 10^6": (lambda: orders.bucketed(lengths), MILLION),
+        "mixture of 10^6, 10^9 and 1000, 101 changes": (lambda: orders.mixture([7, 2, 1], changes=changes), datasets),
+    }
+
+
+def bound(order: Order, data: Any, batch: int) -> BoundOrder:
+    if isinstance(data, int):
+        return order.bind(Binding(None, data, 1, batch))
+    dataset = order.dataset(data)
+    return order.bind(Binding(dataset, len(dataset), 1, batch))
+
+
+def seconds(draw: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    draw()
+    return time.perf_counter() - start
+
+
+def block(stream: BoundOrder, first: int) -> float:
+    """Of some batches, per sample."""
+    starts = range(first, first + BATCHES * LARGE, LARGE)
+    return seconds(lambda: [stream.samples(start, start + LARGE) for start in starts]) / (BATCHES * LARGE)
+
+
+def measure(name: str, make: Callable[[], Order], data: Any, repeats: int) -> Result:
+    start = time.perf_counter()
+    order = make()
+    stream = bound(order, data, SMALL)
+    result = Result(name, time.perf_counter() - start)
+    for number in range(repeats):
+        first = (STEP + number * 1_000_003) * SMALL
+        result.seeks_ms.append(1000 * seconds(lambda first=first: stream.samples(first, first + SMALL)))  # type: ignore[misc]
+    randperm, stream = bound(orders.shuffled(version=1), MILLION, LARGE), bound(order, data, LARGE)
+    randperm.samples(0, 1)
+    for _ in range(repeats):
+        mine, torchs = block(stream, STEP * LARGE), block(randperm, 0)
+        result.samples_us.append(1e6 * mine)
+        result.ratios.append(mine / torchs)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--folder", type=Path, default=Path("docs/measurements"))
+    arguments = parser.parse_args()
+    results = [measure(name, *case, arguments.repeats) for name, case in made().items()]
+    rows, met = [], True
+    for result in results:
+        seek, sample = report.median(result.seeks_ms), report.median(result.samples_us)
+        low, high = report.bootstrap_interval(result.ratios)
+        rows.append(
+            [result.name, result.build, seek, sample, f"{report.median(result.ratios):.1f} ({low:.1f} to {high:.1f})"]
+        )
+        met = met and seek < SEEK_MS and sample < SAMPLE_US
+    head = ["order", "build, s", "seek, ms", "us per sample", "ratio to a slice of randperm (95%)"]
+    text = f"""# What an order costs
+
+{report.place("while other programs ran")} `python -m benchmarks.orders`.
+
+{report.table(head, rows)}
+
+Medians of {arguments.repeats}. A seek is the first batch of {SMALL} samples at a step near 10^9, in an epoch that has
+not been drawn from. A sample is one of {BATCHES} batches of {LARGE}, as tuples (epoch, index); the ratio is to the same
+from the list of `torch.randperm` for 10^6 samples, which is not made in that time. For 10^9 samples it would take 8 GB
+per rank.
+
+The bar, a seek below {SEEK_MS:.0f} ms and a sample below {SAMPLE_US:.0f} us, is {report.verdict(met)}."""
+    report.write(arguments.folder, "orders", text, {"results": [asdict(result) for result in results]})
+
+
+if __name__ == "__main__":
+    main()
