@@ -1,14 +1,15 @@
-"""All ranks stop at the same boundary, without any communication per step.
+"""All ranks carry out a request at the same boundary, without any communication per step: a stop, or a skip of batches.
 
 A *boundary* is a call of ``Agreement.boundary``. All ranks make the same sequence of these calls, numbered 0, 1, 2 ...:
 the step loop makes one before its first step and one after each; evaluations and other loops make their own.
 
-Each rank has a watcher thread with its own store connection, blocked on one key. The first rank that is asked to stop
-sets the key. Every watcher then *first raises a local flag, then reads and publishes the number of the last boundary
-that its main thread entered* (-1: none yet). The main thread, at a boundary, *first writes its number, then reads the
-flag*. So if a main thread saw no flag at boundary n, its watcher publishes n or more; if it saw the flag, it does not
-pass its published number until it knows the maximum over all ranks. All ranks stop at the boundary after that maximum:
-none can have passed it, and every rank will reach it. At most one extra step is made.
+Requests are numbered, too, and each is a key in the store. Each rank has a watcher thread with its own store
+connection, blocked on the key of the next request, which any rank sets. Every watcher then *first raises a local flag,
+then reads and publishes the number of the last boundary that its main thread entered* (-1: none yet). The main thread,
+at a boundary, *first writes its number, then reads the flag*. So if a main thread saw no flag at boundary n, its
+watcher publishes n or more; if it saw the flag, it does not pass its published number until it knows the maximum over
+all ranks. All ranks carry out the request at the boundary after that maximum: none can have passed it, and every rank
+will reach it. At most one extra step is made.
 """
 
 from __future__ import annotations
@@ -16,43 +17,41 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.worker.signals import SignalPipe
 
-_STOP, _LAST, _COUNT = "agreement/stop", "agreement/last", "agreement/published"
+#: What is done with a skip that the ranks have agreed on: how many batches, and who asked for it.
+OnSkip = Callable[[int, str], None]
 
 
-class StopVote:
-    """One rank's part of the protocol. Each method is one atomic action, and the order of the calls matters."""
+class Vote:
+    """One rank's part of the protocol for one request. Each method is one atomic action; their order matters."""
 
-    def __init__(self) -> None:
-        self.entered = -1
-        #: Whether the ranks are agreeing on a stop. The watcher sets it first; the main thread reads it second.
-        self.flagged = False
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self.request = request
         self.published: int | None = None
+        #: The maximum over all ranks, once it is known.
         self.last: int | None = None
+        #: Set once this rank has published, and once the maximum is known, or never will be.
+        self.voted, self.known = threading.Event(), threading.Event()
 
-    def enter(self) -> int:
-        """Main thread, first: the number of the boundary it has reached."""
-        self.entered += 1
-        return self.entered
-
-    def publish(self) -> int:
-        """Watcher, second: the number to publish."""
-        self.published = self.entered
-        return self.published
+    def publish(self, entered: int) -> int:
+        """Watcher, second: the number to publish is that of the last boundary that the main thread entered."""
+        self.published = entered
+        return entered
 
     def may_pass(self, number: int) -> bool:
-        """Whether ``number`` is at most what this rank published, so that no maximum can require a stop there."""
+        """Whether ``number`` is at most what this rank published, so that no maximum can require an action there."""
         return self.published is not None and number <= self.published
 
-    def stops_at(self, number: int) -> bool:
-        """Whether all ranks stop at boundary ``number`` or before it. The maximum must be known."""
+    def acts_at(self, number: int) -> bool:
+        """Whether all ranks act at boundary ``number`` or before it. The maximum must be known."""
         assert self.last is not None
         return number > self.last
 
@@ -78,11 +77,16 @@ class Agreement:
         on_request: Callable[[str], None],
     ) -> None:
         self.reason: str | None = None
+        #: Carries out a skip, in the main thread; None: nothing to do.
+        self.on_skip: OnSkip | None = None
         self._on_request = on_request
         self._store, self._report = store, report
         self._rank, self._world_size = rank, world_size
-        self._stop_vote = StopVote()
-        self._published, self._known = threading.Event(), threading.Event()
+        self._entered = -1
+        #: Those that this rank has not carried out, in the order of their requests; a stop stays. An entry is the flag.
+        self._votes: list[Vote] = []
+        #: The number of the request that the watcher waits for.
+        self._next = 0
         self._lost: Exception | None = None
         self._asking = threading.Lock()
         self._asked = False
@@ -111,24 +115,35 @@ class Agreement:
         """
         if self._signals is not None:
             self._signals.check()
-        number = self._stop_vote.enter()
-        if not self._stop_vote.flagged:
-            return False
-        self._published.wait()
-        if self._stop_vote.may_pass(number):
-            return False
-        self._known.wait()
-        if self._stop_vote.last is None:
-            raise ClusterddpError(
-                f"rank {self._rank} was asked to stop ({self.reason}), but rank 0's store is unreachable "
-                f"({self._lost}): rank 0 has failed or exited early"
-            )
-        return self._stop_vote.stops_at(number)
+        self._entered += 1
+        return bool(self._votes) and self._act(self._entered)
+
+    def _act(self, number: int) -> bool:
+        """Carries out what is due at this boundary, in the order of the requests; whether a stop is."""
+        for vote in list(self._votes):
+            vote.voted.wait()
+            if vote.may_pass(number):
+                continue
+            vote.known.wait()
+            if vote.last is None:
+                what = "skip batches" if "skip" in vote.request else f"stop ({self.reason})"
+                raise ClusterddpError(
+                    f"rank {self._rank} was asked to {what}, but rank 0's store is unreachable ({self._lost}): rank 0 "
+                    "has failed or exited early"
+                )
+            if not vote.acts_at(number):
+                continue
+            if "skip" not in vote.request:
+                return True
+            self._votes.remove(vote)
+            if self.on_skip is not None:
+                self.on_skip(vote.request["skip"], vote.request["by"])
+        return False
 
     @property
     def entered(self) -> int:
         """The number of boundaries that this rank has reached."""
-        return self._stop_vote.entered + 1
+        return self._entered + 1
 
     def request(self, reason: str) -> None:
         """Asks all ranks to stop at their next common boundary. From any rank and thread, any number of times."""
@@ -136,7 +151,15 @@ class Agreement:
             if self._asked or self._lost:
                 return
             self._asked = True
-            self._store.compare_set(_STOP, "", json.dumps({"reason": reason}))
+            self._put({"reason": reason})
+
+    def request_skip(self, batches: int, by: str) -> None:
+        """Asks all ranks to skip batches from their next common boundary on. Any thread; does not wait for the store.
+
+        ``by``: unique among the requests.
+        """
+        wanted = {"skip": batches, "by": by}
+        threading.Thread(target=self._try_put, args=(wanted,), name="skip", daemon=True).start()
 
     def close(self) -> None:
         """Ends the watchers of all ranks, as a rank that makes no more boundaries cannot agree on a stop.
@@ -144,14 +167,20 @@ class Agreement:
         Bounded: if the store is lost, the watcher has ended by itself, or is abandoned after 5 s. The threads are
         joined, because one that returned from torch's C++ code during interpreter shutdown would abort the process.
         """
-        closer = threading.Thread(target=self._publish_end, name="agreement-end", daemon=True)
+        closer = threading.Thread(target=self._try_put, args=({"end": True},), name="agreement-end", daemon=True)
         closer.start()
         for thread in (closer, self._watcher):
             thread.join(timeout=5)
 
-    def _publish_end(self) -> None:
+    def _put(self, request: Mapping[str, Any]) -> None:
+        """Makes it the next request of all ranks, unless an equal one is already."""
+        number, text = self._next, json.dumps(request)
+        while self._store.compare_set(_key(number), "", text).decode() != text:
+            number += 1
+
+    def _try_put(self, request: Mapping[str, Any]) -> None:
         with suppress(RuntimeError):  # the store is lost, and every watcher has noticed
-            self._store.compare_set(_STOP, "", json.dumps({"reason": None}))
+            self._put(request)
 
     def _on_signal(self, number: signal.Signals) -> None:
         name = number.name.removeprefix("SIG")
@@ -166,25 +195,31 @@ class Agreement:
 
     def _watch(self, store: Store) -> None:
         try:
-            self.reason = json.loads(store.get(_STOP))["reason"]
-            if self.reason is not None:
-                self._on_request(self.reason)
-                self._vote(store)
+            while "end" not in (request := json.loads(store.get(_key(self._next)))):
+                if "reason" in request:
+                    self.reason = request["reason"]
+                    self._on_request(request["reason"])
+                self._vote(store, Vote(request), _key(self._next))
+                if "reason" in request:
+                    return
+                self._next += 1
         except RuntimeError as error:
             self._lost = error
         finally:
-            self._known.set()
+            for vote in list(self._votes):
+                vote.known.set()
 
-    def _vote(self, store: Store) -> None:
-        self._stop_vote.flagged = True
-        number = self._stop_vote.publish()
-        self._published.set()
-        store.set(_published_by(self._rank), str(number))
-        if store.add(_COUNT, 1) == self._world_size:
-            numbers = store.multi_get([_published_by(rank) for rank in range(self._world_size)])
-            store.set(_LAST, str(max(map(int, numbers))))
-        self._stop_vote.last = int(store.get(_LAST))
+    def _vote(self, store: Store, vote: Vote, key: str) -> None:
+        self._votes.append(vote)
+        number = vote.publish(self._entered)
+        vote.voted.set()
+        store.set(f"{key}/published/{self._rank}", str(number))
+        if store.add(f"{key}/published", 1) == self._world_size:
+            numbers = store.multi_get([f"{key}/published/{rank}" for rank in range(self._world_size)])
+            store.set(f"{key}/last", str(max(map(int, numbers))))
+        vote.last = int(store.get(f"{key}/last"))
+        vote.known.set()
 
 
-def _published_by(rank: int) -> str:
-    return f"{_COUNT}/{rank}"
+def _key(number: int) -> str:
+    return f"agreement/{number}"
