@@ -30,7 +30,9 @@ RANK_EVENTS: Mapping[str, Event] = {
     "resumed": Event("step parent inexact redone?", "the attempt resumes from checkpoint `step` of attempt `parent`"),
     "whole_batches": Event("step samples most", "more samples per rank than batch_size, without `run.micro()`"),
     "interval": Event("step seconds stall_s between_s", "`every: auto` chose a new interval between checkpoints"),
-    "checkpoint": Event("step blocked_s durable_s bytes", "a checkpoint is committed"),
+    "checkpoint": Event(
+        "step blocked_s durable_s bytes best?", "a checkpoint is committed; `best`: the metric in which it is the best"
+    ),
     "checkpoint_failed": Event("step reason", "a checkpoint was not saved; training continues"),
     "checkpoint_damaged": Event("step reason", "a checkpoint cannot be read; the previous one is tried"),
     "not_finite": Event("step metrics count", "metrics became NaN or infinite"),
@@ -45,6 +47,9 @@ RANK_EVENTS: Mapping[str, Event] = {
     "phase": Event("phase", "rank 0 has begun another phase, one of PHASES"),
     "evaluated": Event("seconds", "rank 0 has spent `seconds` in evaluations since the last such event"),
     "result": Event("step *", "`run.log()` outside a step"),
+    "skipped": Event(
+        "step batches batch request?", "`batches` global batches are skipped, so that `step` takes global batch `batch`"
+    ),
     "profiling": Event("step steps request?", "the rank records a profile of `steps` steps from `step` on"),
     "profiled": Event("step steps file request?", "the rank has stored a profile of `steps` steps in `file`"),
     "not_profiled": Event("reason request?", "the rank did not record or store a profile"),
@@ -97,8 +102,9 @@ EVENTS: Mapping[str, Event] = {
     "hung": Event("rank late host step seconds what stalled_s?", "a hang: all ranks are being ended"),
     "notice": Event("why", "the supervisor asks the ranks to stop"),
     "requested": Event(
-        "request nodes? steps? ranks?",
-        "the user asked for `request`; the next jobs exclude `nodes` for a day; a profile is of `steps` on `ranks`",
+        "request nodes? steps? ranks? batches?",
+        "the user asked for `request`; the next jobs exclude `nodes` for a day; a profile is of `steps` on `ranks`; "
+        "`batches` are to be skipped",
     ),
     "controller_away": Event("error", "Slurm's controller is unreachable; training continues"),
     "controller_back": Event("", "Slurm's controller answers again"),
@@ -139,6 +145,7 @@ ORDERS: Mapping[str, str] = {
     "stacks": "answer with the stacks of all threads; the text is the request's number",
     "save": "rank 0: save at the next step boundary; the text is the request's number",
     "profile": "record a profile from the next step on; the text is the request's number and how many steps",
+    "skip": "rank 0: have all ranks skip batches; the text is the request's number and how many batches",
     "leave": "exit now",
 }
 #: Events that are not written into the history.
@@ -151,6 +158,7 @@ CHANNEL_EVENTS: Mapping[str, Event] = {
     "stacks": Event("request place threads", "a rank's stacks, for a request"),
     "saving": Event("request step? committed?", "rank 0 will save; without `step` it has no run to save"),
     "will_profile": Event("request refused?", "the rank will record a profile, or `refused` says why not"),
+    "will_skip": Event("request refused?", "rank 0 has asked all ranks to skip batches, or `refused` says why not"),
     "left": Event(
         "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? used_clusterddp?",
         "how the rank ended; its last message",
@@ -164,6 +172,7 @@ REQUESTS: Mapping[str, Event] = {
     "stacks": Event("ranks", "the stacks of these ranks' threads, such as 0,3-5; null: of all ranks"),
     "save": Event("", "save at the next step boundary"),
     "profile": Event("steps ranks", "record a profile of so many steps on these ranks, such as 0,3-5"),
+    "skip": Event("batches", "skip so many global batches from a step boundary on, and save"),
     "stop": Event("", "save, stop, and hold the run until it is submitted again"),
     "requeue": Event("nodes?", "save, stop, and continue in the queue; in a job without `nodes`, if they are given"),
 }
@@ -178,8 +187,10 @@ ANSWERS: Mapping[str, Event] = {
         "each rank's `profiled` or `not_profiled`; once all ranks have exited (`ended`), those that came before, and "
         "the request's number in the history",
     ),
-    "checkpoint": Event("checkpoint", "the step of the checkpoint that is committed"),
-    "ended": Event("ended", "all ranks have exited; the history will tell how the attempt ended"),
+    "checkpoint": Event(
+        "checkpoint skipped?", "the step of the checkpoint that is committed; `skipped`: of the event that it contains"
+    ),
+    "ended": Event("ended request?", "all ranks have exited; the history will tell how the attempt ended"),
 }
 
 # --- environment variables

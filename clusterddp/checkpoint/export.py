@@ -5,33 +5,41 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from clusterddp.checkpoint.content import unpacked
 from clusterddp.checkpoint.state import RESERVED, copied
-from clusterddp.checkpoint.store import choose
+from clusterddp.checkpoint.store import Checkpoint, choose
 from clusterddp.errors import CheckpointError, UsageError
+from clusterddp.jobdef.job import Keep
+from clusterddp.reporter import counted
 from clusterddp.rundir.files import fsync_directory
 from clusterddp.rundir.run_directory import RunDirectory
 
 
 def export(
-    run: RunDirectory, target: Path, part: str | None = None, step: int | None = None, *, everything: bool = False
+    run: RunDirectory,
+    target: Path,
+    part: str | None = None,
+    step: int | Literal["best"] | None = None,
+    *,
+    everything: bool = False,
+    keep: Keep = Keep(),  # noqa: B008 (frozen)
 ) -> str:
     """Writes a part of a checkpoint, or all of it, to the file ``target``; returns what was written, in words.
 
-    ``part``: None is ``model``, or the only module. ``step``: the checkpoint's; None is the newest. A ``.pt`` or
-    ``.pth`` file is for ``torch.load(weights_only=True)``, a ``.safetensors`` file for a part whose values are all
-    tensors. Raises UsageError if the file exists or cannot be written, CheckpointError if the run has no such
-    checkpoint or part.
+    ``part``: None is ``model``, or the only module. ``step``: the checkpoint's; None is the newest. ``keep``: of the
+    job definition, for the best. A ``.pt`` or ``.pth`` file is for ``torch.load(weights_only=True)``, a
+    ``.safetensors`` file for a part whose values are all tensors. Raises UsageError if the file exists or cannot be
+    written, CheckpointError if the run has no such checkpoint or part.
     """
     if target.suffix not in (".pt", ".pth", ".safetensors"):
         raise UsageError(f"{target}: expected a file name that ends in .pt, .pth or .safetensors")
     if target.exists():
         raise UsageError(f"{target} already exists: remove it, or choose another file")
-    checkpoint = choose(run, step)
+    checkpoint = choose(run, step, keep)
     content = unpacked(checkpoint.read())
     if not everything:
         part = _chosen(content, part, checkpoint.path.name)
@@ -50,7 +58,14 @@ def export(
         fsync_directory(beside)
     except (OSError, RuntimeError) as error:  # torch turns system errors into RuntimeError
         raise UsageError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
-    return f"{target}: {part or 'everything'} of step {checkpoint.step}"
+    words = f"{target}: {part or 'everything'} of checkpoint {checkpoint.step}"
+    return f"{words}, the best: {_value(checkpoint)}" if step == "best" else words
+
+
+def _value(checkpoint: Checkpoint) -> str:
+    metric = (checkpoint.best_rule() or "").rpartition(" ")[0]
+    value = checkpoint.metric(metric)
+    return f"after {counted(checkpoint.step, 'step')}" if value is None else f"{metric} {value:.6g}"
 
 
 def _chosen(content: dict[str, Any], part: str | None, file: str) -> str:

@@ -85,6 +85,12 @@ class Gradients:
         self.note()
         self._waited, self._made = set(self._waiting), set()
 
+    @property
+    def made(self) -> bool:
+        """Whether the current step of the loop has run a backward."""
+        self.note()
+        return bool(self._made)
+
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped: its gradients are used."""
         self.note()

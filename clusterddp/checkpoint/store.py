@@ -15,9 +15,9 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from clusterddp.checkpoint import file_format
 from clusterddp.errors import CheckpointError, Superseded
@@ -73,6 +73,13 @@ class Checkpoint:
             value = json.loads(file_format.read_facts(self.path)["metrics"])[name]
             return float(value)
         except (file_format.Damaged, OSError, KeyError, ValueError, TypeError, RecursionError):
+            return None
+
+    def best_rule(self) -> str | None:
+        """Which checkpoint is the best, as the run that wrote the file had it, such as ``f1 max``; None if unknown."""
+        try:
+            return str(file_format.read_facts(self.path)["best"])
+        except (file_format.Damaged, OSError, KeyError, TypeError, RecursionError):
             return None
 
 
@@ -212,12 +219,15 @@ def of_run(directory: RunDirectory) -> Checkpoints:
     return Checkpoints(directory, directory.newest_attempt() or 0, Keep())
 
 
-def choose(directory: RunDirectory, step: int | None) -> Checkpoint:
-    """The checkpoint that the run would resume from, or the one of ``step`` in its lineage, verified.
+def choose(directory: RunDirectory, step: int | Literal["best"] | None, keep: Keep = Keep()) -> Checkpoint:  # noqa: B008
+    """The checkpoint that the run would resume from, or the one of ``step`` in its lineage, or its best one, verified.
 
-    Raises CheckpointError if there is none, with the available steps, or if it is damaged.
+    ``keep``: of the job definition, for the best. Raises CheckpointError if there is none, with the available steps, or
+    if it is damaged.
     """
     found = of_run(directory).candidates()
+    if step == "best":
+        step = _best_step(directory, found, keep)
     wanted = [checkpoint for checkpoint in found if step in (None, checkpoint.step)]
     for checkpoint in wanted:
         try:
@@ -230,6 +240,27 @@ def choose(directory: RunDirectory, step: int | None) -> Checkpoint:
         raise CheckpointError(f"{directory} has no checkpoint")
     steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found))
     raise CheckpointError(f"{directory} has no checkpoint of step {step}; available steps: {steps}")
+
+
+def _best_step(directory: RunDirectory, found: list[Checkpoint], keep: Keep) -> int:
+    keep = with_recorded_best(keep, found)
+    if keep.best is None:
+        raise CheckpointError(
+            f"{directory} keeps no best checkpoint: name its metric in ctx.run(best=...) or in checkpoint.keep"
+        )
+    best = best_of(found, keep)
+    if best is None:
+        raise CheckpointError(f"{directory} has no checkpoint with a value of {keep.best}; it is not logged yet")
+    return best[0].step
+
+
+def with_recorded_best(keep: Keep, candidates: Iterable[Checkpoint]) -> Keep:
+    """The rule of the job definition about the best checkpoint, else that of the script, which is in the files."""
+    rules = (rule for checkpoint in candidates if (rule := checkpoint.best_rule()) is not None)
+    if keep.best is not None or (rule := next(rules, None)) is None:
+        return keep
+    metric, _, order = rule.rpartition(" ")
+    return replace(keep, best=metric, best_is="min" if order == "min" else "max")
 
 
 def lineage(directory: RunDirectory, attempt: int) -> Iterator[tuple[int, float]]:

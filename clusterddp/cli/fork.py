@@ -5,33 +5,35 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from typing import Literal
 
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, choose
 from clusterddp.errors import CheckpointError, RunDirectoryError
 from clusterddp.jobdef.job import Keep
+from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.files import append_line, file_mode
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.messages import sentence
 
 
-def parse(text: str) -> tuple[RunDirectory, int | None]:
-    """The run and the step (None: its newest checkpoint) of ``RUN`` or ``RUN@STEP``.
+def parse(text: str) -> tuple[RunDirectory, int | Literal["best"] | None]:
+    """The run and the step (None: its newest checkpoint) of ``RUN``, ``RUN@STEP`` or ``RUN@best``.
 
     Raises RunDirectoryError if there is no such run.
     """
     path, at, step = text.rpartition("@")
-    if not at or not step.isdecimal() or RunDirectory(text).exists():
+    if not at or not (step.isdecimal() or step == "best") or RunDirectory(text).exists():
         path, step = text, ""
     run = RunDirectory(path)
     if not run.exists():
-        raise RunDirectoryError(f"--fork {text}: {run} is not a run directory; expected RUN or RUN@STEP")
-    return run, int(step) if step else None
+        raise RunDirectoryError(f"--fork {text}: {run} is not a run directory; expected RUN, RUN@STEP or RUN@best")
+    return run, "best" if step == "best" else int(step) if step else None
 
 
 def plant(text: str, into: RunDirectory) -> str:
     """Copies the checkpoint into a new run, as that of an attempt 0 that never trained; returns a message."""
     run, step = parse(text)
-    source = choose(run, step)
+    source = choose(run, step, load_resolved(run.job_file).checkpoint.keep if step == "best" else Keep())
     number = into.create_attempt()
     checkpoints = Checkpoints(into, number, Keep())
     checkpoints.record_resume(None)

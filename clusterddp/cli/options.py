@@ -62,7 +62,9 @@ def add_arguments(
     run.add_argument(
         "--change", action="store_true", help="continue a run with arguments that differ from its recorded ones"
     )
-    run.add_argument("--fork", metavar="RUN[@STEP]", help="start a new run from a checkpoint of another run")
+    run.add_argument(
+        "--fork", metavar="RUN[@STEP]", help="start a new run from a checkpoint of another run; @best: from its best"
+    )
     run.add_argument(
         "--take-over", action="store_true",
         help="continue a run whose last job or process ended on a machine or cluster that is unreachable from here",

@@ -1,18 +1,143 @@
-"""What a run trains from: ``ctx.loader()``, a loader of another library, or nothing."""
+"""What a run trains from: ``ctx.loader()``, a loader of another library, or nothing; and which batch each step takes.
+
+A step takes the next global batch of the loader's endless stream: step s takes batch s, plus all that were skipped
+before it. A skip moves the position in the data and not the number of steps, so that a schedule that counts steps is
+not affected. ``skips`` in a checkpoint has the steps with their numbers of batches: a resume finds its place on any
+number of ranks. Only a loader of another library hands out the batches that are skipped, and they are dropped.
+"""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from clusterddp.data.external_loader import ExternalLoader, StatefulLoader
 from clusterddp.data.loader import Loader
 from clusterddp.data.no_loader import NoLoader
 from clusterddp.distributed.process_group import ProcessGroup
+from clusterddp.jobdef.job import MOST_SKIPPED
 
 #: In the group's store: what rank 0 takes its samples from.
 _STREAM = "loader/stream"
-#: The argument ``step`` of its methods is the step to be made, from 0.
-TrainingLoader: TypeAlias = Loader | ExternalLoader | NoLoader
+#: The argument ``step`` of its methods is the number of a global batch, from 0.
+Source: TypeAlias = Loader | ExternalLoader | NoLoader
+
+
+class TrainingLoader:
+    """The loader of a run. The argument ``step`` of its methods is the step to be made, from 0.
+
+    Attributes:
+        skips: from which step on, and how many batches, for each skip.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.skips: list[tuple[int, int]] = []
+        #: Batches that a loader of another library has still to hand out, to nobody.
+        self._to_drop = 0
+        #: Whether the stream has to be opened again, at another position.
+        self._moved = False
+        #: The epoch of the last batch that was trained on, of a loader that knows only its current one.
+        self._last_epoch: int | None = None
+
+    @property
+    def per_rank_state(self) -> bool:
+        """Whether all ranks have to ``gather`` before a save."""
+        return self._source.per_rank_state
+
+    @property
+    def share(self) -> int:
+        """Samples per rank and step."""
+        return self._source.share
+
+    @property
+    def batch_size(self) -> int:
+        """The most samples that a rank takes at once."""
+        return self._source.batch_size
+
+    @property
+    def inexact(self) -> Sequence[str]:
+        """Reasons why a resume may not be exact."""
+        return self._source.inexact
+
+    def batch(self, step: int) -> int:
+        """The number of the global batch that a step takes."""
+        return step + sum(batches for at, batches in self.skips if at <= step)
+
+    def epoch(self, step: int) -> int:
+        """The epoch that the first sample of a step belongs to."""
+        return self._source.epoch(self.batch(step))
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether a step takes the last sample of an epoch."""
+        return self._source.ends_epoch(self.batch(step))
+
+    def epochs_before(self, step: int, every: int) -> bool:
+        """Whether a multiple of ``every`` epochs ends between the step before and this one, the first excepted."""
+        epoch = self.epoch(step)
+        before = self._last_epoch if self.per_rank_state else self.epoch(max(0, step - 1))
+        return before is not None and before // every < epoch // every
+
+    def steps_in(self, epochs: float) -> int:
+        """The number of steps in so many epochs, if nothing is skipped."""
+        return self._source.steps_in(epochs)
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether there are batches that can be skipped."""
+        return not isinstance(self._source, NoLoader)
+
+    def why_not_skip(self, batches: object) -> str | None:
+        """Why so many batches cannot be skipped; None if they can."""
+        if not self.can_skip:
+            return "the run has no loader whose batches could be skipped"
+        if type(batches) is not int or not 1 <= batches <= MOST_SKIPPED:
+            return f"expected a number of steps from 1 to {MOST_SKIPPED:,}, got {batches!r}"
+        return None
+
+    def skip(self, step: int, batches: int) -> None:
+        """From ``step`` on, the steps take later batches; all ranks call it between the same steps."""
+        self.skips.append((step, batches))
+        self._moved = True
+        if self.per_rank_state:
+            self._to_drop += batches
+
+    def batches(self, step: int, at_batch: Callable[[], None]) -> Iterator[Any]:
+        """This rank's batches from ``step`` on, without end. Closing the iterator ends the loader's workers.
+
+        ``at_batch`` is called before each batch that is dropped, equally often on all ranks.
+        """
+        iterator = self._source.batches(self.batch(step))
+        try:
+            while True:
+                if self._moved and not self.per_rank_state:
+                    iterator.close()  # type: ignore[union-attr]
+                    iterator = self._source.batches(self.batch(step))
+                self._moved = False
+                self._last_epoch = self._source.epoch(step) if self.per_rank_state else None
+                while self._to_drop:
+                    at_batch()
+                    next(iterator)
+                    self._to_drop -= 1
+                yield next(iterator)
+                step += 1
+        finally:
+            iterator.close()  # type: ignore[union-attr]
+
+    def gather(self) -> None:
+        """Brings the states of all ranks' loaders to rank 0, where they have one. Collective."""
+        self._source.gather()
+
+    def progress(self, step: int) -> dict[str, Any]:
+        """What a checkpoint stores about the loader."""
+        skipped = {"skips": [list(skip) for skip in self.skips], "skips_to_drop": self._to_drop} if self.skips else {}
+        return {**self._source.progress(self.batch(step)), **skipped}
+
+    def restore(self, progress: Mapping[str, Any]) -> None:
+        """Continues where the checkpoint was taken. Raises CheckpointError if the samples would not be the same."""
+        self._source.restore(progress)
+        self.skips = [(at, batches) for at, batches in progress.get("skips", ())]
+        self._to_drop = progress.get("skips_to_drop", 0)
 
 
 def training_loader(loader: Loader | StatefulLoader | None, group: ProcessGroup) -> TrainingLoader:
@@ -21,11 +146,11 @@ def training_loader(loader: Loader | StatefulLoader | None, group: ProcessGroup)
     Raises TypeError for one without a state, ValueError on a rank whose ``ctx.loader()`` is not that of rank 0.
     """
     if loader is None:
-        return NoLoader()
+        return TrainingLoader(NoLoader())
     if not isinstance(loader, Loader):
-        return ExternalLoader(loader, group)
+        return TrainingLoader(ExternalLoader(loader, group))
     _check_same(f"{loader.length} samples in the order {loader.label!r}", group)
-    return loader
+    return TrainingLoader(loader)
 
 
 def _check_same(stream: str, group: ProcessGroup) -> None:

@@ -67,6 +67,13 @@ class Buffers:
                 self._large.append(buffer)
         self._copies = [(group, [torch.empty_like(buffer) for buffer in group]) for group in groups.values()]
 
+    def unchanged(self) -> bool:
+        """Whether the buffers are those from before the step. Waits for a GPU."""
+        now = [module._buffers.get(name) for module, name in self._names]
+        same = all(one is other for one, other in zip(now, self._before, strict=True))
+        same &= self._versions == [buffer._version for buffer in self._large]
+        return same and all(torch.equal(*pair) for both in self._copies for pair in zip(*both, strict=True))
+
     @torch.no_grad()
     def rewind(self) -> bool:
         """Restores the buffers from before the step; False if one that is too large for a copy has changed."""

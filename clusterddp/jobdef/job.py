@@ -28,6 +28,11 @@ class Keep:
     best_is: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value is best. In YAML, ``best: f1 max`` gives both."""
 
+    @property
+    def best_rule(self) -> str | None:
+        """The rule as in YAML, such as ``f1 max``; None if there is none."""
+        return self.best and f"{self.best} {self.best_is}"
+
     def order(self, value: float) -> float:
         """A sort key for values of the metric: the best value has the smallest key, NaN has infinity."""
         if value != value:
@@ -81,6 +86,8 @@ class Watchdog:
 
 #: The most steps of a profile, whose events a rank keeps in memory, and the most ranks that record one at a time.
 MOST_PROFILED_STEPS, MOST_PROFILED_RANKS = 100, 32
+#: The most batches that are skipped at a time.
+MOST_SKIPPED = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -328,7 +335,7 @@ def _given(section: Limits | Wandb) -> dict[str, Any]:
 
 
 def _keep_values(keep: Keep) -> int | dict[str, Any]:
-    values = {"last": keep.last, "every": keep.every, "best": keep.best and f"{keep.best} {keep.best_is}"}
+    values = {"last": keep.last, "every": keep.every, "best": keep.best_rule}
     return keep.last if keep == Keep(keep.last) else {key: value for key, value in values.items() if value is not None}
 
 

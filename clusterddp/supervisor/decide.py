@@ -103,6 +103,8 @@ def _note(state: State, event: RankEvent) -> Step:
         return requests.on_checkpoint(replace(state, last_save_s=float(values["durable_s"])), values)
     if event.name == "checkpoint_failed":
         return requests.on_checkpoint(state, values)
+    if event.name == "skipped":
+        return requests.on_skipped(state, values), []
     if event.name in ("profiled", "not_profiled"):
         return requests.on_profile(state, event)
     return state, []

@@ -87,6 +87,8 @@ def _requested(event: Event) -> str:
     if event["request"] == "profile":
         who = "rank" if event["ranks"].isdecimal() else "ranks"
         return f"requested by `clusterddp tell profile={event['steps']}`: a profile of {who} {event['ranks']}"
+    if event["request"] == "skip":
+        return f"requested by `clusterddp tell skip={event['batches']}`: all ranks skip batches, and save"
     command = "requeue" if event["request"] == "requeue" else f"tell {event['request']}"
     without = f", without {', '.join(event['nodes'])}" if event.get("nodes") else ""
     return f"requested by `clusterddp {command}`: {_REQUESTS.get(event['request'], event['request'])}{without}"
@@ -121,6 +123,9 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "whole_batches": lambda e: (
         f"each rank takes {e['samples']} samples at once, more than its batch_size of {e['most']}: "
         "the script does not call run.micro()"
+    ),
+    "skipped": lambda e: (
+        f"{counted(e['batches'], 'batch', 'batches')} skipped: step {e['step']} takes global batch {e['batch']}"
     ),
     "profiled": lambda e: (
         f"rank {e['rank']} recorded a profile of {counted(e['steps'], 'step')} from step {e['step']}: {e['file']}"

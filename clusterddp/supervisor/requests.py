@@ -14,7 +14,7 @@ from typing import Any
 from clusterddp import __version__
 from clusterddp.failures.stack_groups import grouped, is_threads
 from clusterddp.hostlist import ranges, ranks_in
-from clusterddp.jobdef.job import MOST_PROFILED_RANKS, MOST_PROFILED_STEPS
+from clusterddp.jobdef.job import MOST_PROFILED_RANKS, MOST_PROFILED_STEPS, MOST_SKIPPED
 from clusterddp.reporter import counted
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, schema_error
 from clusterddp.supervisor.state import (
@@ -36,12 +36,17 @@ from clusterddp.supervisor.state import (
 ANSWER_S = 5.0
 
 _STACKS: Schema = {"request": is_text, "place": is_text, "threads": is_threads}
-_WILL_PROFILE: Schema = {"request": is_text, "refused": optional(is_text)}
+_WILL_DO: Schema = {"request": is_text, "refused": optional(is_text)}
 _SAVING: Schema = {"request": is_text, "step": optional(is_count), "committed": optional(is_count)}
 
 
 #: What ranks answer to orders.
-ORDER_ANSWERS: Mapping[str, Schema] = {"stacks": _STACKS, "saving": _SAVING, "will_profile": _WILL_PROFILE}
+ORDER_ANSWERS: Mapping[str, Schema] = {
+    "stacks": _STACKS,
+    "saving": _SAVING,
+    "will_profile": _WILL_DO,
+    "will_skip": _WILL_DO,
+}
 
 
 def accept(state: State, request: Request, now: float) -> Step:
@@ -62,6 +67,8 @@ def on_rank_event(state: State, event: RankEvent) -> Step:
         return state, []
     if event.name == "will_profile":
         return _on_will_profile(state, waiting, event)
+    if event.name == "will_skip":
+        return _on_will_skip(state, waiting, event)
     answers = {**waiting.answers, event.rank: event.values}
     waiting = replace(waiting, ranks=waiting.ranks - {event.rank}, answers=answers)
     if event.name == "saving":
@@ -75,11 +82,17 @@ def on_checkpoint(state: State, values: Mapping[str, Any]) -> Step:
     """A checkpoint was committed, or failed (``values`` has a "reason"): answers the requests that wait for it."""
     actions: list[Action] = []
     step = values["step"]
-    for waiting in _of_kind(state, "save"):
-        if 0 in waiting.answers and step >= waiting.answers[0]["step"]:
-            failed = {"refused": f"checkpoint {step} was not saved: {values.get('reason')}; training continues"}
-            state, more = _finish(state, waiting.request, failed if "reason" in values else {"checkpoint": step})
-            actions += more
+    for waiting in (*_of_kind(state, "save"), *_of_kind(state, "skip")):
+        answer = waiting.answers.get(0, {})
+        if step < answer.get("step", math.inf):
+            continue
+        done = {"checkpoint": step} if waiting.request.kind == "save" else {"checkpoint": step, "skipped": dict(answer)}
+        if "reason" in values:
+            done = {"refused": f"checkpoint {step} was not saved: {values['reason']}; training continues"}
+            if waiting.request.kind == "skip":
+                done = {"refused": f"{answer['batches']} batches skipped, but {done['refused']}"}
+        state, more = _finish(state, waiting.request, done)
+        actions += more
     return state, actions
 
 
@@ -141,8 +154,7 @@ def _stacks_answer(state: State, waiting: Pending) -> dict[str, Any]:
 
 def _save(state: State, request: Request, now: float) -> Step:
     """Tells rank 0, which alone saves, to do so at its next step boundary."""
-    if 0 not in _there(state):
-        why = "rank 0 has exited" if 0 in state.hosts else "the ranks are still starting"
+    if why := _no_rank_0(state):
         return _refuse(state, request, f"not saved: {why}")
     state = _keep(state, Pending(request, frozenset((0,)), now + ANSWER_S))
     return state, [Broadcast("save", str(request.client), frozenset((0,))), *_timer(state, now)]
@@ -162,9 +174,45 @@ def _on_saving(state: State, waiting: Pending) -> Step:
     return _keep(state, replace(waiting, until=math.inf)), [*record, news]
 
 
-def _save_late(state: State, waiting: Pending) -> Step:
+def _no_rank_0(state: State) -> str | None:
+    if 0 in _there(state):
+        return None
+    return "rank 0 has exited" if 0 in state.hosts else "the ranks are still starting"
+
+
+def _late_rank_0(state: State, waiting: Pending) -> Step:
     why = f"rank 0 ({state.node_of(0)}) has not answered within {ANSWER_S:g} s: it is stopped, or holds Python's GIL"
-    return _finish(state, waiting.request, {"refused": f"not saved: {why}"})
+    refused = f"not saved: {why}" if waiting.request.kind == "save" else f"nothing skipped yet: {why}"
+    return _finish(state, waiting.request, {"refused": refused})
+
+
+def _skip(state: State, request: Request, now: float) -> Step:
+    """Tells rank 0, which has all ranks skip batches at the same step boundary, and then saves."""
+    batches: Any = request.values.get("batches")
+    why = _no_rank_0(state) or ("the run is stopping" if state.told or state.saving else None)
+    if not is_count(batches) or not 1 <= batches <= MOST_SKIPPED:
+        why = f"{batches!r} batches; expected 1 to {MOST_SKIPPED:,}"
+    if why:
+        return _refuse(state, request, f"nothing skipped: {why}")
+    state = _keep(state, Pending(request, frozenset((0,)), now + ANSWER_S))
+    return state, [Broadcast("skip", f"{request.client} {batches}", frozenset((0,))), *_timer(state, now)]
+
+
+def _on_will_skip(state: State, waiting: Pending, event: RankEvent) -> Step:
+    """Rank 0 has asked all ranks, or cannot. The event ``skipped`` says where the agreed step boundary was."""
+    if "refused" in event.values:
+        return _finish(state, waiting.request, {"refused": f"nothing skipped: {event.values['refused']}"})
+    batches = waiting.request.values["batches"]
+    words = f"all ranks skip {counted(batches, 'batch', 'batches')} at their next common step boundary"
+    news = Answer(waiting.request.client, {"news": words}, last=False)
+    record = Record("requested", {"request": "skip", "batches": batches})
+    return _keep(state, replace(waiting, until=math.inf)), [record, news]
+
+
+def on_skipped(state: State, values: Mapping[str, Any]) -> State:
+    """All ranks have skipped batches. The request is answered once a checkpoint has that."""
+    waiting = state.pending.get(int(values.get("request", 0)))
+    return state if waiting is None else _keep(state, replace(waiting, answers={0: values}, until=math.inf))
 
 
 def _profile(state: State, request: Request, now: float) -> Step:
@@ -279,13 +327,15 @@ _KINDS: Mapping[str, Callable[[State, Request, float], Step]] = {
     "stacks": _stacks,
     "save": _save,
     "profile": _profile,
+    "skip": _skip,
     "stop": _stop,
     "requeue": _requeue,
 }
 #: What follows when ranks do not answer in time.
 _LATE: Mapping[str, Callable[[State, Pending], Step]] = {
     "stacks": lambda state, waiting: _finish(state, waiting.request, _stacks_answer(state, waiting)),
-    "save": _save_late,
+    "save": _late_rank_0,
+    "skip": _late_rank_0,
     "profile": _profile_late,
     "stop": _stop_late,
     "requeue": _stop_late,
@@ -294,6 +344,7 @@ _LATE: Mapping[str, Callable[[State, Pending], Step]] = {
 _AT_EXIT: Mapping[str, Callable[[State, Pending], dict[str, Any]]] = {
     "stacks": _stacks_answer,
     **dict.fromkeys(("save", "stop", "requeue"), lambda _state, _waiting: {"ended": True}),
+    "skip": lambda _, waiting: {"ended": True, "request": waiting.request.client},
     "profile": lambda state, waiting: {
         **_profiles(state, waiting),
         "ended": True,

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from clusterddp.checkpoint.best import with_best
 from clusterddp.data import randomness
 from clusterddp.data.eval_loader import EvalLoader
 from clusterddp.data.external_loader import StatefulLoader
@@ -44,6 +46,7 @@ from clusterddp.training.state.initial import Files
 from clusterddp.training.state.parts import Parts, by_name
 from clusterddp.training.state.per_rank import PerRank
 from clusterddp.training.state.run_state import Randomness
+from clusterddp.training.state.values import Values
 from clusterddp.training.stopping import Stopping
 from clusterddp.training.timing import StepTimes, step_times
 from clusterddp.worker import completion, control_channel
@@ -252,6 +255,8 @@ class Context(Ranks):
         per_rank: Parts = None,
         init_from: Files | None = None,
         init_strict: bool = True,
+        progress: Any = None,
+        best: str | None = None,
         **parts: Parts,
     ) -> Run:
         """The run, restored from its newest checkpoint if there is one. Collective; once per process.
@@ -268,20 +273,28 @@ class Context(Ranks):
             init_from: a file of weights to start from, ``.pt`` or ``.safetensors``, for ``model`` or the only module;
                 or a dict with a file for each part. Read when the run starts, not when it resumes.
             init_strict: whether names that are in the file or in the part, but not in both, are an error.
+            progress: the script's own values: a dict, or an instance of a dataclass, that the script changes as it
+                likes, the same on all ranks: numbers, text, True, False, None, and lists and dicts of them. They are
+                restored in place.
+            best: the metric whose best checkpoint is kept beside the newest: "accuracy" for the largest value that
+                ``run.log()`` got, "-loss" for the smallest.
             parts: what is saved and restored, under names that you choose, such as ``model=``, ``optimizer=``,
                 ``scheduler=`` or ``ema=``: modules, optimizers, and any objects with ``state_dict`` and
                 ``load_state_dict``; also lists, tuples and dicts of them, whose members are parts such as ``nets.0``.
                 None is ignored. Random generators of torch, numpy and ``random`` are parts, too.
 
-        Raises TypeError for a part without a state, RuntimeError when called twice, and CheckpointError when the
-        checkpoint is damaged or does not fit the parts, the seed or the dataset, or ``init_from`` does not fit.
+        Raises TypeError for a part without a state and for a value that cannot be saved, ValueError for a wrong
+        ``best``, RuntimeError when called twice, and CheckpointError when the checkpoint is damaged or does not fit the
+        parts, the seed or the dataset, or ``init_from`` does not fit.
         """
         if self._run is not None:
             raise RuntimeError("ctx.run() was already called in this process; pass it all parts at once")
         named, own = by_name(parts), PerRank(per_rank, self._group)
         warm_start = partial(initial.load, init_from, init_strict, named, self._group) if init_from else None
         read, report = self._settings, self._history.report
-        saver = self._stopping.saver = Saver(read.run_dir, self.attempt, self._group, report, read.job.checkpoint)
+        values, keep = Values(progress), with_best(read.job.checkpoint.keep, best, told=self.is_main)
+        saving = replace(read.job.checkpoint, keep=keep)
+        saver = self._stopping.saver = Saver(read.run_dir, self.attempt, self._group, report, saving)
         deadline, beat = self._stopping.deadline, self._heartbeat
         self._times = times = step_times(named.values(), self.device, self.world_size)
         beat.timing = times.told
@@ -291,7 +304,7 @@ class Context(Ranks):
         services = Services(
             read.job, self._group, self._agreement, saver, deadline, beat, times, profiling, tracking, report
         )
-        self._run = Run(named, training_loader(loader, self._group), rng, own, warm_start, services)
+        self._run = Run(named, training_loader(loader, self._group), rng, values, own, warm_start, services)
         return self._run
 
     # --- hanging

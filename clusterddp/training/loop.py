@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -29,21 +28,16 @@ from clusterddp.training.state.divergence import explanation
 from clusterddp.training.state.initial import Loaded
 from clusterddp.training.state.per_rank import PerRank
 from clusterddp.training.state.run_state import Randomness, RunState
+from clusterddp.training.state.values import Values
+from clusterddp.training.steps.position import Step
+from clusterddp.training.steps.steering import Steering
 from clusterddp.worker import completion, control_channel
 
 #: Names that a metrics line or an event has already.
 _RESERVED = {"step", "time", "attempt", "event", "rank"}
 
 
-@dataclass
-class _Step:
-    """The step being made: whether the optimizer has stepped in it, and whether ``finish`` made it the last."""
-
-    optimizer_stepped: bool = False
-    last: bool = False
-
-
-class Run:
+class Run(Steering):
     """One attempt of a run: made by ``Context.run``, with the newest checkpoint restored."""
 
     def __init__(
@@ -51,6 +45,7 @@ class Run:
         parts: dict[str, Stateful],
         loader: TrainingLoader,
         rng: Randomness,
+        values: Values,
         per_rank: PerRank,
         warm_start: Callable[[], list[Loaded]] | None,
         services: Services,
@@ -61,12 +56,15 @@ class Run:
         self._tracking = services.tracking
         self._loader, self._rng = loader, rng
         self._enter("restoring")
-        self._state = RunState(parts, loader, rng, self._job.seed, self._group, per_rank)
+        self._state = RunState(parts, loader, rng, self._job.seed, self._group, values, per_rank)
         #: Whether all ranks take part in a save, because each has a state.
         self._together = loader.per_rank_state or bool(per_rank)
-        self._making: _Step | None = None
+        self._making = None
         self._goal = 0  # of the current loop
         self._begun = self._stopping = False
+        #: Whether the last loop is complete.
+        self._done = False
+        self._agreement.on_skip = self._on_skip
         self._process = os.getpid()
         self._values = logged.Values(keeps_own=self._group.rank == 0)
         self._micro = MicroBatches(parts, loader)
@@ -79,25 +77,7 @@ class Run:
         self._enter("importing")
         if (channel := control_channel.current) is not None:
             channel.savable = control_channel.Savable(lambda: (self.step, self._saver.committed), self._saver.request)
-            channel.profile = self._profiling.request
-
-    @property
-    def step(self) -> int:
-        """The number of completed steps; inside the loop, therefore, the number of the current step, from 0."""
-        return self._state.step
-
-    @property
-    def epoch(self) -> int:
-        """The epoch, from 0, that the current step takes its first sample from."""
-        return self._loader.epoch(self.step)
-
-    @property
-    def end_of_epoch(self) -> bool:
-        """Whether the current step takes the last sample of an epoch.
-
-        Raises TypeError with a loader that is not ``ctx.loader()``'s.
-        """
-        return self._loader.ends_epoch(self.step)
+            channel.profile, channel.skip = self._profiling.request, self._request_skip
 
     def steps(self, total: int | None = None) -> Iterator[Any]:
         """Yields this rank's batch of each step, from the step that the run resumed at.
@@ -118,13 +98,15 @@ class Run:
     def _steps(self, total: int) -> Iterator[Any]:
         self._begin(total)
         self._goal = total
-        if self._over():
+        self._done = self._over()
+        if self._done:
             return
         completion.loop = loop = completion.Loop(lambda: self.step, total)
         self._heartbeat.begin()
         self._enter("training" if self._made else "first_step")
+        self._in_loop = True
         self._boundary()
-        batches = self._loader.batches(self.step)
+        batches = self._loader.batches(self.step, self._boundary)
         try:
             while not self._over():
                 self._profiling.at_boundary(self.step)
@@ -145,10 +127,12 @@ class Run:
                 self._profiling.end()
             raise
         finally:
+            self._in_loop = False
             self._heartbeat.rest()
-            batches.close()  # type: ignore[union-attr]
+            batches.close()  # type: ignore[attr-defined]
         self._profiling.end()
         self._complete()
+        self._done = True
         completion.complete()
 
     def epochs(self, count: float) -> Iterator[Any]:
@@ -197,6 +181,8 @@ class Run:
             raise TypeError(f"run.log({', '.join(sorted(taken))}=...): the name is reserved; choose another")
         if self._making:
             self._values.add(values, reduce)
+            if self._saver.best_metric in values:
+                self._log_best(values[str(self._saver.best_metric)], reduce)
             return
         if reduce is not None:
             raise RuntimeError("run.log(reduce=...) works in a step; outside, use ctx.all_reduce_mean() on all ranks")
@@ -204,6 +190,8 @@ class Run:
         if self._group.rank == 0:
             result = {name: finite(logged.number(name, value)) for name, value in values.items()}
             self._report("result", step=self.step, **result)
+            if self._done and (best := self._saver.best_metric) in values:
+                self._saver.log_best(self.step, float(logged.number(str(best), values[str(best)])), self._content)
 
     def finish(self) -> None:
         """Ends the loop after the current step: early stopping. All ranks call it in the same step.
@@ -282,16 +270,21 @@ class Run:
         self._state.gradients.begin_step()
         self._state.buffers.begin_step()
         self._optimizer_steps.begin_step()
-        self._making = _Step()
+        self._state.before.begin_step()
+        self._making = Step()
 
     def _finish_step(self) -> None:
         if self._micro.end_step():
             self._report("whole_batches", step=self.step, samples=self._loader.share, most=self._loader.batch_size)
-        self._saver.log(self.step, self._values.take())
+        assert self._making is not None
+        made, self._making = self._making, None
+        self._saver.log(self.step, self._values.take(), best_is_newer=not made.best_before)
         self._state.step += 1
-        if self._making and self._making.last:
+        if made.last:
             self._state.finished.append(self._goal)
-        self._making = None
+        if made.skip:
+            self._skip(self.step, made.skip)
+        self._may_be_due |= made.evaluates and self._saver.best_metric is not None
         self._state.gradients.note()
         self._state.buffers.share()
         self._made += 1
@@ -333,13 +326,29 @@ class Run:
     def _save_if_due(self) -> None:
         try:
             if self._together:
-                if not self._saver.due_together(self.step):
+                asked, self._may_be_due = self._may_be_due, False
+                if not self._saver.due_together(self.step, asked):
                     self._saver.look()
                     return
                 self._gather()
             self._saver.save_if_due(self.step, self._content, due=self._together)
         except Superseded as error:  # Only rank 0 knows. Once all ranks have stopped, the commit tells them.
             self._agreement.request(str(error))
+
+    def _log_best(self, value: Any, reduce: str | None) -> None:
+        """At the place for an evaluation, the value is that of the state before the step, which can still be saved."""
+        made = self._making
+        if made is None or self._group.rank != 0:
+            return
+        before = made.evaluates and not made.optimizer_stepped and reduce is None and not self._together
+        made.best_before = before and self._state.is_before_step()
+        if made.best_before:
+            try:
+                with self._heartbeat.pause():
+                    number = float(logged.number(str(self._saver.best_metric), value))
+                    self._saver.log_best(self.step, number, self._content)
+            except Superseded as error:
+                self._agreement.request(str(error))
 
     def _complete(self) -> None:
         self._report("finishing", step=self.step)  # until "progress", the supervisor lets this rank save

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from clusterddp.checkpoint.best import BestSoFar
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved
 from clusterddp.checkpoint.restore import Place, restore
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, best_of
@@ -73,9 +74,9 @@ class Saver:
         self._stall_s = 0.0
         #: Seconds until the last save was durable; 0 before the first.
         self.last_save_s = 0.0
-        #: The metric of ``keep.best``: its best value so far (as an order), and the one of the last step.
-        self._best = float("inf")
-        self._value: float | None = None
+        self._best = BestSoFar(settings.keep)
+        #: What the history says of the best checkpoint, once the save in progress is durable.
+        self._new_best: dict[str, Any] = {}
         self._logged: set[str] = set()
         self._commits = 0
         #: Is told each committed step, on rank 0.
@@ -101,7 +102,7 @@ class Saver:
             self.steps_before = most_steps(self._directory)
             self._checkpoints.record_resume(parent)
             if (best := best_of(self._checkpoints.candidates(), self._settings.keep)) is not None:
-                self._best = self._settings.keep.order(best[1])
+                self._best.resume(best[1])
         self._saved_at = time.monotonic()
 
     @property
@@ -118,9 +119,12 @@ class Saver:
         if self._checkpoints is not None:
             self._checkpoint_client.prepare(state())
 
-    def log(self, step: int, logged: Logged) -> None:
-        """Takes the values of a completed step, on all ranks; rank 0 notes whether the step is the best so far."""
-        best = self._settings.keep.best or ""
+    def log(self, step: int, logged: Logged, best_is_newer: bool = True) -> None:
+        """Takes the values of a completed step, on all ranks; rank 0 notes whether the step is the best so far.
+
+        ``best_is_newer``: the metric of the best checkpoint, if it is among them, is that of the state after the step.
+        """
+        best = self._best.metric or ""
         if self._sender is not None:
             every = self._settings.every_steps
             self._sender.add(step, logged, now=best in logged.reduced or bool(every and (step + 1) % every == 0))
@@ -129,11 +133,25 @@ class Saver:
         names = logged.values.keys()
         self._metrics.add(step, logged)
         self._logged.update(names)
-        self._value = None
-        if best in names:  # the decision to save this very step cannot wait for the value
+        self._best.value = None
+        if best in names and best_is_newer:  # the decision to save this very step cannot wait for the value
             self._metrics.settle(step + 1, WAIT_S)
             value = self._metrics.newest.get(best)
-            self._value = value if isinstance(value, (int, float)) else None
+            self._best.value = value if isinstance(value, (int, float)) else None
+
+    @property
+    def best_metric(self) -> str | None:
+        """The metric of the best checkpoint, if there is one."""
+        return self._best.metric
+
+    def log_best(self, step: int, value: float, state: State) -> None:
+        """Rank 0 takes the value of that metric for the present state, after ``step`` steps, and saves a new best."""
+        if self._checkpoints is None:
+            return
+        self._best.value = value
+        if self._best.better:
+            self._take_answer(wait=True)
+            self._save(step, state, urgent=False)
 
     def save_if_due(self, step: int, state: State, due: bool = False) -> None:
         """Rank 0 saves if a checkpoint is due; the other ranks continue and need not know. ``due``: it is, in any case.
@@ -149,19 +167,20 @@ class Saver:
         if not self._checkpoint_client.busy and (this_step or self._is_time()):
             self._save(step, state, urgent=False)
 
-    def due_together(self, step: int) -> bool:
+    def due_together(self, step: int, asked: bool) -> bool:
         """Whether a checkpoint is due, with the same answer on all ranks, where all must take part in a save.
 
-        Every rank can count steps; whether time is up, or the user asked for a save, is rank 0's decision, broadcast
-        now and then. The best metric is known only to rank 0 and does not count.
+        Every rank can count steps; whether time is up, or the user asked for a save, or the step is the best, is rank
+        0's decision, broadcast now and then, and when all ranks know that it may be so (``asked``).
         """
         if not self.saves:
             return False
         if self._settings.every_steps is not None and step % self._settings.every_steps == 0:
             return True
-        if step % TOGETHER_STEPS:
+        if step % TOGETHER_STEPS and not asked:
             return False
-        return bool(broadcast_json(self._checkpoints is not None and self._is_time(), self._group.collective_device))
+        due = self._checkpoints is not None and (self._is_time() or self._best.better)
+        return bool(broadcast_json(due, self._group.collective_device))
 
     def look(self) -> None:
         """Rank 0 reports a save that has ended meanwhile. Raises Superseded."""
@@ -205,9 +224,9 @@ class Saver:
         if self._sender is not None:
             self._sender.close()
         if self._checkpoints is not None:
-            best = self._settings.keep.best
-            if best is not None and self._logged and self._best == float("inf"):  # a misspelled metric, perhaps
-                say(f"checkpoint.keep.best: no step has logged {best!r} yet, only {', '.join(sorted(self._logged))}")
+            best = self._best.metric
+            if best is not None and self._logged and not self._best.found:  # a misspelled metric, perhaps
+                say(f"best checkpoint: no step has logged {best!r} yet, only {', '.join(sorted(self._logged))}")
             self._checkpoint_client.close()
             self._metrics.close(clean)
 
@@ -215,9 +234,8 @@ class Saver:
 
     def _wants_this(self, step: int) -> bool:
         """Whether the state after this very step is wanted: by its number, or as the best so far."""
-        if self._value is not None and self._settings.keep.order(self._value) < self._best:
-            return True
-        return self._settings.every_steps is not None and step % self._settings.every_steps == 0
+        every = self._settings.every_steps
+        return self._best.better or (every is not None and step % every == 0)
 
     def _is_time(self) -> bool:
         if self._requested:
@@ -232,13 +250,10 @@ class Saver:
             self._metrics.flush()
         except OSError as error:
             return self._say_failed(step, f"the metrics before it cannot be written ({error.strerror})")
-        facts = {}
-        if self._value is not None:
-            self._best = min(self._best, self._settings.keep.order(self._value))
-            facts["metrics"] = json.dumps({self._settings.keep.best: self._value})
+        self._new_best = self._best.save()
         seconds = WAIT_S if urgent else BESIDE_S
         before = partial(self._complete_metrics, step, seconds) if self._metrics.pending else None
-        self._checkpoint_client.save(step, state(), facts, urgent, before)
+        self._checkpoint_client.save(step, state(), self._best.facts(), urgent, before)
         self._stall_s = time.monotonic() - started
         return None
 
@@ -257,6 +272,7 @@ class Saver:
             try:
                 saved = self._checkpoint_client.result(wait)
             except NotSaved as error:
+                self._best.failed()
                 self._metrics.doubtful |= error.metrics
                 return self._say_failed(error.step, str(error))
             if saved is None:
@@ -268,6 +284,7 @@ class Saver:
                 blocked_s=round(self._stall_s + (time.monotonic() - asked_at if wait else 0.0), 4),
                 durable_s=round(self.last_save_s, 4),
                 bytes=saved.bytes,
+                **({"best": self._new_best} if self._new_best else {}),
             )
             self.on_commit(saved.step)
             if self._settings.auto:
@@ -278,7 +295,7 @@ class Saver:
         problem = None
         try:
             self._take_answer(wait=True)
-            if step != self._committed:
+            if step != self._committed or self._requested:  # a request may have changed the state of that step
                 problem = self._save(step, state, urgent=True) or self._take_answer(wait=True)
         except ClusterddpError as error:
             return {"error": type(error).__name__, "message": str(error)}

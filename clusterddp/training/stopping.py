@@ -40,7 +40,8 @@ class Stopping:
         """Signals and notices have no effect any more. ``restore_handlers``: those from before ``init()``."""
         if control_channel.current is not None:
             control_channel.current.on_stop(None)
-            control_channel.current.savable = control_channel.current.profile = None
+            control_channel.current.savable = None
+            control_channel.current.profile = control_channel.current.skip = None
         self._signals.close(restore_handlers=restore_handlers)
         self.agreement.close()
         self.deadline.end()

@@ -92,6 +92,8 @@ class ControlChannel:
         #: Has the run record a profile from its next step boundary on, for a request and of so many steps; returns why
         #: not, if so. None: there is no run.
         self.profile: Callable[[str, int], str | None] | None = None
+        #: The same for batches that all ranks are to skip; of rank 0.
+        self.skip: Callable[[str, int], str | None] | None = None
 
     @classmethod
     def join(

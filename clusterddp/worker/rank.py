@@ -141,8 +141,8 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
 
 
 def obey(order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """Carries out an order of the supervisor: stop like on a signal, save, record a profile, report stacks, write
-    torch's flight record, or exit at once, even if the main thread hangs.
+    """Carries out an order of the supervisor: stop like on a signal, save, skip batches, record a profile, report
+    stacks, write torch's flight record, or exit at once, even if the main thread hangs.
 
     A script that does not use clusterddp may be saving, and is left to its launcher.
     """
@@ -156,7 +156,9 @@ def obey(order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
     if "save" in order and control_channel.current is not None:
         _save(control_channel.current.savable, str(order["save"]))
     if "profile" in order and control_channel.current is not None:
-        _profile(control_channel.current.profile, str(order["profile"]))
+        control_channel.report("will_profile", **_begun(control_channel.current.profile, str(order["profile"])))
+    if "skip" in order and control_channel.current is not None:
+        control_channel.report("will_skip", **_begun(control_channel.current.skip, str(order["skip"])))
     if "leave" in order and _used_clusterddp():
         say_unlocked(f"told to exit: {order['leave']}")
         control_channel.report("left", **{**end, "end": "dismissed", "error": order["leave"], "used_clusterddp": True})
@@ -179,10 +181,11 @@ def _save(run: control_channel.Savable | None, request: str) -> None:
         run.request()
 
 
-def _profile(begin: Callable[[str, int], str | None] | None, order: str) -> None:
-    request, steps = order.split()
-    refused = "it has no run: the script has not called ctx.run() yet" if begin is None else begin(request, int(steps))
-    control_channel.report("will_profile", request=request, **({} if refused is None else {"refused": refused}))
+def _begun(begin: Callable[[str, int], str | None] | None, order: str) -> dict[str, str]:
+    """Begins what a request with a number asks for; the request, and why it is refused, if so."""
+    request, number = order.split()
+    refused = "it has no run: the script has not called ctx.run() yet" if begin is None else begin(request, int(number))
+    return {"request": request} if refused is None else {"request": request, "refused": refused}
 
 
 def _used_clusterddp() -> bool:

@@ -49,7 +49,11 @@ SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
 ]
 
 #: Whose public methods a class has, too: its base class, in another module.
-BASES = {"Context": ("clusterddp.training.ranks", "Ranks")}
+BASES = {
+    "Context": ("clusterddp.training.ranks", "Ranks"),
+    "Run": ("clusterddp.training.steps.steering", "Steering"),
+    "Steering": ("clusterddp.training.steps.position", "Position"),
+}
 
 #: What another class returns: nobody calls the constructor.
 CONSTRUCTED = {"Context", "Run", "Loader", "EvalLoader", "StatefulLoader", "Status", "RankEnvironment", "Stopped"}
@@ -58,6 +62,7 @@ CONSTRUCTED = {"Context", "Run", "Loader", "EvalLoader", "StatefulLoader", "Stat
 INTERNAL = (
     *("loop.Run.stop_point", "loader.Loader.inexact", "loader.Loader.gather", "loader.Loader.progress"),
     *("loader.Loader.restore", "loader.Loader.batches", "external_loader.StatefulLoader.*", "job.Keep.order"),
+    "job.Keep.best_rule",
     *("errors.Stopped.latest", "errors.Stopped.on_raised"),
     *("lightning.RankEnvironment.*", "*.SaveAndRequeue.on_*"),
 )

@@ -153,7 +153,7 @@ def test_the_only_module_is_exported_without_a_name(folder: Path, tmp_path: Path
     )
     done = ddp.run_alone(script, tmp_path / "run", folder=tmp_path / "out")
     assert done.output(0).count("is not available without a loader") == 2
-    assert "net of step 2" in export(RunDirectory(tmp_path / "run"), tmp_path / "net.pt")
+    assert "net of checkpoint 2" in export(RunDirectory(tmp_path / "run"), tmp_path / "net.pt")
 
 
 def test_on_another_number_of_ranks_state_must_say_how_to_split(folder: Path, script: Path, stopped: Any) -> None:

@@ -149,7 +149,7 @@ def test_a_metric_that_no_step_logs_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(POLICIES)
     ranks = ddp.run(script, tmp_path / "run", "misspelt", 9, ranks=2, folder=tmp_path / "out")
-    assert "checkpoint.keep.best: no step has logged 'F1' yet, only f1" in ranks.output(0)
+    assert "best checkpoint: no step has logged 'F1' yet, only f1" in ranks.output(0)
     assert "no step has logged" not in ranks.output(1)
 
 

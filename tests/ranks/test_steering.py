@@ -15,6 +15,7 @@ from clusterddp.cli.command_line import command
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.trace_file import table_file
+from tests.checkpoint_files import content_of
 from tests.descent import Descent
 from tests.histories import check_history
 from tests.ranks.test_local import start
@@ -92,6 +93,13 @@ def test_a_run_tells_its_stacks_saves_is_profiled_is_requeued_is_stopped_and_con
     saved = int(capsys.readouterr().out.split()[1])
     assert (run.checkpoints / f"step-{saved:012d}.attempt-0.safetensors").exists()
 
+    assert command(["tell", str(run), "skip=5"]) == 0, story(run)
+    words = r"attempt 0: 5 batches skipped: step (\d+) takes global batch (\d+); checkpoint (\d+) committed\n"
+    found = re.fullmatch(words, capsys.readouterr().out)
+    assert found is not None
+    step, batch, checkpoint = map(int, found.groups())
+    assert batch == step + 5 and checkpoint == step
+
     wait_until(lambda: any(event["event"] == "profiled" for event in run.events()), "the job's profile")
     check_profile(run, 0, range(4, 7))
     assert command(["tell", str(run), "profile=2", "--rank", "0-1"]) == 0, story(run)
@@ -116,4 +124,5 @@ def test_a_run_tells_its_stacks_saves_is_profiled_is_requeued_is_stopped_and_con
     lines = list(read_lines(run.metrics_file))
     assert [line["step"] for line in lines] == list(range(STEPS)), story(run)
     assert [line["loss"] for line in lines] == undisturbed_losses()
+    assert content_of(max(run.checkpoints.iterdir()))["progress"]["skips"] == [[step, 5]]
     check_history(run.events())

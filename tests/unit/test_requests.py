@@ -114,7 +114,7 @@ def test_a_late_or_malformed_answer_changes_nothing() -> None:
     [
         ("stacks", {"ranks": "1-2"}, "there is no rank 2 in this run: expected 0 to 1"),
         ("stacks", {"ranks": "one"}, "'one' is neither a rank nor a range"),
-        ("dance", {}, "knows no 'dance', only stacks, save, profile, stop, requeue"),
+        ("dance", {}, "knows no 'dance', only stacks, save, profile, skip, stop, requeue"),
         ("requeue", {"nodes": "n1"}, "nodes 'n1': expected a list of names"),
     ],
 )
@@ -294,6 +294,59 @@ def test_an_attempt_records_the_jobs_profile_unless_one_has_begun_to(
     job = dataclasses.replace(TWO_RANKS, profile=ProfiledSteps(at=7))
     attempt = Attempt(run, job, run.create_attempt(), FakeRanks(run, STOPPED), FakeController(Cause.NONE))
     assert attempt._is_profile_due() is due
+
+
+# ---- skip
+
+
+SKIP = Request(6, "skip", {"batches": 500})
+WILL_SKIP = RankEvent(0, "will_skip", {"request": "6"})
+SKIPPED = {"step": 8, "batches": 500, "batch": 508, "request": "6"}
+
+
+def skipped(**values: Any) -> RankEvent:
+    return RankEvent(0, "skipped", {**SKIPPED, **values})
+
+
+def test_a_skip_is_ordered_from_rank_0_and_answered_by_the_checkpoint_that_has_it() -> None:
+    """One of an earlier step, which was under way, has not."""
+    assert done(after(), SKIP)[0] == Broadcast("skip", "6 500", frozenset((0,)))
+    assert Record("requested", {"request": "skip", "batches": 500}) in done(after(SKIP), WILL_SKIP)
+    state = after(SKIP, WILL_SKIP)
+    assert answers(done(state, checkpoint(9)), 6) == []
+    state = after(skipped(), state=state)
+    assert answers(done(state, checkpoint(7)), 6) == []
+    assert answers(done(state, checkpoint(8)), 6) == [{"checkpoint": 8, "skipped": SKIPPED}]
+    text = "attempt 3: 500 batches skipped: step 8 takes global batch 508"
+    assert sentence({"event": "skipped", "attempt": 3, **SKIPPED}) == text
+    failed = RankEvent(0, "checkpoint_failed", {"step": 8, "reason": "No space left"})
+    [refusal] = answers(done(state, failed), 6)
+    assert refusal["refused"].startswith("500 batches skipped, but checkpoint 8 was not saved: No space left")
+
+
+def test_a_skip_that_is_not_answered_when_the_ranks_exit_is_looked_up_in_the_history() -> None:
+    assert answers(done(after(SKIP, WILL_SKIP, skipped()), RanksExited(0)), 6) == [{"ended": True, "request": 6}]
+
+
+@pytest.mark.parametrize(
+    ("events", "event", "why"),
+    [
+        ([], Request(6, "skip", {"batches": 0}), "nothing skipped: 0 batches; expected 1 to 1,000,000,000"),
+        ([], Request(6, "skip"), "nothing skipped: None batches"),
+        ([PREEMPTED, Timer.LOOK], SKIP, "nothing skipped: the run is stopping"),
+        ([SKIP], RankEvent(0, "will_skip", {"request": "6", "refused": "why"}), "nothing skipped: why"),
+        ([SKIP], Timer.ANSWER, "nothing skipped yet: rank 0 (n1) has not answered within 5 s"),
+    ],
+)
+def test_an_impossible_skip_is_refused(events: Sequence[Event], event: Event, why: str) -> None:
+    [refusal] = answers(done(after(*events), event, NOW + ANSWER_S), 6)
+    assert refusal["refused"].startswith(why)
+
+
+def test_a_skip_of_the_script_answers_no_request() -> None:
+    own = RankEvent(0, "skipped", {"step": 8, "batches": 2, "batch": 10})
+    state = after(SKIP, WILL_SKIP, own)
+    assert answers(done(state, checkpoint(9)), 6) == []
 
 
 # ---- stop and requeue

@@ -340,8 +340,10 @@ def test_a_rank_that_exits_without_its_profile_is_named(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["profil=3"], "unknown order 'profil=3'; did you mean 'profile=STEPS'?; expected save, stop, profile=STEPS"),
-        (["dance"], "unknown order 'dance'; expected save, stop, profile=STEPS"),
+        (["profil=3"], "unknown order 'profil=3'; did you mean 'profile=STEPS'?; expected save, stop, skip=STEPS,"),
+        (["dance"], "unknown order 'dance'; expected save, stop, skip=STEPS, profile=STEPS"),
+        (["skip=none"], "skip=none: expected a number of steps from 1 to 1,000,000,000, such as skip=500"),
+        (["skip=1", "--rank", "1"], "--rank: only profile=STEPS is for some of the ranks, skip=1 is for the whole run"),
         (["profile=0"], "profile=0: expected a number of steps from 1 to 100, such as profile=20"),
         (["profile="], "profile=: expected a number of steps from 1 to 100"),
         (["profile=20.5"], "expected a number of steps"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clusterddp.checkpoint.store import Checkpoint, Checkpoints, incomplete
+from clusterddp.checkpoint.store import Checkpoint, Checkpoints, incomplete, of_run, with_recorded_best
 from clusterddp.cli.runs.confirmation import agreed, can_ask
 from clusterddp.errors import FAILED, CheckpointError, ClusterddpError, RunDirectoryError
 from clusterddp.jobdef import code_snapshot
@@ -92,8 +92,8 @@ def plan_for(run: RunDirectory, keep_checkpoints: int, logs: bool, profiles: boo
     for folder in (run.checkpoints, run.logs):
         if folder.is_symlink():
             say(f"{folder} is a symbolic link: nothing behind it is deleted")
-    keep = replace(load_resolved(run.job_file).checkpoint.keep, last=keep_checkpoints, every=None)
-    checkpoints = Checkpoints(run, run.newest_attempt() or 0, keep)
+    keep = with_recorded_best(load_resolved(run.job_file).checkpoint.keep, of_run(run).candidates())
+    checkpoints = Checkpoints(run, run.newest_attempt() or 0, replace(keep, last=keep_checkpoints, every=None))
     old = checkpoints.old()
     paths = [checkpoint.path for checkpoint in old] + [path for _, path in incomplete(run)]
     folders = [run.attempt_logs(number) for number in old_logs(run, keep=1)] if logs else []

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterddp.cli.runs import live
-from clusterddp.cli.runs.report import booked, left_s, moment, report, values
+from clusterddp.cli.runs.report import best_saved, booked, left_s, moment, report, values
 from clusterddp.cli.runs.screen import INDENT, Fact, Size, composed, fact_lines
 from clusterddp.cli.runs.sparkline import labelled
 from clusterddp.cli.runs.text import clipped, one_line
@@ -91,7 +91,7 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
         "code": [("code", code)] if code else [],
         "attempts": [("attempts", str(attempts_made(events)))],
         **_time(job, *booked(summary, state, events, now), events),
-        "progress": _progress(summary, state, now),
+        "progress": [*_progress(summary, state, now), *_best(events)],
         "slow": _slow(summary.run) if state.word not in OVER else [],
         "nodes": [*_nodes(job, summary, state), *_excluded(events, now)],
         "trackers": overview(summary.run),
@@ -161,6 +161,7 @@ def _report(run: RunDirectory) -> dict[str, Any]:
         "job_name": job.name,
         "shape": job.shape,
         "code": _code(run, events),
+        "best": best_saved(events),
         "gpus_per_node": job.gpus_per_node if job.device == "cuda" else 0,
         "gpu_type": job.gpu_type,
         "excluded": exclusion.left_out(events, now),
@@ -254,6 +255,12 @@ def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
             ("saved", f"step {summary.saved.get('step')}, {duration(max(0.0, now - summary.saved['time']))} ago")
         )
     return lines
+
+
+def _best(events: Sequence[Event]) -> Sequence[Fact]:
+    """The best checkpoint, under the number by which ``export`` knows it."""
+    best = best_saved(events)
+    return [] if best is None else [("best", f"{_values({best['metric']: best['value']})}, checkpoint {best['step']}")]
 
 
 def _slow(run: RunDirectory) -> Sequence[Fact]:

@@ -1,4 +1,4 @@
-"""``clusterddp tell RUN save|stop|profile=STEPS``: an order to a run while it trains."""
+"""``clusterddp tell RUN save|stop|skip=STEPS|profile=STEPS``: an order to a run while it trains."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from clusterddp.cli.steering import profile
 from clusterddp.cli.steering.asking import await_end, backwards, request
 from clusterddp.errors import FAILED, INTERRUPTED, RunDirectoryError, UsageError
 from clusterddp.hostlist import ranks_in
+from clusterddp.jobdef.job import MOST_SKIPPED
 from clusterddp.jobdef.values import did_you_mean
 from clusterddp.reporter import show
 from clusterddp.rundir.find import open_run
@@ -21,8 +22,9 @@ from clusterddp.supervisor.messages import readable, sentence
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``tell``."""
     parser.add_argument("run", metavar="RUN", help="a run directory")
-    orders = "; ".join(f"{name}: {text}" for name, (_, text) in ORDERS.items())
-    parser.add_argument("order", metavar="save|stop|profile", help=f"{orders}; {PROFILE}: {PROFILE_TEXT}")
+    meanings = {name: text for name, (_, text) in ORDERS.items()} | NUMBERED
+    orders = "; ".join(f"{name}: {text}" for name, text in meanings.items())
+    parser.add_argument("order", metavar="save|stop|skip|profile", help=orders)
     parser.add_argument("--rank", metavar="R", help="of a profile: the ranks, such as 0,3-5 (default: 0)")
 
 
@@ -44,11 +46,13 @@ def order(text: str, ranks: str | None) -> Callable[[RunDirectory], int]:
         ranks = "0" if ranks is None else ranks
         profile.check_ranks(ranks)
         return partial(record, steps=steps, ranks=ranks)
-    if text not in ORDERS:
-        known = [*ORDERS, PROFILE]
-        raise UsageError(f"unknown order {text!r}{did_you_mean(text, known)}; expected {', '.join(known)}")
     if ranks is not None:
         raise UsageError(f"--rank: only {PROFILE} is for some of the ranks, {text} is for the whole run")
+    if text.startswith("skip="):
+        return partial(skip, batches=batches_in(text))
+    if text not in ORDERS:
+        known = [*ORDERS, *NUMBERED]
+        raise UsageError(f"unknown order {text!r}{did_you_mean(text, known)}; expected {', '.join(known)}")
     return ORDERS[text][0]
 
 
@@ -83,6 +87,33 @@ def record(run: RunDirectory, steps: int, ranks: str) -> int:
     return 0 if len(stored) == len(wanted) else FAILED
 
 
+def batches_in(order: str) -> int:
+    """The number in the order ``skip=500``. UsageError if it is not of this form."""
+    text = order.partition("=")[2]
+    batches = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
+    if not 1 <= batches <= MOST_SKIPPED:
+        raise UsageError(f"{order}: expected a number of steps from 1 to {MOST_SKIPPED:,}, such as skip=500")
+    return batches
+
+
+def skip(run: RunDirectory, batches: int) -> int:
+    """Returns once a checkpoint has the skip; 1 if there is none."""
+    attempt, answer = request(run, "skip", batches=batches)
+    if not answer:
+        raise RunDirectoryError(f"{run}: its supervisor has exited; see its state with: clusterddp status {run}")
+    if "checkpoint" in answer:
+        skipped = sentence({**answer["skipped"], "event": "skipped", "attempt": attempt})
+        print(f"{skipped}; checkpoint {answer['checkpoint']} committed")
+        return 0
+    end = await_end(run, attempt)
+    events = (event for event in backwards(run, attempt) if event["event"] == "skipped")
+    made = next((event for event in events if event.get("request") == str(answer["request"])), None)
+    print("nothing skipped" if made is None else sentence(made))
+    print(sentence(end))
+    saved = end.get("checkpoint")
+    return 0 if made is not None and saved is not None and saved >= made["step"] else FAILED
+
+
 def stop(run: RunDirectory) -> int:
     """Returns once the run is stopped; 0 if all of its steps are saved."""
     attempt, _ = request(run, "stop")
@@ -95,8 +126,12 @@ def stop(run: RunDirectory) -> int:
     return 0 if end["event"] == "completed" else FAILED
 
 
-#: The order with a number, and its meaning.
-PROFILE, PROFILE_TEXT = "profile=STEPS", "record torch.profiler for so many steps, and say where the traces are"
+PROFILE = "profile=STEPS"
+#: The orders with a number, and their meanings.
+NUMBERED = {
+    "skip=STEPS": "leave out the data of so many steps, after a spike of the loss; the number of steps stays",
+    PROFILE: "record torch.profiler for so many steps, and say where the traces are",
+}
 #: Each other order with its function and its meaning.
 ORDERS: Mapping[str, tuple[Callable[[RunDirectory], int], str]] = {
     "save": (save, "save after the current step"),

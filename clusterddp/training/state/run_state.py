@@ -15,8 +15,10 @@ from clusterddp.distributed.modules import ddp_modules, optimizers, trained_para
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import counted, say
+from clusterddp.training.state.before_step import BeforeStep
 from clusterddp.training.state.divergence import Divergence
 from clusterddp.training.state.per_rank import PerRank
+from clusterddp.training.state.values import Values
 
 _REMEDY = "Pass ctx.run() the parts that the run started with, or start a new run"
 Randomness = Literal["step", "user"]
@@ -32,6 +34,7 @@ class RunState:
         rng: Randomness,
         seed: int,
         group: ProcessGroup,
+        values: Values,
         per_rank: PerRank,
     ) -> None:
         if clash := RESERVED & parts.keys():
@@ -51,7 +54,9 @@ class RunState:
         #: What a checkpoint says of a stop inside a step: "cut", or "buffers_changed" and "begun".
         self.stopped_in_step: dict[str, Any] = {}
         self.gradients = Gradients(parts, group.world_size)
-        self.divergence = Divergence(parts, group)
+        self._values = values
+        self.before = BeforeStep(parts if group.rank == 0 else {}, values)
+        self.divergence = Divergence({**parts, "progress": values} if values else parts, group)
         self.buffers = Buffers(parts)
         self._partly_saved = self._check_saved() if group.rank == 0 else []
 
@@ -68,8 +73,18 @@ class RunState:
             **self.gradients.progress(before_step),
             **self.per_rank.progress(),
         }
+        if self._values:
+            progress["values"] = self.before.values if before_step else self._values.state_dict()
         parent = self.parent and {"attempt": self.parent[0], "step": self.parent[1]}
-        return {"parent": parent, "progress": progress, **{name: state_of(part) for name, part in self._parts.items()}}
+        find = self.before.state_of if before_step else self._state_of
+        return {"parent": parent, "progress": progress, **{name: find(name) for name in self._parts}}
+
+    def _state_of(self, name: str) -> dict[str, Any]:
+        return state_of(self._parts[name])
+
+    def is_before_step(self) -> bool:
+        """Whether the models are still as they were when the step began. Waits for a GPU."""
+        return not self.gradients.made and self.buffers.unchanged()
 
     def restore(self, found: tuple[dict[str, Any], Place] | None) -> None:
         """Loads a checkpoint's content, and notes its place; nothing if None. Raises CheckpointError."""
@@ -90,6 +105,7 @@ class RunState:
                 load_state(part, content[name])
             except (ValueError, RuntimeError, KeyError) as error:
                 raise CheckpointError(f"the checkpoint does not fit {name}: {error}. {_REMEDY}") from error
+        self._values.load_state_dict(progress.get("values", {}))
         self.per_rank.restore(progress)
         self.inexact += self.gradients.restore(progress)
         self.divergence.parts = set(progress.get("diverged", []))

@@ -1,0 +1,89 @@
+"""What a script does at run.every(), and with progress=, best= and run.skip(), is exact wherever the run stops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clusterddp.checkpoint.store import of_run
+from clusterddp.rundir.run_directory import RunDirectory
+from tests import ddp
+from tests.checkpoint_files import content_of
+from tests.trainings import events_of
+from tests.waiting import differing, flatten
+
+EVALUATED = Path(__file__).parents[1] / "scripts" / "evaluated.py"
+#: One after the other in the same run; the script ends by ``run.finish()``, in a step that evaluates.
+POINTS = (
+    *("trained@4", "before@5", "in first@5", "between@5", "in second@5", "after@5"),
+    *("in second@10", "trained@12", "in first@13"),
+)
+
+
+def train(run: RunDirectory, *points: str, ranks: int = 2) -> list[ddp.Ranks]:
+    """The run to its end, stopped at each of the points."""
+    attempts = []
+    for number in range(len(points) + 1):
+        attempt = ddp.start(EVALUATED, run, *points, ranks=ranks, folder=run.path.with_name("out"))
+        attempts.append(attempt.expect(75 if number < len(points) else 0))
+    return attempts
+
+
+def final(run: RunDirectory, rank: int) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    flatten("", torch.load(run.path / f"final-{rank}.pt", weights_only=True), flat)
+    return flat
+
+
+def lines(run: RunDirectory) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name not in ("time", "attempt")} for line in run.metrics()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    run = RunDirectory(tmp_path_factory.mktemp("whole") / "run")
+    train(run)
+    return run
+
+
+def test_evaluations_schedulers_and_values_are_exact_at_every_stop(whole: RunDirectory, tmp_path: Path) -> None:
+    """Before, in, between and after the evaluations of a step, and around a skip of more than an epoch."""
+    last = whole.metrics()[-1]["step"]
+    points = (*POINTS, f"between@{last}", f"in second@{last}", f"trained@{last}")
+    stopped = RunDirectory(tmp_path / "run")
+    train(stopped, *points)
+    assert lines(stopped) == lines(whole)
+    for rank in range(2):
+        assert differing(final(stopped, rank), final(whole, rank)) == []
+    assert len(events_of(stopped, "resumed")) == len(points)
+    assert [event["inexact"] for event in events_of(stopped, "resumed")] == [[]] * len(points)
+    for run in (stopped, whole):
+        skipped = [(event["step"], event["batches"], event["batch"]) for event in events_of(run, "skipped")]
+        assert skipped == [(13, 6, 19)]
+
+
+def test_evaluations_come_after_each_epoch_also_after_one_that_was_skipped_in_part(whole: RunDirectory) -> None:
+    """The run ends once three of them in a row were no better."""
+    evaluated = [(line["step"], line["held_out_loss"]) for line in whole.metrics() if "held_out_loss" in line]
+    steps = [step for step, _ in evaluated]
+    assert steps == [5, 10, 13, *range(14, steps[-1] + 1, 5)]  # step 13 takes the last batch of the epoch
+    losses = [loss for _, loss in evaluated]
+    assert min(losses[-3:]) > min(losses) and losses.index(min(losses)) == len(losses) - 4
+
+
+def test_the_best_checkpoint_is_the_model_that_was_evaluated(whole: RunDirectory) -> None:
+    """Under the number of the step that logged the value, and beside the newest."""
+    evaluated = {line["step"]: line["held_out_loss"] for line in whole.metrics() if "held_out_loss" in line}
+    best = min(evaluated, key=lambda step: evaluated[step])
+    kept = {checkpoint.step: checkpoint for checkpoint in of_run(whole).candidates()}
+    assert sorted(kept) == [best, whole.metrics()[-1]["step"] + 1]
+    assert kept[best].metric("held_out_loss") == evaluated[best]
+    content = content_of(kept[best].path)
+    assert content["progress"]["step"] == best
+    assert content["progress"]["values"]["history"] == [loss for step, loss in evaluated.items() if step < best]
+    [newest] = [event["best"] for event in events_of(whole, "checkpoint") if event["step"] == best]
+    assert json.dumps(newest) == json.dumps({"held_out_loss": evaluated[best]})
