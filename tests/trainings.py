@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ class Training:
     run: RunDirectory
     job_id: str = ""
     held_since: float | None = None
+    _looked: float = -math.inf
 
     @classmethod
     def submit(
@@ -65,7 +67,10 @@ class Training:
         (self.marks / f"{attempt}-go").touch()
 
     def lift_hold(self) -> None:
-        """What a watcher does: Slurm's hold after a requeue is of no interest here."""
+        """What a watcher does: Slurm's hold after a requeue is of no interest here. Asks Slurm twice a second at most."""
+        if time.monotonic() - self._looked < 0.5:
+            return
+        self._looked = time.monotonic()
         job = self.cluster.job(self.job_id)
         if job.get("JobState") != "PENDING" or job.get("Reason") != "BeginTime":
             self.held_since = None
