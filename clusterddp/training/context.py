@@ -395,7 +395,8 @@ class Context(Ranks):
 
     def _close_at_exit(self) -> None:
         # sys.last_value is set by the interpreter once it has printed an uncaught exception.
-        self._close(clean=getattr(sys, "last_value", None) is None, restore_handlers=False)
+        failed = getattr(sys, "last_value", None) is not None
+        self._close(clean=not failed and not completion.exited_in_loop, restore_handlers=False)
 
     def _close(self, *, clean: bool, restore_handlers: bool) -> None:
         """Closes everything. Not ``clean``, after an error: other ranks may be stuck in a collective; do not wait."""

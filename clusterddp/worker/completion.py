@@ -45,6 +45,8 @@ class Loop:
 loop: Loop | None = None
 #: The reason, once ``ctx.stop_requested()`` has returned True in a loop of the script's own, until a loop is complete.
 told_to_stop: str | None = None
+#: The script exited in its loop: the other ranks may wait in a collective for this one, which must not wait for them.
+exited_in_loop = False
 
 
 def complete() -> None:

@@ -238,6 +238,7 @@ def _exited(leaving: SystemExit) -> tuple[dict[str, Any], int]:
     if leaving.code is None or leaving.code == 0:
         loop = completion.loop
         if Stopped.latest is None and loop is not None and loop.ended_by(leaving):
+            completion.exited_in_loop = True
             where = f"exited with code 0 in its loop, after step {loop.step()} of {loop.steps}"
             say(f"the script {where}: not completed; to end the training early, use run.finish() or break")
             return {"end": "unfinished", "error": where}, 0

@@ -15,7 +15,7 @@ from clusterddp.supervisor.controller import give_notice
 from clusterddp.worker.signals import SignalPipe, described
 from tests.ranks.test_child_processes import TRAINING
 from tests.ranks.test_local import ranks_of, start
-from tests.waiting import story, wait_until
+from tests.waiting import story, wait_for_step, wait_until
 
 OWN_HANDLER = f"""
 import os, signal, sys, time
@@ -69,6 +69,35 @@ def test_a_handler_of_the_script_is_reported_and_its_exit_0_is_a_preemption_not_
         "repeated; remove it, as clusterddp saves and stops the run on its own\n"
     ) in said
     assert "exited with code 0 in its loop, after step 4 of 6" in said
+
+
+ONE_EXITS = f"""
+import os, signal, sys, time
+{TRAINING}
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+for batch in run.steps(6):
+    train(batch)
+    if run.step == 4 and ctx.attempt == 0:
+        while ctx.is_main and not os.path.exists(f"{{ctx.run_dir}}/private/notice.json"):
+            time.sleep(0.01)
+        if ctx.is_main:
+            os.kill(os.getpid(), signal.SIGTERM)
+        while not ctx._agreement.reason:  # the other rank then waits for this one in the next step's all_reduce
+            time.sleep(0.01)
+"""
+
+
+def test_a_handler_that_exits_before_the_other_rank_has_the_signal_delays_no_preemption(tmp_path: Path) -> None:
+    """If rank 0 waited for it, and it for rank 0, Slurm would kill both before the job is requeued."""
+    script, run = tmp_path / "signals.py", RunDirectory(tmp_path / "run")
+    script.write_text(ONE_EXITS)
+    process = start(run, str(script), "--device", "cpu", "--gpus", "2")
+    wait_for_step(run, 3)
+    give_notice(run, Cause.PREEMPTED)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 0 and run.attempts() == [0, 1], err + story(run)
+    assert "exited with code 0 in its loop, after step 4 of 6" in (run.attempt_logs(0) / "rank-0.err").read_text()
+    assert "after the end of the script; still running" not in story(run)
 
 
 def _line_of(text: str) -> int:
