@@ -67,7 +67,7 @@ class Training:
         (self.marks / f"{attempt}-go").touch()
 
     def lift_hold(self) -> None:
-        """What a watcher does: Slurm's hold after a requeue is of no interest here. Asks Slurm twice a second at most."""
+        """What a watcher does, twice a second at most: Slurm's hold after a requeue is of no interest here."""
         if time.monotonic() - self._looked < 0.5:
             return
         self._looked = time.monotonic()
