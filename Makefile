@@ -5,6 +5,7 @@
 # make test-versions the matrix of docs/measurements/versions.md: four pairs of Python and torch, three Slurms;
 #                    most of an hour, 3 GB;
 #                    PYTHONS="python3.10 /opt/python3.13/bin/python3.13 ..."  ROWS="python3.10-torch2.4.1 slurm-sid ..."
+# make pictures      docs/images, those of the README: a real run, and its report in Chromium
 # make reference     docs/reference, from the docstrings, signatures and options in the code
 # make completion    completions/ for bash and zsh, from the options in the code
 # make dist   wheel and sdist in dist/, and a run from the wheel in a clean environment
@@ -32,7 +33,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak bench-handover bench-agreement bench-heartbeat bench-orders bench-checkpoint bench-report lint reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak bench-handover bench-agreement bench-heartbeat bench-orders bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -124,6 +125,9 @@ lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+pictures: .venv/browser
+	.venv/bin/python -m docs.images.make
 
 reference: .venv/ready
 	.venv/bin/python -m docs.reference.generate

@@ -38,6 +38,8 @@ _POINTS, _LEAST_POINTS, _MOST_POINTS = 10_000, 20, 600
 _PARTS, _MOST_PARTS = 6000, 1000
 #: The fewest seconds of a category that has a row: less would be "0.0 s".
 _SHOWN_S = 0.05
+#: Runs shorter than this have all their times in seconds.
+_BRIEF_S = 600.0
 #: The longest name that is shown, in characters.
 _NAME = 80
 
@@ -172,13 +174,13 @@ def where_the_time_went(run: Run) -> Section | None:
             at += share
             continue
         drawn = bar([(at, at + share, GROUP_OF[name])], f"{words}: {_share(share)}")
-        rows.append((words, drawn, f"{seconds:.1f} s" if seconds < 9.95 else duration(seconds), _share(share)))
+        rows.append((words, drawn, _time(seconds, total), _share(share)))
         at += share
     body = [
         _row([tag("td", a, class_="cat"), tag("td", b, class_="bar"), _number(c), _number(d)]) for a, b, c, d in rows
     ]
     head = _row([tag("th", "Category"), tag("td", ""), tag("th", "Time", class_="n"), tag("th", "Share", class_="n")])
-    whole = _row([tag("td", tag("b", "all")), tag("td", ""), _number(duration(total)), _number("100%")])
+    whole = _row([tag("td", tag("b", "all")), tag("td", ""), _number(_time(total, total)), _number("100%")])
     table = tag("table", tag("thead", head), tag("tbody", *body, whole))
     found = [table, _ratios(run)]
     if run["advice"]:
@@ -195,17 +197,31 @@ def _ratios(run: Run) -> Markup:
     productive = seconds.get("training", 0.0) + seconds.get("evaluating", 0.0)
     without = sum(seconds.get(name, 0.0) for name in ("queued", "held", "down"))
     lines = [
-        f"ETTR = training and evaluating / all time since the first submission = {duration(productive)} / "
-        f"{duration(total)} = {_share(booked['ettr'])}."
+        f"ETTR = training and evaluating / all time since the first submission = {_exact(productive, total)} / "
+        f"{_exact(total, total)} = {_share(booked['ettr'])}."
     ]
     if booked["goodput"] is not None:
         lines.append(
-            f"Goodput = training and evaluating / time with nodes = {duration(productive)} / "
-            f"{duration(total - without)} = {_share(booked['goodput'])}."
+            f"Goodput = training and evaluating / time with nodes = {_exact(productive, total)} / "
+            f"{_exact(total - without, total)} = {_share(booked['goodput'])}."
         )
     if booked["provisional"]:
         lines.append("The run is not over: the figures may still change.")
     return tag("p", " ".join(lines), class_="quiet small", style="margin-top:10px")
+
+
+def _time(seconds: float, total: float) -> str:
+    """A part of the time of a run."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if total < _BRIEF_S else duration(seconds)
+
+
+def _exact(seconds: float, total: float) -> str:
+    """The same, so that ratios can be checked."""
+    if total < _BRIEF_S:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:,.1f} min" if total < 10 * 3600 else f"{seconds / 3600:,.1f} h"
 
 
 def _share(share: float) -> str:

@@ -145,7 +145,7 @@ svg text{fill:var(--quiet);font-size:11px;font-family:inherit;paint-order:stroke
 .lane{margin:0 0 9px;break-inside:avoid}
 .lane p{margin:0 0 2px;font-size:.87em;line-height:1.35}
 .heat{display:grid;grid-template-columns:fit-content(30%) minmax(0,1fr);gap:3px 10px;align-items:center;font-size:.87em;
- line-height:1.3}
+ line-height:1.3;margin:0 0 10px}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(300px,100%),1fr));gap:8px 28px}
 figure{margin:0 0 8px;break-inside:avoid;min-width:0}
 figcaption{font-size:.87em;color:var(--quiet);margin:0 0 4px}

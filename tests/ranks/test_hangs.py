@@ -8,18 +8,23 @@ import math
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
+from clusterddp.cli.report.report import collected
 from clusterddp.failures.hangs import RankStatus, Slow, Watch, find_hang, find_slow
+from clusterddp.report.page import page
 from clusterddp.report.stragglers import scores
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import PHASES, read_timings
 from tests.trainings import events_of
+from tests.unit.test_report import SCHEMA
 from tests.waiting import differing, final_state, story
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -87,6 +92,17 @@ def test_the_supervisor_writes_what_the_steps_of_each_rank_spent_their_time_on(s
     found = scores(read_timings(slow[0]).intervals)
     assert found is not None
     assert re.fullmatch(r"rank 1 \(\S+\): [\d.]+ times as long per step as the fastest, in compute", found.sentence())
+
+
+def test_the_report_on_it_names_the_slow_rank_and_follows_its_schema(slow: tuple[RunDirectory, str]) -> None:
+    """Nothing of a whole run is missing in it."""
+    found = collected([slow[0]], time.time())
+    assert [error.message for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(found)] == []
+    (data,) = found["runs"]
+    assert data["notes"] == []
+    assert [(one["rank"], one["phase"]) for one in data["ranks"]["slow"] if one["rank"] == 1] == [(1, "own_s")]
+    assert data["time"]["seconds"]["straggler"] > 0
+    assert "Rank 1 on" in page(found)
 
 
 @pytest.mark.parametrize("how", ["lock", "extension"])

@@ -20,7 +20,7 @@ from clusterddp.report.page import page
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.sweeps.folder import Record
-from tests.long_run import EVERY, HELD_S, QUEUED_S, REPEATED, STEP_S, long_run
+from tests.long_run import EVERY, HELD_S, QUEUED_S, REPEATED, SLOW, STEP_S, long_run
 from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/reference/report.schema.json").read_text())
@@ -49,6 +49,7 @@ def test_the_data_follow_the_committed_schema(tmp_path: Path) -> None:
     check = jsonschema.Draft202012Validator(SCHEMA)
     assert [error.message for error in check.iter_errors(found)] == []
     assert set(found["runs"][0]["time"]["seconds"]) == set(CATEGORIES)
+    assert [one["rank"] for one in found["runs"][0]["ranks"]["slow"]] == [SLOW]
 
 
 def test_a_lane_begins_with_the_wait_for_its_attempt(tmp_path: Path) -> None:

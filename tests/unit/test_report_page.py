@@ -167,6 +167,18 @@ def test_colours_of_drawings_are_defined(tmp_path: Path) -> None:
     assert [name for name in sorted(used - {"x", "y", "rules", "hint"}) if f".{name}" not in style] == []
 
 
+def test_the_ratios_can_be_checked_with_the_times_beside_them(tmp_path: Path) -> None:
+    """In seconds, minutes or hours, whichever the run took."""
+    for length, unit in ((30, "s"), (6000, "min"), (80_000, "h")):
+        text = page_of(long_run(tmp_path / unit, attempts=2, steps=length))
+        found = re.findall(rf"= ([\d,.]+) {unit} / ([\d,.]+) {unit} = ([\d.]+)%", text)
+        assert len(found) == 2
+        for part, whole, share in found:
+            assert float(part.replace(",", "")) / float(whole.replace(",", "")) == pytest.approx(
+                float(share) / 100, abs=0.006
+            )
+
+
 # --- size
 
 
