@@ -37,6 +37,7 @@ RANK_EVENTS: Mapping[str, Event] = {
     "checkpoint_damaged": Event("step reason", "a checkpoint cannot be read; the previous one is tried"),
     "not_finite": Event("step metrics count", "metrics became NaN or infinite"),
     "tracker": Event("tracker problem", "TensorBoard or W&B does not get all values; training continues"),
+    "media_left_out": Event("step kind name reason", "an image, histogram or text was not written; said once"),
     "diverged": Event("step parts explanation", "the state differs between ranks"),
     "handler_replaced": Event("signal handler", "the script replaced a signal handler of clusterddp"),
     "signal": Event("signal", "a stop signal reached the rank"),

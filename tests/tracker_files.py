@@ -48,6 +48,15 @@ def in_tensorboard(run: RunDirectory) -> Any:
     return accumulator
 
 
+def texts(run: RunDirectory, name: str) -> list[Point]:
+    """A text in TensorBoard, as its server reads it: only that reader discards repeated texts (2.21)."""
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(run.tensorboard), size_guidance={"tensors": 0})
+    accumulator.Reload()
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in accumulator.Tensors(name)]
+
+
 def scalars(run: RunDirectory, name: str) -> list[Point]:
     """A metric in TensorBoard."""
     return [(event.step, event.value) for event in in_tensorboard(run).Scalars(name)]

@@ -35,6 +35,8 @@ class RunDirectory:
         self.loop_log = self.logs / "loop.log"
         self.hook_log = self.logs / "hook.log"
         self.profiles = self.path / "profiles"
+        self.media_file = self.path / "media.jsonl"
+        self.media = self.path / "media"
         self.tensorboard = self.path / "tensorboard"
         self.wandb = self.path / "wandb"
         self.code = self.path / "code"

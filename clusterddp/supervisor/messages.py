@@ -132,6 +132,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     ),
     "not_profiled": lambda e: f"rank {e['rank']}: no profile: {e['reason']}",
     "tracker": lambda e: f"{e['tracker']} {e['problem']}",
+    "media_left_out": lambda e: (
+        f"run.log_media: the {e['kind']} {e['name']!r} of step {e['step']} was not written, and others may follow: "
+        f"{e['reason']}"
+    ),
     "diverged": lambda e: str(e["explanation"]),
     "left_loop": lambda e: (
         f"the script left its loop by break or an exception after step {e['step']} of {e['steps']}: steps since the "

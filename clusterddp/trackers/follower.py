@@ -9,6 +9,7 @@ counts, so that nothing is lost if this process is killed: the next attempt's be
 from __future__ import annotations
 
 import fcntl
+import heapq
 import json
 import math
 import os
@@ -27,7 +28,6 @@ from clusterddp.rundir.run_directory import RunDirectory, counts
 from clusterddp.trackers.lines import Line, Lines
 from clusterddp.trackers.sent import Sent, read_sent, write_sent
 
-NICENESS = 10
 #: Seconds between two looks for new lines, for a tracker that takes them at once.
 PERIOD_S = 1.0
 #: What a line has besides values.
@@ -44,6 +44,10 @@ class Tracker(Protocol):
         """Takes the values of a step that were logged ``at`` that time."""
         ...
 
+    def add_medium(self, step: int, at: float, medium: Line, folder: Path) -> None:
+        """Takes an image, a histogram or a text: a line of media.jsonl, whose file is below ``folder``."""
+        ...
+
     def flush(self, step: int | None) -> Sent:
         """Shows them; ``step``: everything below was added. Returns what the tracker has for certain."""
         ...
@@ -58,31 +62,43 @@ class Follower:
 
     def __init__(self, run: RunDirectory, attempt: int, folder: Path, tracker: Tracker) -> None:
         self._run, self._attempt, self._folder, self._tracker = run, attempt, folder, tracker
-        self._metrics = Lines(run.metrics_file, counts(run.first_steps()), tracker.first)
+        counting = counts(run.first_steps())
+        self._metrics, self._media = (
+            Lines(path, counting, tracker.first) for path in (run.metrics_file, run.media_file)
+        )
         self._committed = -1
 
     def send(self, committed: int) -> None:
         """Passes on what has come: the steps below a checkpoint, or all if the tracker is live. Raises Superseded."""
         more = committed > self._committed
-        if more and self._run.superseded(self._attempt):
-            raise Superseded(f"attempt {self._attempt} was superseded")
+        if more:
+            self._check_newest()
         self._committed = committed
-        for line in self._metrics.below(math.inf if self._tracker.live else committed):
+        below = math.inf if self._tracker.live else committed
+        media = self._media.below(committed)  # TensorBoard's event_accumulator does not discard texts (2.21)
+        for line in heapq.merge(self._metrics.below(below), media, key=lambda line: int(line["step"])):
             self._add(line)
-        self._record(self._tracker.flush(committed if more else None), more)
+        sent = self._tracker.flush(committed if more else None)
+        if more:
+            write_sent(self._folder, sent)
 
     def close(self, clean: bool) -> None:
-        """Ends the tracker."""
-        self._record(self._tracker.close(self._committed, clean), True)
+        """Ends the tracker. Raises Superseded."""
+        self._check_newest()
+        write_sent(self._folder, self._tracker.close(self._committed, clean))
 
     def _add(self, line: Line) -> None:
+        at = float(line.get("time", 0.0))
+        if "kind" in line:
+            self._tracker.add_medium(line["step"], at, line, self._run.path)
+            return
         values = {name: value for name, value in line.items() if name not in _KEYS and isinstance(value, (int, float))}
         if values:
-            self._tracker.add(line["step"], float(line.get("time", 0.0)), values)
+            self._tracker.add(line["step"], at, values)
 
-    def _record(self, sent: Sent, changed: bool) -> None:
-        if changed and not self._run.superseded(self._attempt):
-            write_sent(self._folder, sent)
+    def _check_newest(self) -> None:
+        if self._run.superseded(self._attempt):
+            raise Superseded(f"attempt {self._attempt} was superseded")
 
 
 class Orders:
@@ -110,7 +126,6 @@ class Orders:
 def main() -> int:
     """Serves rank 0 until the attempt ends."""
     die_with_parent()
-    os.nice(NICENESS)
     given = json.loads(sys.argv[1])
     run, name = RunDirectory(given["run"]), given["tracker"]
     folder = run.tensorboard if name == "tensorboard" else run.wandb

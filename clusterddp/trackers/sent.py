@@ -13,7 +13,7 @@ from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_
 _SCHEMA: Schema = {
     "step": is_count,
     "attempt": is_count,
-    **dict.fromkeys(("id", "mode", "unfinished", "problem"), optional(is_text)),
+    **dict.fromkeys(("id", "mode", "closing", "problem"), optional(is_text)),
 }
 
 
@@ -31,8 +31,8 @@ class Sent:
     """W&B's name for the run."""
     mode: str | None = None
     """W&B's: online or offline."""
-    unfinished: str | None = None
-    """W&B's folder of an attempt that has not ended its files: they may lack values."""
+    closing: str | None = None
+    """A folder that W&B has completed, and that is about to be moved beside the others."""
 
     def lacks_from(self, first_steps: Mapping[int, int]) -> int:
         """The first step that the tracker lacks, or has from an attempt that a later one has replaced."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -11,38 +12,49 @@ from typing import Any
 
 import wandb
 
+from clusterddp.rundir.files import create_folder, fsync_directory, fsync_file_system
 from clusterddp.trackers.sent import Sent, write_sent
 
 
 class WeightsAndBiases:
-    """Online, W&B's server knows which steps it has. Offline, each attempt writes a folder of files, which are complete
-    once they are closed; a folder that was not is deleted, and its steps are written again."""
+    """Online, W&B's server knows which steps it has. Offline, each attempt writes files into a folder below ``open``,
+    which are complete once they are closed: until then, W&B keeps up to 32 kB in memory. The folder is then moved out.
+    One that was not closed is deleted, and its steps are written again."""
 
     #: Takes only steps that no later attempt repeats: W&B cannot replace the values of a step.
     live = False
 
     def __init__(self, folder: Path, sent: Sent, attempt: int, options: Mapping[str, Any]) -> None:
-        if sent.unfinished is not None:
-            shutil.rmtree(folder / Path(sent.unfinished).name, ignore_errors=True)
-        sent = replace(sent, id=sent.id or secrets.token_hex(4), attempt=attempt, unfinished=None)
+        self._folder, self._open = folder, folder / "open"
+        if sent.closing is not None:
+            self._move_out(sent.closing)
+        if self._open.exists():
+            shutil.rmtree(self._open)
+        create_folder(self._open)
+        sent = replace(sent, id=sent.id or secrets.token_hex(4), attempt=attempt, closing=None)
         write_sent(folder, sent)  # the id, before W&B's server has it
-        self._run = wandb.init(
-            **options,
-            id=sent.id,
-            resume="allow",
-            dir=folder.parent,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        settings = wandb.Settings(silent=True, console="off")
+        self._run = wandb.init(**options, id=sent.id, resume="allow", dir=self._open, settings=settings)
         self._offline = self._run.offline
         #: The first step that W&B lacks.
         self.first = sent.step if self._offline else self._run.starting_step
-        unfinished = Path(self._run.dir).parent.name if self._offline else None
-        self._sent = replace(sent, mode="offline" if self._offline else "online", unfinished=unfinished)
+        self._sent = replace(sent, mode="offline" if self._offline else "online")
         write_sent(folder, self._sent)
 
     def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """Passes the values of a step on; ``at``: when they were logged."""
         self._run.log({**values, "_timestamp": at}, step=step)
+
+    def add_medium(self, step: int, at: float, medium: Mapping[str, Any], folder: Path) -> None:
+        """Passes an image, a histogram or a text on."""
+        value: Any
+        if medium["kind"] == "image":
+            value = wandb.Image(str(folder / medium["file"]))
+        elif medium["kind"] == "histogram":
+            value = wandb.Histogram(np_histogram=(medium["counts"], medium["edges"]))
+        else:
+            value = wandb.Html(f"<pre>{html.escape(medium['text'])}</pre>", inject=False)
+        self._run.log({medium["name"]: value, "_timestamp": at}, step=step)
 
     def flush(self, step: int | None) -> Sent:
         """Returns what W&B has for certain: offline, only what is in closed files."""
@@ -52,5 +64,18 @@ class WeightsAndBiases:
 
     def close(self, step: int, clean: bool) -> Sent:
         """Waits until W&B has everything."""
+        written = Path(self._run.dir).parent
         self._run.finish(exit_code=0 if clean else 1)
-        return replace(self._sent, step=step, unfinished=None)
+        self._sent = replace(self._sent, step=step)
+        if self._offline:
+            fsync_file_system(written)
+            write_sent(self._folder, replace(self._sent, closing=written.name))
+            self._move_out(written.name)
+        return self._sent
+
+    def _move_out(self, name: str) -> None:
+        """Moves a folder that is complete to those that ``status`` says to upload, unless that was done."""
+        written = self._open / "wandb" / name
+        if written.exists():
+            written.rename(self._folder / name)
+            fsync_directory(self._folder)

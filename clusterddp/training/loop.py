@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.reporter import say
 from clusterddp.rundir.files import finite
 from clusterddp.training.log import values as logged
+from clusterddp.training.log.media import Media
 from clusterddp.training.optimizer_steps import OptimizerSteps
 from clusterddp.training.services import Services
 from clusterddp.training.state.divergence import explanation
@@ -66,7 +67,7 @@ class Run(Steering):
         self._done = False
         self._agreement.on_skip = self._on_skip
         self._process = os.getpid()
-        self._values = logged.Values(keeps_own=self._group.rank == 0)
+        self._values, self._media = logged.Values(keeps_own=self._group.rank == 0), Media()
         self._micro = MicroBatches(parts, loader)
         self._optimizer_steps = OptimizerSteps(parts, self._note_optimizer_step)
         self._made = 0  # steps, in this attempt
@@ -193,6 +194,31 @@ class Run(Steering):
             if self._done and (best := self._saver.best_metric) in values:
                 self._saver.log_best(self.step, float(logged.number(str(best), values[str(best)])), self._content)
 
+    def log_media(
+        self,
+        *,
+        images: Mapping[str, Any] | None = None,
+        histograms: Mapping[str, Any] | None = None,
+        text: Mapping[str, str] | None = None,
+    ) -> None:
+        """Logs images, histograms and texts of the current step to media.jsonl and to TensorBoard and W&B: rank 0's.
+
+        Copies tensors at the call, and never waits for a GPU.
+
+        Args:
+            images: by name: a tensor of height x width or channels x height x width, or a numpy array of height x width
+                or height x width x channels; 1, 3 or 4 channels, uint8, or floats from 0 to 1; 4 MB at most.
+            histograms: by name: a tensor or numpy array of at most 10 million real numbers.
+            text: by name, at most 100,000 characters.
+
+        Raises TypeError for other values, ValueError for larger ones and for more than 64 MB in a step, RuntimeError
+        outside a step.
+        """
+        if not self._making:
+            raise RuntimeError("run.log_media() belongs to a step: call it inside the loop over run.steps()")
+        if self._group.rank == 0:
+            self._media.add(images, histograms, text)
+
     def finish(self) -> None:
         """Ends the loop after the current step: early stopping. All ranks call it in the same step.
 
@@ -276,6 +302,7 @@ class Run(Steering):
     def _finish_step(self) -> None:
         if self._micro.end_step():
             self._report("whole_batches", step=self.step, samples=self._loader.share, most=self._loader.batch_size)
+        self._saver.log_media(self.step, self._media.take())
         assert self._making is not None
         made, self._making = self._making, None
         self._saver.log(self.step, self._values.take(), best_is_newer=not made.best_before)
@@ -372,6 +399,7 @@ class Run(Steering):
             return
         stepped = self._making is not None and self._making.optimizer_stepped
         if stepped:
+            self._saver.log_media(self.step, self._media.take())
             self._saver.log(self.step, self._values.take())
         self._making = None
         self._report("left_loop", step=self.step + stepped, steps=self._goal)

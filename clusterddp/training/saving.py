@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,9 +22,11 @@ from clusterddp.jobdef.job import Checkpointing
 from clusterddp.reporter import say
 from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.training.log.media import Medium
+from clusterddp.training.log.media_file import MediaFile
 from clusterddp.training.log.reduction import Receiver, Sender
 from clusterddp.training.log.values import Logged
-from clusterddp.training.metrics import BESIDE_S, WAIT_S, Metrics
+from clusterddp.training.metrics import AFTER_ERROR_S, BESIDE_S, WAIT_S, Metrics
 from clusterddp.worker.deadline import CAUTION
 
 #: Where all ranks must take part in a save, rank 0 tells them whether one is due every so many steps.
@@ -56,6 +58,7 @@ class Saver:
             self._directory = directory
             self._checkpoints = Checkpoints(directory, attempt, settings.keep)
             self._metrics = Metrics(directory.metrics_file, attempt, report)
+            self._media = MediaFile(directory, attempt, report)
             self._checkpoint_client = CheckpointClient(directory, attempt, settings.keep, group.device)
             if group.world_size > 1:
                 self._metrics.receiver = Receiver(group.store, group.world_size, self._metrics.drain)
@@ -118,6 +121,11 @@ class Saver:
         """Rank 0 prepares for the first save, once the state has its full size."""
         if self._checkpoints is not None:
             self._checkpoint_client.prepare(state())
+
+    def log_media(self, step: int, media: Sequence[Medium]) -> None:
+        """Takes the media of a completed step."""
+        if self._checkpoints is not None:
+            self._media.add(step, media)
 
     def log(self, step: int, logged: Logged, best_is_newer: bool = True) -> None:
         """Takes the values of a completed step, on all ranks; rank 0 notes whether the step is the best so far.
@@ -229,6 +237,7 @@ class Saver:
                 say(f"best checkpoint: no step has logged {best!r} yet, only {', '.join(sorted(self._logged))}")
             self._checkpoint_client.close()
             self._metrics.close(clean)
+            self._media.settle(WAIT_S if clean else AFTER_ERROR_S)
 
     # --- saving
 
@@ -252,14 +261,16 @@ class Saver:
             return self._say_failed(step, f"the metrics before it cannot be written ({error.strerror})")
         self._new_best = self._best.save()
         seconds = WAIT_S if urgent else BESIDE_S
-        before = partial(self._complete_metrics, step, seconds) if self._metrics.pending else None
+        pending = self._metrics.pending or self._media.pending
+        before = partial(self._complete_metrics, step, seconds) if pending else None
         self._checkpoint_client.save(step, state(), self._best.facts(), urgent, before)
         self._stall_s = time.monotonic() - started
         return None
 
     def _complete_metrics(self, step: int, seconds: float) -> None:
-        """Writes the lines below ``step``. Raises NotSaved. Called by another thread."""
+        """Writes the lines and media below ``step``. Raises NotSaved. Called by another thread."""
         self._metrics.settle(step, seconds)
+        self._media.settle(seconds)
         try:
             self._metrics.flush()
         except OSError as error:

@@ -32,6 +32,7 @@ EXAMPLES = {
     "Run.epochs": "for images, labels in run.epochs(90):\n    ...",
     "Run.micro": "for images, labels in run.micro(batch):\n    F.cross_entropy(model(images), labels).backward()",
     "Run.log": "run.log(loss=loss, lr=scheduler.get_last_lr()[0])",
+    "Run.log_media": 'run.log_media(images={"samples": image}, histograms={"weights": model.module.weight})',
     "Run.finish": "if loss < 0.01:  # the same value on all ranks\n    run.finish()",
     "Run.stop": 'run.stop("the budget is spent")',
     # --- loaders

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import subprocess
 import sys
@@ -54,10 +56,41 @@ def test_wandb_has_each_counted_step_once_with_the_values_that_count(run: RunDir
     """In the offline files of one W&B run, in the order in which `wandb sync` takes them."""
     files = tracker_files.in_wandb(run)
     rows = [row for _, rows in files for row in rows]
-    names = ("_step", "_timestamp", "loss", "by")
-    lines = [(line["step"], line["time"], line["loss"], line["by"]) for line in tracker_files.counted(run)]
-    assert [tuple(row[name] for name in names) for row in rows] == lines
+    lines = tracker_files.counted(run)
+    assert [(row["_step"], row["loss"], row["by"]) for row in rows] == [
+        (line["step"], line["loss"], line["by"]) for line in lines
+    ]
+    assert [row["_timestamp"] for row in rows] == pytest.approx([line["time"] for line in lines], rel=0, abs=1)
     assert len({name for name, _ in files}) == 1
+
+
+def test_media_are_in_both_once_each_with_those_that_count(run: RunDirectory) -> None:
+    """Every fifth step, also where a killed attempt had logged them before."""
+    expected = [(line["step"], line["by"]) for line in tracker_files.counted(run) if line["step"] % 5 == 0]
+    logged = [json.loads(line) for line in run.media_file.read_text().splitlines()]
+    assert len(logged) > 3 * len(expected)
+    shown = tracker_files.in_tensorboard(run)
+    images = [(event.step, _pixel(event.encoded_image_string)) for event in shown.Images("drawn")]
+    histograms = [(event.step, event.histogram_value.num) for event in shown.Histograms("weights")]
+    assert images == expected
+    assert tracker_files.texts(run, "said") == [(step, f"<by> {attempt}") for step, attempt in expected]
+    assert histograms == [(step, 4) for step, _ in expected]
+    for folder, rows in zip(sorted(run.wandb.glob("offline-run-*")), tracker_files.in_wandb(run), strict=True):
+        found = [row for row in rows[1] if "drawn/path" in row or "drawn" in row]
+        for row in found:
+            assert expected.pop(0) == (row["_step"], row["by"])
+            assert {"weights", "said", "drawn"} <= {name.split("/")[0] for name in row}
+        assert len(list(folder.glob("files/media/images/*.png"))) == len(found)
+    assert expected == []
+
+
+def _pixel(content: bytes) -> int:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content)) as image:
+        assert image.size == (4, 2)
+        pixel = image.getpixel((0, 0))
+    return int(pixel[0])
 
 
 def test_status_says_how_to_see_the_run(run: RunDirectory) -> None:

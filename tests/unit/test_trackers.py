@@ -63,6 +63,9 @@ class Memory:
         assert (at, values) == (100.5 + step, {"loss": step / 2})
         self.steps.append(step)
 
+    def add_medium(self, step: int, at: float, medium: Mapping[str, Any], folder: Path) -> None:
+        self.steps.append(step)
+
     def flush(self, step: int | None) -> Sent:
         self.safe.append(step)
         return Sent(max([0, *(safe for safe in self.safe if safe is not None)]))
@@ -133,7 +136,8 @@ def test_a_superseded_attempt_sends_nothing_more(run: RunDirectory) -> None:
     attempt(run, 1)
     with pytest.raises(Superseded):
         follower.send(2)
-    follower.close(clean=True)
+    with pytest.raises(Superseded):
+        follower.close(clean=True)
     assert tracker.steps == [0]
     assert read_sent(run.wandb) == Sent(1)
 
@@ -172,29 +176,47 @@ def test_tensorboard_reads_the_newest_attempt_last_whatever_the_clocks(
 # --- W&B
 
 
-def test_a_wandb_folder_that_was_not_closed_is_written_again(run: RunDirectory) -> None:
-    """W&B keeps up to 32 kB in memory: what a killed process has written is not known."""
-    tracker_files.require("wandb")
-    code = """if True:
-        import json, os, sys
-        from pathlib import Path
-        from clusterddp.trackers.sent import Sent, read_sent, write_sent
-        from clusterddp.trackers.wandb import WeightsAndBiases
-        folder = Path(sys.argv[1])
-        writer = WeightsAndBiases(folder, read_sent(folder) or Sent(), 0, {"mode": "offline", "project": "tests"})
-        for step in range(writer.first, 4):
-            writer.add(step, 100.0, {"loss": 0.5})
-        assert writer.flush(4).step == 0, "not before it is closed"
-        if sys.argv[2] == "kill":
-            os.kill(os.getpid(), 9)
-        write_sent(folder, writer.close(4, clean=True))
-    """
+#: Writes four steps to W&B, offline, and is killed then, or when it has closed the folder, or ends.
+WANDB = """
+import os, sys
+from pathlib import Path
+from clusterddp.trackers import sent
+from clusterddp.trackers.wandb import WeightsAndBiases
 
-    codes = [subprocess.run([sys.executable, "-c", code, run.wandb, how]).returncode for how in ("kill", "close")]
-    assert codes == [-9, 0]
-    (file,) = tracker_files.in_wandb(run)
-    assert [row["_step"] for row in file[1]] == [0, 1, 2, 3]
-    assert read_sent(run.wandb) == Sent(4, id=file[0], mode="offline")
+folder, until = Path(sys.argv[1]), sys.argv[2]
+writer = WeightsAndBiases(folder, sent.read_sent(folder) or sent.Sent(), 0, {"mode": "offline", "project": "tests"})
+for step in range(writer.first, 4):
+    writer.add(step, 100.0, {"loss": 0.5})
+assert writer.flush(4).step == writer.first, "what is not closed is not safe"
+if until == "closed":
+    writer._move_out = lambda _: os.kill(os.getpid(), 9)
+if until != "written":
+    writer.close(4, clean=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def written_to_wandb(run: RunDirectory, until: str) -> list[list[int]]:
+    """The steps in each folder that is complete."""
+    done = subprocess.run([sys.executable, "-c", WANDB, str(run.wandb), until])
+    assert done.returncode == -9
+    return [[row["_step"] for row in rows] for _, rows in tracker_files.in_wandb(run)]
+
+
+def test_a_wandb_folder_that_was_not_closed_is_written_again(run: RunDirectory) -> None:
+    """W&B keeps up to 32 kB in memory: what a killed process has written is not known. It is never uploaded."""
+    tracker_files.require("wandb")
+    assert written_to_wandb(run, "written") == []
+    assert written_to_wandb(run, "moved") == [[0, 1, 2, 3]]
+
+
+def test_a_wandb_folder_that_was_closed_is_not_written_again(run: RunDirectory) -> None:
+    """Even if the process was killed before it could move it: the next one does."""
+    tracker_files.require("wandb")
+    assert written_to_wandb(run, "closed") == []
+    number = attempt(run, 0)
+    assert read_sent(run.wandb) == replace(read_sent(run.wandb) or Sent(), step=4, attempt=number, mode="offline")
+    assert written_to_wandb(run, "written") == [[0, 1, 2, 3]]
 
 
 # --- rank 0's side
