@@ -229,11 +229,12 @@ def _submitted(event: Event) -> float | None:
     return min(time, event["time"]) if is_time(time) else None
 
 
-def _submissions(events: Iterable[Event]) -> list[float]:
-    """When jobs were submitted. Slurm's times are whole seconds, and less exact than those of the submission itself."""
-    known = [(event["event"], time) for event in events if (time := _submitted(event)) is not None]
-    exact = [time for name, time in known if name == "submitted"]
-    return exact + [time for name, time in known if not any(time <= one < time + 1 for one in exact)]
+def _submissions(events: Sequence[Event]) -> list[float]:
+    """When jobs were submitted. Slurm knows the second, and the submission's own record is from a little later."""
+    known = [(event, time) for event in events if (time := _submitted(event)) is not None]
+    own = {event["attempt"]: time for event, time in known if event["event"] == "submitted"}
+    by_slurm = [(event["attempt"], time) for event, time in known if event["event"] == "allocated"]
+    return [*own.values(), *(min(max(time, own.get(attempt, time)), time + 1) for attempt, time in by_slurm)]
 
 
 def _seconds(event: Event, name: str) -> float:
@@ -272,18 +273,20 @@ def _book_attempt(
     line: _Line, attempt: _Attempt, after: _Attempt | None, state: str, newest_step: float | None
 ) -> None:
     """From its launch to its end: if none was recorded, to its last sign."""
+    seen = after.launch.get("seen") if after is not None else newest_step
     if attempt.end is not None:
         end = attempt.end["time"]
     elif after is None and state == "running":
         end = line.end
     else:
-        seen = after.launch.get("seen") if after is not None else newest_step
         own = [event["time"] for event in attempt.events]
         end = max([*own, seen] if is_time(seen) else own)
     if after is not None:
         end = min(end, after.launch["time"])
     trouble = attempt.trouble()
     trouble_at = end if trouble is None else min(end, max(trouble[0], attempt.launch["time"]))
+    if trouble is not None and trouble[1] == "hung" and is_time(seen) and trouble_at < seen <= end:
+        trouble_at = seen  # rank 0 made steps after the last heartbeat from the rank at fault
     category = "launching"
     for time, following in attempt.changes():
         line.until(min(time, trouble_at), category, attempt.number)

@@ -69,13 +69,14 @@ def main() -> None:
         _exit_with_record(record, {**end, "end": "stopped", "reason": "stop signal before all ranks had joined"}, 0)
     control_channel.current.listen(lambda: exit_if_superseded(run, record, end), lambda order: obey(order, end))
     _let_signals_through()
-    if ranks.rank == 0:
-        control_channel.report("phase", phase="importing")
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
     code_paths.use_snapshot()
     collect_rarely()
-    values, code = run_script(whole_command(sys.argv[1:], run))
+    command = whole_command(sys.argv[1:], run)
+    if ranks.rank == 0:
+        control_channel.report("phase", phase="importing")
+    values, code = run_script(command)
     if os.getpid() != process:
         rank_exit.finish_child(code)
     del held_port

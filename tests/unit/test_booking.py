@@ -394,6 +394,8 @@ def test_a_run_hangs_from_the_last_step_of_any_rank() -> None:
             {"time": 50.0, "attempt": 0, "event": "hung", "seconds": 32.0, **known},
         ]
         assert book(events, 50.0, state="running").seconds()["hung"] == hung
+    events.append({"time": 60.0, "attempt": 1, "event": "started", "job": "7", "seen": 21.0})
+    assert book(events, 60.0, state="running").seconds()["hung"] == 29, "its last step was recorded"
 
 
 def test_a_run_that_slurm_requeues_by_itself_is_held_not_down() -> None:
@@ -418,10 +420,9 @@ def test_a_run_begins_when_its_submission_says_rather_than_slurms_whole_seconds(
     submitted = {"time": 12.0, "attempt": 0, "event": "submitted", "job": "7", "submitted": 10.7}
     started = {"time": 12.0, "attempt": 0, "event": "started", "job": "7"}
     allocated = {"time": 12.0, "attempt": 0, "event": "allocated", "submitted": 10.0, "begun": 11.0}
-    found = [
-        book(events, 12.0).intervals[0].begin for events in ([submitted, started, allocated], [started, allocated])
-    ]
-    assert found == [10.7, 10.0]
+    late = {**submitted, "submitted": 11.4}  # sbatch took a while to return
+    histories = ([submitted, started, allocated], [late, started, allocated], [started, allocated])
+    assert [book(events, 12.0).intervals[0].begin for events in histories] == [10.7, 11.0, 10.0]
 
 
 def test_a_run_that_is_continued_is_not_over() -> None:
