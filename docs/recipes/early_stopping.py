@@ -9,25 +9,6 @@ from torch.utils.data import TensorDataset
 import clusterddp
 
 
-class EarlyStopping:
-    """Counts evaluations without an improvement. A part of the run, so that a resume continues the count."""
-
-    def __init__(self, patience):
-        self.patience, self.best, self.since_best = patience, float("inf"), 0
-
-    def update(self, loss):
-        """Returns whether training should end."""
-        self.since_best = 0 if loss < self.best else self.since_best + 1
-        self.best = min(loss, self.best)
-        return self.since_best >= self.patience
-
-    def state_dict(self):
-        return {"best": self.best, "since_best": self.since_best}
-
-    def load_state_dict(self, state):
-        self.best, self.since_best = state["best"], state["since_best"]
-
-
 @torch.no_grad()
 def evaluate(ctx, model, loader):
     """The mean loss over all ranks: every rank gets the same number, and so makes the same decision."""
@@ -58,21 +39,23 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     loader = ctx.loader(noisy_data(64, seed=1), batch_size=8)
     held_out = ctx.eval_loader(noisy_data(256, seed=2), batch_size=128)
-    stopping = EarlyStopping(args.patience)
-    run = ctx.run(model=model, optimizer=optimizer, loader=loader, stopping=stopping)
+    progress = {"best": float("inf"), "since_best": 0}  # saved with the run, and restored in place
+    run = ctx.run(model=model, optimizer=optimizer, loader=loader, progress=progress, best="-held_out_loss")
     for inputs, targets in run.steps(args.steps):
-        # At the beginning of a step: a stop within the evaluation saves the state before it, and a resume repeats it.
-        if run.step % args.eval_every == 0:
+        # The place for an evaluation: a stop within it saves the state before the step, and a resume repeats it.
+        if run.every(steps=args.eval_every):
             held_out_loss = evaluate(ctx, model.module, held_out)
             run.log(held_out_loss=held_out_loss)
-            if stopping.update(held_out_loss):
+            progress["since_best"] = 0 if held_out_loss < progress["best"] else progress["since_best"] + 1
+            progress["best"] = min(held_out_loss, progress["best"])
+            if progress["since_best"] >= args.patience:
                 run.finish()  # this step is the last one
         loss = F.mse_loss(model(inputs.to(ctx.device)), targets.to(ctx.device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         run.log(loss=loss)
-    ctx.print(f"ended after {run.step} of {args.steps} steps, best held-out loss {stopping.best:.4f}")
+    ctx.print(f"ended after {run.step} of {args.steps} steps, best held-out loss {progress['best']:.4f}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from clusterddp.checkpoint.store import of_run
 from clusterddp.rundir.run_directory import RunDirectory
@@ -85,5 +86,11 @@ def test_the_best_checkpoint_is_the_model_that_was_evaluated(whole: RunDirectory
     content = content_of(kept[best].path)
     assert content["progress"]["step"] == best
     assert content["progress"]["values"]["history"] == [loss for step, loss in evaluated.items() if step < best]
+    net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1)).eval()
+    net.load_state_dict(content["model"])
+    torch.manual_seed(1)
+    inputs = torch.randn(52, 3)[20:]
+    loss = (net(inputs) - inputs.sum(1, keepdim=True)).square().mean().item()
+    assert loss == pytest.approx(evaluated[best], rel=1e-5)
     [newest] = [event["best"] for event in events_of(whole, "checkpoint") if event["step"] == best]
     assert json.dumps(newest) == json.dumps({"held_out_loss": evaluated[best]})

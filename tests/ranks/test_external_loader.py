@@ -42,8 +42,13 @@ policy = Checkpointing(every_steps=None if by_time else 6, every_s=0.0 if by_tim
 ctx = clusterddp.init(run_dir=run_dir, checkpoint=policy)
 model = ctx.wrap(torch.nn.Linear(1, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-run = ctx.run(model=model, optimizer=optimizer, loader=Letters(ctx.rank))
+best = "score" if "skip" in sys.argv else None
+run = ctx.run(model=model, optimizer=optimizer, loader=Letters(ctx.rank), best=best)
 for batch in run.steps(total):
+    if best and run.every(epochs=1):
+        run.log(score=run.step)
+    if best and run.step == 7:
+        run.skip(5)
     print("took", batch, "in pass", run.epoch, flush=True)
     loss = model(torch.tensor([[float(batch)]])).sum()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
@@ -77,6 +82,23 @@ def test_each_rank_resumes_where_its_loader_was(tmp_path: Path, script: Any, sto
     assert resumed["inexact"] == []
     newest = content_of(max((run / "checkpoints").glob("step-*")))
     assert newest["progress"]["loaders"] == [{"place": 5, "rank": 0}, {"place": 5, "rank": 1}]
+
+
+def test_skipped_batches_are_handed_out_to_nobody_and_the_best_step_is_saved_by_all_ranks(
+    tmp_path: Path, script: Any
+) -> None:
+    """Stopped right before the skip, or just behind it. The evaluation is in the first step of the second pass."""
+    ddp.run(script, tmp_path / "whole", 12, -1, "skip", ranks=2, folder=tmp_path / "out")
+    runs = [ddp.start(script, tmp_path / "run", 12, 7, "skip", ranks=2, folder=tmp_path / "out").expect(75)]
+    runs.append(ddp.run(script, tmp_path / "run", 12, -1, "skip", ranks=2, folder=tmp_path / "out"))
+    for rank in range(2):
+        places = [int(line.split()[1]) - 10 * rank for run in runs for line in taken(run, rank)]
+        assert places == [*range(1, 9), *range(4, 8)]
+    for run in ("whole", "run"):
+        found = RunDirectory(tmp_path / run)
+        assert [line["step"] for line in found.metrics() if "score" in line] == [8]
+        bests = [event["step"] for event in found.events() if event["event"] == "checkpoint" and "best" in event]
+        assert bests == [9]
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_one_of_several_models_is_exported_by_name(whole: Path, tmp_path: Path) 
         match="has no part 'model': choose one by --part; it has generator, discriminator, branches, optimizers.0",
     ):
         export(run, tmp_path / "model.pt")
-    assert "generator of step 10" in export(run, tmp_path / "model.pt", "generator")
+    assert "generator of checkpoint 10" in export(run, tmp_path / "model.pt", "generator")
     exported = torch.load(tmp_path / "model.pt", weights_only=True)
     final = torch.load(whole / "final.pt", weights_only=True)["g"]
     assert all(torch.equal(value, final[f"module.{name}"]) for name, value in exported.items())
