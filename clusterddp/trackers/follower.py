@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from clusterddp.errors import RunDirectoryError, Superseded
 from clusterddp.process import die_with_parent
@@ -127,14 +127,25 @@ def main() -> int:
     """Serves rank 0 until the attempt ends."""
     die_with_parent()
     given = json.loads(sys.argv[1])
-    run, name = RunDirectory(given["run"]), given["tracker"]
-    folder = run.tensorboard if name == "tensorboard" else run.wandb
     out, sys.stdout = sys.stdout, sys.stderr  # a package may print
+    orders = Orders(given["committed"])
+    return follow(given["tracker"], RunDirectory(given["run"]), given["attempt"], given["options"], orders, out)
+
+
+def follow(name: str, run: RunDirectory, attempt: int, options: Mapping[str, Any], orders: Orders, out: TextIO) -> int:
+    """Sends until the orders end; returns the exit code. Problems are written to ``out``."""
+    folder = folder_of(name, run)
     try:
         create_folder(folder, exist_ok=True)
         with open(folder / "lock", "ab") as lock:
             _lock(lock.fileno())
-            _follow(run, given, folder, lambda words: print(words, file=out, flush=True))
+            tracker = _tracker(name, run, folder, attempt, options, out)
+            follower = Follower(run, attempt, folder, tracker)
+            follower.send(orders.committed)
+            while not orders.ended:
+                orders.wait(PERIOD_S if tracker.live else None)
+                follower.send(orders.committed)
+            follower.close(orders.clean)
     except Superseded:
         return 0
     except Exception as error:
@@ -146,27 +157,26 @@ def main() -> int:
     return 0
 
 
-def _follow(run: RunDirectory, given: Mapping[str, Any], folder: Path, warn: Any) -> None:
-    attempt, orders = given["attempt"], Orders(given["committed"])
+def folder_of(name: str, run: RunDirectory) -> Path:
+    """Where a tracker's files are."""
+    return run.tensorboard if name == "tensorboard" else run.wandb
+
+
+def _tracker(
+    name: str, run: RunDirectory, folder: Path, attempt: int, options: Mapping[str, Any], out: TextIO
+) -> Tracker:
     sent = replace(read_sent(folder) or Sent(), problem=None)
     first = sent.lacks_from(run.first_steps())
-    tracker: Tracker
-    if given["tracker"] == "tensorboard":
+    if name == "tensorboard":
         from clusterddp.trackers.tensorboard import TensorBoard
 
-        tracker = TensorBoard(folder, replace(sent, step=first, attempt=attempt), first, attempt)
-    else:
-        from clusterddp.trackers.wandb import WeightsAndBiases
+        return TensorBoard(folder, replace(sent, step=first, attempt=attempt), first, attempt)
+    from clusterddp.trackers.wandb import WeightsAndBiases
 
-        if first < sent.step:
-            warn(f"keeps the values that an earlier attempt logged in steps {first} to {sent.step - 1}, now repeated")
-        tracker = WeightsAndBiases(folder, sent, attempt, given["options"])
-    follower = Follower(run, attempt, folder, tracker)
-    follower.send(orders.committed)
-    while not orders.ended:
-        orders.wait(PERIOD_S if tracker.live else None)
-        follower.send(orders.committed)
-    follower.close(orders.clean)
+    if first < sent.step:
+        steps = f"{first} to {sent.step - 1}"
+        print(f"keeps the values that an earlier attempt logged in steps {steps}, now repeated", file=out, flush=True)
+    return WeightsAndBiases(folder, sent, attempt, options)
 
 
 def _lock(descriptor: int) -> None:
