@@ -97,17 +97,20 @@ class Trainer:
     def __init__(self, size: int = 160) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self._batch, self._matrix = torch.randn(16, 64), torch.randn(size, size)
         self._products = 1
 
-    def step(self) -> None:
+    def step(self) -> torch.Tensor:
+        """Returns the loss."""
         result = self._matrix
         for _ in range(self._products):
             result = torch.tanh(self._matrix @ result)
-        self._optimizer.zero_grad()
-        self.model(self._batch).square().mean().backward()
-        self._optimizer.step()
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.model(self._batch).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss
 
     def block(self, steps: int, boundary: Callable[[], bool] | None) -> float:
         """Seconds that ``steps`` steps take, from when all ranks are there. Collective."""

@@ -411,6 +411,8 @@ class Context(Ranks):
             self._run._profiling.close(wait=clean)
         self._evaluations.report()
         self._stopping.close(restore_handlers=restore_handlers)
+        if self._times is not None:
+            self._times.close()
         self._heartbeat.close()
         if self._progress:
             self._progress.close()

@@ -139,15 +139,17 @@ class Values:
 
     def add(self, values: Mapping[str, Any], reduce: str | None = None) -> None:
         """Raises TypeError for a value that is not a number, ValueError for too large values or another ``reduce``."""
-        for name, value in values.items():
-            check(name, value)
+        keeps = self._keeps_own or reduce is not None
+        numbers = {name: _read(name, value, keeps) for name, value in values.items()}
         if reduce is not None and reduce not in _REDUCTIONS:
             raise ValueError(
                 f"run.log(reduce={reduce!r:.60}): expected one of {', '.join(map(repr, _REDUCTIONS))}; no metric can "
                 "be called 'reduce'"
             )
-        logged = self._logged
-        size = self._bytes + sum(self._size(name) for name in values if name not in logged.values)
+        logged, size = self._logged, self._bytes
+        for name in numbers:
+            if name not in logged.values:
+                size += self._sizes.get(name) or self._size(name)
         if size > MOST_BYTES:
             raise ValueError(_too_large(values, size))
         if reduce is not None:
@@ -155,9 +157,12 @@ class Values:
         elif logged.reduced:
             for name in logged.reduced.keys() & values.keys():
                 del logged.reduced[name], logged.values[name]
-        if reduce is not None or self._keeps_own:
-            self._capture(values)
+        if keeps:
+            logged.values.update(numbers)
             self._bytes = size
+            if on_gpus := {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}:
+                logged.values.update(self._copies.begin(on_gpus))
+                logged.copied = True
 
     def take(self) -> Logged:
         """Returns all values, and clears them."""
@@ -165,24 +170,11 @@ class Values:
         self._logged, self._bytes = Logged(), 0
         return logged
 
-    def _capture(self, values: Mapping[str, Any]) -> None:
-        logged = self._logged
-        on_gpus = {}
-        for name, value in values.items():
-            if getattr(value, "is_cuda", False):
-                on_gpus[name] = value
-            else:
-                logged.values[name] = number(name, value)
-        if on_gpus:
-            logged.values.update(self._copies.begin(on_gpus))
-            logged.copied = True
-
     def _size(self, name: str) -> int:
-        if name not in self._sizes:
-            if len(self._sizes) >= _MOST_SIZES:
-                self._sizes.clear()
-            self._sizes[name] = len(json.dumps(name)) + _NUMBER_BYTES
-        return self._sizes[name]
+        if len(self._sizes) >= _MOST_SIZES:
+            self._sizes.clear()
+        self._sizes[name] = size = len(json.dumps(name)) + _NUMBER_BYTES
+        return size
 
 
 def _too_large(values: Mapping[str, Any], size: int) -> str:
@@ -191,6 +183,15 @@ def _too_large(values: Mapping[str, Any], size: int) -> str:
         f"run.log({', '.join(names)}): the values of one step would take {size:,} bytes, and the limit is "
         f"{MOST_BYTES:,}; write them to your own file"
     )
+
+
+def _read(name: str, value: Any, keeps: bool) -> Any:
+    """A value at the call, checked: the number, or a tensor that is still to be copied from a GPU. Not ``keeps``: it is
+    only checked."""
+    if type(value) is float:
+        return value
+    check(name, value)
+    return number(name, value) if keeps and not getattr(value, "is_cuda", False) else value
 
 
 def number(name: str, value: Any) -> int | float:
