@@ -49,6 +49,7 @@ class Blocks:
         self._spent: dict[str, float] = defaultdict(float)
         self._calls: Counter[str] = Counter()
         self._empty: Callable[[], None] | None = None
+        self._reduce: str | None = "mean"
         times.close()
 
     def on(self) -> list[float]:
@@ -60,11 +61,12 @@ class Blocks:
         """The same without both."""
         return self._block()
 
-    def measured(self) -> dict[str, float]:
+    def measured(self, reduce: str | None) -> dict[str, float]:
         """CPU microseconds per step in timing and in logging: those of each call in a block with both.
 
-        ``clock``: what they include for reading the clock, which an empty call measures under the same conditions.
+        Without those of reading the clock, ``clock``, which an empty call measures under the same conditions.
         """
+        self._reduce = reduce
         self._spent.clear()
         self._calls.clear()
         self._empty = self._added_up("empty", lambda: None)
@@ -74,24 +76,24 @@ class Blocks:
         try:
             self._block()
         finally:
-            self._empty = None
+            self._empty, self._reduce = None, "mean"
             for name in TIMED:
                 delattr(self._times, name)
         clock_s = self._spent["empty"] / self._calls["empty"]
-        spent = {name: self._spent[name] for name in ("timing", "logging")}
-        spent["clock"] = clock_s * sum(self._calls[name] for name in spent)
-        return {name: 1e6 * seconds / (self._count + 1) for name, seconds in spent.items()}
+        spent_s = {name: self._spent[name] - clock_s * self._calls[name] for name in ("timing", "logging")}
+        spent_s["clock"] = clock_s * sum(self._calls[name] for name in spent_s)
+        return {name: 1e6 * seconds / (self._count + 1) for name, seconds in spent_s.items()}
 
     def end(self) -> None:
         """Of the run."""
-        self._run._times, self._run._saver.log = self._times, self._save_log  # type: ignore[method-assign]
+        self._run._times, self._run._saver.log = self._times, self._save_log
         self._run.finish()
         for _ in self._steps:
             pass
 
     def _switch(self, times: StepTimes, log: Any = None, save_log: Any = None) -> None:
         run = self._run
-        run._times, run._saver.log, self._logs = times, save_log or self._save_log, True  # type: ignore[method-assign]
+        run._times, run._saver.log, self._logs = times, save_log or self._save_log, True
         self._log = log or run.log
         times._watch(self._trainer.model)
 
@@ -106,13 +108,13 @@ class Blocks:
         finally:
             self._times.close()
             self._run._times, self._logs = NoTimes(), False
-            self._run._saver.log = lambda *_: None  # type: ignore[method-assign]
+            self._run._saver.log = lambda *_, **__: None
 
     def _step(self) -> None:
         next(self._steps)
         loss = self._trainer.step()
         if self._logs:
-            self._log(loss=loss, accuracy=0.5, reduce="mean")
+            self._log(loss=loss, accuracy=0.5, reduce=self._reduce)
             self._log(lr=0.01, grad_norm=loss)
         if self._empty is not None:
             self._empty()
@@ -150,7 +152,7 @@ def main() -> None:
             if number % 2:  # a drift of the machine's speed is on neither side
                 order = [order[1], order[0], order[3], order[2]]
             figures.append({name: block() for name, block in order})
-            figures[-1]["measured"] = blocks.measured()
+            figures[-1]["reduced"], figures[-1]["plain"] = blocks.measured("mean"), blocks.measured(None)
         blocks.end()
         (options.folder / f"rank-{ctx.rank}.json").write_text(json.dumps(figures))
 

@@ -222,6 +222,7 @@ class Saver:
         Waits for a save under way, for as long as one may take, unless the main thread is already waiting for it.
         """
         with suppress(RuntimeError):  # of CUDA
+            self._metrics.take_arrived()
             self._metrics.drain()
         waiting = threading.Thread(target=self._take_answer, args=(True,), name="last save", daemon=True)
         waiting.start()

@@ -1,7 +1,8 @@
 """What clusterddp does in each step, counted in Python instructions, of which each run executes the same number.
 
 A limit that is exceeded: is the work needed in each step, and by the training thread? If so, raise the limit, once
-`make bench-step-timing` has shown what it costs. The limits are the counts of Python 3.11, which has the most.
+`make bench-step-timing` has shown what it costs. The limits are the counts of Python 3.11, as other versions compile
+to other instructions; there they are a fifth higher.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from tests.instructions import Instructions
 
 #: The first steps allocate and connect. Some work is done every BATCH or SAMPLE_STEPS steps.
 WARM, STEPS = 40, math.lcm(BATCH, SAMPLE_STEPS)
-TIMING, LOGGING, ALL = 500, 1165, 2660
+SCALE = 1.0 if sys.version_info[:2] == (3, 11) else 1.2
+TIMING, LOGGING, ALL = (SCALE * count for count in (500, 1068, 2565))
 LOGGED_MODULES = ("training/log/", "training/metrics.py", "training/saving.py")
 #: On a rank other than 0.
-LOGGING_ELSEWHERE = 575
+LOGGING_ELSEWHERE = SCALE * 518
 
 
 def per_step(instructions: Instructions, *modules: str) -> float:

@@ -2,7 +2,9 @@
 
 A value on the CPU is read at once: what the script does to the tensor later changes nothing. A value on a GPU is copied
 into pinned memory behind the kernels that are already queued on its stream, and an event is recorded behind the copy.
-Nothing waits for the GPU: ``metrics.py`` and ``reduction.py`` read the copy once its event has passed.
+Nothing waits for the GPU: at the end of a step the training thread reads the copies whose events have passed. Other
+threads do not ask an event in passing: while a CUDA graph is captured (in the usual mode, "global"), that would make
+the capture fail, and the training thread captures nothing at the end of a step.
 """
 
 from __future__ import annotations
@@ -113,15 +115,19 @@ class Logged:
     reduced: dict[str, str] = field(default_factory=dict)
     copied: bool = False
 
-    def ready(self) -> bool:
-        """Whether ``numbers`` would not wait."""
-        return not self.copied or all(value.ready() for value in self.values.values() if isinstance(value, DeviceCopy))
+    def arrived(self) -> bool:
+        """Whether all values are numbers by now. Asks the GPU, and does not wait for it."""
+        if self.copied and all(value.ready() for value in self.values.values() if isinstance(value, DeviceCopy)):
+            self.numbers()
+        return not self.copied
 
     def numbers(self) -> dict[str, Any]:
-        """All values as numbers, once. Waits for those on their way."""
-        if not self.copied:
-            return self.values
-        return {name: value.take() if isinstance(value, DeviceCopy) else value for name, value in self.values.items()}
+        """All values as numbers. Waits for those on their way."""
+        if self.copied:
+            copies = self.values.items()
+            self.values = {name: value.take() if isinstance(value, DeviceCopy) else value for name, value in copies}
+            self.copied = False
+        return self.values
 
 
 class Values:
@@ -190,6 +196,8 @@ def _read(name: str, value: Any, keeps: bool) -> Any:
     only checked."""
     if type(value) is float:
         return value
+    if type(value) is torch.Tensor and value.is_cpu and keeps and value.numel() == 1 and not value.is_complex():
+        return value.item()  # what is mostly logged: many more checks would take longer than this
     check(name, value)
     return number(name, value) if keeps and not getattr(value, "is_cuda", False) else value
 
