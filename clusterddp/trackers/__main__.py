@@ -17,7 +17,7 @@ from clusterddp.jobdef.packages import check_packages
 from clusterddp.reporter import say
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.trackers.follower import Orders, folder_of, follow
+from clusterddp.trackers.follower import Orders, folder_of, follow, in_words
 from clusterddp.trackers.options import NAMES, wanted
 from clusterddp.trackers.sent import read_sent
 
@@ -44,12 +44,14 @@ def main() -> int:
 
 def _send(name: str, run: RunDirectory, options: Mapping[str, Any], orders: Orders) -> int:
     sent = read_sent(folder_of(name, run))
-    code = 0
-    if sent is None or sent.step < orders.committed:
-        code = follow(name, run, run.newest_attempt() or 0, options, orders, sys.stderr)
-    if not code:
-        say(f"{NAMES[name]} has all steps below {orders.committed}")
-    return code
+    try:
+        if sent is None or sent.step < orders.committed:
+            follow(name, run, run.newest_attempt() or 0, options, orders, sys.stderr)
+    except Exception as error:  # of any kind: the tracker's package raised it
+        say(f"{NAMES[name]}: {in_words(error)}")
+        return 1
+    say(f"{NAMES[name]} has all steps below {orders.committed}")
+    return 0
 
 
 if __name__ == "__main__":

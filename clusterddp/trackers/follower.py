@@ -129,11 +129,20 @@ def main() -> int:
     given = json.loads(sys.argv[1])
     out, sys.stdout = sys.stdout, sys.stderr  # a package may print
     orders = Orders(given["committed"])
-    return follow(given["tracker"], RunDirectory(given["run"]), given["attempt"], given["options"], orders, out)
+    try:
+        follow(given["tracker"], RunDirectory(given["run"]), given["attempt"], given["options"], orders, out)
+    except Superseded:
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        print(f"gets no more values in this attempt: {in_words(error)}", file=out, flush=True)
+        return 1
+    return 0
 
 
-def follow(name: str, run: RunDirectory, attempt: int, options: Mapping[str, Any], orders: Orders, out: TextIO) -> int:
-    """Sends until the orders end; returns the exit code. Problems are written to ``out``."""
+def follow(name: str, run: RunDirectory, attempt: int, options: Mapping[str, Any], orders: Orders, out: TextIO) -> None:
+    """Sends until the orders end. Writes what a user should know to ``out``. Raises what the tracker raises, and
+    records it for ``status``; Superseded."""
     folder = folder_of(name, run)
     try:
         create_folder(folder, exist_ok=True)
@@ -147,14 +156,15 @@ def follow(name: str, run: RunDirectory, attempt: int, options: Mapping[str, Any
                 follower.send(orders.committed)
             follower.close(orders.clean)
     except Superseded:
-        return 0
+        raise
     except Exception as error:
-        traceback.print_exc()
-        words = _words(error)
-        _record_problem(folder, words)
-        print(f"gets no more values in this attempt: {words}", file=out, flush=True)
-        return 1
-    return 0
+        _record_problem(folder, in_words(error))
+        raise
+
+
+def in_words(error: Exception) -> str:
+    """An error on one line."""
+    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 def folder_of(name: str, run: RunDirectory) -> Path:
@@ -192,10 +202,6 @@ def _record_problem(folder: Path, words: str) -> None:
         write_sent(folder, replace(read_sent(folder) or Sent(), problem=words))
     except (OSError, RunDirectoryError):
         traceback.print_exc()
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -189,6 +189,7 @@ folder, until = Path(sys.argv[1]), sys.argv[2]
 writer = WeightsAndBiases(folder, sent.read_sent(folder) or sent.Sent(), 0, {"mode": "offline", "project": "tests"})
 for step in range(writer.first, 4):
     writer.add(step, 100.0, {"loss": 0.5})
+assert not writer.live, "W&B cannot take back a step"
 assert writer.flush(4).step == writer.first, "what is not closed is not safe"
 if until == "closed":
     writer._move_out = lambda _: os.kill(os.getpid(), 9)
