@@ -25,7 +25,7 @@ def with_best(keep: Keep, best: str | None, told: bool = True) -> Keep:
     """
     if best is None:
         return keep
-    match = re.fullmatch(r"(-?)([^\s-]\S*)(?: (max|min))?", best) if isinstance(best, str) else None
+    match = re.fullmatch(r"(-?)([^\s-]\S*)(?: (max|min))?", best)
     if match is None or (match[1] and match[3]):
         raise ValueError(
             f"run(best={best!r}): expected a metric, such as 'accuracy', or '-loss' for the smallest value"

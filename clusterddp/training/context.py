@@ -256,7 +256,7 @@ class Context(Ranks):
         init_from: Files | None = None,
         init_strict: bool = True,
         progress: Any = None,
-        best: str | None = None,
+        best: str | Parts = None,
         **parts: Parts,
     ) -> Run:
         """The run, restored from its newest checkpoint if there is one. Collective; once per process.
@@ -277,7 +277,7 @@ class Context(Ranks):
                 likes, the same on all ranks: numbers, text, True, False, None, and lists and dicts of them. They are
                 restored in place.
             best: the metric whose best checkpoint is kept beside the newest: "accuracy" for the largest value that
-                ``run.log()`` got, "-loss" for the smallest.
+                ``run.log()`` got, "-loss" for the smallest. Anything but text is a part of that name.
             parts: what is saved and restored, under names that you choose, such as ``model=``, ``optimizer=``,
                 ``scheduler=`` or ``ema=``: modules, optimizers, and any objects with ``state_dict`` and
                 ``load_state_dict``; also lists, tuples and dicts of them, whose members are parts such as ``nets.0``.
@@ -289,6 +289,8 @@ class Context(Ranks):
         """
         if self._run is not None:
             raise RuntimeError("ctx.run() was already called in this process; pass it all parts at once")
+        if not isinstance(best, str):  # a part of this name, in a script for an older version
+            parts, best = {**parts, "best": best}, None
         named, own = by_name(parts), PerRank(per_rank, self._group)
         warm_start = partial(initial.load, init_from, init_strict, named, self._group) if init_from else None
         read, report = self._settings, self._history.report
