@@ -372,7 +372,7 @@ class Run(Steering):
         made.best_before = before and self._state.is_before_step()
         if made.best_before:
             try:
-                with self._heartbeat.pause():
+                with self._heartbeat.pause(), self._times.aside():
                     number = float(logged.number(str(self._saver.best_metric), value))
                     self._saver.log_best(self.step, number, self._content)
             except Superseded as error:
