@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from clusterddp.checkpoint.state import RESERVED
 from clusterddp.rundir.records import read_json, read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
@@ -67,11 +68,11 @@ def story(run: RunDirectory) -> str:
 
 
 def final_state(run: RunDirectory) -> Mapping[str, Any]:
-    """The last checkpoint's model and optimizer, flat."""
-    newest = max(run.checkpoints.glob("step-*"))
-    content = content_of(newest)
+    """All parts in the last checkpoint, flat, and what it has of each rank."""
+    content = content_of(max(run.checkpoints.glob("step-*")))
+    parts = {name: value for name, value in content.items() if name not in RESERVED}
     flat: dict[str, Any] = {}
-    flatten("", {"model": content["model"], "optimizer": content["optimizer"]}, flat)
+    flatten("", parts | {"per_rank": content.get("progress", {}).get("per_rank", [])}, flat)
     return flat
 
 

@@ -1,19 +1,23 @@
 """Accumulated gradients: saves them when a checkpoint is taken between two steps of the optimizer.
 
-A script may accumulate gradients over several steps of the loop, and no ``state_dict`` contains them.
+A script may accumulate gradients over several steps of the loop, and no ``state_dict`` contains them. Inside
+``no_sync`` each rank has its own, which all ranks must bring together for the checkpoint.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.checkpoint.state import parameters_of
 from clusterddp.distributed.modules import ddp_modules, optimizers, trained_parameters
+
+#: Gradients by part and parameter.
+Named: TypeAlias = dict[str, dict[str, torch.Tensor]]
 
 
 class _Exchange:
@@ -47,11 +51,29 @@ class _Exchange:
         self.apart = not (self._alone or exchanged)
         return True
 
+    def mark_used(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Tells DDP that a backward in ``no_sync`` has used these parameters, as one did before a resume.
+
+        With ``find_unused_parameters`` it would not reduce those that are unused in the backward that ends the
+        accumulation: its hooks, which this calls, note each use. Leaves gradients of zero.
+        """
+        module = self._module
+        if module is None or not module.find_unused_parameters or module.static_graph:
+            return
+        own = {*module.parameters()}
+        for parameter in parameters:
+            if parameter in own and parameter.requires_grad:
+                parameter.backward(torch.zeros_like(parameter))  # type: ignore[no-untyped-call]
+        self._last.clear()
+
 
 class Gradients:
     """The accumulated gradients of a run's models."""
 
-    def __init__(self, parts: Mapping[str, Any], world_size: int) -> None:
+    def __init__(self, parts: Mapping[str, Any], world_size: int, rank: int = 0) -> None:
+        self._world_size, self._rank = world_size, rank
+        #: What ``apart`` returned on each rank, since the step began; on rank 0, where the ranks have met.
+        self.gathered: list[Named] | None = None
         self._modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
         self._optimizers = set(optimizers(parts).values())
         #: The optimizers that have not stepped since a backward, now and at the beginning of the current step.
@@ -83,7 +105,7 @@ class Gradients:
     def begin_step(self) -> None:
         """Call it at the beginning of a step of the loop."""
         self.note()
-        self._waited, self._made = set(self._waiting), set()
+        self._waited, self._made, self.gathered = set(self._waiting), set(), None
 
     @property
     def made(self) -> bool:
@@ -98,21 +120,44 @@ class Gradients:
 
     def progress(self, before_step: bool) -> dict[str, Any]:
         """The gradients for a checkpoint. ``before_step``: of the state at the beginning of the current step."""
+        together, apart, changed = self._waiting_parameters(before_step)
+        if any(one.grad is not None for one in changed):
+            return {"gradients_lost": True}
+        found: dict[str, Any] = {}
+        if gradients := self._named(together):
+            found["gradients"] = gradients
+        if any(self.gathered or []):
+            found["gradients_apart"] = self.gathered
+        elif self._named(apart):
+            return {"gradients_lost": True}
+        return found
+
+    def apart(self, before_step: bool) -> Named:
+        """This rank's own gradients, which differ from other ranks', for ``gathered``."""
+        return self._named(self._waiting_parameters(before_step)[1])
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether gradients wait that differ between ranks: a better place for a checkpoint comes soon."""
+        self.note()
+        return any(exchange.apart and exchange.trained_by & self._waiting for exchange in self._exchanges)
+
+    def _waiting_parameters(self, before_step: bool) -> tuple[set[torch.Tensor], set[torch.Tensor], set[torch.Tensor]]:
+        """Those whose gradients wait: equal on all ranks; differing; and changed by a step that is not done."""
         self.note()
         waiting = self._waited if before_step else self._waiting
         learned = set().union(*map(self._trained, waiting))
-        gradients = {
-            name: {key: one.grad for key, one in parameters_of(part).items() if one in learned and one.grad is not None}
-            for name, part in self._modules.items()
-            if learned
-        }
-        if not any(gradients.values()):
-            return {}
-        apart = {parameter for parameter, exchange in self._exchange_of.items() if exchange.apart}
         changed = set().union(*map(self._trained, waiting & self._made)) if before_step else set()
-        if any(one.grad is not None for one in (learned & apart) | changed):
-            return {"gradients_lost": True}
-        return {"gradients": gradients}
+        apart = {one for one in learned & self._exchange_of.keys() if self._exchange_of[one].apart}
+        return learned - apart, apart, changed
+
+    def _named(self, parameters: set[torch.Tensor]) -> Named:
+        """The gradients of these parameters, by part and name."""
+        found: Named = {}
+        for name, part in self._modules.items() if parameters else ():
+            own = {key: p.grad for key, p in parameters_of(part).items() if p in parameters and p.grad is not None}
+            found |= {name: own} if own else {}
+        return found
 
     def _trained(self, optimizer: Any) -> set[torch.Tensor]:
         """The optimizer's parameters; all of them if it does not tell."""
@@ -120,11 +165,26 @@ class Gradients:
 
     def restore(self, progress: Mapping[str, Any]) -> list[str]:
         """The inverse of ``progress``; returns the reasons why the resume is not exact."""
-        for name, gradients in progress.get("gradients", {}).items():
+        apart = progress.get("gradients_apart", [])
+        if "gradients_lost" in progress or (apart and len(apart) != self._world_size):
+            return ["the checkpoint was taken between a backward and its optimizer's step, without the gradients"]
+        self._load(progress.get("gradients", {}))
+        for gradients in apart:  # a parameter may be unused on some ranks
+            for parameter in self._parameters(gradients):
+                self._exchange_of[parameter].apart = True
+                self._waiting |= self._exchange_of[parameter].trained_by
+        if apart:
+            for exchange in self._exchanges:
+                exchange.mark_used(self._parameters(apart[self._rank]))
+            self._load(apart[self._rank])
+        return []
+
+    def _load(self, gradients: Named) -> None:
+        for name, of_part in gradients.items():
             parameters = parameters_of(self._modules[name])
-            for key, gradient in gradients.items():
+            for key, gradient in of_part.items():
                 parameters[key].grad = gradient.to(parameters[key].device, copy=True)
                 self._waiting |= self._exchange_of[parameters[key]].trained_by
-        if "gradients_lost" in progress:
-            return ["the checkpoint was taken between a backward and its optimizer's step, without the gradients"]
-        return []
+
+    def _parameters(self, gradients: Named) -> list[torch.nn.Parameter]:
+        return [parameters_of(self._modules[name])[key] for name, of_part in gradients.items() for key in of_part]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,17 @@ from clusterddp.checkpoint.file_format import Content
 from clusterddp.checkpoint.state import pack, tensor_facts
 from clusterddp.distributed.collectives import PORTION, broadcast_bytes, broadcast_json
 from clusterddp.errors import CheckpointError
+
+#: The most that the states of all ranks may take together: they pass through the memory of rank 0.
+MOST_BYTES = 1 << 30
+
+
+class TooLarge(Exception):
+    """The states of all ranks take ``size`` bytes together, more than ``MOST_BYTES``."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"{size} bytes")
+        self.size = size
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,10 @@ class _Packed:
         return unpacked(Content(entries, {}, plain, self.data))
 
 
-def gather(state: Any, device: torch.device, check: Callable[[int], None]) -> list[Any] | None:
+def gather(state: Any, device: torch.device) -> list[Any] | None:
     """The states of all ranks on rank 0, in rank order; None on the other ranks.
 
-    ``check`` gets the size of all states together in bytes, on every rank, before anything is sent; it may raise.
-    Raises CheckpointError on all ranks if a rank's state cannot be saved.
+    Raises, on all ranks and before anything is sent, TooLarge, and CheckpointError if a rank's state cannot be saved.
     """
     failure: CheckpointError | None = None
     try:
@@ -70,7 +79,8 @@ def gather(state: Any, device: torch.device, check: Callable[[int], None]) -> li
         raise failure
     if [-1, -1] in all_sizes:
         raise CheckpointError(f"the state of rank {all_sizes.index([-1, -1])} cannot be saved; its error says why")
-    check(sum(map(sum, all_sizes)))
+    if (total := sum(map(sum, all_sizes))) > MOST_BYTES:
+        raise TooLarge(total)
     described = _gather_bytes(memoryview(packed.described), [size for size, _ in all_sizes], device)
     data = _gather_bytes(memoryview(packed.data)[: packed.size], [size for _, size in all_sizes], device)
     if described is None or data is None:

@@ -178,8 +178,7 @@ class Run(Steering):
         Raises TypeError for other values and for reserved names, ValueError for more than 1 MB per step or result and
         for another ``reduce``, RuntimeError for ``reduce`` outside a step.
         """
-        if not _RESERVED.isdisjoint(values):
-            taken = _RESERVED & values.keys()
+        if taken := _RESERVED & values.keys():
             raise TypeError(f"run.log({', '.join(sorted(taken))}=...): the name is reserved; choose another")
         if self._making:
             self._values.add(values, reduce)
@@ -322,7 +321,8 @@ class Run(Steering):
         self._times.end()
         if self._made == 1:
             self._group.shorten_timeout(self._job.timeouts.step_s)
-            self._state.per_rank.gather()
+            if self._saver.saves:
+                self._state.per_rank.gather()  # too large a state is refused now
             self._saver.prepare(self._content)
             self._enter("repeating" if self.step < self._saver.steps_before else "training")
         elif self.step == self._saver.steps_before:
@@ -340,7 +340,8 @@ class Run(Steering):
     def _gather(self) -> None:
         """Brings what each rank has for itself to rank 0. Collective."""
         self._loader.gather()
-        self._state.per_rank.gather()
+        if self._saver.saves:
+            self._state.gather(before_step=self._making is not None)
 
     def _commit(self) -> tuple[int | None, str | None]:
         self._gather()
@@ -359,7 +360,8 @@ class Run(Steering):
                     self._saver.look()
                     return
                 self._gather()
-            self._saver.save_if_due(self.step, self._content, due=self._together)
+            later = not self._together and self._state.gradients.are_apart
+            self._saver.save_if_due(self.step, self._content, due=self._together, later=later)
         except Superseded as error:  # Only rank 0 knows. Once all ranks have stopped, the commit tells them.
             self._agreement.request(str(error))
 

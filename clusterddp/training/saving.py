@@ -31,6 +31,8 @@ from clusterddp.worker.deadline import CAUTION
 
 #: Where all ranks must take part in a save, rank 0 tells them whether one is due every so many steps.
 TOGETHER_STEPS = 20
+#: For so many steps a save waits for accumulated gradients to be reduced.
+MOST_POSTPONED = 32
 #: With ``every: auto``, the seconds until the first save has been measured, and the bounds of the interval.
 FIRST_S, SHORTEST_S, LONGEST_S = 60.0, 10.0, 3600.0
 #: The assumed seconds between interruptions in a run without a history.
@@ -70,6 +72,7 @@ class Saver:
         self._saved_at = time.monotonic()
         self._every_s = FIRST_S if settings.auto else settings.every_s
         self._requested = False
+        self._postponed = 0
         self._said_s = 0.0
         #: The events so far, read once, for ``every: auto``: those of this attempt cost no steps.
         self._history: list[dict[str, Any]] | None = None
@@ -132,18 +135,17 @@ class Saver:
 
         ``best_is_newer``: the metric of the best checkpoint, if it is among them, is that of the state after the step.
         """
-        best = self._best.metric
+        best = self._best.metric or ""
         if self._sender is not None:
             every = self._settings.every_steps
             self._sender.add(step, logged, now=best in logged.reduced or bool(every and (step + 1) % every == 0))
         if self._checkpoints is None:
             return
+        names = logged.values.keys()
         self._metrics.add(step, logged)
+        self._logged.update(names)
         self._best.value = None
-        if best is None:
-            return
-        self._logged.update(logged.values)
-        if best in logged.values and best_is_newer:  # the decision to save this very step cannot wait for the value
+        if best in names and best_is_newer:  # the decision to save this very step cannot wait for the value
             self._metrics.settle(step + 1, WAIT_S)
             value = self._metrics.newest.get(best)
             self._best.value = value if isinstance(value, (int, float)) else None
@@ -162,8 +164,10 @@ class Saver:
             self._take_answer(wait=True)
             self._save(step, state, urgent=False)
 
-    def save_if_due(self, step: int, state: State, due: bool = False) -> None:
-        """Rank 0 saves if a checkpoint is due; the other ranks continue and need not know. ``due``: it is, in any case.
+    def save_if_due(self, step: int, state: State, due: bool = False, later: bool = False) -> None:
+        """Rank 0 saves if a checkpoint is due; the other ranks continue and need not know.
+
+        ``due``: it is, in any case. ``later``: one of the next steps is better, unless this is the best so far.
 
         A save that is due by time waits until the writer is done with the previous one. A save of this very step cannot
         be postponed, so that training waits. If saving fails, that is reported, and training continues with the older
@@ -172,6 +176,11 @@ class Saver:
         if self._checkpoints is None:
             return
         this_step = due or self._wants_this(step)
+        self._postponed = self._postponed + 1 if later and not self._best.better else 0
+        if 0 < self._postponed <= MOST_POSTPONED:
+            self._requested = self._requested or this_step
+            self.look()
+            return
         self._take_answer(wait=this_step)
         if not self._checkpoint_client.busy and (this_step or self._is_time()):
             self._save(step, state, urgent=False)
@@ -222,7 +231,6 @@ class Saver:
         Waits for a save under way, for as long as one may take, unless the main thread is already waiting for it.
         """
         with suppress(RuntimeError):  # of CUDA
-            self._metrics.take_arrived()
             self._metrics.drain()
         waiting = threading.Thread(target=self._take_answer, args=(True,), name="last save", daemon=True)
         waiting.start()

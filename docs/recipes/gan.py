@@ -38,10 +38,9 @@ def main():
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
     discriminator_optimizer = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.9))
     run = ctx.run(
-        model=generator,
-        optimizer=generator_optimizer,
-        discriminator=discriminator,  # any further parts, under names that you choose
-        discriminator_optimizer=discriminator_optimizer,
+        generator=generator,  # the names are yours
+        discriminator=discriminator,
+        optimizers={"generator": generator_optimizer, "discriminator": discriminator_optimizer},
         loader=ctx.loader(points(), batch_size=args.batch_size),
     )
     for (real,) in run.steps(args.steps):
@@ -55,9 +54,9 @@ def main():
         discriminator_loss.backward()
         discriminator_optimizer.step()
 
-        # The bare discriminator, with frozen parameters: only the generator's gradients are exchanged between ranks.
+        # The discriminator is frozen: only the generator's gradients are exchanged between ranks.
         discriminator.requires_grad_(False)
-        generator_loss = F.softplus(-discriminator.module(fake)).mean()
+        generator_loss = F.softplus(-discriminator(fake)).mean()
         generator_optimizer.zero_grad()
         generator_loss.backward()
         generator_optimizer.step()

@@ -33,41 +33,23 @@ class CartPoles:
         self.state = torch.where(fallen[:, None], self._start(len(moved)), moved)
         return fallen
 
-
-class Rollouts:
-    """The run's loader: each batch is a rollout, played with the policy as it is after the steps so far.
-
-    ``ctx.run(loader=...)`` saves ``state_dict()`` for every rank. The random numbers come from a generator of the
-    rank's own, which is part of that state: the global generators are reseeded for every step, after the batch.
-    """
-
-    def __init__(self, policy, seed, environments=16, length=32):
-        self.policy, self.length = policy, length
-        self.generator = torch.Generator().manual_seed(seed)
-        self.carts = CartPoles(environments, self.generator)
-
-    def __iter__(self):
-        while True:
-            yield self.play()
-
-    @torch.no_grad()
-    def play(self):
-        """Observations (length + 1, environments, 4), actions and fallen poles (length, environments)."""
-        observations, actions, fallen = [self.carts.state], [], []
-        device = next(self.policy.parameters()).device
-        for _ in range(self.length):
-            probabilities = self.policy(observations[-1].to(device))[:, :2].softmax(1).cpu()
-            actions.append(torch.multinomial(probabilities, 1, generator=self.generator)[:, 0])
-            fallen.append(self.carts.step(actions[-1]))
-            observations.append(self.carts.state)
-        return torch.stack(observations), torch.stack(actions), torch.stack(fallen)
-
     def state_dict(self):
-        return {"carts": self.carts.state, "generator": self.generator.get_state()}
+        return {"carts": self.state}
 
     def load_state_dict(self, state):
-        self.carts.state = state["carts"]
-        self.generator.set_state(state["generator"])
+        self.state = state["carts"]
+
+
+@torch.no_grad()
+def play(policy, carts, device, length=32):
+    """A rollout: observations (length + 1, carts, 4), actions and fallen poles (length, carts)."""
+    observations, actions, fallen = [carts.state], [], []
+    for _ in range(length):
+        probabilities = policy(observations[-1].to(device))[:, :2].softmax(1).cpu()
+        actions.append(torch.multinomial(probabilities, 1, generator=carts.generator)[:, 0])
+        fallen.append(carts.step(actions[-1]))
+        observations.append(carts.state)
+    return [torch.stack(tensors).to(device) for tensors in (observations, actions, fallen)]
 
 
 def loss_of(outputs, actions, fallen):
@@ -91,17 +73,18 @@ def main():
     ctx = clusterddp.init()
     model = ctx.wrap(nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 3)))  # two logits and the value
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    rollouts = Rollouts(model.module, seed=1000 * ctx.seed + ctx.rank)  # a different seed on each rank
-    run = ctx.run(model=model, optimizer=optimizer, loader=rollouts)
-    for batch in run.steps(args.steps):
-        observations, actions, fallen = (tensor.to(ctx.device) for tensor in batch)
+    generator = torch.Generator().manual_seed(1000 * ctx.seed + ctx.rank)  # a different seed on each rank
+    carts = CartPoles(16, generator)
+    run = ctx.run(model=model, optimizer=optimizer, per_rank={"carts": carts, "generator": generator})
+    for _ in run.steps(args.steps):  # without a loader, the numbers of the steps
+        observations, actions, fallen = play(model.module, carts, ctx.device)
         loss = loss_of(model(observations), actions, fallen)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         falls = ctx.all_reduce_mean(fallen.float().mean())  # run.log() keeps rank 0's values: this is the mean
         run.log(loss=loss, falls=falls)
-    _, _, fallen = rollouts.play()
+    _, _, fallen = play(model.module, carts, ctx.device)
     falls = ctx.all_reduce_mean(fallen.float().mean())
     ctx.print(f"{falls:.2%} of the pushes let a pole fall")
 

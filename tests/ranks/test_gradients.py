@@ -27,6 +27,10 @@ net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Drop
 if how == "unused":
     net.head = torch.nn.Linear(16, 1)
     net.forward = lambda x: net[3](net[2](net[1](net[0](x))))
+if how == "no_sync branches":
+    net.heads = torch.nn.ModuleList(torch.nn.Linear(16, 1) for _ in range(3))
+    body, head = net.forward, lambda: net.heads[(run.step % EVERY == 1) * (1 + ctx.rank)]
+    net.forward = lambda x: head()(net[2](net[1](net[0](x))))
 model = ctx.wrap(net, **options)
 if how == "compiled":
     model = torch.compile(model, backend="aot_eager")
@@ -43,7 +47,7 @@ for (x,) in run.steps(12):
         run.stop("by the test")
     last = run.step % EVERY == EVERY - 1
     model.require_backward_grad_sync = how != "no_sync flag" or last
-    with model.no_sync() if how == "no_sync" and not last else contextlib.nullcontext():
+    with model.no_sync() if how.startswith("no_sync") and "flag" not in how and not last else contextlib.nullcontext():
         (model(x).square().mean() / EVERY).backward()
     if stops:
         run.stop("in an evaluation")
@@ -79,8 +83,10 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
         ("module dict", 7, "{}", []),  # what the run is given is not itself in DDP
         ("compiled", 7, "{}", []),
         ("evaluation before", 7, "{}", []),  # after the backward, without gradients
-        ("no_sync flag", 7, "{}", LOST),
-        ("no_sync", 7, "{}", LOST),
+        ("no_sync flag", 7, "{}", []),
+        ("no_sync", 7, "{}", []),  # each rank has its own
+        ("no_sync branches", 8, '{"find_unused_parameters": true}', []),  # used in no_sync only, on rank 1 only
+        ("no_sync branches", 8, '{"find_unused_parameters": true, "gradient_as_bucket_view": true}', []),
         ("no_sync", 6, "{}", []),
         ("evaluation", 6, "{}", []),  # the backward of the step that is done again is not one that waits
         ("evaluation", 7, "{}", LOST),
@@ -89,7 +95,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def test_a_run_stopped_between_two_updates_is_the_same_run_or_reported_as_inexact(
     tmp_path: Path, how: str, stop: int, options: str, inexact: list[str]
 ) -> None:
-    """An update every three steps, on two ranks. Gradients that each rank has for itself cannot be kept."""
+    """An update every three steps, on two ranks. Gradients that each rank has for itself are brought together."""
     script, whole, run = tmp_path / "accumulating.py", tmp_path / "whole", tmp_path / "run"
     script.write_text(SCRIPT)
     ddp.run(script, whole, -1, how, options, ranks=2, folder=tmp_path / "out")

@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
+from clusterddp.checkpoint import transfer
 from clusterddp.errors import CheckpointError
-from clusterddp.training.state import per_rank
 from clusterddp.training.state.per_rank import PerRank
 
 
@@ -68,7 +68,7 @@ def test_the_states_are_copies() -> None:
 
 def test_too_large_states_are_refused_with_their_size_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """On all ranks, before anything is sent."""
-    monkeypatch.setattr(per_rank, "MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(transfer, "MOST_BYTES", 1_000_000)
     own = PerRank({"buffer": torch.nn.Linear(1000, 1000)}, group())
     with pytest.raises(
         CheckpointError,

@@ -11,8 +11,6 @@ from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
 from clusterddp.training.state.parts import Parts, by_name
 
-#: The most that the states of all ranks may take together: they pass through the memory of rank 0.
-MOST_BYTES = 1 << 30
 #: Of a part: takes over the states of another number of ranks.
 SPLIT = "load_state_dicts"
 
@@ -34,9 +32,18 @@ class PerRank:
 
         Raises CheckpointError on all ranks if they are too large, or cannot be saved.
         """
-        if self._parts:
-            states = {name: part.state_dict() for name, part in self._parts.items()}
-            self._states = transfer.gather(states, self._group.collective_device, self._check_size) or []
+        if not self._parts:
+            return
+        states = {name: part.state_dict() for name, part in self._parts.items()}
+        try:
+            self._states = transfer.gather(states, self._group.collective_device) or []
+        except transfer.TooLarge as error:
+            raise CheckpointError(
+                f"the per-rank state of all {self._group.world_size} ranks ({_listed(self._parts)}) takes "
+                f"{error.size / 1e6:,.0f} MB, and a checkpoint holds at most {transfer.MOST_BYTES / 1e6:,.0f} MB of "
+                "it: leave out of state_dict() what can be computed again or read from elsewhere, or save less of it, "
+                "such as a replay buffer's newest entries"
+            ) from error
 
     def progress(self) -> dict[str, Any]:
         """The states as last gathered, for a checkpoint."""
@@ -69,15 +76,6 @@ class PerRank:
                 f"the checkpoint has the state of {name} for {len(states)} ranks, and there are now {ranks}: use "
                 f"{len(states)} ranks, or give {name} a method {SPLIT}(states, rank, world_size) that "
                 "takes over a rank's share of all states"
-            )
-
-    def _check_size(self, size: int) -> None:
-        if size > MOST_BYTES:
-            raise CheckpointError(
-                f"the per-rank state of all {self._group.world_size} ranks ({_listed(self._parts)}) takes "
-                f"{size / 1e6:,.0f} MB, and a checkpoint holds at most {MOST_BYTES / 1e6:,.0f} MB of it: leave out of "
-                "state_dict() what can be computed again or read from elsewhere, or save less of it, such as a replay "
-                "buffer's newest entries"
             )
 
 

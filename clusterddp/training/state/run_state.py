@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Literal, get_args
 
+from clusterddp.checkpoint import transfer
 from clusterddp.checkpoint.gradients import Gradients
 from clusterddp.checkpoint.restore import Place
 from clusterddp.checkpoint.state import RESERVED, Stateful, load_state, pack, state_of
@@ -53,7 +55,7 @@ class RunState:
         self.inexact: list[str] = []
         #: What a checkpoint says of a stop inside a step: "cut", or "buffers_changed" and "begun".
         self.stopped_in_step: dict[str, Any] = {}
-        self.gradients = Gradients(parts, group.world_size)
+        self.gradients = Gradients(parts, group.world_size, group.rank)
         self._values = values
         self.before = BeforeStep(parts if group.rank == 0 else {}, values)
         self.divergence = Divergence({**parts, "progress": values} if values else parts, group)
@@ -85,6 +87,14 @@ class RunState:
     def is_before_step(self) -> bool:
         """Whether the models are still as they were when the step began. Waits for a GPU."""
         return not self.gradients.made and self.buffers.unchanged()
+
+    def gather(self, before_step: bool) -> None:
+        """Brings what each rank has for itself to rank 0. Collective. Raises CheckpointError."""
+        self.per_rank.gather()
+        if self._group.world_size > 1:
+            own = self.gradients.apart(before_step)
+            with suppress(transfer.TooLarge, CheckpointError):  # the checkpoint then says that it lacks them
+                self.gradients.gathered = transfer.gather(own, self._group.collective_device)
 
     def restore(self, found: tuple[dict[str, Any], Place] | None) -> None:
         """Loads a checkpoint's content, and notes its place; nothing if None. Raises CheckpointError."""
