@@ -1,8 +1,8 @@
-"""A small training in which one rank misbehaves in attempt 0: ``hanging.py HOW``, at step 100 of 160.
+"""A small training in which the last rank misbehaves: ``hanging.py HOW``, in attempt 0 at step 100 of 160.
 
 HOW: lock (Python code waits forever), extension (C code waits forever and holds the GIL), slow (longer steps than the
 others', and, inside ``ctx.unwatched()``, a pause that is longer than the watchdog's time; then work for
-as long), skip (a collective that the others make), or nothing.
+as long), skip (a collective that the others make), or nothing; after a comma, that of attempt 1, at step 130.
 """
 
 import ctypes
@@ -16,7 +16,9 @@ from torch.utils.data import TensorDataset
 
 import clusterddp
 
-HOW = sys.argv[1]
+ATTEMPT = int(os.environ["CLUSTERDDP_ATTEMPT"])
+HOW = dict(enumerate(sys.argv[1].split(","))).get(ATTEMPT, "nothing")
+STEP = 100 + 30 * ATTEMPT
 PAUSE_S = 6
 
 
@@ -30,7 +32,7 @@ def evaluate(until):
 
 
 def misbehave():
-    """What only the last rank of the first attempt does."""
+    """What only the last rank does."""
     if HOW == "lock":
         lock = threading.Lock()
         lock.acquire()
@@ -44,19 +46,19 @@ def misbehave():
 
 
 ctx = clusterddp.init()
-odd = ctx.rank == ctx.world_size - 1 and os.environ["CLUSTERDDP_ATTEMPT"] == "0"
+odd = ctx.rank == ctx.world_size - 1
 model = ctx.wrap(torch.nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = ctx.loader(TensorDataset(torch.arange(3200.0).reshape(200, 16) / 3200), batch_size=4)
 run = ctx.run(model=model, optimizer=optimizer, loader=loader)
 for (x,) in run.steps(160):
-    if odd and run.step == 100:
+    if odd and run.step == STEP:
         misbehave()
     time.sleep((0.08 if odd else 0.005) if HOW == "slow" else 0.03)
     loss = model(x).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if HOW == "skip" and not (odd and run.step == 100):
+    if HOW == "skip" and not (odd and run.step == STEP):
         torch.distributed.barrier()
     run.log(loss=loss)

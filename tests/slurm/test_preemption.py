@@ -49,7 +49,7 @@ def test_a_lowered_time_limit_is_noticed_and_the_run_continues_after_it(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
     """By the supervisor's timer or Slurm's own warning, whichever comes first; no step is lost."""
-    options = ["--time", "30", "--set", "timeouts.notice_s=40"]  # of the shortest limit, a minute
+    options = ["--time", "30", "--set", "timeouts.notice_s=45"]  # of the shortest limit, a minute
     training = Training.submit(cluster, runs, "--moments", "first step", options=options)
     training.wait_at_moment(0)
     cluster.root(["scontrol", "update", f"JobId={training.job_id}", "TimeLimit=1"])
@@ -111,6 +111,7 @@ def test_a_step_that_outlasts_the_grace_costs_the_steps_since_the_last_checkpoin
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory
 ) -> None:
     """The ranks exit before they would be killed, their stacks are in the log, and the job is requeued."""
+    cluster.set_grace(10)
     training = Training.submit(cluster, runs, "--moments", "last step")
     training.wait_at_moment(0)
     training.preempt()
