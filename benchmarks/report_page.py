@@ -102,6 +102,7 @@ def text(sizes: dict[str, int], costs: dict[str, list[Cost]]) -> str:
 
 {report.place()} `make bench-report`:
 {REPEATS} reports of each kind, each by a new process. Memory is the resident set at its largest, interpreter included.
+Where a report took longer than its CPU seconds, other processes used the machine.
 
 One run: {STEPS:,} steps of three metrics, {RANKS} ranks on 8 hosts, {ATTEMPTS} attempts, of which all but the last
 were preempted and every second one repeats steps ({files}).

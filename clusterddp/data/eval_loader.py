@@ -12,6 +12,8 @@ from torch.utils.data import Dataset
 from clusterddp.data.loader_options import checked
 from clusterddp.data.workers import ShieldedDataLoader, close
 
+_ORDERING = {"sampler", "batch_sampler", "drop_last", "order"}
+
 
 class EvalLoader:
     """The evaluation samples of this rank, each once over all ranks: made by ``Context.eval_loader``.
@@ -35,6 +37,11 @@ class EvalLoader:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         **options: Any,
     ) -> None:
+        if clash := _ORDERING & options.keys():
+            raise TypeError(
+                f"{', '.join(sorted(clash))}: ctx.eval_loader() takes each sample once, in the dataset's order; leave "
+                "it out, or loop over your own DataLoader with ctx.stop_requested()"
+            )
         length, batch_size = checked(dataset, batch_size, options)
         share = range(rank, length, world_size)
         self.dataset = dataset

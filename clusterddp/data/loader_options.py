@@ -9,20 +9,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-_OWN_OPTIONS = {"sampler", "batch_sampler", "drop_last"}
-
 
 def checked(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> tuple[int, int]:
     """The length of the dataset and the batch size. Raises TypeError or ValueError."""
-    known = inspect.signature(DataLoader.__init__).parameters
-    for name in sorted(options.keys() - known.keys()):
+    known = inspect.signature(DataLoader.__init__).parameters.keys() | {"order"}
+    for name in sorted(options.keys() - known):
         nearest = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))
         raise TypeError(f"{name!r} is not an option of the loader or of torch's DataLoader{nearest}")
-    if clash := _OWN_OPTIONS & options.keys():
-        raise TypeError(
-            f"{', '.join(sorted(clash))}: clusterddp orders the samples; leave it out, or loop over your own "
-            "DataLoader with ctx.stop_requested()"
-        )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"{type(dataset).__name__} has no length and no index, so a run cannot resume in it: use a dataset "

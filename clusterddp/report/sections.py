@@ -144,7 +144,7 @@ def timelines(runs: Sequence[Run]) -> Section | None:
 
 def _in_short(run: Run) -> str:
     stops = sum(run["interruptions"].values())
-    parts = [run["state"], f"interrupted {counted(stops, 'time')}" if stops else ""]
+    parts = [run["state"], f"interrupted {'once' if stops == 1 else counted(stops, 'time')}" if stops else ""]
     if run["time"]:
         parts.append(f"{100 * run['time']['ettr']:.0f}% training that counts")
     return " · ".join(part for part in parts if part)

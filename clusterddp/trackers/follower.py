@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from clusterddp.errors import RunDirectoryError, Superseded
 from clusterddp.process import die_with_parent
@@ -127,46 +127,66 @@ def main() -> int:
     """Serves rank 0 until the attempt ends."""
     die_with_parent()
     given = json.loads(sys.argv[1])
-    run, name = RunDirectory(given["run"]), given["tracker"]
-    folder = run.tensorboard if name == "tensorboard" else run.wandb
     out, sys.stdout = sys.stdout, sys.stderr  # a package may print
+    orders = Orders(given["committed"])
     try:
-        create_folder(folder, exist_ok=True)
-        with open(folder / "lock", "ab") as lock:
-            _lock(lock.fileno())
-            _follow(run, given, folder, lambda words: print(words, file=out, flush=True))
+        follow(given["tracker"], RunDirectory(given["run"]), given["attempt"], given["options"], orders, out)
     except Superseded:
         return 0
     except Exception as error:
         traceback.print_exc()
-        words = _words(error)
-        _record_problem(folder, words)
-        print(f"gets no more values in this attempt: {words}", file=out, flush=True)
+        print(f"gets no more values in this attempt: {in_words(error)}", file=out, flush=True)
         return 1
     return 0
 
 
-def _follow(run: RunDirectory, given: Mapping[str, Any], folder: Path, warn: Any) -> None:
-    attempt, orders = given["attempt"], Orders(given["committed"])
+def follow(name: str, run: RunDirectory, attempt: int, options: Mapping[str, Any], orders: Orders, out: TextIO) -> None:
+    """Sends until the orders end. Writes what a user should know to ``out``. Raises what the tracker raises, and
+    records it for ``status``; Superseded."""
+    folder = folder_of(name, run)
+    try:
+        create_folder(folder, exist_ok=True)
+        with open(folder / "lock", "ab") as lock:
+            _lock(lock.fileno())
+            tracker = _tracker(name, run, folder, attempt, options, out)
+            follower = Follower(run, attempt, folder, tracker)
+            follower.send(orders.committed)
+            while not orders.ended:
+                orders.wait(PERIOD_S if tracker.live else None)
+                follower.send(orders.committed)
+            follower.close(orders.clean)
+    except Superseded:
+        raise
+    except Exception as error:
+        _record_problem(folder, in_words(error))
+        raise
+
+
+def in_words(error: Exception) -> str:
+    """An error on one line."""
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def folder_of(name: str, run: RunDirectory) -> Path:
+    """Where a tracker's files are."""
+    return run.tensorboard if name == "tensorboard" else run.wandb
+
+
+def _tracker(
+    name: str, run: RunDirectory, folder: Path, attempt: int, options: Mapping[str, Any], out: TextIO
+) -> Tracker:
     sent = replace(read_sent(folder) or Sent(), problem=None)
     first = sent.lacks_from(run.first_steps())
-    tracker: Tracker
-    if given["tracker"] == "tensorboard":
+    if name == "tensorboard":
         from clusterddp.trackers.tensorboard import TensorBoard
 
-        tracker = TensorBoard(folder, replace(sent, step=first, attempt=attempt), first, attempt)
-    else:
-        from clusterddp.trackers.wandb import WeightsAndBiases
+        return TensorBoard(folder, replace(sent, step=first, attempt=attempt), first, attempt)
+    from clusterddp.trackers.wandb import WeightsAndBiases
 
-        if first < sent.step:
-            warn(f"keeps the values that an earlier attempt logged in steps {first} to {sent.step - 1}, now repeated")
-        tracker = WeightsAndBiases(folder, sent, attempt, given["options"])
-    follower = Follower(run, attempt, folder, tracker)
-    follower.send(orders.committed)
-    while not orders.ended:
-        orders.wait(PERIOD_S if tracker.live else None)
-        follower.send(orders.committed)
-    follower.close(orders.clean)
+    if first < sent.step:
+        steps = f"{first} to {sent.step - 1}"
+        print(f"keeps the values that an earlier attempt logged in steps {steps}, now repeated", file=out, flush=True)
+    return WeightsAndBiases(folder, sent, attempt, options)
 
 
 def _lock(descriptor: int) -> None:
@@ -182,10 +202,6 @@ def _record_problem(folder: Path, words: str) -> None:
         write_sent(folder, replace(read_sent(folder) or Sent(), problem=words))
     except (OSError, RunDirectoryError):
         traceback.print_exc()
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 if __name__ == "__main__":

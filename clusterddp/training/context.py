@@ -413,6 +413,8 @@ class Context(Ranks):
             self._run._profiling.close(wait=clean)
         self._evaluations.report()
         self._stopping.close(restore_handlers=restore_handlers)
+        if self._times is not None:
+            self._times.close()
         self._heartbeat.close()
         if self._progress:
             self._progress.close()
@@ -423,8 +425,8 @@ class Context(Ranks):
         if clean:
             self._group.close()
         if self._tracking is not None:
-            stopped = self._agreement.reason is not None
-            self._tracking.close(ERROR_S if not clean else STOP_S if stopped else DONE_S)
+            complete = clean and self._agreement.reason is None
+            self._tracking.close(DONE_S if complete else STOP_S if clean else ERROR_S, complete)
 
 
 def _forget_in_child() -> None:

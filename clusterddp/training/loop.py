@@ -178,7 +178,8 @@ class Run(Steering):
         Raises TypeError for other values and for reserved names, ValueError for more than 1 MB per step or result and
         for another ``reduce``, RuntimeError for ``reduce`` outside a step.
         """
-        if taken := _RESERVED & values.keys():
+        if not _RESERVED.isdisjoint(values):
+            taken = _RESERVED & values.keys()
             raise TypeError(f"run.log({', '.join(sorted(taken))}=...): the name is reserved; choose another")
         if self._making:
             self._values.add(values, reduce)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Seconds that a rank whose script has ended waits for its profile to be stored.
 STORE_S = 20.0
+#: The same after an error, when the profile is dropped: for the report that it was.
+DROP_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,11 @@ class Profiling:
 
     def drop(self, reason: str) -> None:
         """The run stops, and does not wait for a profile: not even for the profiler's end."""
+        self._drop(f"the run stopped ({reason})")
+
+    def _drop(self, why: str) -> None:
         recording, self._dropped = self._recording, True
-        self._give_up(f"the run stopped ({reason})")
+        self._give_up(why)
         if recording is not None:
             done = f"after {recording.done} of {recording.wish.steps} steps of the profile"
             self._report("not_profiled", reason=f"{self._over} {done}", **recording.wish.named)
@@ -135,15 +140,15 @@ class Profiling:
 
     def close(self, *, wait: bool) -> None:
         """The script has ended. ``wait``: for its profile; not after an error."""
-        self._give_up("its training has ended")
         if self._dropped:
             return
         if wait:
+            self._give_up("its training has ended")
             self.end()
-            if self._storing is not None:
-                self._storing.join(STORE_S)
-        elif (recording := self._recording) is not None:
-            self._report("not_profiled", reason="the script failed while it was recorded", **recording.wish.named)
+        else:
+            self._drop("the script failed")
+        if self._storing is not None:
+            self._storing.join(STORE_S if wait else DROP_S)
 
     def _give_up(self, why: str) -> None:
         """Refuses requests from now on, also one that was accepted for the next step."""

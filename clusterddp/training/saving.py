@@ -135,17 +135,18 @@ class Saver:
 
         ``best_is_newer``: the metric of the best checkpoint, if it is among them, is that of the state after the step.
         """
-        best = self._best.metric or ""
+        best = self._best.metric
         if self._sender is not None:
             every = self._settings.every_steps
             self._sender.add(step, logged, now=best in logged.reduced or bool(every and (step + 1) % every == 0))
         if self._checkpoints is None:
             return
-        names = logged.values.keys()
         self._metrics.add(step, logged)
-        self._logged.update(names)
         self._best.value = None
-        if best in names and best_is_newer:  # the decision to save this very step cannot wait for the value
+        if best is None:
+            return
+        self._logged.update(logged.values)
+        if best in logged.values and best_is_newer:  # the decision to save this very step cannot wait for the value
             self._metrics.settle(step + 1, WAIT_S)
             value = self._metrics.newest.get(best)
             self._best.value = value if isinstance(value, (int, float)) else None
@@ -231,6 +232,7 @@ class Saver:
         Waits for a save under way, for as long as one may take, unless the main thread is already waiting for it.
         """
         with suppress(RuntimeError):  # of CUDA
+            self._metrics.take_arrived()
             self._metrics.drain()
         waiting = threading.Thread(target=self._take_answer, args=(True,), name="last save", daemon=True)
         waiting.start()

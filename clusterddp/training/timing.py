@@ -9,17 +9,21 @@ taken for one. Evaluations and ``ctx.unwatched()`` belong to no phase.
 On a GPU all times are those of the stream, between CUDA events that are queried once a later step begins: the training
 thread never waits for the GPU, and time in which the GPU still works on earlier steps counts as work, not as a wait for
 the batch.
+
+A step itself makes six marks. Steps are counted several at a time: once a heartbeat has asked for the totals, or when
+there are BATCH.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -29,18 +33,17 @@ from clusterddp.rundir.timing import FIRST_BUCKET, LAST_BUCKET, PHASES
 
 #: The pace, by which stragglers are found, is the median of so many samples, each the mean of so many steps.
 SAMPLE_STEPS, SAMPLES = 20, 5
-#: The most steps that wait for the GPU to pass their events; of more, the oldest are not counted.
-MOST_PENDING = 64
-#: Places of a histogram: ``math.frexp`` returns 1 more than the exponent that buckets are named by.
-_OFFSET, _LAST = 1 + FIRST_BUCKET, LAST_BUCKET - FIRST_BUCKET
+#: From how many steps on they are counted; the most that wait for the GPU to pass their events. Of more, the oldest are
+#: not counted.
+BATCH, MOST_PENDING = 32, 64
 
 
 class Clock(Protocol):
     """Makes marks in the course of a step."""
 
     def mark(self) -> Any: ...
-    def passed(self, mark: Any) -> bool:
-        """Whether it is known by now when the mark, and all before it, were passed. Does not wait."""
+    def passed(self, marks: Iterable[Any]) -> bool:
+        """Whether it is known by now when all of the marks were passed. Does not wait."""
         ...
 
     def between(self, begin: Any, end: Any) -> float:
@@ -57,7 +60,7 @@ class HostClock:
 
     mark = staticmethod(time.perf_counter)
 
-    def passed(self, _mark: float) -> bool:
+    def passed(self, _marks: Iterable[float]) -> bool:
         return True
 
     def between(self, begin: float, end: float) -> float:
@@ -82,8 +85,8 @@ class StreamClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def passed(self, mark: torch.cuda.Event | None) -> bool:
-        return mark is None or mark.query()  # type: ignore[no-untyped-call]
+    def passed(self, marks: Iterable[torch.cuda.Event | None]) -> bool:
+        return all(mark is None or mark.query() for mark in marks)  # type: ignore[no-untyped-call]
 
     def between(self, begin: torch.cuda.Event | None, end: torch.cuda.Event | None) -> float:
         return begin.elapsed_time(end) / 1000 if begin is not None and end is not None else 0.0
@@ -106,6 +109,11 @@ class _Step:
         self.waits: list[Any] = []
         self.asides: list[Any] = []
 
+    def marks(self) -> list[Any]:
+        """All, of which the first belongs to the next step, too. The script may have changed the stream meanwhile, so
+        that none is sure to be passed after another."""
+        return [self.left, self.asked, self.begun, self.done, *self.waits, *self.asides]
+
 
 class StepTimes:
     """Times the steps of a loop, for its thread; ``told`` is for any thread.
@@ -121,12 +129,14 @@ class StepTimes:
         self._step: _Step | None = None
         self._working = False  # between the batch and the end of the step
         self._pending: deque[_Step] = deque()
+        self._wanted = False  # somebody has asked for the totals since they were last counted
         self._warm = False  # the first step compiles and connects
         self._reducing = False
         self._knows_waits = alone
         self._steps = 0
         self._sums = [0.0] * len(PHASES)
-        self._counts = [[0] * (_LAST + 1) for _ in PHASES]
+        #: Steps by the exponent that ``math.frexp`` returns, which is 1 more than the bucket's.
+        self._counts: list[Counter[int]] = [Counter() for _ in PHASES]
         self._totals: tuple[float, ...] = (0, *self._sums)
         #: Of the pace: the steps, their own time and their whole time at the last sample; the samples.
         self._sampled = (0, 0.0, 0.0)
@@ -159,11 +169,15 @@ class StepTimes:
         """The loop has ended, but for the save at its end. Called again, counts steps that a GPU has made meanwhile."""
         self._leave()
         self._step = None
+        self._count_passed()
 
     def close(self) -> None:
-        """Removes what was added to the modules."""
+        """Counts the steps of a loop that was left early, and removes what was added to the modules."""
+        with suppress(RuntimeError):  # of CUDA, which the script has got, too
+            self.leave()
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -183,10 +197,8 @@ class StepTimes:
         if step is not None and step.done is not None:
             step.left = mark
             self._pending.append(step)
-            if len(self._pending) > MOST_PENDING:
-                self._pending.popleft()
-        while self._pending and self._clock.passed(self._pending[0].left):
-            self._count(self._pending.popleft())
+            if self._wanted or len(self._pending) >= BATCH:
+                self._count_passed()
         return mark
 
     # --- DDP
@@ -216,10 +228,18 @@ class StepTimes:
 
     # --- what comes of it
 
+    def _count_passed(self) -> None:
+        """Counts the oldest steps, up to the first that the GPU has not passed; drops those that are too many."""
+        self._wanted = False
+        pending, passed = self._pending, self._clock.passed
+        while pending and passed(pending[0].marks()):
+            self._count(pending.popleft())
+        while len(pending) > MOST_PENDING:
+            pending.popleft()
+        self._totals = (self._steps, *self._sums)
+
     def _count(self, step: _Step) -> None:
         between = self._clock.between
-        data_s = between(step.asked, step.begun)
-        save_s = between(step.done, step.left)
         wait_s = aside_s = 0.0
         if step.waits:
             self._knows_waits = True
@@ -227,15 +247,16 @@ class StepTimes:
         if step.asides:
             aside_s = sum(map(between, step.asides[::2], step.asides[1::2]))
         own_s = max(0.0, between(step.begun, step.done) - wait_s - aside_s)
-        self._clock.reuse((step.asked, step.begun, step.done, *step.waits, *step.asides))
+        seconds = (between(step.asked, step.begun), own_s, wait_s, between(step.done, step.left))
+        self._clock.reuse(step.marks()[1:])
         if not self._warm:
             self._warm = True
             return
         self._steps += 1
-        for place, seconds in enumerate((data_s, own_s, wait_s, save_s)):
-            self._sums[place] += seconds
-            self._counts[place][min(max(math.frexp(seconds)[1] - _OFFSET, 0), _LAST)] += seconds > 0
-        self._totals = (self._steps, *self._sums)
+        self._sums = list(map(operator.add, self._sums, seconds))
+        for counts, one in zip(self._counts, seconds, strict=True):
+            if one > 0:
+                counts[math.frexp(one)[1]] += 1
         if self._steps % SAMPLE_STEPS == 0:
             self._sample()
 
@@ -250,7 +271,9 @@ class StepTimes:
             self._pace = (statistics.median(self._samples), all_s / steps)
 
     def told(self, histograms: bool = False) -> dict[str, Any]:
-        """What a heartbeat tells the supervisor: the totals so far and the pace, if they are known."""
+        """What a heartbeat tells the supervisor: the pace, if it is known, and the totals up to the first step boundary
+        since the last heartbeat, or a later one."""
+        self._wanted = True
         steps, data_s, own_s, wait_s, save_s = self._totals
         split = (own_s, wait_s) if self._knows_waits else (None, None)
         seconds = (data_s, *split, save_s)
@@ -259,7 +282,7 @@ class StepTimes:
             values["own_s"], values["step_s"] = self._pace
         if histograms:
             values["histograms"] = {
-                phase: [[place + FIRST_BUCKET, count] for place, count in enumerate(counts) if count]
+                phase: _histogram(dict(counts))
                 for phase, counts, one in zip(PHASES, self._counts, seconds, strict=True)
                 if one is not None
             }
@@ -270,6 +293,14 @@ def step_times(parts: Iterable[Any], device: torch.device, world_size: int) -> S
     """The timing of a rank's steps on its device."""
     clock = StreamClock(device) if device.type == "cuda" else HostClock()
     return StepTimes(parts, clock, alone=world_size == 1)
+
+
+def _histogram(counts: Mapping[int, int]) -> list[list[int]]:
+    """Pairs of a bucket and its steps, in order."""
+    buckets: Counter[int] = Counter()
+    for exponent, steps in counts.items():
+        buckets[min(max(exponent - 1, FIRST_BUCKET), LAST_BUCKET)] += steps
+    return [[bucket, steps] for bucket, steps in sorted(buckets.items())]
 
 
 def _in_main_thread() -> bool:

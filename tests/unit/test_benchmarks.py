@@ -13,7 +13,19 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks import agreement, checkpoint, faults, gpu_check, handover, judging, report, runs, savers, soak
+from benchmarks import (
+    agreement,
+    checkpoint,
+    faults,
+    gpu_check,
+    handover,
+    judging,
+    report,
+    runs,
+    savers,
+    soak,
+    step_timing,
+)
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training.agreement import Agreement
@@ -42,6 +54,21 @@ def test_the_interval_of_a_median_holds_it_and_repeats() -> None:
     low, high = report.bootstrap_interval(values, resamples=500)
     assert low <= report.median(values) <= high < 1.02
     assert (low, high) == report.bootstrap_interval(values, resamples=500)
+
+
+def test_the_cost_of_a_step_is_that_of_the_most_expensive_rank_and_way_to_log() -> None:
+    """Of 50 steps per block. One rank above the bar is enough."""
+    pair = {"on": [1.1, 0.503], "off": [1.0, 0.5], "first": [1.0, 0.5], "second": [1.0, 0.5]}
+    ranks = [
+        [{**pair, **{kind: {"timing": 20.0, "logging": 60.0, "clock": 9.0} for kind in step_timing.LOGGED}}] * 3
+    ] * 2
+    summary = step_timing.summarized(ranks, 50)
+    assert summary["met"] and summary["calls_us"][1]["plain"]["both"] == 80.0
+    assert summary["difference_us"][0][0]["median"] == pytest.approx(60.0)
+    assert (summary["difference_us"][1][1]["median"], summary["wall_ratio"][0]["median"]) == (0.0, 1.1)
+    assert "| 1 | without | 20 | 60 | 80 | 80 |" in step_timing.described({**summary, "load": 1.0}, 3, 50)
+    dear = [{**one, "plain": {"timing": 20.0, "logging": 81.0, "clock": 9.0}} for one in ranks[1]]
+    assert not step_timing.summarized([ranks[0], dear], 50)["met"]
 
 
 def test_a_table_is_markdown() -> None:

@@ -199,13 +199,18 @@ def children() -> set[int]:
     [
         (Stream(), {}, "Stream has no length and no index"),
         (Numbers(0), {}, r"the dataset \(Numbers\) has no samples"),
-        (Numbers(5), {"sampler": []}, "sampler: clusterddp orders the samples"),
+        (Numbers(5), {"ordr": Shuffled()}, "'ordr' is not an option .*; did you mean order"),
         (Numbers(5), {"batch_size": 0}, "batch_size is 0"),
     ],
 )
 def test_what_cannot_be_ordered_is_refused(dataset: Any, options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Loader(dataset, **{"batch_size": 2, "order": Shuffled(), "seed": 0, "rank": 0, "world_size": 1, **options})
+
+
+def test_an_evaluation_takes_no_order() -> None:
+    with pytest.raises(TypeError, match=r"order: ctx.eval_loader\(\) takes each sample once, in the dataset's order"):
+        EvalLoader(Numbers(5), 1, rank=0, world_size=1, at_batch=lambda: None, order=Sequential())
 
 
 def test_a_resume_keeps_the_global_batch_or_says_why_not() -> None:
@@ -266,7 +271,7 @@ def test_a_rank_with_another_dataset_is_named() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     group = [SimpleNamespace(rank=rank, store=store) for rank in (0, 1)]
     for rank in (0, 1):
-        assert isinstance(training_loader(loader(rank=rank, ranks=2), group[rank]), Loader)  # type: ignore[arg-type]
+        training_loader(loader(rank=rank, ranks=2), group[rank])  # type: ignore[arg-type]
     expected = "rank 1 has 9 samples in the order 'shuffled-2', and rank 0 has 10 samples in the order 'shuffled-2'"
     with pytest.raises(ValueError, match=expected):
         training_loader(loader(length=9, rank=1, ranks=2), group[1])  # type: ignore[arg-type]

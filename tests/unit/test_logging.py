@@ -130,15 +130,19 @@ def test_a_step_waits_for_no_gpu_and_lines_keep_their_order(tmp_path: Path, open
     metrics.add(3, Logged({"loss": 9.0}))
     assert written(tmp_path) == [] and metrics.pending
     gpu.events[1].passed = True
+    metrics.take_arrived()
     metrics.drain()
     assert written(tmp_path) == []  # the line of step 0 is first
     gpu.events[0].passed = True
+    metrics.drain()  # by another thread, which does not ask the GPU
+    assert written(tmp_path) == []
+    metrics.take_arrived()
     metrics.drain()
     assert written(tmp_path) == [0.0, 0.5]
     gpu.events[2].passed = True
-    metrics.drain()
-    assert written(tmp_path) == [0.0, 0.5, 1.0, 9.0] and not metrics.pending
-    assert written(tmp_path, "lr") == [0.1, 0.1, 0.1, None]
+    metrics.add(4, Logged({"loss": 8.0}))
+    assert written(tmp_path) == [0.0, 0.5, 1.0, 9.0, 8.0] and not metrics.pending
+    assert written(tmp_path, "lr") == [0.1, 0.1, 0.1, None, None]
     assert not any(event.waited for event in gpu.events)
     assert gpu.allocated == 4  # two of the three slots that were in use are used again
     assert [gpu.step(7.0).numbers()["loss"] for _ in range(5)] == [7.0] * 5 and gpu.allocated == 4
@@ -297,6 +301,44 @@ def test_a_rank_that_hangs_is_not_waited_for_without_end(tmp_path: Path, world: 
         world.log(2, step, {"loss": 6.0})
     world.metrics.settle(3, 60)
     assert written(tmp_path) == [1.5, 1.5, 3.0]
+
+
+def test_the_thread_of_a_rank_asks_a_gpu_only_while_no_step_ends(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would make the capture of a CUDA graph fail. While the script evaluates, nothing else would ask."""
+    monkeypatch.setattr(reduction, "QUIET_PERIODS", 10**9)
+    gpu, asked = Gpu(), set[str]()
+
+    def log(step: int) -> None:
+        logged = gpu.step(2.0)
+        logged.reduced["loss"] = "mean"
+        event, query = gpu.events[-1], gpu.events[-1].query
+        event.query = lambda: asked.add(threading.current_thread().name) or query()  # type: ignore[method-assign]
+        world.senders[1].add(step, logged, now=False)
+        world.log(0, step, {"loss": 2.0})
+        world.log(2, step, {"loss": 2.0}, now=True)
+
+    world.log(1, 0, {"loss": 2.0})  # the first one is passed on at once
+    world.log(0, 0, {"loss": 2.0})
+    world.log(2, 0, {"loss": 2.0}, now=True)
+    log(1)
+    gpu.events[0].passed = True
+    log(2)
+    later = itertools.count(3)
+
+    def arrived() -> bool:
+        """After one more step: one at which the thread is busy takes nothing."""
+        world.senders[1].add(next(later), Logged(), now=False)
+        return written(tmp_path) == [2.0, 2.0]
+
+    wait_until(arrived, "the first two steps", 10)
+    assert asked == {threading.current_thread().name}
+    gpu.events[1].passed = True
+    monkeypatch.setattr(reduction, "QUIET_PERIODS", 2)
+    wait_until(lambda: written(tmp_path) == [2.0, 2.0, 2.0], "the step before an evaluation", 10)
+    assert asked == {threading.current_thread().name, "log"}
+    assert not any(event.waited for event in gpu.events)
 
 
 def test_values_that_rank_0_does_not_reduce_are_dropped_with_a_warning(

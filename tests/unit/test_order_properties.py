@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset, SubsetRandomSampler
 
 from clusterddp import orders
 from clusterddp.data.loader import Loader
+from clusterddp.data.orders import mixture
 from clusterddp.data.orders.choice import chosen
 from clusterddp.data.orders.order import Order
 
@@ -145,12 +147,12 @@ def test_each_epoch_has_each_sample_once(case: Case) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(cases(["mixture"]))
-def test_a_mixture_has_each_sample_once_in_every_pass_through_its_dataset(case: Case) -> None:
-    """And the datasets in the shares that hold at each step."""
-    loader = case.loader(0, case.ranks)
-    batch = loader.global_batch
-    steps = case.steps(0, 400 // batch + 10, case.ranks)
+@given(cases(["mixture"]), st.sampled_from([(mixture._ROUND, mixture._BLOCK), (60, 7), (16, 4)]))
+def test_a_mixture_has_each_sample_once_in_every_pass_through_its_dataset(case: Case, sizes: tuple[int, int]) -> None:
+    """And the datasets in the shares that hold at each step. ``sizes``: of a round and a block."""
+    with mock.patch.multiple(mixture, _ROUND=sizes[0], _BLOCK=sizes[1]):
+        batch = case.loader(0, case.ranks).global_batch
+        steps = case.steps(0, 400 // batch + 10, case.ranks)
     for dataset in (range(case.length), range(case.length, case.length + 5)):
         draws = [sample for step in steps for sample in step if sample[1] in dataset]
         passes = [draws[start : start + len(dataset)] for start in range(0, len(draws), len(dataset))]

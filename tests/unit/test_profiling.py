@@ -116,6 +116,30 @@ def test_a_stop_drops_what_is_being_stored(run: RunDirectory, monkeypatch: pytes
     assert told[1] == ("not_profiled", {"reason": words, "request": "7"})
 
 
+def test_a_failed_script_does_not_wait_for_its_profile_and_says_what_became_of_it(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is being recorded or, as the loop has ended it already, stored."""
+    endless = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr("clusterddp.training.profiling.module_command", lambda _: endless)
+    for ended, words in (
+        (False, "the script failed after 1 of 9 steps of the profile"),
+        (True, "profiles/attempt-1/rank-0-step-3.pt.trace.json.gz was not stored: the script failed"),
+    ):
+        profiling, told = rank_of(run)
+        profiling.request("7", 9)
+        make_steps(profiling, 3, 2)
+        recording = profiling._recording
+        assert recording is not None
+        if ended:
+            profiling.end()
+        profiling.close(wait=False)
+        if not ended:
+            recording.profiler.stop()
+        assert told[1:] == [("not_profiled", {"reason": words, "request": "7"})]
+        assert profiling._process is None or profiling._process.poll() is not None
+
+
 def test_a_request_that_waits_for_a_step_is_answered_when_there_is_none(run: RunDirectory) -> None:
     for end, words in (("drop", "the run stopped (TERM)"), ("close", "its training has ended")):
         profiling, told = rank_of(run)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from clusterddp.training import timing
-from clusterddp.training.timing import MOST_PENDING, SAMPLE_STEPS, SAMPLES, HostClock, StepTimes, StreamClock
+from clusterddp.training.timing import BATCH, MOST_PENDING, SAMPLE_STEPS, SAMPLES, HostClock, StepTimes, StreamClock
 
 
 class Stream:
@@ -24,7 +24,7 @@ class Stream:
     def mark(self) -> float:
         return self.now
 
-    def passed(self, _: float) -> bool:
+    def passed(self, _: Iterable[float]) -> bool:
         return self.all_passed
 
     def between(self, begin: float, end: float) -> float:
@@ -148,28 +148,50 @@ def test_nothing_waits_for_a_gpu_that_is_behind() -> None:
     assert not clock.pool
     clock.all_passed = True
     times.ask()
-    assert told(times)[0] == MOST_PENDING - 1  # and the first one of the loop
-    assert len(clock.pool) == 3 * MOST_PENDING
+    assert told(times)[0] == MOST_PENDING  # and the first one of the loop
+    assert len(clock.pool) == 3 * (MOST_PENDING + 1)
+
+
+def test_steps_are_counted_when_the_totals_were_asked_for_or_there_are_many() -> None:
+    """So that a step itself only makes marks. A loop that is left early is counted at the end of the process."""
+    clock = Stream()
+    times = StepTimes([], clock, alone=True)
+    for _ in range(BATCH):
+        make(times, clock, 0.0, 1.0)
+    assert not clock.pool
+    make(times, clock, 0.0, 1.0)
+    assert told(times)[0] == BATCH - 1  # without the first
+    make(times, clock, 0.0, 1.0)
+    assert told(times)[0] == BATCH
+    make(times, clock, 0.0, 1.0)
+    make(times, clock, 0.0, 1.0)
+    times.ask()
+    times.begin()
+    times.close()
+    assert told(times)[0] == BATCH + 3
 
 
 class Event:
-    """A CUDA event that has passed once it was asked twice."""
+    """A CUDA event. Its device works off events in the order in which they were recorded on a stream."""
+
+    made: ClassVar[list[Event]] = []
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
-        self.recorded: list[Any] = []
-        self.asked = 0
+        self.stream: Any = None
+        self.passed = False
+        Event.made.append(self)
 
     def record(self, stream: Any) -> None:
-        self.recorded.append(stream)
-        self.asked = 0
+        self.stream, self.passed = stream, False
 
     def query(self) -> bool:
-        self.asked += 1
-        return self.asked > 1
+        return self.passed
 
     def elapsed_time(self, end: Event) -> float:
-        return 1500.0 if end is not self else 0.0
+        if not (self.passed and end.passed):
+            raise RuntimeError("CUDA error: device not ready")
+        return 1500.0
 
     def synchronize(self) -> None:
         raise AssertionError("it must never wait")
@@ -177,37 +199,100 @@ class Event:
     wait = synchronize
 
 
-def test_events_are_recorded_on_the_devices_stream_and_never_while_a_graph_is_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    capturing = False
-    device = torch.device("cuda:1")
-    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
-    monkeypatch.setattr(timing.torch.cuda, "current_stream", lambda device: ("stream of", device))
-    monkeypatch.setattr(timing.torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(timing.torch.cuda, "synchronize", Event(True).synchronize)
-    times = timing.step_times([], device, world_size=1)
-    clock = times._clock
-    assert isinstance(clock, StreamClock)
-    first, second = clock.mark(), clock.mark()
-    assert isinstance(first, Event) and isinstance(second, Event)
-    assert first.recorded == [("stream of", device)]
-    assert (clock.passed(first), clock.passed(first)) == (False, True)
-    assert clock.between(first, second) == 1.5
-    clock.reuse([first])
-    assert clock.mark() is first
-    capturing = True
-    assert clock.mark() is None
-    assert clock.passed(None)
-    assert clock.between(None, second) == 0.0
-    clock.reuse([None])
-    capturing = False
-    for _ in range(4):
-        times.ask()
-        times.begin()
-        times.end()
+class Gpu:
+    """The current stream of a GPU, and whether it captures a graph."""
+
+    stream, capturing = "the usual", False
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda = timing.torch.cuda
+        monkeypatch.setattr(Event, "made", [])
+        monkeypatch.setattr(cuda, "Event", Event)
+        monkeypatch.setattr(cuda, "current_stream", lambda device: (self.stream, device))
+        monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(cuda, "synchronize", lambda *_: pytest.fail("it must never wait"))
+
+    def work_off(self, stream: str) -> None:
+        for event in Event.made:
+            event.passed |= event.stream[0] == stream
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch)
+
+
+def gpu_step(times: StepTimes) -> None:
+    times.ask()
+    times.begin()
+    times.end()
+
+
+def test_the_marks_of_a_gpu_are_events_on_its_stream_from_a_pool(gpu: Gpu) -> None:
+    times = timing.step_times([], torch.device("cuda:1"), world_size=1)
+    assert isinstance(times._clock, StreamClock)
+    for _ in range(10):
+        for _ in range(BATCH):
+            gpu_step(times)
+        gpu.work_off("the usual")
     times.leave()
-    assert told(times) == [2, 3.0, 3.0, 0.0, 3.0]  # the last one has not passed yet
+    assert {event.stream for event in Event.made} == {("the usual", torch.device("cuda:1"))}
+    assert len(Event.made) < 3 * (MOST_PENDING + 2)
+    assert told(times)[0] > 8 * BATCH
+    assert told(times)[1:] == [1.5 * told(times)[0], 1.5 * told(times)[0], 0.0, 1.5 * told(times)[0]]
+
+
+def test_no_event_is_recorded_while_a_graph_is_captured(gpu: Gpu) -> None:
+    """It would become a part of the graph. What lacks a mark takes 0 s."""
+    times = timing.step_times([], torch.device("cuda:1"), world_size=1)
+    gpu_step(times)
+    times.ask()
+    times.begin()
+    made = len(Event.made)
+    gpu.capturing = True
+    with times.aside():
+        pass
+    assert len(Event.made) == made
+    gpu.capturing = False
+    times.end()
+    times.ask()
+    gpu.work_off("the usual")
+    times.leave()
+    assert told(times) == [1, 1.5, 1.5, 0.0, 1.5]
+
+
+def test_a_mark_on_another_stream_that_is_not_passed_yet_raises_nothing(gpu: Gpu) -> None:
+    """A script may evaluate on a stream of its own, which the usual one never waits for."""
+    times = timing.step_times([], torch.device("cuda:1"), world_size=1)
+    gpu_step(times)
+    times.ask()
+    times.begin()
+    gpu.stream = "for evaluations"
+    with times.aside():
+        gpu.stream = "the usual"
+    times.end()
+    times.ask()
+    gpu.work_off("the usual")
+    times.leave()
+    assert told(times)[0] == 0
+    gpu.work_off("for evaluations")
+    times.leave()
+    assert told(times)[0] == 1
+
+
+def test_an_error_of_cuda_does_not_hide_the_scripts_own(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call fails after it, also those at the end of the process."""
+    times = timing.step_times([], torch.device("cuda:1"), world_size=1)
+    gpu_step(times)
+    times.ask()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for name in ("record", "query", "elapsed_time"):
+        monkeypatch.setattr(Event, name, fail)
+    times.close()
+    assert told(times)[0] == 0
 
 
 def test_the_hosts_clock_is_the_steps_clock_on_a_cpu() -> None:

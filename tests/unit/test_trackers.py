@@ -13,18 +13,20 @@ from typing import Any
 
 import pytest
 
-from clusterddp.errors import Superseded, UsageError
+from clusterddp.errors import RunDirectoryError, Superseded, UsageError
 from clusterddp.jobdef.job import Job, Wandb
 from clusterddp.jobdef.packages import check_packages
-from clusterddp.rundir.files import write_json
+from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory, counts
 from clusterddp.trackers import lines, sent
+from clusterddp.trackers.__main__ import main as send_rest
 from clusterddp.trackers.follower import Follower
 from clusterddp.trackers.lines import Lines
+from clusterddp.trackers.options import config, wanted
 from clusterddp.trackers.overview import overview
 from clusterddp.trackers.sent import Sent, read_sent, write_sent
 from clusterddp.training.log import tracking
-from clusterddp.training.log.tracking import Tracking, config, wanted
+from clusterddp.training.log.tracking import Tracking
 from tests import tracker_files
 
 
@@ -187,6 +189,7 @@ folder, until = Path(sys.argv[1]), sys.argv[2]
 writer = WeightsAndBiases(folder, sent.read_sent(folder) or sent.Sent(), 0, {"mode": "offline", "project": "tests"})
 for step in range(writer.first, 4):
     writer.add(step, 100.0, {"loss": 0.5})
+assert not writer.live, "W&B cannot take back a step"
 assert writer.flush(4).step == writer.first, "what is not closed is not safe"
 if until == "closed":
     writer._move_out = lambda _: os.kill(os.getpid(), 9)
@@ -258,6 +261,38 @@ def test_a_tracker_that_hangs_is_killed_in_time(run: RunDirectory, monkeypatch: 
     monkeypatch.setattr(tracking._Process, "tell", lambda self, order: begun.append(self._process))
     assert told(run, Job("digits", tensorboard=True), seconds=0.1) == []
     assert begun[0].returncode == -9
+
+
+def test_a_tracker_of_a_complete_run_that_needs_longer_is_in_the_history(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the command that sends the rest, as no attempt follows."""
+    monkeypatch.setattr(tracking, "module_command", lambda _: [sys.executable, "-c", "import time; time.sleep(600)"])
+    events: list[dict[str, Any]] = []
+    rank0 = Tracking(run, Job("digits", tensorboard=True), attempt(run, 0), lambda event, **rest: events.append(rest))
+    rank0.begin(0)
+    rank0.close(0.0, complete=True)
+    then = f"did not take all values in time: `python -m clusterddp.trackers {run}` sends the rest"
+    assert events == [{"tracker": "TensorBoard", "problem": then}]
+
+
+def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it, up to its last checkpoint, and once."""
+    tracker_files.require("tensorboard")
+    attempt(run, 0, 0, 1, 2)
+    run.job_file.write_text(Job("digits", module="net", device="cpu", tensorboard=True).to_yaml())
+    monkeypatch.setattr(sys, "argv", ["", str(run)])
+    with pytest.raises(RunDirectoryError, match="is not a run that is over"):
+        send_rest()
+    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "checkpoint", "step": 3})
+    write_json(run.outcome_file, {"state": "completed", "step": 3, "attempts": 1, "reason": ""})
+    for _ in range(2):
+        assert send_rest() == 0
+        assert tracker_files.scalars(run, "loss") == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert len(list(run.tensorboard.glob("events.*"))) == 1
+    assert capsys.readouterr().err == 2 * "clusterddp: TensorBoard has all steps below 3\n"
 
 
 def test_a_script_without_run_directory_has_no_trackers() -> None:

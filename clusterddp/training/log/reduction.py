@@ -39,6 +39,8 @@ from clusterddp.training.log.values import Logged
 
 #: Seconds between two chunks of a rank, and between two looks of rank 0; of a look while somebody waits.
 PERIOD_S, HURRY_S = 0.25, 0.01
+#: Periods without the end of a step after which a rank's thread asks the GPU: the training thread may evaluate.
+QUIET_PERIODS = 8
 #: Seconds between the looks of a rank that has reduced nothing whether rank 0 has.
 IDLE_S = 5.0
 #: The most chunks of a rank that rank 0 has not collected, and the most steps that the rank then keeps.
@@ -57,6 +59,8 @@ class Sender:
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self._steps: deque[tuple[int, Logged]] = deque()
+        #: Of these, the values that have not been seen to arrive from a GPU, oldest first.
+        self._on_gpus: deque[Logged] = deque()
         #: The rank has logged all steps below; those below ``_sent`` were passed on.
         self._logged = self._sent = 0
         self._chunks = 0
@@ -68,10 +72,17 @@ class Sender:
     def add(self, step: int, logged: Logged, now: bool) -> None:
         """Takes the values of a step at its end, which may be none. ``now``: rank 0 waits for them."""
         if logged.reduced:
+            if logged.copied:
+                self._on_gpus.append(logged)
             self._steps.append((step, logged))
             now |= not self._active
             self._active = True
         self._logged = step + 1
+        if self._on_gpus and self._publishing.acquire(blocking=False):
+            try:
+                self._take_arrived()
+            finally:
+                self._publishing.release()
         if now and self._active:
             self._wake.set()
 
@@ -87,12 +98,22 @@ class Sender:
         self._wake.set()
         self._thread.join(timeout=5)
 
+    def _take_arrived(self) -> None:
+        """See ``values.py``. Under the lock, as each value is taken once."""
+        while self._on_gpus and self._on_gpus[0].arrived():
+            self._on_gpus.popleft()
+
     def _run(self) -> None:
+        quiet, logged = 0, -1
         with suppress(RuntimeError):  # of the store or CUDA: the training thread finds out by itself
             while not self._ending:
                 hurry = self._wake.wait(PERIOD_S if self._active else IDLE_S)
                 self._wake.clear()
                 self._look()
+                quiet, logged = quiet + 1 if logged == self._logged else 0, self._logged
+                if quiet >= QUIET_PERIODS:
+                    with self._publishing:
+                        self._take_arrived()
                 self._publish(wait=hurry)
 
     def _look(self) -> None:
@@ -106,7 +127,7 @@ class Sender:
             through, rows = self._logged, list[Row]()
             while self._steps:
                 step, logged = self._steps[0]
-                if step >= through or not (wait or logged.ready()):
+                if step >= through or (logged.copied and not wait):
                     break
                 rows.append((step, _row(logged)))
                 self._steps.popleft()

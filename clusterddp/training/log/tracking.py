@@ -8,19 +8,18 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from clusterddp.jobdef.job import Job
-from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.process import module_command
 from clusterddp.reporter import say
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.trackers.options import NAMES, wanted
 from clusterddp.worker import signals
 
-NAMES = {"tensorboard": "TensorBoard", "wandb": "W&B"}
 #: Seconds that trackers may take for the rest, once the script has ended: after all steps, at a stop, after an error.
 #: What they lack then, the next attempt sends.
 DONE_S, STOP_S, ERROR_S = 20.0, 3.0, 1.0
@@ -58,11 +57,15 @@ class Tracking:
         for process in self._processes:
             process.tell("end" if clean else "error")
 
-    def close(self, seconds: float) -> None:
-        """Waits until the trackers have what they can have, at most so long in all, then ends them."""
+    def close(self, seconds: float, complete: bool = False) -> None:
+        """Waits until the trackers have what they can have, at most so long in all, then ends them.
+
+        ``complete``: no attempt follows.
+        """
         until = time.monotonic() + seconds
+        then = f"`python -m clusterddp.trackers {self._directory}` sends the rest" if complete else None
         for process in self._processes:
-            process.close(until)
+            process.close(until, then)
         self._processes.clear()
 
 
@@ -93,12 +96,16 @@ class _Process:
         with suppress(OSError, ValueError):
             os.write(self._process.stdin.fileno(), f"{order}\n".encode())
 
-    def close(self, until: float) -> None:
-        """Ends the process at that time, with those that it has started."""
+    def close(self, until: float, then: str | None) -> None:
+        """Ends the process at that time, with those that it has started. ``then``: how it gets the rest, if not by the
+        next attempt."""
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            say(f"{self._tracker} did not take all values in time: it gets the rest with the next attempt")
+            problem = f"did not take all values in time: {then or 'the next attempt sends the rest'}"
+            say(f"{self._tracker} {problem}")
+            if then is not None:
+                self._report("tracker", tracker=self._tracker, problem=problem)
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -111,38 +118,3 @@ class _Process:
         with self._process.stdout as said:
             for line in said:
                 self._report("tracker", tracker=self._tracker, problem=line.decode(errors="replace").strip())
-
-
-def wanted(job: Job, run_name: str, environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The trackers of a job, and how W&B's run is made."""
-    found: dict[str, dict[str, Any]] = {"tensorboard": {}} if job.tensorboard else {}
-    if job.wandb is not None and environ.get("WANDB_MODE") != "disabled":
-        options: dict[str, Any] = {"name": run_name, "config": config(without_secrets(job)[0]), "mode": job.wandb.mode}
-        options |= {"project": job.wandb.project or job.name, "entity": job.wandb.entity, "group": job.wandb.group}
-        found["wandb"] = {name: value for name, value in options.items() if value is not None}
-    return found
-
-
-def config(job: Job) -> dict[str, Any]:
-    """What W&B's table of runs can be filtered by: the script's options, and what the job says of the training."""
-    facts = {"seed": job.seed, "world_size": job.world_size, "global_batch": job.global_batch}
-    return {name: value for name, value in facts.items() if value is not None} | options_in(job.args)
-
-
-def options_in(words: Sequence[str]) -> dict[str, Any]:
-    """The long options among a script's arguments: ``--lr 1e-3``, ``--lr=1e-3``, ``--amp``."""
-    found: dict[str, Any] = {}
-    for index, word in enumerate(words):
-        if not word.startswith("--") or word == "--":
-            continue
-        name, assigned, value = word[2:].partition("=")
-        following = words[index + 1] if index + 1 < len(words) else "--"
-        found[name] = _value(value if assigned else following) if assigned or not following.startswith("--") else True
-    return found
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

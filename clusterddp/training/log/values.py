@@ -2,7 +2,9 @@
 
 A value on the CPU is read at once: what the script does to the tensor later changes nothing. A value on a GPU is copied
 into pinned memory behind the kernels that are already queued on its stream, and an event is recorded behind the copy.
-Nothing waits for the GPU: ``metrics.py`` and ``reduction.py`` read the copy once its event has passed.
+Nothing waits for the GPU: at the end of a step the training thread reads the copies whose events have passed. Other
+threads do not ask an event in passing: while a CUDA graph is captured (in the usual mode, "global"), that would make
+the capture fail, and the training thread captures nothing at the end of a step.
 """
 
 from __future__ import annotations
@@ -113,15 +115,19 @@ class Logged:
     reduced: dict[str, str] = field(default_factory=dict)
     copied: bool = False
 
-    def ready(self) -> bool:
-        """Whether ``numbers`` would not wait."""
-        return not self.copied or all(value.ready() for value in self.values.values() if isinstance(value, DeviceCopy))
+    def arrived(self) -> bool:
+        """Whether all values are numbers by now. Asks the GPU, and does not wait for it."""
+        if self.copied and all(value.ready() for value in self.values.values() if isinstance(value, DeviceCopy)):
+            self.numbers()
+        return not self.copied
 
     def numbers(self) -> dict[str, Any]:
-        """All values as numbers, once. Waits for those on their way."""
-        if not self.copied:
-            return self.values
-        return {name: value.take() if isinstance(value, DeviceCopy) else value for name, value in self.values.items()}
+        """All values as numbers. Waits for those on their way."""
+        if self.copied:
+            copies = self.values.items()
+            self.values = {name: value.take() if isinstance(value, DeviceCopy) else value for name, value in copies}
+            self.copied = False
+        return self.values
 
 
 class Values:
@@ -139,15 +145,17 @@ class Values:
 
     def add(self, values: Mapping[str, Any], reduce: str | None = None) -> None:
         """Raises TypeError for a value that is not a number, ValueError for too large values or another ``reduce``."""
-        for name, value in values.items():
-            check(name, value)
+        keeps = self._keeps_own or reduce is not None
+        numbers = {name: _read(name, value, keeps) for name, value in values.items()}
         if reduce is not None and reduce not in _REDUCTIONS:
             raise ValueError(
                 f"run.log(reduce={reduce!r:.60}): expected one of {', '.join(map(repr, _REDUCTIONS))}; no metric can "
                 "be called 'reduce'"
             )
-        logged = self._logged
-        size = self._bytes + sum(self._size(name) for name in values if name not in logged.values)
+        logged, size = self._logged, self._bytes
+        for name in numbers:
+            if name not in logged.values:
+                size += self._sizes.get(name) or self._size(name)
         if size > MOST_BYTES:
             raise ValueError(_too_large(values, size))
         if reduce is not None:
@@ -155,9 +163,12 @@ class Values:
         elif logged.reduced:
             for name in logged.reduced.keys() & values.keys():
                 del logged.reduced[name], logged.values[name]
-        if reduce is not None or self._keeps_own:
-            self._capture(values)
+        if keeps:
+            logged.values.update(numbers)
             self._bytes = size
+            if on_gpus := {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}:
+                logged.values.update(self._copies.begin(on_gpus))
+                logged.copied = True
 
     def take(self) -> Logged:
         """Returns all values, and clears them."""
@@ -165,24 +176,11 @@ class Values:
         self._logged, self._bytes = Logged(), 0
         return logged
 
-    def _capture(self, values: Mapping[str, Any]) -> None:
-        logged = self._logged
-        on_gpus = {}
-        for name, value in values.items():
-            if getattr(value, "is_cuda", False):
-                on_gpus[name] = value
-            else:
-                logged.values[name] = number(name, value)
-        if on_gpus:
-            logged.values.update(self._copies.begin(on_gpus))
-            logged.copied = True
-
     def _size(self, name: str) -> int:
-        if name not in self._sizes:
-            if len(self._sizes) >= _MOST_SIZES:
-                self._sizes.clear()
-            self._sizes[name] = len(json.dumps(name)) + _NUMBER_BYTES
-        return self._sizes[name]
+        if len(self._sizes) >= _MOST_SIZES:
+            self._sizes.clear()
+        self._sizes[name] = size = len(json.dumps(name)) + _NUMBER_BYTES
+        return size
 
 
 def _too_large(values: Mapping[str, Any], size: int) -> str:
@@ -191,6 +189,17 @@ def _too_large(values: Mapping[str, Any], size: int) -> str:
         f"run.log({', '.join(names)}): the values of one step would take {size:,} bytes, and the limit is "
         f"{MOST_BYTES:,}; write them to your own file"
     )
+
+
+def _read(name: str, value: Any, keeps: bool) -> Any:
+    """A value at the call, checked: the number, or a tensor that is still to be copied from a GPU. Not ``keeps``: it is
+    only checked."""
+    if type(value) is float:
+        return value
+    if type(value) is torch.Tensor and value.is_cpu and keeps and value.numel() == 1 and not value.is_complex():
+        return value.item()  # what is mostly logged: many more checks would take longer than this
+    check(name, value)
+    return number(name, value) if keeps and not getattr(value, "is_cuda", False) else value
 
 
 def number(name: str, value: Any) -> int | float:

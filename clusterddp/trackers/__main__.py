@@ -1,0 +1,58 @@
+"""``python -m clusterddp.trackers RUN``: sends what the trackers of a run that is over lack.
+
+For a run that has completed while a tracker's server was down. A run that continues does it by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from clusterddp.entry import exit_with
+from clusterddp.errors import RunDirectoryError, UsageError
+from clusterddp.jobdef.load import load_resolved
+from clusterddp.jobdef.packages import check_packages
+from clusterddp.reporter import say
+from clusterddp.rundir.ownership import check_run
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.trackers.follower import Orders, folder_of, follow, in_words
+from clusterddp.trackers.options import NAMES, wanted
+from clusterddp.trackers.sent import read_sent
+
+
+def main() -> int:
+    """Sends the values of all steps below the run's last checkpoint to each of its trackers."""
+    if len(sys.argv) != 2:
+        raise UsageError("usage: python -m clusterddp.trackers RUN, with a run directory")
+    run = RunDirectory(sys.argv[1])
+    check_run(run)
+    if not run.exists() or run.outcome() is None:
+        raise RunDirectoryError(f"{run} is not a run that is over: a run that continues sends what its trackers lack")
+    job = load_resolved(run.job_file)
+    check_packages(job)
+    trackers = wanted(job, run.path.name, os.environ)
+    if not trackers:
+        raise UsageError(f"{run} has no trackers: neither tensorboard nor wandb is set in {run.job_file}")
+    saved = [event["step"] for event in run.events() if event["event"] in ("checkpoint", "resumed")]
+    orders = Orders(saved[-1] if saved else 0)
+    orders.ended = orders.clean = True
+    codes = [_send(name, run, options, orders) for name, options in trackers.items()]
+    return max(codes)
+
+
+def _send(name: str, run: RunDirectory, options: Mapping[str, Any], orders: Orders) -> int:
+    sent = read_sent(folder_of(name, run))
+    try:
+        if sent is None or sent.step < orders.committed:
+            follow(name, run, run.newest_attempt() or 0, options, orders, sys.stderr)
+    except Exception as error:  # of any kind: the tracker's package raised it
+        say(f"{NAMES[name]}: {in_words(error)}")
+        return 1
+    say(f"{NAMES[name]} has all steps below {orders.committed}")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,47 @@
+"""Which trackers a job has, and how its W&B run is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.secrets import without_secrets
+
+NAMES = {"tensorboard": "TensorBoard", "wandb": "W&B"}
+
+
+def wanted(job: Job, run_name: str, environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The trackers of a job, and how W&B's run is made."""
+    found: dict[str, dict[str, Any]] = {"tensorboard": {}} if job.tensorboard else {}
+    if job.wandb is not None and environ.get("WANDB_MODE") != "disabled":
+        options: dict[str, Any] = {"name": run_name, "config": config(without_secrets(job)[0]), "mode": job.wandb.mode}
+        options |= {"project": job.wandb.project or job.name, "entity": job.wandb.entity, "group": job.wandb.group}
+        found["wandb"] = {name: value for name, value in options.items() if value is not None}
+    return found
+
+
+def config(job: Job) -> dict[str, Any]:
+    """What W&B's table of runs can be filtered by: the script's options, and what the job says of the training."""
+    facts = {"seed": job.seed, "world_size": job.world_size, "global_batch": job.global_batch}
+    return {name: value for name, value in facts.items() if value is not None} | options_in(job.args)
+
+
+def options_in(words: Sequence[str]) -> dict[str, Any]:
+    """The long options among a script's arguments: ``--lr 1e-3``, ``--lr=1e-3``, ``--amp``."""
+    found: dict[str, Any] = {}
+    for index, word in enumerate(words):
+        if not word.startswith("--") or word == "--":
+            continue
+        name, assigned, value = word[2:].partition("=")
+        following = words[index + 1] if index + 1 < len(words) else "--"
+        found[name] = _value(value if assigned else following) if assigned or not following.startswith("--") else True
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
