@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from typing import Any
 
+from clusterddp.jobdef.best_metric import best_metric
 from clusterddp.jobdef.job import Keep
 from clusterddp.reporter import say
 from clusterddp.rundir.files import finite
-
-#: A name in which one of these occurs is not taken for a metric whose largest value is best.
-_SMALLEST = re.compile(r"(^|_)(loss|error|err|perplexity|ppl|nll|mse|mae|wer|cer|fid)($|_)", re.IGNORECASE)
 
 
 def with_best(keep: Keep, best: str | None, told: bool = True) -> Keep:
@@ -20,23 +17,14 @@ def with_best(keep: Keep, best: str | None, told: bool = True) -> Keep:
 
     Args:
         keep: of the job definition.
-        best: ``accuracy`` or ``accuracy max`` for the largest value, ``-loss`` or ``loss min`` for the smallest.
+        best: ``accuracy``, or ``-loss`` for the smallest value: see ``jobdef/best_metric.py``.
         told: whether to say that the job definition takes precedence.
     """
     if best is None:
         return keep
-    match = re.fullmatch(r"(-?)([^\s-]\S*)(?: (max|min))?", best)
-    if match is None or (match[1] and match[3]):
-        raise ValueError(
-            f"run(best={best!r}): expected a metric, such as 'accuracy', or '-loss' for the smallest value"
-        )
-    sign, name, wanted = match.groups()
-    if not sign and not wanted and _SMALLEST.search(name):
-        raise ValueError(
-            f"run(best={best!r}) would keep the largest {name}: write best='-{name}' for the smallest; '{name} max' if "
-            "you mean the largest"
-        )
-    chosen = replace(keep, best=name, best_is="min" if sign or wanted == "min" else "max")
+    if (found := best_metric(best)) is None:
+        raise ValueError(f"run(best={best!r}): expected a metric, such as 'accuracy', or '-score' for the smallest")
+    chosen = replace(keep, best=found[0], best_is="min" if found[1] else "max")
     if keep.best is None or (keep.best, keep.best_is) == (chosen.best, chosen.best_is):
         return chosen
     if told:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from clusterddp.errors import UsageError
+from clusterddp.jobdef.best_metric import best_metric
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
@@ -20,8 +20,6 @@ Found: TypeAlias = "tuple[Summary, RunState]"
 
 #: States of members that train, or continue once they can.
 _UNDER_WAY = ("running", "held", "pending")
-#: Words in the names of metrics of which the smallest value is best, if the user does not say.
-_SMALLEST = ("loss", "error", "err", "perplexity", "ppl", "nll", "mse", "mae", "wer", "cer", "fid")
 
 
 @dataclass(frozen=True)
@@ -105,14 +103,9 @@ class Best:
 
 def metric_of(text: str) -> tuple[str, bool]:
     """The metric in ``accuracy``, ``accuracy max`` or ``loss min``, and whether its smallest value is best."""
-    match = re.fullmatch(r"(\S+)(?: (max|min))?", text)
-    if match is None:
+    if (found := best_metric(text)) is None:
         raise UsageError(f"--best {text}: expected the name of a metric, or with max or min, such as 'f1 max'")
-    return match[1], match[2] == "min" if match[2] else _is_loss(match[1])
-
-
-def _is_loss(metric: str) -> bool:
-    return any(word in _SMALLEST or word.endswith("loss") for word in re.split("[^a-z]+", metric.lower()))
+    return found
 
 
 def best(members: Sequence[Found], text: str) -> Best:

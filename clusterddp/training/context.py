@@ -276,8 +276,8 @@ class Context(Ranks):
             progress: the script's own values: a dict, or an instance of a dataclass, that the script changes as it
                 likes, the same on all ranks: numbers, text, True, False, None, and lists and dicts of them. They are
                 restored in place.
-            best: the metric whose best checkpoint is kept beside the newest: "accuracy" for the largest value that
-                ``run.log()`` got, "-loss" for the smallest. Anything but text is a part of that name.
+            best: the metric whose best checkpoint is kept beside the newest, of what ``run.log()`` got: "accuracy" for
+                the largest value, "-score" or "loss" for the smallest. Anything but text is a part of that name.
             parts: what is saved and restored, under names that you choose, such as ``model=``, ``optimizer=``,
                 ``scheduler=`` or ``ema=``: modules, optimizers, and any objects with ``state_dict`` and
                 ``load_state_dict``; also lists, tuples and dicts of them, whose members are parts such as ``nets.0``.
