@@ -34,12 +34,12 @@ class _SeededSamples(Dataset[Any]):
 class Loader:
     """The training samples of this rank: made by ``Context.loader``, read by ``Run.steps``.
 
-    ``len()`` is the number of steps per epoch: without ``drop_last`` the most that an epoch takes, the last of which is
-    filled from the next epoch.
+    ``len()`` is the number of steps per epoch: without ``drop_last`` that of the first, whose last step is filled from
+    the next epoch; others take as many, or one less.
 
     Attributes:
-        dataset: the dataset.
-        length: its number of samples.
+        dataset: the dataset, or those of a mixture.
+        length: the number of samples.
         batch_size: samples per rank and step; if the world size changed, or the job sets ``global_batch``, the largest
             number that a rank takes at once (see ``Run.micro``).
         global_batch: samples per step over all ranks. Fixed by the run's first attempt.
@@ -49,7 +49,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Any,
         batch_size: int,
         *,
         order: Order,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -178,7 +178,7 @@ class Context(Ranks):
 
     def loader(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any] | Sequence[Any] | Mapping[str, Any],
         batch_size: int,
         *,
         shuffle: bool | None = None,
@@ -193,7 +193,7 @@ class Context(Ranks):
         Each sample is read with its own seed, so that random augmentation does not depend on the number of workers.
 
         Args:
-            dataset: with ``__len__`` and ``__getitem__``.
+            dataset: with ``__len__`` and ``__getitem__``; with ``order=orders.mixture(...)`` a list or dict of these.
             batch_size: samples per rank and step. If the job sets ``global_batch``, or the number of ranks changed, a
                 rank's share of a step is the global batch divided by the ranks, and ``batch_size`` the most that
                 ``run.micro`` yields at once.

@@ -34,7 +34,7 @@ class Bucketed(Order):
         # Samples of equal length are in a random order: else neighbours in the dataset would share a bucket.
         self._sorted = np.lexsort((mixed(np.arange(values.size, dtype=np.uint64)), values))
         self._buckets = buckets
-        self._label = f"bucketed-1 ({buckets} buckets, lengths {short_hash(values.dtype.str, values)})"
+        self._label = f"bucketed-1 ({buckets} buckets, lengths {short_hash(self._sorted)})"
 
     def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
         check_length(self._sorted, to.length, "lengths")

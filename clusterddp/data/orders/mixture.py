@@ -40,46 +40,52 @@ class Mixture(Order):
             raise ValueError(f"num_samples is {num_samples}: expected the number of samples per epoch, 1 or more")
         self._weights = [(0, weights), *sorted(changes.items())]
         self._shuffle, self._num_samples = shuffle, num_samples
-        self._names: list[str] | None = None
 
     def dataset(self, given: Any) -> ConcatDataset[Any]:
         """All datasets, one after another."""
-        if isinstance(given, Mapping):
-            self._names = list(given)
-            given = list(given.values())
         if isinstance(given, ConcatDataset):
             return given
-        if not isinstance(given, (list, tuple)) or not given:
+        names = list(given) if isinstance(given, Mapping) else None
+        datasets = list(given.values()) if isinstance(given, Mapping) else given
+        if not isinstance(datasets, (list, tuple)) or not datasets:
             raise TypeError(
                 f"a mixture needs several datasets, such as ctx.loader({{'web': web, 'books': books}}, ...); got "
                 f"{type(given).__name__}"
             )
-        if empty := [number for number, dataset in enumerate(given) if not len(dataset)]:
-            raise ValueError(f"dataset {self._names[empty[0]] if self._names else empty[0]} has no samples")
-        return ConcatDataset(given)
+        if empty := [number for number, dataset in enumerate(datasets) if not len(dataset)]:
+            raise ValueError(f"dataset {names[empty[0]] if names else empty[0]} has no samples")
+        return _Joined(datasets, names)
 
     def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
         lengths = np.diff([0, *to.dataset.cumulative_sizes])
-        pieces = [(step * to.global_batch, self._shares(weights, lengths.size)) for step, weights in self._weights]
+        names = getattr(to.dataset, "names", None) or range(lengths.size)
+        pieces = [(step * to.global_batch, _shares(weights, names)) for step, weights in self._weights]
         return _Mixed(lengths, pieces, self._shuffle, to.of_epoch(self._num_samples or to.length), to.seed)
 
-    def _shares(self, weights: Weights, count: int) -> Indices:
-        """Samples of each dataset in a whole round."""
-        if isinstance(weights, Mapping):
-            if self._names is None or weights.keys() != set(self._names):
-                raise ValueError(
-                    f"weights for {_listed(weights)}, and the datasets are {_listed(self._names or range(count))}"
-                )
-            weights = [weights[name] for name in self._names]
-        values = np.asarray(weights, dtype=np.float64)
-        if values.shape != (count,):
-            raise ValueError(f"weights: expected one for each of {count} datasets, got {weights!r}")
-        if not (np.isfinite(values).all() and (values >= 0).all() and values.sum() > 0):
-            raise ValueError(f"weights: expected 0 or more, and not all 0; got {weights!r}")
-        shares = _split(_ROUND, values / values.sum())
-        if (shares[values > 0] == 0).any():
-            raise ValueError(f"weights: the smallest share of a dataset is one in {_ROUND}, got {weights!r}")
-        return shares
+
+class _Joined(ConcatDataset[Any]):
+    """``names``: of the datasets, if they have some."""
+
+    def __init__(self, datasets: Sequence[Any], names: list[str] | None) -> None:
+        super().__init__(datasets)
+        self.names = names
+
+
+def _shares(weights: Weights, names: Sequence[Any]) -> Indices:
+    """Samples of each dataset in a whole round."""
+    if isinstance(weights, Mapping):
+        if weights.keys() != set(names):
+            raise ValueError(f"weights for {_listed(weights)}, and the datasets are {_listed(names)}")
+        weights = [weights[name] for name in names]
+    values = np.asarray(weights, dtype=np.float64)
+    if values.shape != (len(names),):
+        raise ValueError(f"weights: expected one for each of {len(names)} datasets, got {weights!r}")
+    if not (np.isfinite(values).all() and (values >= 0).all() and values.sum() > 0):
+        raise ValueError(f"weights: expected 0 or more, and not all 0; got {weights!r}")
+    shares = _split(_ROUND, values / values.sum())
+    if (shares[values > 0] == 0).any():
+        raise ValueError(f"weights: the smallest share of a dataset is one in {_ROUND}, got {weights!r}")
+    return shares
 
 
 def _listed(names: Any) -> str:
