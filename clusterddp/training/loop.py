@@ -247,7 +247,8 @@ class Run(Steering):
             self._state.stopped_in_step = {"cut": True, "not_stepped": self._optimizer_steps.missing()}
             self._finish_step()
         elif self._making:
-            begun = self._together or not self._optimizer_steps.any  # what the step has changed so far cannot be undone
+            unknown = not self._optimizer_steps.any and not self._making.evaluates
+            begun = self._loader.per_rank_state or self._state.per_rank.changed() or unknown
             marks = {"buffers_changed": not self._state.buffers.rewind(), "begun": begun}
             self._state.stopped_in_step = {name: True for name, true in marks.items() if true}
         self._report("stopping", step=self.step, reason=reason)
@@ -298,6 +299,7 @@ class Run(Steering):
         self._state.buffers.begin_step()
         self._optimizer_steps.begin_step()
         self._state.before.begin_step()
+        self._state.per_rank.begin_step()
         self._making = Step()
 
     def _finish_step(self) -> None:

@@ -54,6 +54,8 @@ if "fewer" in options:
 run = ctx.run(nets=[student, policy, teacher], optimizers=optimizers, common=common, per_rank=own_parts, **warm)
 for step in run.steps(total):
     assert step == run.step
+    if run.every(steps=4) and (ctx.attempt, step) == (2, 12):
+        run.stop("in an evaluation")
     if str(step) in stops and ctx.rank == 1:
         ctx.request_stop("the test")
     push = torch.from_numpy(own.normal(size=4)).float() + plain.random() + torch.rand(4, generator=common)
@@ -89,9 +91,9 @@ def script(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def stopped(folder: Path, script: Path) -> tuple[Path, ddp.Ranks]:
-    """A run of 13 steps, stopped after 5 and 11, and the output of its last attempt."""
+    """A run of 13 steps, stopped after 6 and 11 (or one more), and in an evaluation; the output of its last attempt."""
     run, arguments = folder / "run", ("warm", folder / "teacher.pt")
-    for _ in range(2):
+    for _ in range(3):
         ddp.start(script, run, 13, "5,10", *arguments, ranks=2, folder=folder / "out").expect(75)
     (folder / "teacher.pt").rename(folder / "moved.pt")  # a resume does not need it
     last = ddp.run(script, run, 13, "-1", *arguments, ranks=2, folder=folder / "out")
@@ -113,7 +115,7 @@ def test_without_a_loader_and_with_state_per_rank_a_resume_is_exact(folder: Path
     one, other = ((path / "final.pt").read_bytes() for path in (run, folder / "whole"))
     assert one == other
     resumed = events_of(RunDirectory(run), "resumed")
-    assert [event["inexact"] for event in resumed] == [[], []]
+    assert [event["inexact"] for event in resumed] == [[], [], []]
     lines = [
         [(line["step"], line["place"]) for line in RunDirectory(path).metrics()] for path in (run, folder / "whole")
     ]

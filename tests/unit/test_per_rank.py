@@ -78,6 +78,20 @@ def test_too_large_states_are_refused_with_their_size_and_the_remedy(monkeypatch
         own.gather()
 
 
+def test_a_change_since_the_place_for_an_evaluation_is_noticed() -> None:
+    """Without such a place in the step, it is not known."""
+    numbers = Numbers(1, 2)
+    own = PerRank({"env": numbers}, group())
+    assert own.changed() and not PerRank(None, group()).changed()
+    own.keep()
+    assert not own.changed()
+    numbers.numbers.append(3)
+    assert own.changed()
+    own.keep()
+    own.begin_step()
+    assert own.changed()
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_part_that_can_be_split_continues_on_another_number_of_ranks(ranks: int) -> None:
     """Fewer and more."""

@@ -23,9 +23,25 @@ class PerRank:
         self._parts = {name.removeprefix("per_rank."): part for name, part in named.items()}
         self._group = group
         self._states: list[dict[str, Any]] = []
+        self._kept: bytes | None = None
 
     def __bool__(self) -> bool:
         return bool(self._parts)
+
+    def keep(self) -> None:
+        """Remembers this rank's state, for ``changed``, at the place for an evaluation."""
+        self._kept = transfer.digest(self._own()) if self._parts else None
+
+    def changed(self) -> bool:
+        """Whether this rank's state may have changed since ``keep``, of this step."""
+        return bool(self._parts) and self._kept != transfer.digest(self._own())
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._kept = None
+
+    def _own(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._parts.items()}
 
     def gather(self) -> None:
         """Brings the states of all ranks to rank 0. Collective.
@@ -34,9 +50,8 @@ class PerRank:
         """
         if not self._parts:
             return
-        states = {name: part.state_dict() for name, part in self._parts.items()}
         try:
-            self._states = transfer.gather(states, self._group.collective_device) or []
+            self._states = transfer.gather(self._own(), self._group.collective_device) or []
         except transfer.TooLarge as error:
             raise CheckpointError(
                 f"the per-rank state of all {self._group.world_size} ranks ({_listed(self._parts)}) takes "

@@ -91,4 +91,5 @@ class Position:
         if due and not self._making.evaluates and not self._making.optimizer_stepped:
             self._making.evaluates = True
             self._state.before.keep()
+            self._state.per_rank.keep()
         return due
