@@ -17,6 +17,7 @@
 #                    SCREENSHOTS=FOLDER keeps pictures
 # make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random
 # make soak     300 preemptions and other faults at random moments; make bench-handover, bench-agreement: what stopping costs
+# make soak-booking  whether each second of a run interrupted 23 times is booked to what it was doing (11 minutes)
 # make bench-heartbeat    what the watchdog costs; make bench-report: what `clusterddp report` costs
 # make bench-step-timing  what timing each step and run.log cost; make bench-orders: what drawing samples costs
 # make bench-checkpoint   what saving and restoring costs, beside torch, Lightning and accelerate
@@ -33,7 +34,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -95,6 +96,9 @@ chaos: .venv/ready slurm
 
 soak: .venv/ready slurm
 	.venv/bin/python -m benchmarks.soak $(SOAK)
+
+soak-booking: .venv/ready slurm
+	.venv/bin/python -m benchmarks.soak_booking $(SOAK)
 
 bench-handover: .venv/ready slurm
 	.venv/bin/python -m benchmarks.handover

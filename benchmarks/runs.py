@@ -21,6 +21,9 @@ from tests.trainings import Training
 
 T = TypeVar("T")
 
+NOTICE_S = 15
+"""Seconds before the time limit at which runs are stopped."""
+
 
 class TooLong(Exception):
     """The condition did not become true in time."""
@@ -74,24 +77,34 @@ def submit_training(
 ) -> Training:
     """tests/scripts/train.py on two nodes. Each start of its batch script first appends the time to FOLDER/starts."""
     training = Training(cluster, folder, RunDirectory(folder / "run"))
+    train = cluster.source / "tests" / "scripts" / "train.py"
+    setup = {"setup": [stamp_line(folder / "starts")], **({"policy": policy} if policy else {})}
+    write_definition(folder, train, *script, gpus_per_node=ranks_per_node, **setup)
+    submit(training)
+    return training
+
+
+def write_definition(folder: Path, script: Path, *args: str, **keys: Any) -> None:
+    """FOLDER/job.yaml: two nodes on the CPU, a checkpoint every 20 steps."""
     definition = {
-        "script": str(cluster.source / "tests" / "scripts" / "train.py"),
-        "args": [*script],
+        "script": str(script),
+        "args": [*args],
         "nodes": 2,
-        "gpus_per_node": ranks_per_node,
+        "gpus_per_node": 1,
         "device": "cpu",
         "partition": "low",
-        "timeouts": {"notice_s": 15},
+        "timeouts": {"notice_s": NOTICE_S},
         "watchdog": {"step_s": 12},
         "checkpoint": {"every": "20 steps"},
-        "setup": [stamp_line(folder / "starts")],
-        **({"policy": policy} if policy else {}),
     }
-    file = folder / "job.yaml"
-    file.write_text(yaml.safe_dump(definition))
-    command: list[str | Path] = [cluster.python, "-m", "clusterddp.submit", file, "--run-dir", training.run.path]
-    training.job_id = cluster.run(command, cwd=cluster.source).stdout.strip()
-    return training
+    (folder / "job.yaml").write_text(yaml.safe_dump({**definition, **keys}))
+
+
+def submit(training: Training) -> None:
+    """Submits FOLDER/job.yaml, also once more; the job is the run's."""
+    up, folder = training.cluster, training.folder
+    command: list[str | Path] = [up.python, "-m", "clusterddp.submit", folder / "job.yaml"]
+    training.job_id = up.run([*command, "--run-dir", training.run.path], cwd=up.source).stdout.strip()
 
 
 def stamp_line(file: Path) -> str:
