@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -20,7 +20,6 @@ from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.data.workers import close_workers
 from clusterddp.errors import CheckpointError, Stopped, Superseded
 from clusterddp.reporter import say
-from clusterddp.rundir.files import finite
 from clusterddp.training.log import values as logged
 from clusterddp.training.log.media import Media
 from clusterddp.training.optimizer_steps import OptimizerSteps
@@ -30,15 +29,13 @@ from clusterddp.training.state.initial import Loaded
 from clusterddp.training.state.per_rank import PerRank
 from clusterddp.training.state.run_state import Randomness, RunState
 from clusterddp.training.state.values import Values
+from clusterddp.training.steps.logging import Logging
 from clusterddp.training.steps.position import Step
 from clusterddp.training.steps.steering import Steering
 from clusterddp.worker import completion, control_channel
 
-#: Names that a metrics line or an event has already.
-_RESERVED = {"step", "time", "attempt", "event", "rank"}
 
-
-class Run(Steering):
+class Run(Logging, Steering):
     """One attempt of a run: made by ``Context.run``, with the newest checkpoint restored."""
 
     def __init__(
@@ -63,8 +60,6 @@ class Run(Steering):
         self._making = None
         self._goal = 0  # of the current loop
         self._begun = self._stopping = False
-        #: Whether the last loop is complete.
-        self._done = False
         self._agreement.on_skip = self._on_skip
         self._process = os.getpid()
         self._values, self._media = logged.Values(keeps_own=self._group.rank == 0), Media()
@@ -162,63 +157,6 @@ class Run(Steering):
         Raises TypeError for a batch that cannot be split, RuntimeError when the loop is used in another way.
         """
         return self._micro.pieces(batch)
-
-    def log(self, *, reduce: logged.Reduction | None = None, **values: Any) -> None:
-        """Logs metrics of the current step to metrics.jsonl: rank 0's values, merged over the calls in a step.
-
-        Logs the values that tensors have at the call, and never waits for a GPU. Outside a step the values are recorded
-        in the history as a ``result``.
-
-        Args:
-            reduce: logs one value of all ranks' values, as a float64: their "mean", "sum", "min" or "max". All ranks
-                call it in the same step; a rank that does not is left out. No collective: the values travel beside
-                the training.
-            values: numbers, or tensors of one element, by name.
-
-        Raises TypeError for other values and for reserved names, ValueError for more than 1 MB per step or result and
-        for another ``reduce``, RuntimeError for ``reduce`` outside a step.
-        """
-        if not _RESERVED.isdisjoint(values):
-            taken = _RESERVED & values.keys()
-            raise TypeError(f"run.log({', '.join(sorted(taken))}=...): the name is reserved; choose another")
-        if self._making:
-            self._values.add(values, reduce)
-            if self._saver.best_metric in values:
-                self._log_best(values[str(self._saver.best_metric)], reduce)
-            return
-        if reduce is not None:
-            raise RuntimeError("run.log(reduce=...) works in a step; outside, use ctx.all_reduce_mean() on all ranks")
-        logged.Values(keeps_own=False).add(values)
-        if self._group.rank == 0:
-            result = {name: finite(logged.number(name, value)) for name, value in values.items()}
-            self._report("result", step=self.step, **result)
-            if self._done and (best := self._saver.best_metric) in values:
-                self._saver.log_best(self.step, float(logged.number(str(best), values[str(best)])), self._content)
-
-    def log_media(
-        self,
-        *,
-        images: Mapping[str, Any] | None = None,
-        histograms: Mapping[str, Any] | None = None,
-        text: Mapping[str, str] | None = None,
-    ) -> None:
-        """Logs images, histograms and texts of the current step to media.jsonl and to TensorBoard and W&B: rank 0's.
-
-        Copies tensors at the call, and never waits for a GPU.
-
-        Args:
-            images: by name: a tensor of height x width or channels x height x width, or a numpy array of height x width
-                or height x width x channels; 1, 3 or 4 channels, uint8, or floats from 0 to 1; 4 MB at most.
-            histograms: by name: a tensor or numpy array of at most 10 million real numbers.
-            text: by name, at most 100,000 characters.
-
-        Raises TypeError for other values, ValueError for larger ones and for more than 64 MB in a step, RuntimeError
-        outside a step.
-        """
-        if not self._making:
-            raise RuntimeError("run.log_media() belongs to a step: call it inside the loop over run.steps()")
-        if self._group.rank == 0:
-            self._media.add(images, histograms, text)
 
     def finish(self) -> None:
         """Ends the loop after the current step: early stopping. All ranks call it in the same step.
@@ -367,21 +305,6 @@ class Run(Steering):
             self._saver.save_if_due(self.step, self._content, due=self._together, later=later)
         except Superseded as error:  # Only rank 0 knows. Once all ranks have stopped, the commit tells them.
             self._agreement.request(str(error))
-
-    def _log_best(self, value: Any, reduce: str | None) -> None:
-        """At the place for an evaluation, the value is that of the state before the step, which can still be saved."""
-        made = self._making
-        if made is None or self._group.rank != 0:
-            return
-        before = made.evaluates and not made.optimizer_stepped and reduce is None and not self._together
-        made.best_before = before and self._state.is_before_step()
-        if made.best_before:
-            try:
-                with self._heartbeat.pause(), self._times.aside():
-                    number = float(logged.number(str(self._saver.best_metric), value))
-                    self._saver.log_best(self.step, number, self._content)
-            except Superseded as error:
-                self._agreement.request(str(error))
 
     def _complete(self) -> None:
         self._report("finishing", step=self.step)  # until "progress", the supervisor lets this rank save

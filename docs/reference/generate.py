@@ -48,11 +48,14 @@ SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
     ("accelerate", "", "clusterddp.integrations.accelerate", None),
 ]
 
-#: Whose public methods a class has, too: its base class, in another module.
+#: Whose public methods a class has, too: its base classes, in other modules.
 BASES = {
-    "Context": ("clusterddp.training.ranks", "Ranks"),
-    "Run": ("clusterddp.training.steps.steering", "Steering"),
-    "Steering": ("clusterddp.training.steps.position", "Position"),
+    "Context": [("clusterddp.training.ranks", "Ranks")],
+    "Run": [
+        ("clusterddp.training.steps.logging", "Logging"),
+        ("clusterddp.training.steps.steering", "Steering"),
+        ("clusterddp.training.steps.position", "Position"),
+    ],
 }
 
 #: What another class returns: nobody calls the constructor.
@@ -136,10 +139,9 @@ def _name(node: ast.FunctionDef | ast.ClassDef, module: str) -> Name:
 
 
 def _functions(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    """Its methods, then those of its base class in ``BASES``."""
+    """Its methods, then those of its base classes in ``BASES``."""
     yield from (item for item in node.body if isinstance(item, ast.FunctionDef))
-    if node.name in BASES:
-        module, name = BASES[node.name]
+    for module, name in BASES.get(node.name, ()):
         yield from _functions(_classes(module)[name])
 
 

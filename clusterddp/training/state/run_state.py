@@ -85,8 +85,9 @@ class RunState:
         return state_of(self._parts[name])
 
     def is_before_step(self) -> bool:
-        """Whether the models are still as they were when the step began. Waits for a GPU."""
-        return not self.gradients.made and self.buffers.unchanged()
+        """Whether the models are still as they were when the step began, and rank 0 has all of it. Waits for a GPU."""
+        gradients = self.gradients
+        return not gradients.made and not gradients.are_apart and self.buffers.unchanged()
 
     def gather(self, before_step: bool) -> None:
         """Brings what each rank has for itself to rank 0. Collective. Raises CheckpointError."""
