@@ -37,7 +37,7 @@ CAUSES = {
     "kill_all": r"rank \d \(n\d\) killed by signal 9",
     "segv": r"rank \d \(n\d\) killed by signal 11",
     "crash": r"rank 1 \(n\d\) raised RuntimeError: injected",
-    "hang": r"rank \d \(n\d\) .*(last at step|no sign|stopped|hung)",
+    "hang": r"rank \d \(n\d\) hung$",
     "dead_node": r"rank \d \(n\d\) lost with its node",
     "dead_batch_host": r"node n\d probably lost",
     "requeue": r"stopped by `clusterddp requeue`$",
