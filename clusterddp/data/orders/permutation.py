@@ -16,7 +16,7 @@ Words = npt.NDArray[np.uint64]
 
 #: Up to this length a permutation is a table: exactly uniform, where few rounds on few bits would not be.
 _TABLE = 4096
-_ROUNDS = 8
+_ROUNDS = 6
 _30, _27, _31, _32 = (np.uint64(bits) for bits in (30, 27, 31, 32))
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -75,10 +75,13 @@ class Permutation:
 
 def _added(half: Words, other: Words, key: np.uint64, size: np.uint64) -> Words:
     """Adds a random function of the other half to a half, modulo its size."""
-    words = mixed(other + key)
+    words = other + key
+    words *= _FIRST
+    words ^= words >> _32
+    words *= _SECOND
     words >>= _32
     words *= size
     words >>= _32  # the upper 32 bits of a product: a random number below the size
     words += half
-    words -= size * (words >= size)
+    words %= size
     return words
