@@ -12,22 +12,22 @@ import torch
 from torch.utils.data import TensorDataset
 
 import clusterddp
+from tests.descent import Descent
 
 steps, killed, at = map(int, sys.argv[1:4])
 ctx = clusterddp.init()
-model = ctx.wrap(torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = torch.nn.Linear(4, 1)
+optimizer = Descent(model)
 loader = ctx.loader(TensorDataset(torch.randn(64, 4)), batch_size=4)
 run = ctx.run(model=model, optimizer=optimizer, loader=loader)
 begun = run.step
 for (x,) in run.steps(steps):
     loss = model(x).square().mean()
-    optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     run.log(loss=loss, by=ctx.attempt)
     if run.step % 5 == 0:
-        image, weights = torch.full((3, 2, 4), ctx.attempt, dtype=torch.uint8), model.module.weight
+        image, weights = torch.full((3, 2, 4), ctx.attempt, dtype=torch.uint8), model.weight
         run.log_media(images={"drawn": image}, histograms={"weights": weights}, text={"said": f"<by> {ctx.attempt}"})
     time.sleep(0.02)
     if (ctx.attempt, run.step) == (killed, at):

@@ -1,4 +1,4 @@
-"""Each job definition in jobs/ as it stands, on a real Slurm: two nodes of two CPU ranks, and the right result."""
+"""Each job definition in jobs/ as it stands, on a real Slurm: two nodes of one or two CPU ranks, the right result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ JOBS = {
     "collectives": "--gpus 2 -- --sizes 1200 --repetitions 2",
     "skew": "--gpus 2 -- --steps 2 --late 1",
     "scaling": "--gpus 2 -- --steps 3 --warm-up 1 --width 32",
-    "digits": "--gpus 2 -- --steps 80",
+    "digits": "--gpus 1 -- --steps 80",
     "charlm": "--gpus 2 -- --steps 12 --width 32 --layers 1",
 }
 
@@ -166,7 +166,7 @@ def test_scaling(result: Result) -> None:
 def test_digits(result: Result) -> None:
     """The accuracy that the ranks counted together is that of the saved weights, and high."""
     run, said = result("digits")
-    found = re.search(r"test accuracy (\S+), macro-F1 \S+, 359 images, 4 ranks", said)
+    found = re.search(r"test accuracy (\S+), macro-F1 \S+, 359 images, 2 ranks", said)
     assert found is not None, said
     digits = script("digits")
     model = digits.Net()
