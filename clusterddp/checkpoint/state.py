@@ -45,13 +45,15 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-def check_parts(where: str, parts: Mapping[str, Any]) -> None:
+def check_parts(
+    where: str, parts: Mapping[str, Any], remedy: str = "wrap other values in a class with these methods"
+) -> None:
     """Raises TypeError for a part without ``state_dict()`` and ``load_state_dict()``."""
     for name, part in parts.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise TypeError(
                 f"{where}({name}=...): expected an object with state_dict() and load_state_dict(), got "
-                f"{type(part).__name__}; wrap other values in a class with these methods"
+                f"{type(part).__name__}; {remedy}"
             )
 
 

@@ -73,14 +73,14 @@ def digest(state: Any) -> bytes:
 
 
 def gather(state: Any, device: torch.device) -> list[Any] | None:
-    """The states of all ranks on rank 0, in rank order; None on the other ranks.
+    """The states of all ranks on rank 0, in rank order; None on the other ranks. Fast if all are empty.
 
     Raises, on all ranks and before anything is sent, TooLarge, and CheckpointError if a rank's state cannot be saved.
     """
     failure: CheckpointError | None = None
     try:
         packed = _Packed.of(state)
-        sizes = [len(packed.described), packed.size]
+        sizes = [len(packed.described), packed.size] if state else [0, 0]
     except CheckpointError as error:
         failure, sizes = error, [-1, -1]
     all_sizes = _all_gather(sizes, device)
@@ -88,20 +88,22 @@ def gather(state: Any, device: torch.device) -> list[Any] | None:
         raise failure
     if [-1, -1] in all_sizes:
         raise CheckpointError(f"the state of rank {all_sizes.index([-1, -1])} cannot be saved; its error says why")
+    if not any(map(any, all_sizes)):
+        return [{} for _ in all_sizes] if _is_first() else None
     if (total := sum(map(sum, all_sizes))) > MOST_BYTES:
         raise TooLarge(total)
-    described = _gather_bytes(memoryview(packed.described), [size for size, _ in all_sizes], device)
-    data = _gather_bytes(memoryview(packed.data)[: packed.size], [size for _, size in all_sizes], device)
+    described = _gather_bytes(memoryview(packed.described)[: sizes[0]], [size for size, _ in all_sizes], device)
+    data = _gather_bytes(memoryview(packed.data)[: sizes[1]], [size for _, size in all_sizes], device)
     if described is None or data is None:
         return None
     parts = zip(described, data, all_sizes, strict=True)
-    return [_Packed(bytearray(head), memory, size).state() for head, memory, (_, size) in parts]
+    return [_Packed(bytearray(head), memory, size).state() if some else {} for head, memory, (some, size) in parts]
 
 
 def broadcast(state: Any, failure: str | None, device: torch.device) -> Any:
     """Rank 0's state on every rank. Raises CheckpointError with ``failure`` on all ranks if rank 0 has one."""
     packed = None
-    if failure is None and (not dist.is_initialized() or dist.get_rank() == 0):
+    if failure is None and _is_first():
         try:
             packed = _Packed.of(state)
         except CheckpointError as error:
@@ -115,6 +117,10 @@ def broadcast(state: Any, failure: str | None, device: torch.device) -> Any:
     return packed.state()
 
 
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def _all_gather(numbers: list[int], device: torch.device) -> list[list[int]]:
     if not dist.is_initialized():
         return [numbers]
@@ -125,8 +131,7 @@ def _all_gather(numbers: list[int], device: torch.device) -> list[list[int]]:
 
 def _gather_bytes(own: memoryview, sizes: list[int], device: torch.device) -> list[mmap.mmap] | None:
     """Each rank's bytes, on rank 0: all ranks send a portion at a time, padded to the longest."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    found = [file_format.memory(size) for size in sizes] if is_first else None
+    found = [file_format.memory(size) for size in sizes] if _is_first() else None
     if found is not None:
         found[0][: len(own)] = own
     if len(sizes) == 1:

@@ -51,6 +51,8 @@ warm = {"init_from": {"nets.2": options[1]}} if options[:1] == ["warm"] else {}
 own_parts = {"world": world, "random": [own, plain]}
 if "fewer" in options:
     del own_parts["random"]
+if "uneven" in options and ctx.rank == 1:
+    own_parts = None
 run = ctx.run(nets=[student, policy, teacher], optimizers=optimizers, common=common, per_rank=own_parts, **warm)
 for step in run.steps(total):
     assert step == run.step
@@ -158,14 +160,19 @@ def test_the_only_module_is_exported_without_a_name(folder: Path, tmp_path: Path
     assert "net of checkpoint 2" in export(RunDirectory(tmp_path / "run"), tmp_path / "net.pt")
 
 
-def test_on_another_number_of_ranks_state_must_say_how_to_split(folder: Path, script: Path, stopped: Any) -> None:
-    """The message names the part, its class and the method; with that method the run continues."""
+def test_state_per_rank_that_does_not_fit_is_refused(folder: Path, script: Path, stopped: Any) -> None:
+    """On another number of ranks, with other names than the checkpoint, and with other names on some ranks."""
     run, _ = stopped
     refused = ddp.start(script, run, 14, "-1", ranks=1, folder=folder / "out").expect(1)
     assert (
         "the checkpoint has the state of world for 2 ranks, and there are now 1: use 2 ranks, or give world a method "
         "load_state_dicts(states, rank, world_size) that takes over a rank's share of all states"
     ) in refused.output(0)
+    refused = ddp.start(script, folder / "uneven", 14, "-1", "uneven", ranks=2, folder=folder / "out").expect(1)
+    assert (
+        "run(per_rank=...): rank 1 has nothing, and rank 0 has random.0, random.1, world: all ranks save together; "
+        "pass the same names on every rank"
+    ) in refused.output(1)
     refused = ddp.start(script, run, 14, "-1", "fewer", ranks=2, folder=folder / "out").expect(1)
     assert (
         "the checkpoint has per-rank state of random.0, random.1, world, and ctx.run(per_rank=...) got world: pass "

@@ -22,7 +22,9 @@ def by_name(given: Mapping[str, Any]) -> dict[str, Stateful]:
     for name, part in given.items():
         if part is not None:
             parts |= by_name(_members(name, part)) if _is_container(part) else {name: with_state(part)}
-    check_parts("run", parts)
+    check_parts(
+        "run", parts, "keep numbers and text in progress={...}, and wrap other values in a class with these methods"
+    )
     return parts
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from clusterddp.checkpoint import transfer
 from clusterddp.checkpoint.state import Stateful, copied
+from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
 from clusterddp.training.state.parts import Parts, by_name
@@ -16,7 +17,10 @@ SPLIT = "load_state_dicts"
 
 
 class PerRank:
-    """What ``ctx.run(per_rank=...)`` got; false if nothing."""
+    """What ``ctx.run(per_rank=...)`` got; false if nothing. Made by all ranks together.
+
+    Raises TypeError for a part without a state, and for other names than rank 0's.
+    """
 
     def __init__(self, given: Parts, group: ProcessGroup) -> None:
         named = by_name({"per_rank": given})
@@ -24,6 +28,12 @@ class PerRank:
         self._group = group
         self._states: list[dict[str, Any]] = []
         self._kept: bytes | None = None
+        others = broadcast_json(sorted(self._parts), group.collective_device)
+        if others != sorted(self._parts):
+            raise TypeError(
+                f"run(per_rank=...): rank {group.rank} has {_listed(self._parts)}, and rank 0 has {_listed(others)}: "
+                "all ranks save together; pass the same names on every rank"
+            )
 
     def __bool__(self) -> bool:
         return bool(self._parts)
