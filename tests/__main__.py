@@ -176,6 +176,7 @@ def run(parts: Sequence[Part], options: Sequence[str]) -> int:
 
 
 def run_again(part: Part, options: Sequence[str]) -> int:
+    part.junit.replace(part.folder / "junit-first.xml")
     running = replace(part, queue=None).start("--last-failed", *options)
     show(part.name, running)
     return running.wait()
@@ -192,9 +193,10 @@ def keep_results(parts: Sequence[Part]) -> None:
     """One JUnit file, and the costs that the next run expects; tests that this run did not select keep theirs."""
     suites = ElementTree.Element("testsuites")
     for part in parts:
-        for suite in ElementTree.parse(part.junit).getroot() if part.junit.exists() else ():
-            suite.set("name", part.name)
-            suites.append(suite)
+        for tries in sorted(part.folder.glob("junit*.xml")):
+            for suite in ElementTree.parse(tries).getroot():
+                suite.set("name", part.name)
+                suites.append(suite)
     ElementTree.ElementTree(suites).write(RESULTS / "junit.xml", encoding="utf-8", xml_declaration=True)
     lines = [*costs(LAST_RUN), *({**line, "part": part.name} for part in parts for line in costs(part.costs))]
     newest = {line["test"]: line for line in lines if Path(line["test"].partition("::")[0]).exists()}

@@ -45,6 +45,7 @@ def test_a_second_start_of_a_held_run_is_refused_and_disturbs_nothing(
     """sbatch of the same script by hand, while the run trains on other nodes of the cluster."""
     training = Training.submit(cluster, runs, "--pause", "0.1")
     wait_for_step(training.run, 3)
+    cluster.wait_job(training.job_id, {"RUNNING"})  # ranks may train while it is still CONFIGURING
     assert training.run.attempts() == [0], story(training.run)  # otherwise another cause is possible
     script = (training.run.batch_script).read_text().replace("--nodes=2", "--nodes=1")
     by_hand = runs / "by-hand.sbatch"

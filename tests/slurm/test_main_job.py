@@ -184,6 +184,7 @@ def test_a_run_that_another_job_holds_is_refused_with_its_name(cluster: Cluster,
     run = RunDirectory(runs / "run")
     job_id = submit(cluster, run, *job(100_000)).stdout.strip()
     wait_for_step(run, 10)
+    cluster.wait_job(job_id, {"RUNNING"})  # ranks may train while it is still CONFIGURING
     refused = submit(cluster, run, check=False)
     assert refused.returncode == 1
     assert f"held by job {job_id} (RUNNING on n[1-2])" in refused.stderr

@@ -65,6 +65,8 @@ def test_a_few_tests_that_fail_have_a_second_try_and_are_named(
     assert f"{failing} failed" in done.stdout, done.stdout
     assert ("once more, with nothing beside" in done.stdout) == (said is not None), done.stdout
     assert said is None or said in done.stdout, done.stdout
+    results = ElementTree.parse(tmp_path / "build" / "tests" / "junit.xml").getroot()
+    assert len(list(results.iter("testcase"))) == 1 + failing + (failing if said else 0)
 
 
 def test_arguments_reach_every_part_and_results_are_kept(tmp_path: Path) -> None:
