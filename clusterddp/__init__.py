@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from clusterddp import orders as orders
+    from clusterddp import streams as streams
     from clusterddp.api import Handle as Handle
     from clusterddp.api import launch as launch
     from clusterddp.api import sweep as sweep
@@ -19,7 +20,18 @@ if TYPE_CHECKING:
     from clusterddp.training.context import init as init
 
 __version__ = "0.1.0"
-__all__ = ["CheckpointFolder", "Context", "Handle", "Stopped", "__version__", "init", "launch", "orders", "sweep"]
+__all__ = [
+    "CheckpointFolder",
+    "Context",
+    "Handle",
+    "Stopped",
+    "__version__",
+    "init",
+    "launch",
+    "orders",
+    "streams",
+    "sweep",
+]
 
 _HOMES = {
     "CheckpointFolder": "clusterddp.checkpoint.checkpoint_folder",
@@ -30,7 +42,7 @@ _HOMES = {
     "sweep": "clusterddp.api",
     "Stopped": "clusterddp.errors",
 }
-_MODULES = {"orders"}
+_MODULES = {"orders", "streams"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,12 +13,13 @@ from clusterddp.data.orders import weighted as by_weight
 from clusterddp.data.orders.bucketed import Bucketed
 from clusterddp.data.orders.mixture import Mixture, Weights
 from clusterddp.data.orders.order import Order
+from clusterddp.data.orders.sharded import ByShard
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["bucketed", "class_weights", "mixture", "sequential", "shuffled", "weighted"]
+__all__ = ["bucketed", "by_shard", "class_weights", "mixture", "sequential", "shuffled", "weighted"]
 
 
 def shuffled(version: int | None = None) -> Order:
@@ -98,6 +99,23 @@ def bucketed(lengths: Any, *, buckets: int = 50) -> Order:
     Example: ``order = orders.bucketed([len(text) for text in texts])``
     """
     return Bucketed(lengths, buckets)
+
+
+def by_shard(window: int = 10_000) -> Order:
+    """Every sample once per epoch, nearly in the sequence of the files: for ``clusterddp.streams``.
+
+    In each epoch the shards come in another random order, and the samples are shuffled within windows of that row. So
+    the disk reads a window of neighbouring samples at a time, and then never again in this epoch.
+
+    Args:
+        window: samples that are shuffled together; more mix more, over more shards.
+
+    Raises ValueError for a wrong window; ``ctx.loader`` raises TypeError for a dataset without ``shard_lengths``, the
+    number of samples in each shard.
+
+    Example: ``loader = ctx.loader(streams.JsonLines("data/*.jsonl"), batch_size=64, order=orders.by_shard())``
+    """
+    return ByShard(window)
 
 
 def mixture(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ class Ranks:
     node_rank: int
     world_size: int
     _group: process_group.ProcessGroup
-    #: The blocks of ``local_first`` so far.
+    #: The blocks of ``local_first`` and ``main_first`` so far.
     _turns = 0
 
     @property
@@ -37,17 +37,24 @@ class Ranks:
         if self.is_main:
             print(*values, **{"flush": True, **options})
 
-    @contextmanager
-    def local_first(self) -> Iterator[None]:
+    def local_first(self) -> AbstractContextManager[None]:
         """Runs a ``with`` block on local rank 0 of every node first, then on the node's other ranks. Collective."""
-        turn = f"local_first/{self._turns}/{self.node_rank}"
+        return self._first(f"local_first/{self.node_rank}", self.local_rank == 0)
+
+    def main_first(self) -> AbstractContextManager[None]:
+        """Runs a ``with`` block on rank 0 first, then on all others: for files on a shared disk. Collective."""
+        return self._first("main_first", self.is_main)
+
+    @contextmanager
+    def _first(self, of: str, first: bool) -> Iterator[None]:
+        turn = f"{of}/{self._turns}"
         self._turns += 1
-        if self.local_rank != 0:
+        if not first:
             self._group.store.wait([turn], process_group.NO_TIMEOUT)
         try:
             yield
         finally:
-            if self.local_rank == 0:
+            if first:
                 self._group.store.set(turn, "")
 
     def all_reduce_sum(self, value: torch.Tensor | float) -> torch.Tensor | float:

@@ -39,6 +39,12 @@ SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
     ("", "", "clusterddp.data.eval_loader", ["EvalLoader"]),
     ("", "", "clusterddp.data.external_loader", ["StatefulLoader"]),
     ("Orders of samples", "`from clusterddp import orders`: for `ctx.loader(order=...)`.", "clusterddp.orders", None),
+    (
+        "Datasets over large files",
+        "`from clusterddp import streams`: for `ctx.loader()`.",
+        "clusterddp.streams",
+        ["TarShards", "JsonLines", "Tokens"],
+    ),
     ("Checkpoints", "", "clusterddp.checkpoint.checkpoint_folder", ["CheckpointFolder"]),
     ("", "", "clusterddp.jobdef.job", ["Checkpointing", "Keep"]),
     ("Launching", "", "clusterddp.api", ["launch", "sweep", "Handle", "Status"]),
@@ -59,7 +65,17 @@ BASES = {
 }
 
 #: What another class returns: nobody calls the constructor.
-CONSTRUCTED = {"Context", "Run", "Loader", "EvalLoader", "StatefulLoader", "Status", "RankEnvironment", "Stopped"}
+CONSTRUCTED = {
+    "Context",
+    "Sharded",
+    "Run",
+    "Loader",
+    "EvalLoader",
+    "StatefulLoader",
+    "Status",
+    "RankEnvironment",
+    "Stopped",
+}
 
 #: Public by name, but called by clusterddp or by another library: patterns of MODULE.CLASS.MEMBER.
 INTERNAL = (

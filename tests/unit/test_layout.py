@@ -16,7 +16,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "clusterddp"
 #: Packages with torch: what a rank's script imports. All others, and the writer process, do not import it.
-WITH_TORCH = {"distributed", "checkpoint", "data", "training", "integrations", "bench", "digits", "orders"}
+WITH_TORCH = {"distributed", "checkpoint", "data", "training", "integrations", "bench", "digits", "orders", "streams"}
 WRITER = "checkpoint.writer"
 MOST_PACKAGE_LAYERS, MOST_MODULE_LAYERS, MOST_FILES = 8, 10, 18
 

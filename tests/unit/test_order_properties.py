@@ -27,6 +27,14 @@ class Numbers(Dataset[Any]):
     def __init__(self, length: int) -> None:
         self.length = length
 
+    @property
+    def shard_lengths(self) -> list[int]:
+        """Of shards with 0, 1, 2, ... samples, and the rest in the last one."""
+        found = [0]
+        while sum(found) + len(found) < self.length:
+            found.append(len(found))
+        return [*found, self.length - sum(found)]
+
     def __len__(self) -> int:
         return self.length
 
@@ -81,6 +89,7 @@ class Case:
             "sequential": lambda: (data, orders.sequential()),
             "weighted": lambda: (data, orders.weighted(np.arange(1, n + 1))),
             "bucketed": lambda: (data, orders.bucketed(lengths, buckets=3)),
+            "by shard": lambda: (data, orders.by_shard(window=7)),
             "mixture": lambda: (
                 {"one": data, "two": Numbers(5)},
                 orders.mixture({"one": 3, "two": 1}, changes={3: {"one": 0, "two": 1}, 5: {"one": 1, "two": 1}}),
@@ -108,7 +117,18 @@ class Case:
         ]
 
 
-KINDS = ["shuffled", "randperm", "sequential", "weighted", "bucketed", "mixture", "sampler", "subset", "batches"]
+KINDS = [
+    "shuffled",
+    "randperm",
+    "sequential",
+    "weighted",
+    "bucketed",
+    "by shard",
+    "mixture",
+    "sampler",
+    "subset",
+    "batches",
+]
 
 
 @st.composite

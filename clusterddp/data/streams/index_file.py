@@ -1,0 +1,159 @@
+"""The places of all samples in a dataset's shards: built once, kept in a file, memory-mapped by each process.
+
+The file has a row (start, size) of two 64-bit numbers per sample, shard after shard, then a JSON object that describes
+the shards, and at last the length and checksum of that object. It is complete or not there at all. If a shard has
+another size or time of modification than recorded, or shards were added or removed, the index is built again, and only
+the shards that changed are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from clusterddp.data.streams.shards import Shard
+from clusterddp.reporter import counted, say
+from clusterddp.rundir.files import create_file, fsync_directory
+
+Rows: TypeAlias = "npt.NDArray[np.int64]"
+#: Finds the rows of a shard.
+Scan: TypeAlias = Callable[[str], Rows]
+
+#: Length and CRC of the description.
+_TAIL = struct.Struct("<QI4s")
+_MAGIC = b"cdx1"
+#: Shards that are read at the same time; their rows are in memory.
+_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A shard as the index has it."""
+
+    shard: Shard
+    samples: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """``counts``: samples per shard. ``rows`` is memory-mapped."""
+
+    path: Path
+    counts: list[int]
+    rows: Rows
+
+
+def place(folder: Path, kind: str, patterns: list[str]) -> Path:
+    """Where the index is: a name for each dataset, which does not match patterns of shards."""
+    relative = [os.path.relpath(pattern, folder) for pattern in patterns]
+    name = hashlib.blake2b(json.dumps([kind, relative]).encode(), digest_size=6).hexdigest()
+    return folder / f".clusterddp-{kind}-{name}.index"
+
+
+def loaded(path: Path, shards: list[Shard], scan: Scan) -> Index:
+    """The index of these shards, built before if there is none or it does not fit.
+
+    Raises what ``scan`` raises, and OSError where the file cannot be written.
+    """
+    entries = _read(path)
+    if entries is None or [entry.shard for entry in entries] != shards:
+        _build(path, shards, scan, entries or [])
+        entries = _read(path)
+        if entries is None or [entry.shard for entry in entries] != shards:
+            raise ValueError(f"{path}: shards changed while their index was built; start again when they are complete")
+    counts = [entry.samples for entry in entries]
+    return Index(path, counts, mapped(path, sum(counts)))
+
+
+def mapped(path: Path, samples: int) -> Rows:
+    """The rows in the file."""
+    if not samples:
+        return np.empty((0, 2), dtype=np.int64)
+    return np.memmap(path, dtype=np.dtype("<i8"), mode="r", shape=(samples, 2))
+
+
+def _read(path: Path) -> list[_Entry] | None:
+    """The shards of an index; None if there is none, or it is damaged."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL.size))
+            length, checksum, magic = _TAIL.unpack(file.read(_TAIL.size))
+            file.seek(max(0, size - _TAIL.size - length))
+            described = file.read(min(length, size))
+    except (FileNotFoundError, struct.error):
+        return None
+    if magic != _MAGIC or zlib.crc32(described) != checksum:
+        return None
+    entries = [
+        _Entry(Shard(os.path.normpath(path.parent / name), *facts), samples)
+        for name, *facts, samples in json.loads(described)["shards"]
+    ]
+    return entries if size - _TAIL.size - length == 16 * sum(entry.samples for entry in entries) else None
+
+
+def _build(path: Path, shards: list[Shard], scan: Scan, old: list[_Entry]) -> None:
+    """Writes the index to a temporary file and renames it: several processes may do that at the same time."""
+    kept = _Kept(path, old)
+    changed = [shard for shard in shards if shard not in kept]
+    say(f"indexing {counted(len(changed), 'shard')} of {len(shards)}: {path}")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        descriptor = create_file(temporary, os.O_WRONLY | os.O_EXCL)
+    except OSError as error:
+        raise type(error)(error.errno, f"{error.strerror}; give index=FOLDER for the index", str(path.parent)) from None
+    try:
+        with open(descriptor, "wb") as file:
+            _write(file, path.parent, shards, kept, scan)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def _write(file: BinaryIO, folder: Path, shards: list[Shard], kept: _Kept, scan: Scan) -> None:
+    described = []
+    for shard, rows in zip(shards, _all_rows(shards, kept, scan), strict=True):
+        file.write(np.ascontiguousarray(rows, dtype="<i8").data)
+        described.append([os.path.relpath(shard.path, folder), shard.size, shard.mtime, len(rows)])
+    text = json.dumps({"shards": described}).encode()
+    file.write(text + _TAIL.pack(len(text), zlib.crc32(text), _MAGIC))
+
+
+def _all_rows(shards: list[Shard], kept: _Kept, scan: Scan) -> Iterator[Rows]:
+    """The rows of each shard; some are read ahead, as a network's file system answers slowly."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for start in range(0, len(shards), _AT_ONCE):
+            group = shards[start : start + _AT_ONCE]
+            yield from pool.map(lambda shard: kept.rows(shard) if shard in kept else scan(shard.path), group)
+
+
+class _Kept:
+    """What an older index has of shards that have not changed."""
+
+    def __init__(self, path: Path, entries: list[_Entry]) -> None:
+        ends = np.cumsum([entry.samples for entry in entries], dtype=np.int64).tolist()
+        self._places = {entry.shard: (end - entry.samples, end) for entry, end in zip(entries, ends, strict=True)}
+        self._rows = mapped(path, ends[-1] if ends else 0)
+
+    def __contains__(self, shard: Shard) -> bool:
+        return shard in self._places
+
+    def rows(self, shard: Shard) -> Rows:
+        start, stop = self._places[shard]
+        return self._rows[start:stop]
