@@ -62,6 +62,7 @@ class Run(Logging, Steering):
         self._begun = self._stopping = False
         self._agreement.on_skip = self._on_skip
         self._process = os.getpid()
+        self._best_metric = self._saver.best_metric or ""
         self._values, self._media = logged.Values(keeps_own=self._group.rank == 0), Media()
         self._micro = MicroBatches(parts, loader)
         self._optimizer_steps = OptimizerSteps(parts, self._note_optimizer_step)
@@ -167,7 +168,7 @@ class Run(Logging, Steering):
         """
         if not self._making:
             raise RuntimeError("run.finish() ends the loop over run.steps(): call it inside that loop")
-        self._making.last = True
+        self._making.last = self._making.special = True
 
     def stop(self, reason: str) -> NoReturn:
         """Saves and raises Stopped. All ranks call it at the same point, after ``Context.stop_requested`` said so.
@@ -243,16 +244,14 @@ class Run(Logging, Steering):
     def _finish_step(self) -> None:
         if self._micro.end_step():
             self._report("whole_batches", step=self.step, samples=self._loader.share, most=self._loader.batch_size)
-        self._saver.log_media(self.step, self._media.take())
-        assert self._making is not None
-        made, self._making = self._making, None
-        self._saver.log(self.step, self._values.take(), best_is_newer=not made.best_before)
-        self._state.step += 1
-        if made.last:
-            self._state.finished.append(self._goal)
-        if made.skip:
-            self._skip(self.step, made.skip)
-        self._may_be_due |= made.evaluates and self._saver.best_metric is not None
+        made, step = self._making, self._state.step
+        assert made is not None
+        self._making = None
+        self._saver.log_media(step, self._media.take())
+        self._saver.log(step, self._values.take(), made.best_before)
+        self._state.step = step + 1
+        if made.special:
+            self._end_special(made)
         self._state.gradients.note()
         self._state.buffers.share()
         self._made += 1
@@ -266,8 +265,16 @@ class Run(Logging, Steering):
                 self._state.per_rank.gather()  # too large a state is refused now
             self._saver.prepare(self._content)
             self._enter("repeating" if self.step < self._saver.steps_before else "training")
-        elif self.step == self._saver.steps_before:
+        elif step + 1 == self._saver.steps_before:
             self._enter("training")
+
+    def _end_special(self, made: Step) -> None:
+        """What few steps have: an evaluation, skipped batches, the end."""
+        if made.last:
+            self._state.finished.append(self._goal)
+        if made.skip:
+            self._skip(self.step, made.skip)
+        self._may_be_due |= made.evaluates and bool(self._best_metric)
 
     def stop_point(self) -> None:
         """See ``Context.stop_point``. An evaluation may follow, with a forward without gradients."""
@@ -319,7 +326,7 @@ class Run(Logging, Steering):
 
     def _over(self) -> bool:
         """Whether the loop has reached its end, in this attempt or an earlier one."""
-        return self.step >= self._goal or self._goal in self._state.finished
+        return self._state.step >= self._goal or self._goal in self._state.finished
 
     def _left(self) -> None:
         """The script left the loop, by ``break`` or an exception. Other ranks may not have, so that no collective is

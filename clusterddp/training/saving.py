@@ -130,10 +130,10 @@ class Saver:
         if self._checkpoints is not None:
             self._media.add(step, media)
 
-    def log(self, step: int, logged: Logged, best_is_newer: bool = True) -> None:
+    def log(self, step: int, logged: Logged, best_is_older: bool = False) -> None:
         """Takes the values of a completed step, on all ranks; rank 0 notes whether the step is the best so far.
 
-        ``best_is_newer``: the metric of the best checkpoint, if it is among them, is that of the state after the step.
+        ``best_is_older``: the metric of the best checkpoint, if it is among them, is that of the state before the step.
         """
         best = self._best.metric
         if self._sender is not None:
@@ -146,7 +146,7 @@ class Saver:
         if best is None:
             return
         self._logged.update(logged.values)
-        if best in logged.values and best_is_newer:  # the decision to save this very step cannot wait for the value
+        if best in logged.values and not best_is_older:  # the decision to save this very step cannot wait for the value
             self._metrics.settle(step + 1, WAIT_S)
             value = self._metrics.newest.get(best)
             self._best.value = value if isinstance(value, (int, float)) else None

@@ -23,15 +23,17 @@ class BeforeStep:
     """``begin_step`` keeps the script's own values in each step; ``keep``, at the place for an evaluation, all else."""
 
     def __init__(self, parts: Mapping[str, Stateful], values: Values) -> None:
-        self._parts, self._own = parts, values
+        self._parts, self._own, self._has_values = parts, values, bool(values)
         #: The script's own values.
         self.values: dict[str, Any] = {}
         self._kept: dict[str, dict[str, Any]] = {}
 
     def begin_step(self) -> None:
         """A step begins."""
-        self.values = self._own.state_dict()
-        self._kept = {}
+        if self._has_values:
+            self.values = self._own.state_dict()
+        if self._kept:
+            self._kept = {}
 
     def keep(self) -> None:
         """Copies the states of optimizers, without what they hold per parameter, and of the parts that are small."""

@@ -38,6 +38,8 @@ class Logging(Position):
     _content: Callable[[], dict[str, Any]]
     #: Whether all ranks take part in a save, because each has a state.
     _together: bool
+    #: The metric of the best checkpoint; empty if there is none.
+    _best_metric: str
     #: Whether the last loop is complete.
     _done = False
 
@@ -61,8 +63,8 @@ class Logging(Position):
             raise TypeError(f"run.log({', '.join(sorted(taken))}=...): the name is reserved; choose another")
         if self._making:
             self._values.add(values, reduce)
-            if self._saver.best_metric in values:
-                self._log_best(values[str(self._saver.best_metric)], reduce)
+            if self._best_metric in values:
+                self._log_best(values[self._best_metric], reduce)
             return
         if reduce is not None:
             raise RuntimeError("run.log(reduce=...) works in a step; outside, use ctx.all_reduce_mean() on all ranks")
@@ -70,8 +72,8 @@ class Logging(Position):
         if self._group.rank == 0:
             result = {name: finite(logged.number(name, value)) for name, value in values.items()}
             self._report("result", step=self.step, **result)
-            if self._done and (best := self._saver.best_metric) in values:
-                self._saver.log_best(self.step, float(logged.number(str(best), values[str(best)])), self._content)
+            if self._done and (best := self._best_metric) in values:
+                self._saver.log_best(self.step, float(logged.number(best, values[best])), self._content)
 
     def log_media(
         self,
@@ -108,7 +110,7 @@ class Logging(Position):
         if made.best_before:
             try:
                 with self._heartbeat.pause(), self._times.aside():
-                    number = float(logged.number(str(self._saver.best_metric), value))
+                    number = float(logged.number(self._best_metric, value))
                     self._saver.log_best(self.step, number, self._content)
             except Superseded as error:
                 self._agreement.request(str(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,20 +9,20 @@ if TYPE_CHECKING:
     from clusterddp.training.state.run_state import RunState
 
 
-@dataclass
 class Step:
-    """The step being made.
+    """The step being made. Class attributes, which few steps change: one is made in every step."""
 
-    ``evaluates``: the script was told that an evaluation is due. ``last``: ``finish`` made it the last one. ``skip``:
-    how many batches it skips after it. ``best_before``: the metric of the best checkpoint that it has logged is that of
-    the state before it.
-    """
-
-    optimizer_stepped: bool = False
-    evaluates: bool = False
-    last: bool = False
-    skip: int = 0
-    best_before: bool = False
+    optimizer_stepped = False
+    #: Whether the metric of the best checkpoint that it has logged is that of the state before it.
+    best_before = False
+    #: Whether it has one of the following.
+    special = False
+    #: Whether the script was told that an evaluation is due.
+    evaluates = False
+    #: Whether ``finish`` made it the last one.
+    last = False
+    #: How many batches are skipped after it.
+    skip = 0
 
 
 class Position:
@@ -89,7 +88,7 @@ class Position:
         if self._making is None:
             raise RuntimeError("run.every() and run.at_start_of_epoch say where an evaluation is due: ask in the loop")
         if due and not self._making.evaluates and not self._making.optimizer_stepped:
-            self._making.evaluates = True
+            self._making.evaluates = self._making.special = True
             self._state.before.keep()
             self._state.per_rank.keep()
         return due

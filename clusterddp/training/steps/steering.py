@@ -41,6 +41,7 @@ class Steering(Position):
         if why := self._loader.why_not_skip(steps):
             raise (ValueError if self._loader.can_skip else RuntimeError)(f"run.skip({steps!r}): {why}")
         self._making.skip += steps
+        self._making.special = True
 
     def _request_skip(self, request: str, batches: int) -> str | None:
         """The user's request, on rank 0 in another thread; why it is refused, if so."""
