@@ -124,11 +124,18 @@ def test_a_sampler_with_hidden_state_is_refused_with_the_remedy(sampler: Any) ->
         loader(sampler=sampler)
 
 
+class OfRank(Told):
+    """A user's own division among the ranks."""
+
+    num_replicas, world_size = 2, None
+
+
 @pytest.mark.parametrize(
     ("order", "message"),
     [
         ({"sampler": DistributedSampler(DATA, 2, 0)}, "DistributedSampler gives each rank its part of the samples"),
         ({"batch_sampler": BatchSampler(DistributedSampler(DATA, 2, 0), 4, False)}, "leave it out, with shuffle=False"),
+        ({"sampler": OfRank()}, "OfRank gives each rank its part of the samples"),
         ({"sampler": Some()}, r"Some gives \d+ samples in epoch 0 and \d+ in epoch 1: expected the same number"),
         ({"sampler": []}, "list gives no samples"),
         ({"sampler": itertools.count()}, "count gave 1001200 samples and no end"),

@@ -75,10 +75,11 @@ def _of_batch_sampler(sampler: Any, batch_size: int, dataset: Any) -> Order:
 
 
 def _refuse_shares(sampler: Any) -> None:
-    parts = [sampler, getattr(sampler, "sampler", None)]
-    for part in parts:
-        shares = max(getattr(part, name, 1) for name in ("num_replicas", "world_size"))
-        if isinstance(part, DistributedSampler) or (isinstance(shares, int) and shares > 1):
+    """Raises TypeError for a sampler, or one within a batch sampler, that gives each rank its part."""
+    for part in (sampler, getattr(sampler, "sampler", None)):
+        numbers = [getattr(part, name, None) for name in ("num_replicas", "world_size")]
+        divides = any(isinstance(number, int) and number > 1 for number in numbers)
+        if divides or isinstance(part, DistributedSampler):
             raise TypeError(
                 f"{type(part).__name__} gives each rank its part of the samples, and ctx.loader() does that itself: "
                 "leave it out, with shuffle=False if it did not shuffle, or give ctx.loader() a sampler of all samples"
