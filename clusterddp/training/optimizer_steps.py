@@ -30,7 +30,7 @@ class OptimizerSteps:
             if isinstance(part, torch.optim.Optimizer):
                 part.register_step_post_hook(lambda optimizer, *_: self._note(optimizer))
             else:
-                part.step = _then(part.step, lambda *_, part=part: self._note(part))
+                part.step = _then(part.step, lambda *_, part=part, **__: self._note(part))
         for part in parts.values():
             if isinstance(part, torch.amp.GradScaler):
                 part.step = _then(part.step, self._note)  # type: ignore[method-assign]
@@ -45,7 +45,8 @@ class OptimizerSteps:
         return [name for name in self._before if name not in self._stepped]
 
     def _note(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        self._stepped[self._names.get(id(optimizer), "")] = None
+        if (name := self._names.get(id(optimizer))) is not None:
+            self._stepped[name] = None
         self._on_step(optimizer)
 
 

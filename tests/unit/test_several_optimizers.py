@@ -19,7 +19,7 @@ class Foreign:
     def __init__(self, parameters: Any) -> None:
         self.parameters = list(parameters)
 
-    def step(self) -> str:
+    def step(self, closure: Any = None) -> str:
         return "done"
 
     def zero_grad(self) -> None: ...
@@ -93,7 +93,7 @@ def test_steps_of_each_optimizer_are_noticed() -> None:
     foreign = Foreign([])
     assert steps.any and not OptimizerSteps({"a": given["a"]}, seen.append).any
     steps = OptimizerSteps({**given, "foreign": foreign, "scaler": scaler}, seen.append)
-    assert foreign.step() == "done" and seen[-1] is foreign
+    assert foreign.step(closure=print) == "done" and seen[-1] is foreign
     before = given["a"].weight.clone()
     scaler.scale(given["a"](torch.full((1, 2), 1e9)).sum()).backward()
     scaler.step(given["of_a"])
@@ -101,6 +101,7 @@ def test_steps_of_each_optimizer_are_noticed() -> None:
     steps.begin_step()
     assert sorted(steps.missing()) == ["foreign", "of_a"]
     given["of_a"].step()
+    scaler.step(torch.optim.SGD(given["a"].parameters()))  # of no part
     assert steps.missing() == ["foreign"]
     steps.begin_step()
     steps.begin_step()  # a step without any
