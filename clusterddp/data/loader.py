@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from clusterddp.data import randomness
 from clusterddp.data.loader_options import checked
 from clusterddp.data.orders.order import Binding, BoundOrder, Order, Sample
+from clusterddp.data.seeding import SeededSamples
 from clusterddp.data.workers import ShieldedDataLoader, close
 from clusterddp.errors import CheckpointError
-
-
-class _SeededSamples(Dataset[Any]):
-    """Seeds all generators from (seed, epoch, index) before each sample, so that it does not depend on the worker."""
-
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset, self._seed = dataset, seed
-
-    def __getitem__(self, sample: Sample) -> Any:
-        randomness.seed_all(randomness.hash32("sample", self._seed, *sample))
-        return self.dataset[sample[1]]
 
 
 class Loader:
@@ -69,7 +60,7 @@ class Loader:
         self.inexact: list[str] = []
         self._asked = global_batch
         self._unbound, self._seed, self._drop_last = order, seed, drop_last
-        self._samples = _SeededSamples(source, seed)
+        self._samples = SeededSamples(source, seed)
         self._rank, self._world_size, self._options = rank, world_size, options
         self._stream = self._bound(None)
         DataLoader(self._samples, batch_sampler=[], **options)  # rejects bad values here rather than in the loop
@@ -96,6 +87,7 @@ class Loader:
             "dataset_length": self.length,
             "order": self.label,
             "drop_last": self._drop_last,
+            "seeded": "always" if self._samples.always else "drawing",
         }
 
     def restore(self, progress: Mapping[str, Any]) -> None:
@@ -125,6 +117,7 @@ class Loader:
                 "ranks; use a number of ranks that divides it"
             )
         self.global_batch = global_batch
+        self._samples.always = progress.get("seeded", "always") == "always"
         self._restore_order(progress)
 
     def _restore_order(self, progress: Mapping[str, Any]) -> None:
@@ -179,13 +172,17 @@ class Loader:
             start = number * self.global_batch + self._rank * self.share
             yield self._order.samples(start, start + self.share)
 
-    def batches(self, step: int) -> Iterator[Any]:
-        """This rank's batches from ``step`` on, without end. Closing the iterator ends its workers."""
+    def batches(self, step: int, seeds_steps: bool = False) -> Iterator[Any]:
+        """This rank's batches from ``step`` on, without end. Closing the iterator ends its workers.
+
+        ``seeds_steps``: whether the caller seeds all generators after each batch.
+        """
+        in_script = not seeds_steps and not self._options.get("num_workers")
         iterator = iter(ShieldedDataLoader(self._samples, batch_sampler=self._batches(step), **self._options))
         try:
             while True:
                 # Samples fetched in this process would leave their seeds in the script's generators.
-                with randomness.preserved():
+                with randomness.preserved() if in_script else nullcontext():
                     batch = next(iterator)
                 yield batch
         finally:

@@ -30,8 +30,8 @@ class TrainingLoader:
         skips: from which step on, and how many batches, for each skip.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, seeds_steps: bool = False) -> None:
+        self._source, self._seeds_steps = source, seeds_steps
         self.skips: list[tuple[int, int]] = []
         #: Batches that a loader of another library has still to hand out, to nobody.
         self._to_drop = 0
@@ -107,12 +107,12 @@ class TrainingLoader:
 
         ``at_batch`` is called before each batch that is dropped, equally often on all ranks.
         """
-        iterator = self._source.batches(self.batch(step))
+        iterator = self._open(step)
         try:
             while True:
                 if self._moved and not self.per_rank_state:
-                    iterator.close()  # type: ignore[union-attr]
-                    iterator = self._source.batches(self.batch(step))
+                    iterator.close()  # type: ignore[attr-defined]
+                    iterator = self._open(step)
                 self._moved = False
                 self._last_epoch = self._source.epoch(step) if self.per_rank_state else None
                 while self._to_drop:
@@ -122,7 +122,12 @@ class TrainingLoader:
                 yield next(iterator)
                 step += 1
         finally:
-            iterator.close()  # type: ignore[union-attr]
+            iterator.close()  # type: ignore[attr-defined]
+
+    def _open(self, step: int) -> Iterator[Any]:
+        if isinstance(self._source, Loader):
+            return self._source.batches(self.batch(step), self._seeds_steps)
+        return self._source.batches(self.batch(step))
 
     def gather(self) -> None:
         """Brings the states of all ranks' loaders to rank 0, where they have one. Collective."""
@@ -140,8 +145,12 @@ class TrainingLoader:
         self._to_drop = progress.get("skips_to_drop", 0)
 
 
-def training_loader(loader: Loader | StatefulLoader | None, group: ProcessGroup) -> TrainingLoader:
+def training_loader(
+    loader: Loader | StatefulLoader | None, group: ProcessGroup, seeds_steps: bool = False
+) -> TrainingLoader:
     """What ``ctx.run()`` got as its loader, with the methods that a run needs.
+
+    ``seeds_steps``: whether the run seeds all generators once it has a batch.
 
     Raises TypeError for one without a state, ValueError on a rank whose ``ctx.loader()`` is not that of rank 0.
     """
@@ -150,7 +159,7 @@ def training_loader(loader: Loader | StatefulLoader | None, group: ProcessGroup)
     if not isinstance(loader, Loader):
         return TrainingLoader(ExternalLoader(loader, group))
     _check_same(f"{loader.length} samples in the order {loader.label!r}", group)
-    return TrainingLoader(loader)
+    return TrainingLoader(loader, seeds_steps)
 
 
 def _check_same(stream: str, group: ProcessGroup) -> None:

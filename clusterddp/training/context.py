@@ -306,7 +306,9 @@ class Context(Ranks):
         services = Services(
             read.job, self._group, self._agreement, saver, deadline, beat, times, profiling, tracking, report
         )
-        self._run = Run(named, training_loader(loader, self._group), rng, values, own, warm_start, services)
+        self._run = Run(
+            named, training_loader(loader, self._group, rng == "step"), rng, values, own, warm_start, services
+        )
         return self._run
 
     # --- hanging

@@ -1,0 +1,91 @@
+"""Each sample's own random numbers: its generators are seeded from (seed, epoch, index), so that it is the same in any
+worker, after any resume and on any number of ranks.
+
+Seeding torch, ``random`` and numpy takes longer than reading a cheap sample, and most samples draw nothing. A batch is
+therefore read from generators with a fixed state first; if that state is unchanged, no sample depends on it. Once a
+sample has drawn, it is read again with its own seed, as are all samples from then on. Whichever way a sample is read,
+it is the same.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from clusterddp.data import randomness
+from clusterddp.data.orders.order import Sample
+
+#: Any constant: the state of the generators before samples that probably draw nothing.
+_UNUSED = randomness.hash32("unused")
+
+
+class SeededSamples(Dataset[Any]):
+    """A dataset whose samples are named by an order, and read with their own seeds.
+
+    Attributes:
+        always: whether every sample is seeded, as in runs of older versions. Differs only for samples that look at a
+            generator and draw nothing, such as at ``torch.initial_seed()``.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self._seed = dataset, seed
+        self.always = False
+        self._begun = self._draws = False
+
+    def __getitem__(self, sample: Sample) -> Any:
+        self._seed_for(sample)
+        return self.dataset[sample[1]]
+
+    def __getitems__(self, samples: list[Sample]) -> list[Any]:
+        """The samples of a batch; the generators are left as after seeding the last one, for ``collate_fn``."""
+        if self._begun:
+            return self._some(samples)
+        self._begun = True  # most datasets draw for each sample or for none: of those only one is read twice
+        return self._some(samples[:1]) + self._some(samples[1:])
+
+    def _some(self, samples: list[Sample]) -> list[Any]:
+        if samples and not (self.always or self._draws):
+            found = self._unseeded([sample[1] for sample in samples])
+            if found is not None:
+                self._seed_for(samples[-1])
+                return found
+            self._draws = True
+        return [self[sample] for sample in samples]
+
+    def _unseeded(self, indices: list[Any]) -> list[Any] | None:
+        """The samples, or None if reading one of them has drawn random numbers."""
+        randomness.seed_all(_UNUSED)
+        try:
+            found = self._read(indices)
+        except Exception:
+            if _next_numbers() == _UNDRAWN:
+                raise
+            return None  # it may have failed because of what it drew
+        return found if _next_numbers() == _UNDRAWN else None
+
+    def _read(self, indices: list[Any]) -> list[Any]:
+        if callable(batch := getattr(self.dataset, "__getitems__", None)):
+            return list(batch(indices))
+        return [self.dataset[index] for index in indices]
+
+    def _seed_for(self, sample: Sample) -> None:
+        randomness.seed_all(randomness.hash32("sample", self._seed, *sample))
+
+
+def _next_numbers() -> tuple[float, ...]:
+    """A number from each generator."""
+    drawn = torch.rand((), dtype=torch.float64, device="cpu")
+    return random.random(), float(drawn), np.random.random()
+
+
+def _undrawn() -> tuple[float, ...]:
+    with randomness.preserved():
+        randomness.seed_all(_UNUSED)
+        return _next_numbers()
+
+
+_UNDRAWN = _undrawn()

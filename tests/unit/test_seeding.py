@@ -1,0 +1,176 @@
+"""Samples are the same as if each were seeded, whether they draw random numbers always, sometimes or never."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, default_collate
+
+from clusterddp.data import randomness
+from clusterddp.data.loader import Loader
+from clusterddp.data.orders.plain import Shuffled
+from clusterddp.data.seeding import SeededSamples
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "nothing": lambda: 0.0,
+    "torch": lambda: float(torch.rand(())),
+    "random": random.random,
+    "gauss": lambda: random.gauss(0, 1),
+    "numpy": lambda: float(np.random.normal()),
+}
+
+
+class Drawing(Dataset[Any]):
+    """Sample i draws by ``kinds[i]``. ``reads``: the indices that were read."""
+
+    def __init__(self, kinds: list[str]) -> None:
+        self.kinds = kinds
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.reads.append(index)
+        return index, DRAWS[self.kinds[index]]()
+
+
+class Batched(Drawing):
+    """With torch's way to read a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Failing(Drawing):
+    """Sample 2 cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        found = super().__getitem__(index)
+        if index == 2:
+            raise LookupError("sample 2")
+        return found
+
+
+def drawing_collate(samples: list[Any]) -> Any:
+    return default_collate(samples), random.random(), float(torch.rand(())), float(np.random.random())
+
+
+def seeded(dataset: Drawing, seed: int, samples: list[tuple[int, int]]) -> list[Any]:
+    """The reference: each sample after seeding all generators."""
+    found = []
+    for sample in samples:
+        randomness.seed_all(randomness.hash32("sample", seed, *sample))
+        found.append(dataset[sample[1]])
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    kinds=st.lists(st.sampled_from(sorted(DRAWS)), min_size=1, max_size=12),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    batched=st.booleans(),
+)
+def test_samples_and_the_state_for_collate_fn_are_those_of_seeding_each(
+    kinds: list[str], sizes: list[int], batched: bool
+) -> None:
+    samples = iter([(epoch, index) for epoch in range(30) for index in range(len(kinds))])
+    read = SeededSamples((Batched if batched else Drawing)(kinds), 7)
+    for size in sizes:
+        batch = list(itertools.islice(samples, size))
+        with randomness.preserved():
+            found, after = read.__getitems__(batch), randomness.states()
+            assert found == seeded(Drawing(kinds), 7, batch)
+            assert randomness.equal(after, randomness.states())
+
+
+def test_samples_that_draw_nothing_are_read_once_and_of_others_only_the_first_twice() -> None:
+    for kind, reads in (("nothing", [0, 1, 2, 3, 4]), ("random", [0, 0, 1, 2, 3, 4])):
+        dataset = Drawing([kind] * 5)
+        read = SeededSamples(dataset, 7)
+        with randomness.preserved():
+            read.__getitems__([(0, index) for index in range(3)])
+            read.__getitems__([(0, index) for index in (3, 4)])
+        assert dataset.reads == reads
+
+
+def test_a_dataset_that_reads_whole_batches_is_asked_for_them() -> None:
+    asked: list[list[int]] = []
+
+    class Noted(Batched):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            asked.append(indices)
+            return super().__getitems__(indices)
+
+    with randomness.preserved():
+        SeededSamples(Noted(["nothing"] * 5), 7).__getitems__([(0, index) for index in range(5)])
+    assert asked == [[0], [1, 2, 3, 4]]
+
+
+def test_an_error_of_a_sample_is_raised_whether_it_draws_or_not() -> None:
+    for kind in ("nothing", "torch"):
+        read = SeededSamples(Failing([kind] * 4), 7)
+        with randomness.preserved(), pytest.raises(LookupError, match="sample 2"):
+            read.__getitems__([(0, index) for index in range(4)])
+
+
+def test_a_dataset_that_seeds_the_generators_itself_is_noticed() -> None:
+    class Seeding(Drawing):
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            torch.manual_seed(5)
+            return super().__getitem__(index)
+
+    dataset = Seeding(["nothing"] * 3)
+    with randomness.preserved():
+        SeededSamples(dataset, 7).__getitems__([(0, index) for index in range(3)])
+    assert dataset.reads == [0, 0, 1, 2]
+
+
+def take(workers: int, kinds: list[str], steps: range, progress: dict[str, Any] | None = None) -> list[Any]:
+    options: dict[str, Any] = {"num_workers": workers, "collate_fn": drawing_collate, "persistent_workers": workers > 1}
+    options |= {"prefetch_factor": 3} if workers > 1 else {}
+    loader = Loader(Drawing(kinds), 3, order=Shuffled(), seed=1, rank=0, world_size=1, **options)
+    if progress is not None:
+        loader.restore(progress)
+    batches = loader.batches(steps.start)
+    try:
+        return [repr(batch) for batch in itertools.islice(batches, len(steps))]
+    finally:
+        batches.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["nothing", "some", "numpy"])
+def test_workers_prefetch_and_persistence_change_nothing(kind: str) -> None:
+    """With a collate_fn that draws, too, and from any step."""
+    kinds = ["nothing", "nothing", "torch", "nothing", "random"] if kind == "some" else [kind] * 5
+    whole = take(0, kinds, range(7))
+    assert take(1, kinds, range(7)) == whole
+    assert take(2, kinds, range(3, 7)) == whole[3:]
+
+
+def test_a_run_of_an_older_version_keeps_seeding_every_sample() -> None:
+    class Looking(Drawing):
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            return index, torch.initial_seed()
+
+    def loader() -> Loader:
+        return Loader(Looking(["nothing"] * 4), 2, order=Shuffled(), seed=1, rank=0, world_size=1)
+
+    def seeds(source: Loader) -> set[int]:
+        return {int(seed) for _, column in itertools.islice(source.batches(0), 2) for seed in column}
+
+    new = loader().progress(1)
+    old = {key: value for key, value in new.items() if key != "seeded"}
+    resumed = {name: loader() for name in ("new", "old")}
+    resumed["new"].restore(new)
+    resumed["old"].restore(old)
+    assert len(seeds(resumed["new"])) == 1 and len(seeds(resumed["old"])) == 4
+    assert resumed["old"].progress(2)["seeded"] == "always"
