@@ -18,7 +18,7 @@ import clusterddp
 from clusterddp.process import descendants
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import WITH_CLUSTER
-from tests.cluster import Cluster, ClusterConfig, unavailable
+from tests.cluster import Cluster, ClusterConfig, daemons, unavailable
 from tests.histories import check_histories
 from tests.other_user import run_as_other
 from tests.trainings import Training
@@ -82,8 +82,9 @@ def _listed_events(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def clusters() -> Iterator[Clusters]:
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
     """The session's clusters; for tests that need a configuration of their own."""
+    daemons.filled_database = tmp_path_factory.mktemp("database")
     clusters = Clusters()
     yield clusters
     clusters.down()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -21,6 +18,8 @@ from .state import State
 from .system import MARK, Process, command, tail, wait_until
 
 START_TIMEOUT = 90.0
+#: A folder for a copy of MariaDB's, as it is before the server's first start, if this process starts several clusters.
+filled_database: Path | None = None
 
 
 class Daemons:
@@ -98,10 +97,9 @@ class Daemons:
         self.await_ready("munged", lambda: _connects(root / "run/munge.sock"))
 
     def make_database(self) -> None:
-        """Starts to fill MariaDB's folder: the slowest part of `up`, so it runs beside the others. Later clusters of
-        this process get a copy."""
-        if (filled := _filled_database() / "db").exists():
-            shutil.copytree(filled, self.root / "db", dirs_exist_ok=True)
+        """Starts to fill MariaDB's folder: the slowest part of `up`, so it runs beside the others."""
+        if filled_database is not None and (filled_database / "db").exists():
+            shutil.copytree(filled_database / "db", self.root / "db", dirs_exist_ok=True)
             return
         options = ["--auth-root-authentication-method=socket", "--auth-root-socket-user=root", "--skip-test-db"]
         self.spawn("mariadb-install", ["mariadb-install-db", f"--defaults-file={self.root}/etc/my.cnf", *options])
@@ -111,7 +109,8 @@ class Daemons:
             if self._children_named("mariadb-install").wait(60) != 0:
                 raise ClusterError(f"mariadb-install-db failed:\n{tail(self.log('mariadb-install'))}")
             self.state.daemons.pop("mariadb-install")
-            shutil.copytree(self.root / "db", _filled_database() / "db")
+            if filled_database is not None:
+                shutil.copytree(self.root / "db", filled_database / "db")
         self.spawn("mariadbd", ["mariadbd", f"--defaults-file={self.root}/etc/my.cnf"])
         self.await_ready("mariadbd", lambda: _connects(self.root / "run/mysql.sock"))
 
@@ -157,14 +156,6 @@ class Daemons:
         """slurmd does not look for slurmstepd on PATH, nor beside itself."""
         programs = self.state.site.programs
         return f" -d {programs}/slurmstepd" if programs else ""
-
-
-@functools.cache
-def _filled_database() -> Path:
-    """A folder of this process for a copy of MariaDB's, as it is before the server's first start."""
-    folder = tempfile.mkdtemp(prefix="clusterddp-database-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
 
 
 def _connects(path: Path) -> bool:
