@@ -1,15 +1,27 @@
-"""Runs a recipe as a rank of the run in a folder: recipe.py RUN_DIR STEP SCRIPT [ARG...]; RUN_DIR is empty in a job
+"""Runs a script as a rank of the run in a folder: recipe.py RUN_DIR STEPS SCRIPT [ARG...]; RUN_DIR is empty in a job
 
-In the first attempt, rank 1 asks for a stop in step STEP.
+STEPS, such as 20,39: the last rank asks for a stop at the beginning of step 20 of attempt 0, and of step 39 of attempt
+1. All ranks wait there for the request, so that they stop at the next point where they can.
 """
 
 import runpy
 import sys
+import time
 
 import clusterddp
 
-RUN_DIR, STEP, *sys.argv = sys.argv[1:]
+RUN_DIR, stops, *sys.argv = sys.argv[1:]
+STOPS = dict(enumerate(map(int, stops.split(",") if stops else [])))
 init = clusterddp.init
+
+
+def stop(ctx):
+    if ctx.rank == ctx.world_size - 1:
+        ctx.request_stop("the test")
+    votes = ctx._agreement._votes
+    while not votes:
+        time.sleep(0.001)
+    votes[0].voted.wait()
 
 
 def init_with_run_dir():
@@ -22,8 +34,8 @@ def init_with_run_dir():
 
         def steps_with_a_stop(total):
             for batch in steps(total):
-                if (ctx.attempt, ctx.rank, made.step) == (0, 1, int(STEP)):
-                    ctx.request_stop("the test")
+                if STOPS.get(ctx.attempt) == made.step:
+                    stop(ctx)
                 yield batch
 
         made.steps = steps_with_a_stop
