@@ -12,6 +12,8 @@ from typing import ClassVar
 #: Exit codes. Those of sysexits.h are EX_SOFTWARE (70) and EX_TEMPFAIL (75: stopped at a checkpoint, start it again);
 #: those above 128 are what a shell reports for SIGINT and SIGPIPE.
 FAILED, WRONG_USAGE, INTERNAL_ERROR, STOPPED, INTERRUPTED, BROKEN_PIPE = 1, 2, 70, 75, 130, 141
+#: Of `submit --check-resume` alone: a resume makes a difference; the run differs even without one.
+RESUME_DIFFERS, NOT_REPEATABLE = 3, 4
 #: Of `clusterddp wait` alone: that of the worst end of its runs, in this order; when its time is up, as of timeout(1).
 WAITED = {"failed": 10, "cancelled": 11, "stopped": 12, "unknown": 13}
 TIMED_OUT = 124
@@ -63,6 +65,18 @@ class SlurmMissing(SlurmUnavailable):
 
 class CheckpointError(ClusterddpError):
     """A checkpoint cannot be restored or written."""
+
+
+class ResumeDiffers(ClusterddpError):
+    """``submit --check-resume`` found that a resume makes a difference; the message names the first one."""
+
+    exit_code = RESUME_DIFFERS
+
+
+class NotRepeatable(ResumeDiffers):
+    """The same, but the run differs without a resume, too, when it runs again."""
+
+    exit_code = NOT_REPEATABLE
 
 
 class RunFailed(ClusterddpError):

@@ -13,8 +13,8 @@ import torch
 class GeneratorPart:
     """A generator with ``state_dict`` and ``load_state_dict``."""
 
-    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
-        self._get, self._put = get, put
+    def __init__(self, generator: Any, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self.generator, self._get, self._put = generator, get, put
 
     def state_dict(self) -> dict[str, Any]:
         """The generator's state."""
@@ -30,12 +30,12 @@ def with_state(part: Any) -> Any:
     is returned as it is."""
     numpy = sys.modules.get("numpy")
     if isinstance(part, torch.Generator):
-        return GeneratorPart(part.get_state, part.set_state)
+        return GeneratorPart(part, part.get_state, part.set_state)
     if isinstance(part, random.Random):
-        return GeneratorPart(part.getstate, part.setstate)
+        return GeneratorPart(part, part.getstate, part.setstate)
     if numpy is not None and isinstance(part, numpy.random.Generator):
         bits = part.bit_generator
-        return GeneratorPart(lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return GeneratorPart(part, lambda: bits.state, lambda state: setattr(bits, "state", state))
     if numpy is not None and isinstance(part, numpy.random.RandomState):
-        return GeneratorPart(lambda: part.get_state(legacy=False), part.set_state)
+        return GeneratorPart(part, lambda: part.get_state(legacy=False), part.set_state)
     return part

@@ -7,6 +7,7 @@ processes of that session.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -81,19 +82,23 @@ def step_warning(job: Job, moments: Sequence[Moment]) -> str | None:
 
 @dataclass
 class LocalRun:
-    """The loop of one local run. ``preemptions`` are carried out in order, at most one per attempt."""
+    """The loop of one local run. ``preemptions`` are carried out in order, at most one per attempt.
+
+    ``environment``: more variables for the supervisor and the ranks.
+    """
 
     run: RunDirectory
     job: Job
     preemptions: list[Moment] = field(default_factory=list)
     debug_rank: int | None = None
     interrupts: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
 
     def loop(self, progress: Progress) -> int:
         """Runs attempts until the run is over or interrupted; returns the exit code."""
-        with _interrupts_counted(self._interrupted):
+        with interrupts_counted(self._interrupted):
             while True:
                 self.run.notice_file.unlink(missing_ok=True)  # of an earlier attempt
                 if self.interrupts:
@@ -114,7 +119,10 @@ class LocalRun:
         debugging = self.debug_rank is not None
         # A debugged rank keeps the terminal, which it would lose in another session.
         stdout: IO[Any] | None = None if debugging else open(self.run.logs / "supervisor.log", "ab", opener=create_file)
-        self._process = process = subprocess.Popen(command, start_new_session=not debugging, stdout=stdout)
+        environment = {**os.environ, **self.environment}
+        self._process = process = subprocess.Popen(
+            command, start_new_session=not debugging, stdout=stdout, env=environment
+        )
         try:
             return self._watch(process, progress)
         finally:
@@ -179,7 +187,7 @@ class AllocatedRun(LocalRun):
 
 
 @contextmanager
-def _interrupts_counted(act: Callable[[], None]) -> Iterator[None]:
+def interrupts_counted(act: Callable[[], None]) -> Iterator[None]:
     """Calls ``act`` on Ctrl-C, hang-up and TERM."""
     signals = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
     before = [signal.signal(signum, lambda *_: act()) for signum in signals]

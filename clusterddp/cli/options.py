@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.cli import fork
+from clusterddp.cli.resume_check.plan import LEAST_STEPS
 from clusterddp.environment import in_step
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.hostlist import tasks_per_node
@@ -90,6 +91,11 @@ def add_arguments(
         help="simulate a preemption after a step (120) or after seconds (2.5s); repeatable, once per attempt",
     )  # fmt: skip
     local.add_argument(
+        "--check-resume", type=int, metavar="N",
+        help="run the first N steps without and with resumes, in temporary run directories, and name the first "
+        "difference",
+    )  # fmt: skip
+    local.add_argument(
         "--debug", nargs="?", type=int, const=0, metavar="RANK",
         help="connect a rank to the terminal, for breakpoint(); default: 0",
     )  # fmt: skip
@@ -128,6 +134,8 @@ def check_combinations(arguments: argparse.Namespace) -> None:
         raise UsageError(f"both {arguments.target} and -m {arguments.module} were given: expected only one of them")
     if not arguments.local and (arguments.preempt_after or arguments.debug is not None):
         raise UsageError("--preempt-after and --debug require --local")
+    if arguments.check_resume is not None:
+        _check_check_resume(arguments)
     if arguments.sweep:
         _check_sweep(arguments)
     elif arguments.max_running is not None or arguments.retry:
@@ -144,6 +152,26 @@ def check_combinations(arguments: argparse.Namespace) -> None:
         raise UsageError(f"{arguments.run_dir} already holds a run: with --fork, choose another --run-dir, or omit it")
     if arguments.local and (arguments.sbatch or arguments.dry_run):
         raise UsageError("--sbatch and --dry-run cannot be combined with --local: no batch job is submitted")
+
+
+def _check_check_resume(arguments: argparse.Namespace) -> None:
+    """Refuses, with ``--check-resume``, what is about a run that remains, and another place than this machine."""
+    if not arguments.local:
+        raise UsageError(
+            "--check-resume requires --local: it starts and stops the ranks several times on one machine. For GPUs, "
+            "run it on a node of an allocation, as in `srun --gpus=2 clusterddp submit --local --check-resume N ...`"
+        )
+    if arguments.check_resume < LEAST_STEPS:
+        raise UsageError(
+            f"--check-resume {arguments.check_resume}: expected at least {LEAST_STEPS} steps, for two resumes"
+        )
+    others = {
+        "--sweep": arguments.sweep, "--fork": arguments.fork, "--take-over": arguments.take_over,
+        "--change": arguments.change, "--preempt-after": arguments.preempt_after,
+        "--debug": arguments.debug is not None, "--wait": arguments.wait, "-f": arguments.follow,
+    }  # fmt: skip
+    if given := [option for option, value in others.items() if value]:
+        raise UsageError(f"{', '.join(given)} cannot be combined with --check-resume, of which no run remains")
 
 
 def _check_sweep(arguments: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class Progress:
     """Follows a run directory, as a context manager; call ``update()`` a few times per second.
 
     ``bar``: whether to show the progress: on a terminal as a bar, elsewhere as a line every ``every_s`` seconds (None:
-    never). ``output``: whether to show rank 0's output.
+    never). ``output``: whether to show rank 0's output. ``events``: which events are shown; None: all.
     """
 
     def __init__(
@@ -65,12 +65,13 @@ class Progress:
         bar: bool = True,
         output: bool = True,
         every_s: float | None = None,
+        events: Collection[str] | None = None,
     ) -> None:
         self._run, self._wants_bar, self._wants_output = run, bar, output
         self._events = Tail(run.events_file, from_end=True)
         self._metrics = Tail(run.metrics_file, from_end=True)
         self._output = Tail(Path("/dev/null"))
-        self._total = total_steps
+        self._total, self._shown = total_steps, events
         self._bar: Bar | None = None
         self._every_s = every_s if bar else None
         self._words_at, self._steps_shown = time.monotonic(), 0
@@ -122,7 +123,8 @@ class Progress:
         if event["event"] == "started" and self._wants_output:
             self._output = Tail(self._run.attempt_logs(event["attempt"]) / "rank-0.out")
         self._total = event["steps"] if is_count(event.get("steps")) else self._total
-        for line in [*self._output.lines(), sentence(event)]:
+        said = sentence(event) if self._shown is None or event["event"] in self._shown else None
+        for line in [*self._output.lines(), said]:
             if line:
                 self._say(line)
 

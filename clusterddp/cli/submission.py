@@ -177,14 +177,20 @@ def checkout_for(job: Job, run_dir: str | None, *, batch: bool, source: Path | N
     return checkout_of(job, runs, source) if wanted else None
 
 
-def record_local(job: Job, run_dir: str | None, plant: Plant | None, source: Path | None = None) -> RunDirectory:
-    """Records a job that is to run on this machine, without Slurm. ``source``: the file of a launched function."""
+def record_local(
+    job: Job, run_dir: str | None, plant: Plant | None, source: Path | None = None, *, told: bool = True
+) -> RunDirectory:
+    """Records a job that is to run on this machine, without Slurm. ``source``: the file of a launched function.
+
+    ``told``: whether the user is told where.
+    """
     plant = with_code(job, run_dir, plant, source=source)
     run, created = claim(run_dir, job)
     check_not_held(run)
     with recorded(run, job, created, plant):
         pass
-    show(f"run directory: {run}")
+    if told:
+        show(f"run directory: {run}")
     return run
 
 

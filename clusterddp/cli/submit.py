@@ -39,6 +39,11 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
         from clusterddp.cli.sweeps.sweep import run_options
 
         return run_options(arguments, job)
+    if arguments.check_resume is not None:
+        from clusterddp.cli.resume_check.check import check_resume
+
+        check(job, None, place="--local")
+        return check_resume(job, arguments.check_resume)
     place = "--local" if arguments.local else "--here" if arguments.here else None
     differences = check(job, arguments.run_dir, change=arguments.change, place=place)
     if differences is None:

@@ -52,6 +52,11 @@ class ExternalLoader:
         self._drew = False
 
     @property
+    def given(self) -> StatefulLoader:
+        """The loader itself."""
+        return self._loader
+
+    @property
     def inexact(self) -> list[str]:
         """Reasons why a resume may not be exact, as far as is known by now."""
         if getattr(self._loader, "num_workers", 0):

@@ -41,6 +41,11 @@ class TrainingLoader:
         self._last_epoch: int | None = None
 
     @property
+    def given(self) -> Any:
+        """What ``ctx.run()`` got as its loader."""
+        return self._source.given if isinstance(self._source, ExternalLoader) else self._source
+
+    @property
     def per_rank_state(self) -> bool:
         """Whether all ranks have to ``gather`` before a save."""
         return self._source.per_rank_state

@@ -28,6 +28,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import check_revealed
 from clusterddp.process import die_with_parent
+from clusterddp.protocol import CHECK_RESUME
 from clusterddp.reporter import ignore_print_errors, say
 from clusterddp.rundir.deletion import delete_old_logs
 from clusterddp.rundir.files import follow_folder, remove
@@ -103,7 +104,9 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
     if debug_rank is not None:
         signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the debugged rank
         job = dataclasses.replace(job, watchdog=None)  # a rank in the debugger is no hang
-    scrub_own()
+    removed = scrub_own()
+    if CHECK_RESUME in removed:  # of the command that has started this process, and not of a job around it
+        os.environ[CHECK_RESUME] = removed[CHECK_RESUME]
     return supervise(run, job, lambda: LocalLauncher(job, debug_rank, run.notice_file.exists), LocalController(run))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -306,7 +306,12 @@ class Context(Ranks):
         services = Services(
             read.job, self._group, self._agreement, saver, deadline, beat, times, profiling, tracking, report
         )
-        self._run = Run(
+        kind: Callable[..., Run] = Run
+        if read.recording is not None:
+            from clusterddp.training.resume_check.checked_run import CheckedRun
+
+            kind = partial(CheckedRun, read.recording)
+        self._run = kind(
             named, training_loader(loader, self._group, rng == "step"), rng, values, own, warm_start, services
         )
         return self._run

@@ -12,6 +12,7 @@ from clusterddp.distributed.process_group import StoreAddress
 from clusterddp.jobdef.job import Checkpointing, Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.step_records import Recording
 
 _NOTICES = {
     **dict.fromkeys(("TERM", "preemption", "end of the job"), protocol.TERM_NOTICE_S),
@@ -25,6 +26,7 @@ class Settings:
 
     ``job``: with the script's seed, if it gives one. Without a supervisor it has the defaults, and no watchdog.
     ``preflight``: whether the nodes are checked before training. ``profile``: whether the job's is not recorded yet.
+    ``recording``: what ``submit --check-resume`` wants to know of each step, if it started this process.
     ``notices``: for a stop signal, or the supervisor's reason, the seconds until this process is killed, if known.
     """
 
@@ -38,6 +40,7 @@ class Settings:
     notices: Mapping[str, float]
     preflight: bool = False
     profile: bool = False
+    recording: Recording | None = None
 
 
 def read(
@@ -71,6 +74,7 @@ def read(
         store=store_address(environ, ranks),
         preflight=environ.get(protocol.PREFLIGHT) == "on",
         profile=environ.get(protocol.PROFILE) == "on",
+        recording=Recording.parse(environ[protocol.CHECK_RESUME]) if protocol.CHECK_RESUME in environ else None,
         notices={name: float(environ[variable]) for name, variable in _NOTICES.items() if variable in environ},
     )
 

@@ -419,6 +419,8 @@ def error_page() -> str:
         0: "the command did what was asked; with `--wait`, `-f` and `--local`: the run is completed",
         1: "an error that the message explains, or a run that ended without being completed",
         2: "the command line or the job definition is wrong; nothing was submitted or written",
+        errors.RESUME_DIFFERS: "of `submit --check-resume`: a resume makes a difference",
+        errors.NOT_REPEATABLE: "of `submit --check-resume`: the run differs even without a resume",
         errors.INTERNAL_ERROR: "an internal error; the message names the file with the traceback",
         errors.STOPPED: "of a script without a supervisor: stopped, not completed; start it again (EX_TEMPFAIL)",
         errors.INTERRUPTED: "interrupted by Ctrl-C; a local run has been saved and can be continued",

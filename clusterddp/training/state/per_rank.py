@@ -38,6 +38,11 @@ class PerRank:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        """This rank's parts by name."""
+        return self._parts
+
     def keep(self) -> None:
         """Remembers this rank's state, for ``changed``, at the place for an evaluation."""
         self._kept = transfer.digest(self._own()) if self._parts else None

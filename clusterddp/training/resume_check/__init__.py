@@ -1,0 +1,1 @@
+"""What ranks record of each step under ``submit --check-resume``; the records are compared in cli/resume_check/."""

@@ -1,0 +1,98 @@
+"""A run under ``submit --check-resume``: each rank records each step, and all stop where they are told.
+
+The recording is a class of its own, so that the steps of other runs do nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from typing import Any
+
+from clusterddp.checkpoint.state import Stateful
+from clusterddp.data import randomness
+from clusterddp.data.training_loader import TrainingLoader
+from clusterddp.rundir.step_records import Recording, States, StepRecord
+from clusterddp.training.log import values as logged
+from clusterddp.training.loop import Run
+from clusterddp.training.resume_check.digests import of_batch, of_part, of_value
+from clusterddp.training.resume_check.surroundings import Surroundings
+from clusterddp.training.services import Services
+from clusterddp.training.state.initial import Loaded
+from clusterddp.training.state.per_rank import PerRank
+from clusterddp.training.state.run_state import Randomness
+from clusterddp.training.state.values import Values
+
+#: The reason of a stop that the check wants.
+WHY = "check of the resume"
+
+
+class CheckedRun(Run):
+    """A run that records each step, and stops after ``recording.until`` steps as at a preemption."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        parts: dict[str, Stateful],
+        loader: TrainingLoader,
+        rng: Randomness,
+        values: Values,
+        per_rank: PerRank,
+        warm_start: Callable[[], list[Loaded]] | None,
+        services: Services,
+    ) -> None:
+        super().__init__(parts, loader, rng, values, per_rank, warm_start, services)
+        self._recording, self._own_values = recording, values
+        self._parts = {**parts, **{f"per_rank {name}": part for name, part in per_rank.parts.items()}}
+        self._surroundings = Surroundings(self._parts, loader.given)
+        self._file = recording.file(self._group.rank)
+        self._file.touch(mode=0o600)
+        self._before: States | None = None
+        self._batch: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
+        self._variables: dict[str, str] = {}
+        self._recorded = False
+
+    def _steps(self, total: int) -> Iterator[Any]:
+        with closing(super()._steps(total)) as batches:  # type: ignore[type-var]
+            for batch in batches:
+                with randomness.preserved():
+                    self._batch, self._logged = of_batch(batch), {}
+                    others, self._variables = self._surroundings.states()
+                    self._before = None if self._recorded else self._states(others)
+                yield batch
+
+    def log(self, *, reduce: logged.Reduction | None = None, **values: Any) -> None:
+        super().log(reduce=reduce, **values)
+        if self._making:
+            self._logged |= {name: of_value(logged.number(name, value)) for name, value in values.items()}
+
+    def _boundary(self) -> None:
+        if self.step >= self._recording.until and not self._making:
+            self.stop(WHY)
+        super()._boundary()
+
+    def _finish_step(self) -> None:
+        step, (epoch, epoch_steps) = self.step, self._epoch()
+        super()._finish_step()
+        with randomness.preserved():
+            after = self._states(self._surroundings.states()[0])
+        made = self._batch, self._variables, self._logged
+        record = StepRecord(step, epoch, epoch_steps, *made, after, self._before)
+        with open(self._file, "a") as file:
+            file.write(record.to_line())
+        self._recorded = True
+
+    def _epoch(self) -> tuple[int | None, int | None]:
+        """The epoch of the step, and the steps of an epoch; None where there is none, or it is not known."""
+        epoch = steps = None
+        with suppress(TypeError):
+            epoch = self.epoch
+            steps = self._loader.steps_in(1)
+        return epoch, steps
+
+    def _states(self, others: dict[str, dict[str, str]]) -> States:
+        parts = {name: of_part(part) for name, part in self._parts.items()}
+        if self._own_values:
+            parts["progress"] = {name: of_value(value) for name, value in self._own_values.state_dict().items()}
+        return States(parts, others)

@@ -1,0 +1,151 @@
+"""``submit --check-resume``: normal scripts pass, and seeded faults are named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import clusterddp
+from clusterddp.cli.resume_check import verdict
+from clusterddp.cli.resume_check.check import compare
+from clusterddp.protocol import CHECK_RESUME
+from clusterddp.rundir.step_records import Recording, Trial, read_trial
+from clusterddp.training.context import Context
+from tests import faulty_scripts as scripts
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class TrialsHere:
+    """Trials of a function in this process: each attempt has a context and objects of its own."""
+
+    def __init__(self, function: Callable[[Context], None], folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self._function, self._folder, self._patch = function, folder, patch
+
+    def run(self, name: str, untils: Sequence[int], output: bool = False) -> Trial:
+        records = self._folder / f"{name}-steps"
+        records.mkdir()
+        for until in untils:
+            self._patch.setenv(CHECK_RESUME, str(Recording(until, records)))
+            with (
+                suppress(clusterddp.Stopped),
+                clusterddp.init(run_dir=self._folder / name, device="cpu", seed=3) as ctx,
+            ):
+                self._function(ctx)
+        return read_trial(records)
+
+    def inexact(self, name: str) -> list[str]:
+        return []
+
+
+def check(function: Callable[[Context], None], folder: Path, patch: pytest.MonkeyPatch) -> verdict.Check:
+    return compare(TrialsHere(function, folder, patch), scripts.STEPS - 1)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [scripts.shuffled, scripts.weighted, scripts.external, scripts.with_a_meter,
+     pytest.param(scripts.sequential_with_workers, marks=pytest.mark.product)],
+    ids=lambda script: script.__name__,
+)  # fmt: skip
+def test_a_script_without_a_fault_passes(
+    script: Callable[[Context], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = check(script, tmp_path, monkeypatch)
+    assert not made.differs, str(verdict.failure(made))
+    said = verdict.success(made)
+    assert said.startswith("no difference in 13 steps, across an epoch's end and two resumes (after 6 and 8 steps)")
+    assert "compared: batches, loss, the state of model, optimizer, scheduler" in said.replace("ema, ", "")
+
+
+FAULTS: dict[Callable[[Context], None], tuple[int, str]] = {
+    scripts.unseeded_generator: (4, "the batch in step 0 on rank 0 is another one"),
+    scripts.generator_of_the_dataset: (3, "the batch in step 6 on rank 0 is another one"),
+    scripts.sampler_with_hidden_state: (3, "the batch in step 6 on rank 0 is another one"),
+    scripts.second_resume_starts_over: (3, "after the second resume, from step 8, the batch in step 8 on rank 0"),
+    scripts.short_epochs: (3, "the batch in step 10 on rank 0 is another one"),
+    scripts.forgotten_average: (3, "the state of ema, which ctx.run() did not get, is lost in a resume"),
+    scripts.forgotten_scheduler: (3, "the state of parts.scheduler, which ctx.run() did not get, is lost in a resume"),
+    scripts.time_dependent: (4, "the logged loss in step 0 on rank 0 differs"),
+    scripts.counter_in_a_closure: (3, "count (0 instead of 6)"),
+    scripts.dropout_generator: (3, "the state of model.1.generator, which ctx.run() did not get, is lost in a resume"),
+}
+
+
+@pytest.mark.parametrize("script", FAULTS, ids=lambda script: script.__name__)
+def test_a_seeded_fault_is_named(
+    script: Callable[[Context], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, words = FAULTS[script]
+    made = check(script, tmp_path, monkeypatch)
+    assert made.differs
+    error = verdict.failure(made)
+    assert (error.exit_code, words in str(error)) == (code, True), str(error)
+
+
+SCRIPT = """
+import sys
+import torch
+import clusterddp
+
+ctx = clusterddp.init()
+words = {word: 1.0 * number for number, word in enumerate("one two three four five six seven eight nine ten".split())}
+values = torch.tensor([words[word] for word in (set(words) if "--set" in sys.argv else words)]).reshape(-1, 1)
+model = ctx.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(torch.utils.data.TensorDataset(values), 2))
+for (batch,) in run.steps(1000):
+    loss = model(batch).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    run.log(loss=loss)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def submit(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Checks 12 steps of the script, on one rank, in its folder."""
+    command = [sys.executable, "-m", "clusterddp", "submit", "--local", "--device", "cpu", "--check-resume", "12"]
+    folder = script.parent
+    return subprocess.run([*command, str(script), *arguments], cwd=folder, capture_output=True, text=True, timeout=240)
+
+
+def test_the_command_certifies_a_script_in_fresh_processes_and_leaves_nothing(script: Path) -> None:
+    done = submit(script)
+    assert done.returncode == 0, done.stderr
+    assert "no difference in 12 steps, across an epoch's end and two resumes (after 6 and 8 steps)" in done.stderr
+    assert "resumed from step 8" in done.stderr
+    assert [path.name for path in script.parent.iterdir()] == ["train.py"]
+
+
+def test_the_command_says_that_a_run_depends_on_the_order_of_a_set(script: Path) -> None:
+    """Which only fresh processes show. Without a resume there is the same difference."""
+    done = submit(script, "--", "--set")
+    assert done.returncode == 4, done.stderr
+    assert "the uninterrupted run itself is not repeatable: when it runs again, the batch in step 0" in done.stderr
+    assert [path.name for path in script.parent.iterdir()] == ["train.py"]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("arguments", [("jobs/digits.yaml",), ("jobs/charlm.yaml",)], ids=lambda words: words[0])
+def test_the_example_jobs_pass(arguments: Sequence[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "clusterddp", "submit", "--local", "--check-resume", "28", "--device", "cpu"]
+    environment = {**os.environ, "CLUSTERDDP_RUNS": str(tmp_path)}
+    done = subprocess.run(
+        [*command, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, "no difference in 28 steps" in done.stderr) == (0, True), done.stderr
+    assert list(tmp_path.iterdir()) == []
