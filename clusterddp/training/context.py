@@ -7,16 +7,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from clusterddp.checkpoint.best import with_best
 from clusterddp.data import randomness
 from clusterddp.data.eval_loader import EvalLoader
 from clusterddp.data.external_loader import StatefulLoader
@@ -25,7 +22,7 @@ from clusterddp.data.orders.choice import chosen
 from clusterddp.data.orders.order import Order
 from clusterddp.data.training_loader import training_loader
 from clusterddp.data.workers import close_workers, shield_workers
-from clusterddp.distributed import process_group, wrapping
+from clusterddp.distributed import process_group
 from clusterddp.errors import Stopped
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.jobdef.packages import check_packages
@@ -35,12 +32,10 @@ from clusterddp.training import preflight, progress_lines, settings
 from clusterddp.training.attempt_history import AttemptHistory
 from clusterddp.training.evaluations import Evaluations
 from clusterddp.training.heartbeat import begin_heartbeat
-from clusterddp.training.log.tracking import DONE_S, ERROR_S, STOP_S, Tracking
+from clusterddp.training.log.tracking import DONE_S, ERROR_S, STOP_S
 from clusterddp.training.loop import Run
-from clusterddp.training.profiling import Profiling
 from clusterddp.training.ranks import Ranks
-from clusterddp.training.saving import Saver
-from clusterddp.training.services import Services
+from clusterddp.training.services import Services, start_services
 from clusterddp.training.state import initial
 from clusterddp.training.state.initial import Files
 from clusterddp.training.state.parts import Parts, by_name
@@ -48,7 +43,6 @@ from clusterddp.training.state.per_rank import PerRank
 from clusterddp.training.state.run_state import Randomness
 from clusterddp.training.state.values import Values
 from clusterddp.training.stopping import Stopping
-from clusterddp.training.timing import StepTimes, step_times
 from clusterddp.worker import completion, control_channel
 
 _current: Context | None = None
@@ -129,8 +123,7 @@ class Context(Ranks):
         self._agreement = self._stopping.agreement
         shield_workers()
         self._run: Run | None = None
-        self._times: StepTimes | None = None
-        self._tracking: Tracking | None = None
+        self._services: Services | None = None
         self._heartbeat = begin_heartbeat(
             read,
             self.attempt,
@@ -157,24 +150,6 @@ class Context(Ranks):
         return self._history.number
 
     # --- training
-
-    def wrap(self, model: torch.nn.Module, *, all_used_once: bool = False, **options: Any) -> DistributedDataParallel:
-        """Moves the model to this rank's device and wraps it in DDP, such that resumed runs are exact. Collective.
-
-        With several devices per rank, the model's parts stay where the script has put them.
-
-        Args:
-            model: the model, not yet in DDP.
-            all_used_once: only with ``static_graph=True``, for an exact resume at 3 or more ranks: promises that every
-                parameter gets its gradient in every backward, in one piece (no unused parameters, no reentrant
-                checkpointing). A broken promise raises in one of the first two steps.
-            options: of DistributedDataParallel, such as ``find_unused_parameters=True``.
-
-        Returns the DDP module; the model itself is its ``module``.
-
-        Raises TypeError for anything but a module that is not in DDP yet, and for ``all_used_once`` alone.
-        """
-        return wrapping.wrap(model, self.devices, all_used_once=all_used_once, **options)
 
     def loader(
         self,
@@ -293,18 +268,9 @@ class Context(Ranks):
             parts, best = {**parts, "best": best}, None
         named, own = by_name(parts), PerRank(per_rank, self._group)
         warm_start = partial(initial.load, init_from, init_strict, named, self._group) if init_from else None
-        read, report = self._settings, self._history.report
-        values, keep = Values(progress), with_best(read.job.checkpoint.keep, best, told=self.is_main)
-        saving = replace(read.job.checkpoint, keep=keep)
-        saver = self._stopping.saver = Saver(read.run_dir, self.attempt, self._group, report, saving)
-        deadline, beat = self._stopping.deadline, self._heartbeat
-        self._times = times = step_times(named.values(), self.device, self.world_size)
-        beat.timing = times.told
-        profiling = Profiling(read, self.attempt, self.device, report, beat.pause)
-        self._tracking = tracking = Tracking(read.run_dir if self.rank == 0 else None, read.job, self.attempt, report)
-        saver.on_commit = tracking.committed
-        services = Services(
-            read.job, self._group, self._agreement, saver, deadline, beat, times, profiling, tracking, report
+        values, read, report = Values(progress), self._settings, self._history.report
+        self._services = services = start_services(
+            read, self.attempt, self._group, self._stopping, self._heartbeat, report, named.values(), best
         )
         kind: Callable[..., Run] = Run
         if read.recording is not None:
@@ -337,7 +303,7 @@ class Context(Ranks):
 
     def _aside(self) -> AbstractContextManager[None]:
         """No part of a step."""
-        return self._times.aside() if self._times is not None else nullcontext()
+        return self._services.times.aside() if self._services is not None else nullcontext()
 
     # --- stopping
 
@@ -416,24 +382,24 @@ class Context(Ranks):
         _current = None
         cancel_at_exit(self._close_at_exit)
         close_workers()
-        if self._run is not None:
-            self._run._profiling.close(wait=clean)
+        services = self._services
+        if services is not None:
+            services.profiling.close(wait=clean)
         self._evaluations.report()
         self._stopping.close(restore_handlers=restore_handlers)
-        if self._times is not None:
-            self._times.close()
+        if services is not None:
+            services.times.close()
         self._heartbeat.close()
         if self._progress:
             self._progress.close()
-        if self._stopping.saver is not None:
-            self._stopping.saver.close(clean)
-        if self._tracking is not None:
-            self._tracking.end(clean)
+        if services is not None:
+            services.saver.close(clean)
+            services.tracking.end(clean)
         if clean:
             self._group.close()
-        if self._tracking is not None:
+        if services is not None:
             complete = clean and self._agreement.reason is None
-            self._tracking.close(DONE_S if complete else STOP_S if clean else ERROR_S, complete)
+            services.tracking.close(DONE_S if complete else STOP_S if clean else ERROR_S, complete)
 
 
 def _forget_in_child() -> None:

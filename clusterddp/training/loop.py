@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from numbers import Real
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from clusterddp.checkpoint.state import Stateful
 from clusterddp.data import randomness
@@ -23,7 +23,6 @@ from clusterddp.reporter import say
 from clusterddp.training.log import values as logged
 from clusterddp.training.log.media import Media
 from clusterddp.training.optimizer_steps import OptimizerSteps
-from clusterddp.training.services import Services
 from clusterddp.training.state.divergence import explanation
 from clusterddp.training.state.initial import Loaded
 from clusterddp.training.state.per_rank import PerRank
@@ -33,6 +32,9 @@ from clusterddp.training.steps.logging import Logging
 from clusterddp.training.steps.position import Step
 from clusterddp.training.steps.steering import Steering
 from clusterddp.worker import completion, control_channel
+
+if TYPE_CHECKING:
+    from clusterddp.training.services import Services
 
 
 class Run(Logging, Steering):

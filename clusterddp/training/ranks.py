@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.distributed import collectives, process_group
+from clusterddp.distributed import collectives, process_group, wrapping
 
 
 class Ranks:
@@ -18,6 +19,7 @@ class Ranks:
     local_rank: int
     node_rank: int
     world_size: int
+    devices: tuple[torch.device, ...]
     _group: process_group.ProcessGroup
     #: The blocks of ``local_first`` and ``main_first`` so far.
     _turns = 0
@@ -56,6 +58,24 @@ class Ranks:
         finally:
             if first:
                 self._group.store.set(turn, "")
+
+    def wrap(self, model: torch.nn.Module, *, all_used_once: bool = False, **options: Any) -> DistributedDataParallel:
+        """Moves the model to this rank's device and wraps it in DDP, such that resumed runs are exact. Collective.
+
+        With several devices per rank, the model's parts stay where the script has put them.
+
+        Args:
+            model: the model, not yet in DDP.
+            all_used_once: only with ``static_graph=True``, for an exact resume at 3 or more ranks: promises that every
+                parameter gets its gradient in every backward, in one piece (no unused parameters, no reentrant
+                checkpointing). A broken promise raises in one of the first two steps.
+            options: of DistributedDataParallel, such as ``find_unused_parameters=True``.
+
+        Returns the DDP module; the model itself is its ``module``.
+
+        Raises TypeError for anything but a module that is not in DDP yet, and for ``all_used_once`` alone.
+        """
+        return wrapping.wrap(model, self.devices, all_used_once=all_used_once, **options)
 
     def all_reduce_sum(self, value: torch.Tensor | float) -> torch.Tensor | float:
         """The sum over all ranks, on every rank. Collective.

@@ -1,20 +1,25 @@
-"""What a run uses of its context."""
+"""What a run uses of its context, and how its parts are connected: who saves, measures, profiles and tracks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from clusterddp.checkpoint.best import with_best
+from clusterddp.training.log.tracking import Tracking
+from clusterddp.training.profiling import Profiling
+from clusterddp.training.saving import Saver
+from clusterddp.training.timing import StepTimes, step_times
+
 if TYPE_CHECKING:
+    from clusterddp.checkpoint.state import Stateful
     from clusterddp.distributed.process_group import ProcessGroup
     from clusterddp.jobdef.job import Job
     from clusterddp.training.agreement import Agreement
     from clusterddp.training.heartbeat import Heartbeat
-    from clusterddp.training.log.tracking import Tracking
-    from clusterddp.training.profiling import Profiling
-    from clusterddp.training.saving import Saver
-    from clusterddp.training.timing import StepTimes
+    from clusterddp.training.settings import Settings
+    from clusterddp.training.stopping import Stopping
     from clusterddp.worker.deadline import Deadline
 
 
@@ -32,3 +37,25 @@ class Services:
     profiling: Profiling
     tracking: Tracking
     report: Callable[..., None]
+
+
+def start_services(
+    read: Settings,
+    attempt: int,
+    group: ProcessGroup,
+    stopping: Stopping,
+    heartbeat: Heartbeat,
+    report: Callable[..., None],
+    parts: Iterable[Stateful],
+    best: str | None,
+) -> Services:
+    """Raises ValueError for a ``best`` that names no metric or contradicts the job."""
+    keep = with_best(read.job.checkpoint.keep, best, told=group.rank == 0)
+    saver = Saver(read.run_dir, attempt, group, report, replace(read.job.checkpoint, keep=keep))
+    times = step_times(parts, group.device, group.world_size)
+    profiling = Profiling(read, attempt, group.device, report, heartbeat.pause)
+    tracking = Tracking(read.run_dir if group.rank == 0 else None, read.job, attempt, report)
+    stopping.saver, heartbeat.timing, saver.on_commit = saver, times.told, tracking.committed
+    return Services(
+        read.job, group, stopping.agreement, saver, stopping.deadline, heartbeat, times, profiling, tracking, report
+    )
