@@ -20,6 +20,7 @@
 # make soak-booking  whether each second of a run interrupted 23 times is booked to what it was doing (11 minutes)
 # make bench-heartbeat    what the watchdog costs; make bench-report: what `clusterddp report` costs
 # make bench-step-timing  what timing each step and run.log cost; make bench-orders: what drawing samples costs
+# make bench-input        how fast batches come, beside other loaders
 # make bench-checkpoint   what saving and restoring costs, beside torch, Lightning and accelerate
 # make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, which ends with the shell
 #
@@ -34,7 +35,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-input bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -108,6 +109,9 @@ bench-agreement: .venv/ready
 
 bench-orders: .venv/ready
 	.venv/bin/python -m benchmarks.orders
+
+bench-input: .venv/bench
+	.venv/bin/python -m benchmarks.input
 
 bench-heartbeat: .venv/ready
 	.venv/bin/python -m benchmarks.heartbeat

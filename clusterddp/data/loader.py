@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from clusterddp.data import randomness
 from clusterddp.data.loader_options import checked
-from clusterddp.data.orders.order import Binding, BoundOrder, Order, Sample
-from clusterddp.data.seeding import SeededSamples
+from clusterddp.data.orders.order import Binding, BoundOrder, Order
+from clusterddp.data.seeding import Batch, SeededSamples
 from clusterddp.data.workers import ShieldedDataLoader, close
 from clusterddp.errors import CheckpointError
 
@@ -166,19 +166,20 @@ class Loader:
         """The number of steps in so many epochs; the last one is filled from the next epoch."""
         return -int(-epochs * self._order.length // self.global_batch)
 
-    def _batches(self, step: int) -> Iterator[list[Sample]]:
+    def _batches(self, step: int) -> Iterator[Batch]:
         """This rank's samples of each step from ``step`` on, without end."""
         for number in itertools.count(step):
             start = number * self.global_batch + self._rank * self.share
-            yield self._order.samples(start, start + self.share)
+            yield tuple(zip(*self._order.samples(start, start + self.share), strict=True))
 
     def batches(self, step: int, seeds_steps: bool = False) -> Iterator[Any]:
         """This rank's batches from ``step`` on, without end. Closing the iterator ends its workers.
 
         ``seeds_steps``: whether the caller seeds all generators after each batch.
         """
+        batches: Iterator[Any] = self._batches(step)
         in_script = not seeds_steps and not self._options.get("num_workers")
-        iterator = iter(ShieldedDataLoader(self._samples, batch_sampler=self._batches(step), **self._options))
+        iterator = iter(ShieldedDataLoader(self._samples, batch_sampler=batches, **self._options))
         try:
             while True:
                 # Samples fetched in this process would leave their seeds in the script's generators.

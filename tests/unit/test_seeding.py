@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader
 from clusterddp.data.orders.plain import Shuffled
-from clusterddp.data.seeding import SeededSamples
+from clusterddp.data.seeding import Batch, SeededSamples
 
 DRAWS: dict[str, Callable[[], float]] = {
     "nothing": lambda: 0.0,
@@ -64,6 +64,10 @@ def drawing_collate(samples: list[Any]) -> Any:
     return default_collate(samples), random.random(), float(torch.rand(())), float(np.random.random())
 
 
+def columns(samples: list[tuple[int, int]]) -> Batch:
+    return tuple(zip(*samples, strict=True))
+
+
 def seeded(dataset: Drawing, seed: int, samples: list[tuple[int, int]]) -> list[Any]:
     """The reference: each sample after seeding all generators."""
     found = []
@@ -87,7 +91,7 @@ def test_samples_and_the_state_for_collate_fn_are_those_of_seeding_each(
     for size in sizes:
         batch = list(itertools.islice(samples, size))
         with randomness.preserved():
-            found, after = read.__getitems__(batch), randomness.states()
+            found, after = read.__getitems__(columns(batch)), randomness.states()
             assert found == seeded(Drawing(kinds), 7, batch)
             assert randomness.equal(after, randomness.states())
 
@@ -97,8 +101,8 @@ def test_samples_that_draw_nothing_are_read_once_and_of_others_only_the_first_tw
         dataset = Drawing([kind] * 5)
         read = SeededSamples(dataset, 7)
         with randomness.preserved():
-            read.__getitems__([(0, index) for index in range(3)])
-            read.__getitems__([(0, index) for index in (3, 4)])
+            read.__getitems__(columns([(0, index) for index in range(3)]))
+            read.__getitems__(columns([(0, index) for index in (3, 4)]))
         assert dataset.reads == reads
 
 
@@ -111,7 +115,7 @@ def test_a_dataset_that_reads_whole_batches_is_asked_for_them() -> None:
             return super().__getitems__(indices)
 
     with randomness.preserved():
-        SeededSamples(Noted(["nothing"] * 5), 7).__getitems__([(0, index) for index in range(5)])
+        SeededSamples(Noted(["nothing"] * 5), 7).__getitems__(columns([(0, index) for index in range(5)]))
     assert asked == [[0], [1, 2, 3, 4]]
 
 
@@ -119,7 +123,7 @@ def test_an_error_of_a_sample_is_raised_whether_it_draws_or_not() -> None:
     for kind in ("nothing", "torch"):
         read = SeededSamples(Failing([kind] * 4), 7)
         with randomness.preserved(), pytest.raises(LookupError, match="sample 2"):
-            read.__getitems__([(0, index) for index in range(4)])
+            read.__getitems__(columns([(0, index) for index in range(4)]))
 
 
 def test_a_dataset_that_seeds_the_generators_itself_is_noticed() -> None:
@@ -130,7 +134,7 @@ def test_a_dataset_that_seeds_the_generators_itself_is_noticed() -> None:
 
     dataset = Seeding(["nothing"] * 3)
     with randomness.preserved():
-        SeededSamples(dataset, 7).__getitems__([(0, index) for index in range(3)])
+        SeededSamples(dataset, 7).__getitems__(columns([(0, index) for index in range(3)]))
     assert dataset.reads == [0, 0, 1, 2]
 
 
