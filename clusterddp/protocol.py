@@ -29,6 +29,7 @@ RANK_EVENTS: Mapping[str, Event] = {
     "training": Event("step redone?", "the attempt starts from step 0"),
     "resumed": Event("step parent inexact redone?", "the attempt resumes from checkpoint `step` of attempt `parent`"),
     "whole_batches": Event("step samples most", "more samples per rank than batch_size, without `run.micro()`"),
+    "waits_for_data": Event("step percent advice", "rank 0 waits for batches in `percent` % of its time; said once"),
     "interval": Event("step seconds stall_s between_s", "`every: auto` chose a new interval between checkpoints"),
     "checkpoint": Event(
         "step blocked_s durable_s bytes best?", "a checkpoint is committed; `best`: the metric in which it is the best"

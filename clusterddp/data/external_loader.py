@@ -57,6 +57,11 @@ class ExternalLoader:
         return self._loader
 
     @property
+    def workers(self) -> int:
+        """The number of processes that read for this rank; 0 if that is unknown."""
+        return int(getattr(self._loader, "num_workers", 0))
+
+    @property
     def inexact(self) -> list[str]:
         """Reasons why a resume may not be exact, as far as is known by now."""
         if getattr(self._loader, "num_workers", 0):

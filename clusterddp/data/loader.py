@@ -150,6 +150,11 @@ class Loader:
         return -(-self._order.length // self.global_batch)
 
     @property
+    def workers(self) -> int:
+        """The number of processes that read for this rank; 0 if this one does."""
+        return int(self._options.get("num_workers", 0))
+
+    @property
     def share(self) -> int:
         """Samples per rank and step."""
         return self.global_batch // self._world_size
@@ -178,7 +183,7 @@ class Loader:
         ``seeds_steps``: whether the caller seeds all generators after each batch.
         """
         batches: Iterator[Any] = self._batches(step)
-        in_script = not seeds_steps and not self._options.get("num_workers")
+        in_script = not seeds_steps and not self.workers
         iterator = iter(ShieldedDataLoader(self._samples, batch_sampler=batches, **self._options))
         try:
             while True:

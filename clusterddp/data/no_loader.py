@@ -15,6 +15,7 @@ class NoLoader:
     per_rank_state = False
     #: Nothing is ever split.
     share = batch_size = 1
+    workers = 0
     inexact: tuple[str, ...] = ()
 
     def epoch(self, _step: int) -> NoReturn:

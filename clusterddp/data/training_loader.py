@@ -61,6 +61,11 @@ class TrainingLoader:
         return self._source.batch_size
 
     @property
+    def workers(self) -> int:
+        """The number of processes that read for this rank; 0 if this one does."""
+        return self._source.workers
+
+    @property
     def inexact(self) -> Sequence[str]:
         """Reasons why a resume may not be exact."""
         return self._source.inexact

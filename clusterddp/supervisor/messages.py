@@ -124,6 +124,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"each rank takes {e['samples']} samples at once, more than its batch_size of {e['most']}: "
         "the script does not call run.micro()"
     ),
+    "waits_for_data": lambda e: f"rank 0 waited for data in {e['percent']}% of the last steps' time: {e['advice']}",
     "skipped": lambda e: (
         f"{counted(e['batches'], 'batch', 'batches')} skipped: step {e['step']} takes global batch {e['batch']}"
     ),

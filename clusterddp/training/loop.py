@@ -28,6 +28,7 @@ from clusterddp.training.state.initial import Loaded
 from clusterddp.training.state.per_rank import PerRank
 from clusterddp.training.state.run_state import Randomness, RunState
 from clusterddp.training.state.values import Values
+from clusterddp.training.steps.input_wait import InputWait
 from clusterddp.training.steps.logging import Logging
 from clusterddp.training.steps.position import Step
 from clusterddp.training.steps.steering import Steering
@@ -55,6 +56,7 @@ class Run(Logging, Steering):
         self._times, self._profiling, self._report_event = services.times, services.profiling, services.report
         self._tracking = services.tracking
         self._loader, self._rng = loader, rng
+        self._times.on_sample = InputWait(self._report, lambda: self.step, loader.workers).look
         self._enter("restoring")
         self._state = RunState(parts, loader, rng, self._job.seed, self._group, values, per_rank)
         #: Whether all ranks take part in a save, because each has a state.

@@ -22,7 +22,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -142,6 +142,8 @@ class StepTimes:
         self._sampled = (0, 0.0, 0.0)
         self._samples: deque[float] = deque(maxlen=SAMPLES)
         self._pace: tuple[float, float] | None = None
+        #: Called with the seconds in each phase, once per sample.
+        self.on_sample: Callable[[Sequence[float]], None] = lambda _: None
         self._hooks: list[Any] = []
         for part in parts:
             if isinstance(part, DistributedDataParallel):
@@ -269,6 +271,7 @@ class StepTimes:
         self._samples.append(worked_s / steps)
         if self._knows_waits and len(self._samples) == SAMPLES:
             self._pace = (statistics.median(self._samples), all_s / steps)
+        self.on_sample(self._sums)
 
     def told(self, histograms: bool = False) -> dict[str, Any]:
         """What a heartbeat tells the supervisor: the pace, if it is known, and the totals up to the first step boundary

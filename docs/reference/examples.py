@@ -40,6 +40,7 @@ EXAMPLES = {
     "data.loader.Loader": "loader = ctx.loader(dataset, batch_size=64)",
     "Loader.label": "ctx.print(loader.label)",
     "Loader.share": 'ctx.print(f"{loader.share} samples per rank and step")',
+    "Loader.workers": 'ctx.print(f"{loader.workers} workers per rank")',
     "Loader.epoch": "first = loader.epoch(0)",
     "Loader.ends_epoch": "if loader.ends_epoch(run.step):\n    scheduler.step()",
     "Loader.steps_in": "scheduler = OneCycleLR(optimizer, 0.1, total_steps=loader.steps_in(90))",
