@@ -50,6 +50,11 @@ DEMO_RUN = .clusterddp-demo
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations,tensorboard,wandb]'
 	@touch $@
 
+# What jobs/hf_streaming.py needs in addition.
+.venv/datasets: .venv/integrations
+	$(PIP) install -c constraints.txt $(INDEX) -e '.[datasets]'
+	@touch $@
+
 demo: .venv/ready
 	@rm -rf $(DEMO_RUN)
 	.venv/bin/clusterddp submit jobs/digits.yaml --local --device cpu --nodes 2 --gpus 2 --preempt-after 120 --run-dir $(DEMO_RUN)
@@ -75,9 +80,9 @@ test-24.11: .venv/ready slurm
 	CLUSTERDDP_TEST_RELEASE=trixie .venv/bin/python -m pytest tests/slurm/test_main_job.py tests/slurm/test_preemption.py \
 		tests/slurm/test_fencing.py tests/cluster/test_cluster.py tests/slurm/test_faults.py tests/slurm/test_hangs.py
 
-test-product: .venv/ready slurm
+test-product: .venv/datasets slurm
 	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/slurm/test_preemption_variants.py tests/ranks/test_exact_resume.py \
-		tests/ranks/test_recipes.py tests/ranks/test_converting.py tests/ranks/test_local.py \
+		tests/ranks/test_recipes.py tests/ranks/test_example_jobs.py tests/ranks/test_converting.py tests/ranks/test_local.py \
 		tests/crash/test_crash.py tests/unit/test_fuzz.py tests/unit/test_report_damage.py tests/ranks/test_launchers.py tests/ranks/test_jobs.py tests/ranks/test_integrations.py \
 		tests/ranks/test_first_failure.py tests/ranks/test_agreement.py tests/chaos tests/slurm/test_launchers.py \
 		tests/slurm/test_templates.py tests/slurm/test_world_size.py tests/slurm/test_here.py tests/slurm/test_faults.py tests/cluster/test_cluster.py \

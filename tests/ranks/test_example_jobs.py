@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.preempted import check_same, train_twice
@@ -20,10 +22,10 @@ def test_every_job_is_on_the_page() -> None:
 
 
 def trained(
-    folder: Path, job: str, *arguments: object, stops: list[int], resumed: list[int], said: str
+    folder: Path, job: str, *arguments: object, stops: list[int], resumed: list[int], said: str, **environment: str
 ) -> RunDirectory:
     """The undisturbed run, the same as the one that was preempted in the steps ``stops`` and resumed at ``resumed``."""
-    preempted, whole, output = train_twice(folder, [JOBS / f"{job}.py", *arguments], stops)
+    preempted, whole, output = train_twice(folder, [JOBS / f"{job}.py", *arguments], stops, **environment)
     assert [event["step"] for event in events_of(preempted, "resumed")] == resumed
     check_same(preempted, whole, attempts=len(stops) + 1)
     assert re.search(said, output), output
@@ -70,3 +72,21 @@ def test_early_stopping_preempted_in_evaluations_ends_at_the_best_loss_and_some_
     losses = {line["step"]: line["held_out_loss"] for line in run.metrics() if "held_out_loss" in line}
     best = min(losses, key=losses.__getitem__)
     assert (run.metrics() or [])[-1]["step"] == max(losses) == best + 40 == 100
+
+
+def test_tar_shards_preempted_around_an_epochs_end_reads_the_same_images(tmp_path: Path) -> None:
+    """An epoch is 28.08 steps. The first attempt writes the archives, and stops in its first step."""
+    options = ["--steps", 32, "--workers", 1]
+    said = "1797 images in 8 archives"
+    run = trained(tmp_path, "tar_shards", *options, stops=[0, 27, 28], resumed=[1, 28, 29], said=said)
+    assert 4.2 < mean_of(run, "labels", range(28)) < 4.8  # not sorted by the digit
+
+
+@pytest.mark.product
+def test_hf_streaming_preempted_within_and_between_passes_reads_the_same_lines(tmp_path: Path) -> None:
+    """A pass of rank 0 over its file takes five steps or so, and one of rank 1 a single step."""
+    pytest.importorskip("datasets")
+    options, offline = ["--steps", 14, "--files", 2], {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    stops = [0, 4, 5, 10]
+    said = r"2 files, 2 passes over them on rank 0"
+    trained(tmp_path, "hf_streaming", *options, stops=stops, resumed=[1, 5, 6, 11], said=said, **offline)
