@@ -87,7 +87,8 @@ test-product: .venv/datasets slurm
 		tests/ranks/test_first_failure.py tests/ranks/test_agreement.py tests/chaos tests/slurm/test_launchers.py \
 		tests/slurm/test_templates.py tests/slurm/test_world_size.py tests/slurm/test_here.py tests/slurm/test_faults.py tests/cluster/test_cluster.py \
 		tests/slurm/test_fencing.py tests/slurm/test_jobs.py tests/slurm/test_disk.py tests/slurm/test_main_job.py tests/slurm/test_preemption.py \
-		tests/slurm/test_transcript.py tests/slurm/test_integrations.py
+		tests/slurm/test_transcript.py tests/slurm/test_integrations.py tests/ranks/test_check_resume.py \
+		tests/slurm/test_check_resume.py
 
 .venv/browser: .venv/ready
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[browser]'

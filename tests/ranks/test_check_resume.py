@@ -140,12 +140,15 @@ def test_the_command_says_that_a_run_depends_on_the_order_of_a_set(script: Path)
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("arguments", [("jobs/digits.yaml",), ("jobs/charlm.yaml",)], ids=lambda words: words[0])
-def test_the_example_jobs_pass(arguments: Sequence[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "clusterddp", "submit", "--local", "--check-resume", "28", "--device", "cpu"]
+@pytest.mark.parametrize(
+    "job",
+    ["basic", "bucketed_text", "charlm", "digits", "early_stopping", "gan", "text_mixture", "weighted_digits"],
+)
+def test_the_example_jobs_pass(job: str, tmp_path: Path) -> None:
+    """On two ranks."""
+    shape = ["--local", "--device", "cpu", "--nodes", "1", "--gpus", "2", "--check-resume", "12"]
+    command = [sys.executable, "-m", "clusterddp", "submit", f"jobs/{job}.yaml", *shape]
     environment = {**os.environ, "CLUSTERDDP_RUNS": str(tmp_path)}
-    done = subprocess.run(
-        [*command, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, "no difference in 28 steps" in done.stderr) == (0, True), done.stderr
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, "no difference in 12 steps" in done.stderr) == (0, True), done.stderr
     assert list(tmp_path.iterdir()) == []

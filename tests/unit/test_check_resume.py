@@ -19,7 +19,8 @@ from clusterddp.cli.resume_check.comparison import BATCH, LOGGED, RESTORED, STAT
 from clusterddp.cli.resume_check.plan import choose_stops, crossed, enough_steps
 from clusterddp.errors import NotRepeatable, ResumeDiffers, UsageError
 from clusterddp.rundir.step_records import Recording, States, StepRecord, Trial, read_trial
-from clusterddp.training.resume_check.digests import of_batch, of_part, of_value
+from clusterddp.training.resume_check import digests
+from clusterddp.training.resume_check.digests import _summed, of_batch, of_part, of_value
 
 # --- where a run is interrupted
 
@@ -192,6 +193,19 @@ def test_equal_contents_have_equal_digests() -> None:
     assert of_value({"b", "a"}) == of_value({"a", "b"})
     assert of_value(torch.tensor(0.1, dtype=torch.float64)) == of_value(0.1) == "0.1"
     assert of_value(argparse.Namespace(a=values)) == of_value(argparse.Namespace(a=values.clone()))
+
+
+@pytest.mark.parametrize("size", [3, 8, 20])
+def test_a_sum_in_place_of_a_hash_tells_tensors_apart_by_each_element(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for tensors of a GPU, in pieces of 8 elements."""
+    monkeypatch.setattr(digests, "_SUMMED", 8)
+    values = torch.arange(size) + 2**62
+    sums = {_summed(values)} | {_summed(torch.where(torch.arange(size) == n, 0, values)) for n in range(size)}
+    swapped = torch.cat((values[-1:], values[1:-1], values[:1]))
+    assert len(sums | {_summed(swapped)}) == size + 2
+    assert _summed(values.clone()) == _summed(values)
 
 
 def test_batches_and_states_have_a_digest_for_each_entry() -> None:

@@ -78,7 +78,7 @@ def compare(trials: Trials, steps: int) -> verdict.Check:
             f"the script made {counted(len(epochs), 'step')}: expected at least {LEAST_STEPS}, for two resumes"
         )
     stops = choose_stops(epochs)
-    show(f"check of the resume: the same steps, interrupted after {' and '.join(map(str, stops))}")
+    show(f"check of the resume: the same steps, interrupted after {verdict.joined(stops)}")
     resumed = trials.run("resumed", [*stops, steps])
     check = verdict.Check(uninterrupted, resumed, stops, inexact=trials.inexact("resumed"))
     if not check.differs:
@@ -132,7 +132,10 @@ class _Interruptions(LocalRun):
             return True
         if outcome is None or outcome["state"] != "completed":
             reason = outcome["reason"] if outcome else f"its supervisor ended with exit code {code}"
-            raise ClusterddpError(f"the script failed, so that its resume cannot be checked: {reason}")
+            raise ClusterddpError(
+                f"the script failed, so that its resume cannot be checked: {reason}; start it without "
+                "--check-resume to keep its logs"
+            )
         return False
 
 

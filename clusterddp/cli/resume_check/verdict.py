@@ -55,12 +55,17 @@ def success(check: Check) -> str:
     logged = _listed(values) if values else "no values, as the script logs none"
     compared = f"compared: batches, {logged}, the state of {_listed(parts)}"
     ranks = counted(len(check.uninterrupted), "rank")
-    stops = f"(after {' and '.join(map(str, check.stops))} steps)"
+    stops = f"(after {joined(check.stops)} steps)"
     ends = crossed(epochs, check.stops)
     if ends:
         across = "across an epoch's end" if ends == 1 else f"across the ends of {ends} epochs"
         return f"no difference in {steps}, {across} and {resumes} {stops}; {compared}, on {ranks}"
     return f"no difference in {steps} and {resumes} {stops}; {compared}, on {ranks}{_without_end(check, epochs)}"
+
+
+def joined(stops: Sequence[int]) -> str:
+    """Numbers as in a sentence, such as ``8, 16 and 27``."""
+    return f"{', '.join(map(str, stops[:-1]))} and {stops[-1]}"
 
 
 def _without_end(check: Check, epochs: Sequence[int | None]) -> str:
