@@ -156,14 +156,19 @@ class Saver:
         """The metric of the best checkpoint, if there is one."""
         return self._best.metric
 
-    def log_best(self, step: int, value: float, state: State) -> None:
-        """Rank 0 takes the value of that metric for the present state, after ``step`` steps, and saves a new best."""
+    def log_best(self, step: int, value: float, state: State, last: bool = False) -> None:
+        """Rank 0 takes the value of that metric for the present state, after ``step`` steps, and saves a new best.
+
+        ``last``: no step follows that would take the writer's answer. Raises Superseded.
+        """
         if self._checkpoints is None:
             return
         self._best.value = value
         if self._best.better:
             self._take_answer(wait=True)
-            self._save(step, state, urgent=False)
+            self._save(step, state, urgent=last)
+            if last:
+                self._take_answer(wait=True)
 
     def save_if_due(self, step: int, state: State, due: bool = False, later: bool = False) -> None:
         """Rank 0 saves if a checkpoint is due; the other ranks continue and need not know.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from clusterddp.checkpoint.store import of_run
+from clusterddp.cli.runs.report import best_saved
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
@@ -94,3 +95,26 @@ def test_the_best_checkpoint_is_the_model_that_was_evaluated(whole: RunDirectory
     assert loss == pytest.approx(evaluated[best], rel=1e-5)
     [newest] = [event["best"] for event in events_of(whole, "checkpoint") if event["step"] == best]
     assert json.dumps(newest) == json.dumps({"held_out_loss": evaluated[best]})
+
+
+LAST = """
+import sys
+import torch
+import clusterddp
+
+ctx = clusterddp.init(device="cpu", run_dir=sys.argv[1])
+run = ctx.run(model=torch.nn.Linear(1, 1), best="score")
+for _ in run.steps(3):
+    if run.every(steps=2):
+        run.log(score=0.5)
+run.log(score=0.75)
+"""
+
+
+def test_a_best_value_behind_the_loop_is_in_the_history(tmp_path: Path) -> None:
+    """The script may end at once: no step follows in which the save would be reported."""
+    script, run = tmp_path / "last.py", RunDirectory(tmp_path / "run")
+    script.write_text(LAST)
+    ddp.run_alone(script, run, folder=tmp_path / "out")
+    assert best_saved(run.events()) == {"step": 3, "metric": "score", "value": 0.75}
+    assert {one.step: one.metric("score") for one in of_run(run).candidates()} == {2: 0.5, 3: 0.75}

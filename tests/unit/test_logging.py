@@ -303,6 +303,14 @@ def test_a_rank_that_hangs_is_not_waited_for_without_end(tmp_path: Path, world: 
     assert written(tmp_path) == [1.5, 1.5, 3.0]
 
 
+def test_values_that_arrive_when_the_time_is_over_count(said: list[str]) -> None:
+    """The thread has taken them, and has not yet looked which steps are complete."""
+    receiver = Receiver(HashStore(), 3, lambda: None)
+    receiver._through = {1: 4, 2: 4}
+    receiver.wait(3, 0.0)
+    assert receiver.has(3) and not receiver.has(4) and said == []
+
+
 def test_the_thread_of_a_rank_asks_a_gpu_only_while_no_step_ends(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,14 @@ def test_media_that_cannot_be_written_are_left_out_and_reported_once(run: RunDir
     }
 
 
+def test_a_histogram_that_numpy_cannot_make_ends_no_thread(run: RunDirectory) -> None:
+    """Of numbers with fewer floats between them than bins: training would wait for a thread that had ended."""
+    close = torch.tensor([1.0, 1.0 + 2**-52], dtype=torch.float64)
+    lines, events = written(run, taken(histograms={"a": close}), taken(text={"b": "x"}))
+    assert [line["name"] for line in lines] == ["b"]
+    assert events[0]["name"] == "a" and "Too many bins" in events[0]["reason"]
+
+
 def test_the_media_of_a_run_have_a_limit(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all of its attempts."""
     monkeypatch.setattr(media_file, "MOST_RUN_BYTES", 10)

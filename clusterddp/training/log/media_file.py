@@ -70,7 +70,7 @@ class MediaFile:
             for number, medium in enumerate(media):
                 try:
                     self._write({"step": step, "time": at, "attempt": self._attempt}, number, medium)
-                except (OSError, RuntimeError) as error:  # of the disk, or of CUDA
+                except Exception as error:  # of the disk, CUDA or numpy: training would wait for a thread that ended
                     self._leave_out(step, medium, " ".join(str(error).split())[:300])
             with self._done:
                 self._written += 1

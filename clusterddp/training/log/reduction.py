@@ -192,10 +192,12 @@ class Receiver:
             self._wake.set()
             arrived = self._changed.wait_for(lambda: self.has(step), seconds)
             self._waiting -= 1
-            if not arrived:
-                missing = [rank for rank, through in self._through.items() if through <= step]
+            if arrived:
+                return
+            missing = [rank for rank, through in self._through.items() if through <= step]
+            self._complete = step + 1
+            if missing:  # rather than none, whose values came at the last moment
                 first = min(self._through[rank] for rank in missing)
-                self._complete = step + 1
                 say(
                     f"run.log(reduce=...): {_ranks(missing)} did not pass on the values of steps {first} to {step} "
                     f"within {seconds:g} s; they are reduced over the other ranks"

@@ -73,7 +73,7 @@ class Logging(Position):
             result = {name: finite(logged.number(name, value)) for name, value in values.items()}
             self._report("result", step=self.step, **result)
             if self._done and (best := self._best_metric) in values:
-                self._saver.log_best(self.step, float(logged.number(best, values[best])), self._content)
+                self._saver.log_best(self.step, float(logged.number(best, values[best])), self._content, last=True)
 
     def log_media(
         self,

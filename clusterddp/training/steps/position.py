@@ -54,6 +54,7 @@ class Position:
     @property
     def at_start_of_epoch(self) -> bool:
         """Whether the current step is the first of an epoch: step 0, and those at which ``every(epochs=1)`` is true.
+        All ranks ask in the same steps.
 
         Raises TypeError without a loader, RuntimeError outside a step.
         """
@@ -61,6 +62,7 @@ class Position:
 
     def every(self, *, epochs: int | None = None, steps: int | None = None) -> bool:
         """Whether so many more epochs, or steps, are complete: the place for an evaluation, at the beginning of a step.
+        All ranks call it in the same steps.
 
         What the script does there, before the step's training, is exact wherever the run is stopped: evaluate, step a
         scheduler, change the values of ``ctx.run(progress=...)``, and ``finish``. A stop in an evaluation saves the
