@@ -22,6 +22,7 @@ import argparse
 import gc
 import itertools
 import multiprocessing
+import random
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -125,7 +126,7 @@ def measure_rates(rank: int, barrier: Any, rounds: int) -> list[dict[str, Any]]:
         }
         rates: dict[str, list[float]] = {loader: [] for loader in streams}
         for number in range(-1, rounds):  # one to warm up
-            for loader in itertools.islice(itertools.cycle(streams), number % 3, number % 3 + 3):
+            for loader in random.Random(number).sample(sorted(streams), len(streams)):  # the same in both ranks
                 barrier.wait()
                 rate = dataset.batch_size * dataset.batches / seconds_of(streams[loader], dataset.batches)
                 rates[loader] += [rate] if number >= 0 else []

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
+from clusterddp.data.device import to_device
 from clusterddp.data.loader_options import checked
 from clusterddp.data.workers import ShieldedDataLoader, close
 
@@ -35,6 +37,7 @@ class EvalLoader:
         world_size: int,
         at_batch: Callable[[], None],
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        device: torch.device | None = None,
         **options: Any,
     ) -> None:
         if clash := _ORDERING & options.keys():
@@ -47,6 +50,7 @@ class EvalLoader:
         self.dataset = dataset
         self._loader = ShieldedDataLoader(dataset, batch_size=batch_size, sampler=share, **options)
         self._most = math.ceil(math.ceil(length / world_size) / batch_size)
+        self._copies = to_device(device)
         self._at_batch, self._around = at_batch, around
 
     def __len__(self) -> int:
@@ -62,7 +66,8 @@ class EvalLoader:
             for number in range(self._most):
                 self._at_batch()
                 if number < len(self):
-                    yield next(iterator)
+                    batch = next(iterator)
+                    yield batch if self._copies is None else self._copies.take(self._copies.begin(batch))
         finally:
             if not self._loader.persistent_workers:
                 close(iterator)

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from clusterddp.data import randomness
+from clusterddp.data.device import to_device
 from clusterddp.data.loader_options import checked
 from clusterddp.data.orders.order import Binding, BoundOrder, Order
 from clusterddp.data.seeding import Batch, SeededSamples
@@ -49,6 +51,7 @@ class Loader:
         world_size: int,
         drop_last: bool = False,
         global_batch: int | None = None,
+        device: torch.device | None = None,
         **options: Any,
     ) -> None:
         source = order.dataset(dataset)
@@ -62,6 +65,7 @@ class Loader:
         self._unbound, self._seed, self._drop_last = order, seed, drop_last
         self._samples = SeededSamples(source, seed)
         self._rank, self._world_size, self._options = rank, world_size, options
+        self._copies = to_device(device)
         self._stream = self._bound(None)
         DataLoader(self._samples, batch_sampler=[], **options)  # rejects bad values here rather than in the loop
 
@@ -183,13 +187,16 @@ class Loader:
         ``seeds_steps``: whether the caller seeds all generators after each batch.
         """
         batches: Iterator[Any] = self._batches(step)
-        in_script = not seeds_steps and not self.workers
         iterator = iter(ShieldedDataLoader(self._samples, batch_sampler=batches, **self._options))
+        read = self._read(iterator, in_script=not seeds_steps and not self.workers)
         try:
-            while True:
-                # Samples fetched in this process would leave their seeds in the script's generators.
-                with randomness.preserved() if in_script else nullcontext():
-                    batch = next(iterator)
-                yield batch
+            yield from read if self._copies is None else self._copies.each(read, ahead=self.workers > 0)
         finally:
             close(iterator)
+
+    def _read(self, iterator: Iterator[Any], in_script: bool) -> Iterator[Any]:
+        while True:
+            # Samples fetched in this process would leave their seeds in the script's generators.
+            with randomness.preserved() if in_script else nullcontext():
+                batch = next(iterator)
+            yield batch

@@ -161,6 +161,7 @@ class Context(Ranks):
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Any] | None = None,
         drop_last: bool = False,
+        to_device: bool = True,
         **options: Any,
     ) -> Loader:
         """The training samples of this rank, for ``ctx.run``, in an order that a resumed run continues exactly.
@@ -179,6 +180,9 @@ class Context(Ranks):
             batch_sampler: the same for batches of ``batch_size`` samples; a step takes one per rank.
             drop_last: ends each epoch at a whole global batch, and leaves out the rest of its samples. Without it, the
                 last step of an epoch is filled from the next epoch.
+            to_device: on a GPU, hands out batches whose tensors are on this rank's device, copied on a stream of their
+                own, with workers a step ahead; ``.to(ctx.device)`` then does nothing. Only tensors in tuples, lists and
+                dicts are copied. Pass False for batches that the script reads on the CPU.
             options: of torch's DataLoader, such as ``num_workers``.
 
         Raises TypeError for a dataset without a length, for unknown options, two orders and a DistributedSampler;
@@ -196,10 +200,13 @@ class Context(Ranks):
             rank=self.rank,
             world_size=self.world_size,
             global_batch=self._settings.job.global_batch,
+            device=self.device if to_device else None,
             **{"pin_memory": self.device.type == "cuda", **options},
         )
 
-    def eval_loader(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> EvalLoader:
+    def eval_loader(
+        self, dataset: Dataset[Any], batch_size: int, *, to_device: bool = True, **options: Any
+    ) -> EvalLoader:
         """The evaluation samples of this rank: each sample once over all ranks, in order, without padding.
 
         This rank has samples rank, rank + world_size, and so on. All ranks iterate over it at the same time, because
@@ -208,6 +215,7 @@ class Context(Ranks):
         Args:
             dataset: with ``__len__`` and ``__getitem__``.
             batch_size: samples per rank and batch; the last batch may be smaller.
+            to_device: on a GPU, hands out batches on this rank's device, as ``loader`` does.
             options: of torch's DataLoader, as for ``loader``.
 
         Raises TypeError and ValueError as ``loader`` does.
@@ -219,7 +227,8 @@ class Context(Ranks):
             world_size=self.world_size,
             at_batch=self._stop_in_evaluation,
             around=self._evaluating,
-            **options,
+            device=self.device if to_device else None,
+            **{"pin_memory": self.device.type == "cuda", **options},
         )
 
     def run(
