@@ -244,6 +244,15 @@ def counter_in_a_closure(ctx: Context) -> None:
         run.log(loss=parts.step(batch, factor()))
 
 
+def running_mean(ctx: Context) -> None:
+    """A tensor that is no part."""
+    parts, mean = Parts(ctx), torch.zeros(WIDTH)
+    run = ctx.run(loader=ctx.loader(Samples(), BATCH), **parts.all())
+    for batch in run.steps(STEPS):
+        mean = 0.9 * mean + 0.1 * batch.mean(0)
+        run.log(loss=parts.step(batch - mean))
+
+
 class OwnDropout(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -64,6 +64,14 @@ def test_a_script_without_a_fault_passes(
     assert "compared: batches, loss, the state of model, optimizer, scheduler" in said.replace("ema, ", "")
 
 
+def test_a_script_that_ends_before_the_wanted_step_is_checked_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = compare(TrialsHere(scripts.shuffled, tmp_path, monkeypatch), 10 * scripts.STEPS)
+    assert not made.differs
+    assert verdict.success(made).startswith(f"no difference in {scripts.STEPS} steps, across an epoch's end")
+
+
 FAULTS: dict[Callable[[Context], None], tuple[int, str]] = {
     scripts.unseeded_generator: (4, "the batch in step 0 on rank 0 is another one"),
     scripts.generator_of_the_dataset: (3, "the batch in step 6 on rank 0 is another one"),
@@ -74,6 +82,7 @@ FAULTS: dict[Callable[[Context], None], tuple[int, str]] = {
     scripts.forgotten_scheduler: (3, "the state of parts.scheduler, which ctx.run() did not get, is lost in a resume"),
     scripts.time_dependent: (4, "the logged loss in step 0 on rank 0 differs"),
     scripts.counter_in_a_closure: (3, "count (0 instead of 6)"),
+    scripts.running_mean: (3, "also different when this attempt began: mean"),
     scripts.dropout_generator: (3, "the state of model.1.generator, which ctx.run() did not get, is lost in a resume"),
 }
 

@@ -92,7 +92,15 @@ class CheckedRun(Run):
         return epoch, steps
 
     def _states(self, others: dict[str, dict[str, str]]) -> States:
-        parts = {name: of_part(part) for name, part in self._parts.items()}
+        parts = {name: self._digests(part) for name, part in self._parts.items()}
         if self._own_values:
             parts["progress"] = {name: of_value(value) for name, value in self._own_values.state_dict().items()}
         return States(parts, others)
+
+    def _digests(self, part: Stateful) -> dict[str, str]:
+        try:
+            return of_part(part)
+        except Exception:  # the script's own code, which a checkpoint calls only on rank 0
+            if self._group.rank == 0:
+                raise
+            return {}

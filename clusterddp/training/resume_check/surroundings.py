@@ -1,4 +1,4 @@
-"""What the script has besides what it gave to ``ctx.run()``: objects with a state, and plain values.
+"""What the script has besides what it gave to ``ctx.run()``: objects with a state, plain values, small tensors.
 
 Only a search through the script's variables can find a part that was forgotten, such as an average of the weights. Code
 of libraries is not searched.
@@ -24,7 +24,7 @@ from clusterddp.training.resume_check.digests import of_part, of_value
 _MOST, _DEEPEST, _LONGEST_LIST = 5000, 4, 100
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _LIBRARIES = tuple(f"{folder}/" for folder in (*_INSTALLED, Path(__file__).resolve().parents[2]))
-_PLAIN = (bool, int, float, str)
+_PLAIN, _LARGEST_TENSOR = (bool, int, float, str), 10_000
 
 
 class Surroundings:
@@ -74,7 +74,7 @@ class _Search:
                     self.visit(value, ".".join(filter(None, (name, path, attribute))), 0)
 
     def visit(self, value: Any, name: str, depth: int) -> None:
-        if type(value) in _PLAIN:
+        if type(value) in _PLAIN or (type(value) is torch.Tensor and value.numel() <= _LARGEST_TENSOR):
             if len(self.variables) < _MOST:
                 self.variables.setdefault(name, of_value(value))
             return
@@ -139,7 +139,8 @@ def _is_generator(value: Any) -> bool:
 
 
 def _has_state(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    """By its class: an attribute of an object may be computed, or another object's."""
+    return hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict")
 
 
 def _frames_of_script() -> Iterator[FrameType]:
