@@ -40,6 +40,11 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+def in_words(error: BaseException) -> str:
+    """What an error says, on one line of at most 500 characters; its class if it says nothing."""
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
 def duration(seconds: float) -> str:
     """``97 s``, ``5 min``, ``2 h 05 min``, ``3 d 4 h``."""
     if seconds < 120:

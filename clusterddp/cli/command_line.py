@@ -25,7 +25,7 @@ COMMANDS = {
     "cancel": "end runs for good",
     "prune": "delete old checkpoints and logs of runs that are over",
     "stacks": "show where the ranks are now, as Python stacks",
-    "tell": "give a run an order: save, stop, profile",
+    "tell": "give a run an order: save, stop, skip data, profile",
     "requeue": "stop a run, saved, and have it continue in the queue",
     "export": "write a checkpoint's model to a file",
     "drill": "test with a tiny job what a preemption would do to a run",

@@ -14,10 +14,10 @@ from clusterddp.entry import exit_with
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.packages import check_packages
-from clusterddp.reporter import say
+from clusterddp.reporter import in_words, say
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.trackers.follower import Orders, folder_of, follow, in_words
+from clusterddp.trackers.follower import Orders, folder_of, follow
 from clusterddp.trackers.options import NAMES, wanted
 from clusterddp.trackers.sent import read_sent
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TextIO
 
 from clusterddp.errors import RunDirectoryError, Superseded
 from clusterddp.process import die_with_parent
+from clusterddp.reporter import in_words
 from clusterddp.rundir.files import create_folder
 from clusterddp.rundir.run_directory import RunDirectory, counts
 from clusterddp.trackers.lines import Line, Lines
@@ -160,11 +161,6 @@ def follow(name: str, run: RunDirectory, attempt: int, options: Mapping[str, Any
     except Exception as error:
         _record_problem(folder, in_words(error))
         raise
-
-
-def in_words(error: Exception) -> str:
-    """An error on one line."""
-    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 def folder_of(name: str, run: RunDirectory) -> Path:

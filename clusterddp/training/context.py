@@ -257,8 +257,8 @@ class Context(Ranks):
             init_from: a file of weights to start from, ``.pt`` or ``.safetensors``, for ``model`` or the only module;
                 or a dict with a file for each part. Read when the run starts, not when it resumes.
             init_strict: whether names that are in the file or in the part, but not in both, are an error.
-            progress: the script's own values: a dict, or an instance of a dataclass, that the script changes as it
-                likes, the same on all ranks: numbers, text, True, False, None, and lists and dicts of them. They are
+            progress: the script's own values: a dict, or an instance of a dataclass, that the script may change at any
+                time, alike on all ranks: numbers, text, True, False, None, and lists and dicts of them. They are
                 restored in place.
             best: the metric whose best checkpoint is kept beside the newest, of what ``run.log()`` got: "accuracy" for
                 the largest value, "-score" or "loss" for the smallest. Anything but text is a part of that name.

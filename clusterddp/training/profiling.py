@@ -20,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from clusterddp.process import module_command
+from clusterddp.reporter import in_words
 
 if TYPE_CHECKING:
     from clusterddp.training.settings import Settings
@@ -168,7 +169,7 @@ class Profiling:
         except Exception as error:
             with self._lock:
                 self._wish = None
-            self._report("not_profiled", reason=_words(error), **wish.named)
+            self._report("not_profiled", reason=in_words(error), **wish.named)
             return
         with self._lock:
             self._wish, self._recording = None, _Recording(wish, step, profiler, _annotated(step))
@@ -184,7 +185,7 @@ class Profiling:
                 recording.profiler.export_chrome_trace(f"{folder}/trace.json")
                 self._begin_to_store(recording, Path(folder, "trace.json"))
         except Exception as error:
-            self._report("not_profiled", reason=_words(error), **recording.wish.named)
+            self._report("not_profiled", reason=in_words(error), **recording.wish.named)
         finally:
             with self._lock:
                 self._recording = None
@@ -235,7 +236,3 @@ def _annotated(step: int) -> record_function:
     annotation = record_function(f"ProfilerStep#{step}")
     annotation.__enter__()  # type: ignore[no-untyped-call]
     return annotation
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__

@@ -96,7 +96,7 @@ class StreamClock:
 
 
 class _Step:
-    """The marks of a step: the batch was asked for, it came, the step's work was done, and the loop goes on.
+    """The marks of a step: the batch was asked for, it came, the step's work was done, and the loop continues.
 
     ``waits`` and ``asides``: pairs of marks, around DDP's reductions and what belongs to no phase.
     """

@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 import torch
 
+from clusterddp.reporter import in_words
 from clusterddp.rundir.files import append_line, create_folder, finite, write_atomically
 from clusterddp.rundir.records import drop_torn_line
 from clusterddp.rundir.run_directory import RunDirectory
@@ -71,7 +72,7 @@ class MediaFile:
                 try:
                     self._write({"step": step, "time": at, "attempt": self._attempt}, number, medium)
                 except Exception as error:  # of the disk, CUDA or numpy: training would wait for a thread that ended
-                    self._leave_out(step, medium, " ".join(str(error).split())[:300])
+                    self._leave_out(step, medium, in_words(error))
             with self._done:
                 self._written += 1
                 self._done.notify_all()

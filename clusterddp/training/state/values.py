@@ -13,7 +13,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Values:
-    """The dict or dataclass instance that the script gave, and reads and changes as it likes; None: there is none.
+    """The dict or dataclass instance that the script gave, and may change at any time; None: there is none.
 
     Raises TypeError for anything else, and for a value that a checkpoint cannot hold.
     """
