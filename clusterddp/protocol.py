@@ -48,6 +48,7 @@ RANK_EVENTS: Mapping[str, Event] = {
     "left_loop": Event("step steps", "the script left its loop, by break or an exception"),
     "phase": Event("phase", "rank 0 has begun another phase, one of PHASES"),
     "evaluated": Event("seconds", "rank 0 has spent `seconds` in evaluations since the last such event"),
+    "no_best": Event("metric logged", "all steps are done, and the metric of the best checkpoint was never logged"),
     "result": Event("step *", "`run.log()` outside a step"),
     "skipped": Event(
         "step batches batch request?", "`batches` global batches are skipped, so that `step` takes global batch `batch`"

@@ -38,6 +38,10 @@ DTYPES = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
+#: What torch's schedulers add to the groups of an optimizer.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
+
+
 class Stateful(Protocol):
     """Anything whose state can be saved and restored: a module, an optimizer, a scheduler, a scaler."""
 
@@ -73,6 +77,8 @@ def state_of(part: Stateful) -> dict[str, Any]:
 def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
     """The inverse of ``state_of``. The part gets copies: the tensors of ``state`` may share one memory."""
     if not isinstance(part, torch.nn.Module):
+        if isinstance(part, torch.optim.Optimizer):
+            _check_kind(part, state)
         part.load_state_dict(copied(state))
         return
     module = bare(part)
@@ -82,6 +88,20 @@ def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
     if versions := _metadata(state):
         found._metadata = OrderedDict((name, versions.get(_bare_name(name), {})) for name in _metadata(own))
     module.load_state_dict(found)
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Raises ValueError for the state of another kind of optimizer, which torch would take, with its hyperparameters.
+
+    Another version of torch may have one option more or less: kinds differ in at least two options on both sides.
+    """
+    groups = state.get("param_groups") or [{}], optimizer.param_groups or [{}]
+    saved, own = (set(first) - _OF_SCHEDULERS for first, *_ in groups)
+    if min(len(saved - own), len(own - saved)) > 1:
+        raise ValueError(
+            f"it has the state of an optimizer with {', '.join(sorted(saved - own))}, and "
+            f"{type(optimizer).__name__} has {', '.join(sorted(own - saved))}"
+        )
 
 
 def _metadata(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -250,7 +250,11 @@ def _best_step(directory: RunDirectory, found: list[Checkpoint], keep: Keep) -> 
         )
     best = best_of(found, keep)
     if best is None:
-        raise CheckpointError(f"{directory} has no checkpoint with a value of {keep.best}; it is not logged yet")
+        from clusterddp.rundir.summary import summarize
+
+        others = sorted(set(summarize(directory).metrics) - {"step", "time", "attempt"})
+        logged = f"logged: {', '.join(others) or 'nothing'}"
+        raise CheckpointError(f"{directory} has no checkpoint with a value of {keep.best}; {logged}")
     return best[0].step
 
 

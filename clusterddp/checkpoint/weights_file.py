@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,15 @@ def _pickled(file: Path) -> Any:
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"init_from: {file} is damaged, or has more than tensors, numbers and text, which would execute code; save "
-            f"the model's state_dict() alone ({str(error).splitlines()[0][:200] if str(error) else 'truncated'})"
+            f"the model's state_dict() alone ({_refused(str(error))})"
         ) from error
+
+
+def _refused(message: str) -> str:
+    """What torch found, without its advice on loading such a file after all."""
+    if named := re.search(r"Unsupported global: GLOBAL (\S+)", message):
+        return f"it contains {named[1]}"
+    return message.splitlines()[0][:200] if message else "truncated"
 
 
 def _safetensors(file: Path) -> dict[str, torch.Tensor]:

@@ -142,6 +142,9 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"the script left its loop by break or an exception after step {e['step']} of {e['steps']}: steps since the "
         "newest checkpoint are not saved; to end a run early, call run.finish(), which saves"
     ),
+    "no_best": lambda e: (
+        f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"
+    ),
     "stopping": lambda e: f"stop requested ({e['reason']}): all ranks stop after step {e['step']}",
     "checkpoint_failed": lambda e: f"checkpoint {e['step']} was not saved: {e['reason']}; training continues",
     "checkpoint_damaged": lambda e: f"{e['reason']}; skipped",

@@ -389,6 +389,7 @@ class Context(Ranks):
             return
         self._closed = True
         _current = None
+        complete = clean and self._agreement.reason is None
         cancel_at_exit(self._close_at_exit)
         close_workers()
         services = self._services
@@ -402,12 +403,11 @@ class Context(Ranks):
         if self._progress:
             self._progress.close()
         if services is not None:
-            services.saver.close(clean)
+            services.saver.close(clean, complete)
             services.tracking.end(clean)
         if clean:
             self._group.close()
         if services is not None:
-            complete = clean and self._agreement.reason is None
             services.tracking.close(DONE_S if complete else STOP_S if clean else ERROR_S, complete)
 
 

@@ -244,14 +244,19 @@ class Saver:
         waiting.join(1.0 + CAUTION * self.last_save_s)
         return self._committed
 
-    def close(self, clean: bool = True) -> None:
-        """Lets the writer finish its last save. Not ``clean``, after an error: without waiting for other ranks."""
+    def close(self, clean: bool = True, complete: bool = False) -> None:
+        """Lets the writer finish its last save. Not ``clean``, after an error: without waiting for other ranks.
+
+        ``complete``: the run is.
+        """
         if self._sender is not None:
             self._sender.close()
         if self._checkpoints is not None:
             best = self._best.metric
             if best is not None and self._logged and not self._best.found:  # a misspelled metric, perhaps
                 say(f"best checkpoint: no step has logged {best!r} yet, only {', '.join(sorted(self._logged))}")
+                if complete:
+                    self._report("no_best", metric=best, logged=sorted(self._logged))
             self._checkpoint_client.close()
             self._metrics.close(clean)
             self._media.settle(WAIT_S if clean else AFTER_ERROR_S)

@@ -12,6 +12,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.messages import sentence
 from tests import ddp
 from tests.checkpoint_files import content_of
+from tests.trainings import events_of
 
 SCRIPT = """
 import sys, torch, clusterddp
@@ -173,6 +174,8 @@ def test_a_metric_that_no_step_logs_is_reported(tmp_path: Path) -> None:
     ranks = ddp.run(script, tmp_path / "run", "misspelt", 9, ranks=2, folder=tmp_path / "out")
     assert "best checkpoint: no step has logged 'F1' yet, only f1" in ranks.output(0)
     assert "no step has logged" not in ranks.output(1)
+    (said,) = events_of(RunDirectory(tmp_path / "run"), "no_best")
+    assert sentence(said) == "attempt 0: no best checkpoint: the script has never logged 'F1', only f1"
 
 
 def test_a_chosen_interval_is_reported(tmp_path: Path) -> None:

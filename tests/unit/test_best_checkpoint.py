@@ -14,11 +14,13 @@ import torch
 from clusterddp.checkpoint.best import BestSoFar, with_best
 from clusterddp.checkpoint.store import Checkpoints, choose, with_recorded_best
 from clusterddp.cli import export, fork
+from clusterddp.cli.command_line import command
 from clusterddp.cli.runs.report import best_saved
 from clusterddp.cli.runs.status import described
 from clusterddp.errors import CheckpointError, UsageError
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import commands as slurm
 from tests.checkpoint_files import save
 from tests.runs_on_disk import event, recorded_run, started
 
@@ -109,14 +111,16 @@ def test_the_job_definitions_rule_counts_for_files_of_older_versions(tmp_path: P
     assert choose(run, "best", Keep(best="f1", best_is="min")).step == 10
     with pytest.raises(CheckpointError, match=r"keeps no best checkpoint: name its metric in ctx.run\(best=...\)"):
         choose(run, "best")
-    with pytest.raises(CheckpointError, match="has no checkpoint with a value of loss"):
+    with pytest.raises(CheckpointError, match="has no checkpoint with a value of loss; logged: nothing"):
         choose(run, "best", Keep(best="loss"))
     written = run_with(tmp_path / "other", {10: 0.5})
     assert with_recorded_best(Keep(), Checkpoints(written, 0, Keep()).candidates()).best_rule == "f1 max"
     assert with_recorded_best(Keep(best="x"), Checkpoints(written, 0, Keep()).candidates()).best == "x"
 
 
-def test_status_names_the_best_by_the_number_that_export_takes(tmp_path: Path) -> None:
+def test_status_and_list_name_the_best_by_the_number_that_export_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint: dict[str, Any] = {"blocked_s": 0.0, "durable_s": 0.1, "bytes": 1}
     events = [
         *(started(0), event("training", step=0)),
@@ -130,3 +134,13 @@ def test_status_names_the_best_by_the_number_that_export_takes(tmp_path: Path) -
     resumed = event("resumed", 1, step=10, parent={"attempt": 0, "step": 10}, inexact=[])
     assert best_saved([*events, resumed]) == {"step": 10, "metric": "f1", "value": 0.5}
     assert best_saved([*events, event("training", 1, step=0)]) is None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slurm, "run", lambda *_: "")
+    (run.path / "outcome.json").write_text(
+        json.dumps({"state": "completed", "step": 30, "reason": "all ranks finished"})
+    )
+    assert command(["list", "run", "--best", "f1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "largest f1: 0.25, run",
+        "its best: 0.875, checkpoint 20; export that with: clusterddp export run best model.safetensors",
+    ]

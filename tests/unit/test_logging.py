@@ -19,6 +19,7 @@ from clusterddp.training import metrics as lines
 from clusterddp.training.log import reduction
 from clusterddp.training.log.reduction import Receiver, Sender, decoded, encoded, reduce_values
 from clusterddp.training.log.values import DeviceCopies, Logged, Values
+from clusterddp.training.loop import Run
 from clusterddp.training.metrics import Metrics
 from tests.waiting import wait_until
 
@@ -387,3 +388,9 @@ def test_one_rank_reduces_its_own_value(tmp_path: Path, open_metrics: Any) -> No
     metrics = open_metrics()
     metrics.add(0, Logged({"loss": 3, "lr": 1}, {"loss": "mean"}))
     assert written(tmp_path) == [3.0] and written(tmp_path, "lr") == [1]
+
+
+@pytest.mark.parametrize(("method", "given"), [(Run.log, {"loss": 0.5}), (Run.every, 1)])
+def test_a_value_without_its_name_is_refused_with_an_example(method: Any, given: Any) -> None:
+    with pytest.raises(TypeError, match=r"run\.(log|every)\(\) takes .*, as in run\."):
+        method(None, given)

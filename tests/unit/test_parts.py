@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from clusterddp.checkpoint.state import load_state
 from clusterddp.data.no_loader import NoLoader
 from clusterddp.distributed.modules import optimizers
 from clusterddp.errors import CheckpointError
@@ -72,3 +73,19 @@ def test_optimizers_of_other_libraries_are_recognized() -> None:
     module.step = Foreign().step  # type: ignore[assignment]
     parts = {"a": Foreign(), "b": optimizer, "c": scheduler, "d": module, "optimizer": scheduler}
     assert list(optimizers(parts)) == ["a", "b", "optimizer"]
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
+    """torch takes it, with the hyperparameters of the other kind. One option more or less is a version's."""
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    adam, sgd = torch.optim.Adam(parameters, lr=0.5), torch.optim.SGD(parameters, lr=0.1)
+    torch.optim.lr_scheduler.OneCycleLR(adam, 1.0, total_steps=9)
+    with pytest.raises(
+        ValueError, match="has the state of an optimizer with amsgrad, betas, .*, and SGD has dampening, m"
+    ):
+        load_state(sgd, adam.state_dict())
+    state = adam.state_dict()
+    del state["param_groups"][0]["amsgrad"]
+    fresh = torch.optim.Adam(parameters)
+    load_state(fresh, state)
+    assert fresh.param_groups[0]["lr"] == adam.param_groups[0]["lr"]

@@ -65,8 +65,9 @@ class Colour(enum.IntEnum):
         ({"a": {"b": {1, 2}}}, r"progress\['a'\]\['b'\] is a set; expected"),
         ({"a": Colour.RED}, r"progress\['a'\] is a .*Colour; expected"),
         ({"a": {1: 2}}, r"progress\['a'\] has the key 1; expected text"),
-        (Progress(history=[object()]), r"progress.history\[0\] is a object"),  # type: ignore[list-item]
+        (Progress(history=[object()]), r"progress.history\[0\] is an object"),  # type: ignore[list-item]
         ([1], "expected a dict or an instance of a dataclass, got a list"),
+        (1, "got an int"),
         (Progress, "expected a dict or an instance of a dataclass, got a type"),
         (dataclasses.make_dataclass("Frozen", ["a"], frozen=True)(1), "Frozen is frozen"),
     ],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.cli.runs import live
-from clusterddp.cli.runs.report import report, values
+from clusterddp.cli.runs.report import best_saved, report, values
 from clusterddp.cli.runs.screen import LEAST_EVENTS, Size, composed
 from clusterddp.cli.runs.table import LEFT_OUT_WATCHED, Column, Row, columns, heading, ordered, table
 from clusterddp.errors import UsageError
@@ -25,7 +25,7 @@ from clusterddp.rundir.summary import summarize
 from clusterddp.slurm.run_states import WORDS, run_states
 
 if TYPE_CHECKING:
-    from clusterddp.sweeps.compare import Comparison, Found
+    from clusterddp.sweeps.compare import Best, Comparison, Found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -176,8 +176,18 @@ def _lines(found: _Found, metric: str | None) -> list[str]:
         from clusterddp.sweeps.compare import best
 
         winner = best([(row.summary, row.state) for row in found.rows], metric)
-        lines += [winner.sentence, f"export it with: clusterddp export {as_typed(winner.run.path)} model.safetensors"]
+        lines += [winner.sentence, _how_to_export(winner)]
     return lines
+
+
+def _how_to_export(winner: Best) -> str:
+    """The command, and which checkpoint it takes if the run keeps its best one by the same metric."""
+    command = f"clusterddp export {as_typed(winner.run.path)}"
+    kept = best_saved(winner.run.events())
+    if kept is None or kept["metric"] != winner.metric:
+        return f"export it with: {command} model.safetensors"
+    value = f"{kept['value']:.6g}" if isinstance(kept["value"], float) else kept["value"]
+    return f"its best: {value}, checkpoint {kept['step']}; export that with: {command} best model.safetensors"
 
 
 def _print_csv(rows: Sequence[Row], metrics: Sequence[str]) -> None:

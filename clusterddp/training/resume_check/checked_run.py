@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from clusterddp.checkpoint.state import Stateful
 from clusterddp.data import randomness
@@ -62,8 +62,8 @@ class CheckedRun(Run):
                     self._before = None if self._recorded else self._states(others)
                 yield batch
 
-    def log(self, *, reduce: logged.Reduction | None = None, **values: Any) -> None:
-        super().log(reduce=reduce, **values)
+    def log(self, *unnamed: NoReturn, reduce: logged.Reduction | None = None, **values: Any) -> None:
+        super().log(*unnamed, reduce=reduce, **values)
         if self._making:
             self._logged |= {name: of_value(logged.number(name, value)) for name, value in values.items()}
 

@@ -92,4 +92,5 @@ def _is_numpy_scalar(value: Any) -> bool:
 
 
 def _described(value: object) -> str:
-    return f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

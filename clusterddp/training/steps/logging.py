@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from clusterddp.errors import Superseded
 from clusterddp.rundir.files import finite
@@ -43,13 +43,14 @@ class Logging(Position):
     #: Whether the last loop is complete.
     _done = False
 
-    def log(self, *, reduce: logged.Reduction | None = None, **values: Any) -> None:
+    def log(self, *unnamed: NoReturn, reduce: logged.Reduction | None = None, **values: Any) -> None:
         """Logs metrics of the current step to metrics.jsonl: rank 0's values, merged over the calls in a step.
 
         Logs the values that tensors have at the call, and never waits for a GPU. Outside a step the values are recorded
         in the history as a ``result``.
 
         Args:
+            unnamed: nothing: a value without its name, such as a dict, is refused.
             reduce: logs one value of all ranks' values, as a float64: their "mean", "sum", "min" or "max". All ranks
                 call it in the same step; a rank that does not is left out. No collective: the values travel beside
                 the training.
@@ -58,6 +59,10 @@ class Logging(Position):
         Raises TypeError for other values and for reserved names, ValueError for more than 1 MB per step or result and
         for another ``reduce``, RuntimeError for ``reduce`` outside a step.
         """
+        if unnamed:
+            raise TypeError(
+                "run.log() takes values by name, as in run.log(loss=loss), or from a dict, run.log(**values)"
+            )
         if not _RESERVED.isdisjoint(values):
             taken = _RESERVED & values.keys()
             raise TypeError(f"run.log({', '.join(sorted(taken))}=...): the name is reserved; choose another")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from clusterddp.data.training_loader import TrainingLoader
@@ -60,7 +60,7 @@ class Position:
         """
         return self._place(self.step == 0 or self._loader.epochs_before(self.step, 1))
 
-    def every(self, *, epochs: int | None = None, steps: int | None = None) -> bool:
+    def every(self, *unnamed: NoReturn, epochs: int | None = None, steps: int | None = None) -> bool:
         """Whether so many more epochs, or steps, are complete: the place for an evaluation, at the beginning of a step.
         All ranks call it in the same steps.
 
@@ -70,13 +70,14 @@ class Position:
         ``step``. After the last step of the loop there is no such place: evaluate once more behind the loop.
 
         Args:
+            unnamed: nothing: a number without ``epochs`` or ``steps`` is refused.
             epochs: true in the first step after each so many epochs; of another library's loader, passes over it.
             steps: true in the steps whose number is a multiple of it, except step 0.
 
         Raises TypeError unless one of them is given, and for epochs without a loader; ValueError for anything but a
         whole number of at least 1; RuntimeError outside a step.
         """
-        if (epochs is None) == (steps is None):
+        if unnamed or (epochs is None) == (steps is None):
             raise TypeError("run.every() takes epochs or steps, as in run.every(epochs=1) or run.every(steps=500)")
         for name, value in (("epochs", epochs), ("steps", steps)):
             if value is not None and (type(value) is not int or value < 1):
