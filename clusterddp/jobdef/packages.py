@@ -9,11 +9,12 @@ from clusterddp.jobdef.job import Job
 
 
 def check_packages(job: Job) -> None:
-    """Raises UsageError if this interpreter lacks the package of a tracker that the job has."""
-    for key, wanted in (("tensorboard", job.tensorboard), ("wandb", job.wandb is not None)):
-        if wanted and not _installed(key):
-            how = f"run `pip install 'clusterddp[{key}]'`, or set {key}=false"
-            raise UsageError(f"{key}: the package {key!r} is not installed: {how}")
+    """Raises UsageError if this interpreter lacks the packages of trackers that the job has."""
+    wanted = [key for key, asked in (("tensorboard", job.tensorboard), ("wandb", job.wandb is not None)) if asked]
+    if missing := [key for key in wanted if not _installed(key)]:
+        named = "; ".join(f"{key}: the package {key!r} is not installed" for key in missing)
+        unless = " and ".join(f"{key}=false" for key in missing)
+        raise UsageError(f"{named}: run `pip install 'clusterddp[{','.join(missing)}]'`, or set {unless}")
 
 
 def _installed(package: str) -> bool:

@@ -19,6 +19,7 @@ from clusterddp import orders
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader
 from clusterddp.data.orders import weighted as by_weight
+from clusterddp.data.orders.choice import chosen
 from clusterddp.data.orders.order import Binding, BoundOrder, Order
 from clusterddp.data.orders.permutation import Permutation
 from clusterddp.data.orders.plain import Shuffled
@@ -219,6 +220,15 @@ def test_what_fits_no_dataset_is_refused(make: Callable[[], Order], message: str
 def test_weights_that_fit_no_mixture_are_refused(datasets: Any, weights: Any, changes: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         Loader(datasets, 1, order=orders.mixture(weights, changes=changes), seed=0, rank=0, world_size=1)
+
+
+def test_several_datasets_without_a_mixture_are_refused_and_a_dict_of_samples_is_not() -> None:
+    words = "the dataset is a dict with 'a', 'b': pass one of its datasets, or order=orders.mixture(weights) for all"
+    with pytest.raises(TypeError, match=re.escape(words)):
+        chosen({"a": [1], "b": [1]}, 1)
+    assert isinstance(chosen({0: 1.0, 1: 2.0}, 1), Shuffled)
+    mixture = orders.mixture([1, 1])
+    assert chosen({"a": [1], "b": [1]}, 1, order=mixture) is mixture
 
 
 @pytest.mark.parametrize(

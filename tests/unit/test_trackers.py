@@ -318,7 +318,8 @@ def test_the_wandb_run_has_the_scripts_options_without_secrets() -> None:
 def test_a_missing_package_is_named_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of that name in the current folder, where wandb writes its files, is no package."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    for package in ("tensorboard", "wandb"):
+        monkeypatch.delitem(sys.modules, package, raising=False)
     (tmp_path / "wandb").mkdir()
     check_packages(Job("digits"))
     with pytest.raises(UsageError) as caught:
@@ -326,6 +327,8 @@ def test_a_missing_package_is_named_before_training(tmp_path: Path, monkeypatch:
     assert str(caught.value) == (
         "wandb: the package 'wandb' is not installed: run `pip install 'clusterddp[wandb]'`, or set wandb=false"
     )
+    with pytest.raises(UsageError, match=r"'tensorboard' is not .*; wandb: .*\[tensorboard,wandb\].*and wandb=false$"):
+        check_packages(Job("digits", tensorboard=True, wandb=Wandb()))
 
 
 def test_status_shows_no_tracker_without_one(run: RunDirectory) -> None:

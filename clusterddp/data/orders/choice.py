@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import (
@@ -30,7 +31,8 @@ def chosen(
 ) -> Order:
     """The order that the arguments of ``ctx.loader`` ask for.
 
-    Raises TypeError where they ask for two, and for samplers that divide the samples among the ranks.
+    Raises TypeError where they ask for two, for samplers that divide the samples among the ranks, and for several
+    datasets without a mixture.
     """
     given = {"shuffle": shuffle, "order": order, "sampler": sampler, "batch_sampler": batch_sampler}
     names = [name for name, value in given.items() if value is not None]
@@ -44,6 +46,11 @@ def chosen(
         return _of_sampler(sampler, dataset)
     if batch_sampler is not None:
         return _of_batch_sampler(batch_sampler, batch_size, dataset)
+    if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
+        listed = ", ".join(map(repr, islice(dataset, 3))) + ", ..." * (len(dataset) > 3)
+        raise TypeError(
+            f"the dataset is a dict with {listed}: pass one of its datasets, or order=orders.mixture(weights) for all"
+        )
     return Sequential() if shuffle is False else Shuffled()
 
 
