@@ -36,6 +36,7 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 #: What torch's schedulers add to the groups of an optimizer.
@@ -123,6 +124,12 @@ def copied(state: Mapping[str, Any]) -> Any:
 def _bare_name(name: str) -> str:
     """The name of a tensor or submodule without the prefix of torch.compile."""
     return name.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The content of a strided tensor as integers, on its device: to compare it bit for bit, NaN included."""
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return values.resolve_neg().contiguous().view(_INTEGERS[values.element_size()])
 
 
 def tensor_facts(tensors: Mapping[str, torch.Tensor]) -> list[Tensor]:

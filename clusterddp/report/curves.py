@@ -20,8 +20,6 @@ from clusterddp.rundir.run_directory import RunDirectory
 Point = list[float]
 #: The most points of a curve, and the most metrics that are read.
 BUCKETS, MOST_METRICS = 1000, 100
-#: What a line has besides metrics.
-_RESERVED = frozenset(("step", "time", "attempt"))
 #: Larger values are cut, so that differences between values stay finite.
 _LARGEST = 1e300
 
@@ -81,7 +79,7 @@ def _add(found: Metrics, line: Mapping[str, Any], left_out: set[str]) -> None:
     found.lines += 1
     found.first[attempt] = min(step, found.first.get(attempt, step))
     for name, value in line.items():
-        if name in _RESERVED or type(value) not in (int, float, bool):
+        if name in records.NOT_METRICS or type(value) not in (int, float, bool):
             continue
         if name not in found.values:
             if len(found.values) >= MOST_METRICS:

@@ -13,8 +13,6 @@ from clusterddp.rundir.records import is_count
 
 #: Bytes read at each place of a large file, and the most values taken from there.
 _BLOCK, _VALUES = 1 << 13, 8
-#: Keys of a line that are not metrics.
-RESERVED = frozenset(("step", "time", "attempt"))
 
 Point = tuple[int, float]
 
@@ -24,11 +22,11 @@ def curve(path: Path, name: str, places: int, events: Iterable[Mapping[str, Any]
 
     Lines that a later attempt discarded, according to the history, are left out. Empty if the file cannot be read.
     """
-    begun: dict[int, int] = {event["attempt"]: event["step"] for event in events if _begins(event)}
+    counting = records.counts({event["attempt"]: event["step"] for event in events if _begins(event)})
     points: dict[int, float] = {}
     for text in _lines(path, json.dumps(name).encode(), places):
         line = records.parse(text, records.METRICS)[0]
-        if line is None or any(later > line["attempt"] and line["step"] >= step for later, step in begun.items()):
+        if line is None or not counting(line):
             continue
         value = records.with_floats(line).get(name)
         if isinstance(value, (int, float)):
@@ -38,7 +36,7 @@ def curve(path: Path, name: str, places: int, events: Iterable[Mapping[str, Any]
 
 def main_metric(values: Mapping[str, Any]) -> str | None:
     """The metric that is shown if none is named: ``loss``, else one with that in its name, else the first."""
-    names = [name for name in values if name not in RESERVED]
+    names = [name for name in values if name not in records.NOT_METRICS]
     losses = [name for name in names if "loss" in name.lower()]
     return "loss" if "loss" in names else next(iter([*losses, *names]), None)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from clusterddp.reporter import duration, speed
 from clusterddp.rundir import records
-from clusterddp.rundir.curve import RESERVED, main_metric
+from clusterddp.rundir.curve import main_metric
 
 _BYTES = 1 << 14
 #: The most metrics lines that a speed is taken from, and the most metrics that are named.
@@ -74,7 +74,7 @@ def has_time(line: Mapping[str, Any]) -> bool:
 
 
 def _metrics(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in records.with_floats(line).items() if name not in RESERVED}
+    return {name: value for name, value in records.with_floats(line).items() if name not in records.NOT_METRICS}
 
 
 def _number(value: Any) -> str:

@@ -57,6 +57,9 @@ Schema = Mapping[str, Callable[[Any], bool]]
 EVENT: Schema = {"time": is_time, "attempt": is_count, "event": is_text, "step": optional(is_count)}
 #: A line of metrics.jsonl.
 METRICS: Schema = {"step": is_count, "attempt": is_count}
+#: Keys of such a line that are not metrics, and names that no value can have: those of an event, too.
+NOT_METRICS = frozenset(("step", "time", "attempt"))
+NOT_VALUES = NOT_METRICS | {"event", "rank"}
 OUTCOME: Schema = {"state": is_text, "step": optional(is_count), "reason": is_text}
 #: What an attempt resumed from: the step, and the checkpoint's attempt and step.
 RESUMED: Schema = {
@@ -222,6 +225,11 @@ def parse(line: bytes, schema: Schema | None) -> tuple[dict[str, Any] | None, st
         return None, None if b"\0" in line else f"not JSON: {error}"
     wrong = schema_error(value, schema or {})
     return (value, None) if wrong is None else (None, wrong)
+
+
+def counts(first_steps: Mapping[int, int]) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether a line of a step and an attempt counts: no later attempt began at its step or before."""
+    return lambda line: all(line["step"] < step for later, step in first_steps.items() if later > line["attempt"])
 
 
 #: The lines that this process has warned about.

@@ -168,7 +168,7 @@ class RunDirectory:
         return next(records.read_backwards(self.metrics_file, records.METRICS), None)
 
     def _counts(self, lines: Iterable[Mapping[str, Any]] = ()) -> Callable[[Mapping[str, Any]], bool]:
-        return counts(self.first_steps(lines))
+        return records.counts(self.first_steps(lines))
 
     def first_steps(self, lines: Iterable[Mapping[str, Any]] = ()) -> dict[int, int]:
         """The first step of each attempt that has begun to train.
@@ -203,11 +203,6 @@ class RunDirectory:
     def cancelled(self) -> bool:
         """Whether ``clusterddp cancel`` was called."""
         return self._cancel_mark.exists()
-
-
-def counts(first_steps: Mapping[int, int]) -> Callable[[Mapping[str, Any]], bool]:
-    """Whether a line of a step and an attempt counts: no later attempt began at its step or before."""
-    return lambda line: all(line["step"] < step for later, step in first_steps.items() if later > line["attempt"])
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -30,7 +30,6 @@ _EVENTS_BYTES, _METRICS_BYTES = 1 << 15, 1 << 14
 #: Bytes at the end of the metrics in which a metric is looked for that the newest line lacks.
 _WANTED_BYTES = 1 << 18
 #: Keys of a line or an event that are not metrics.
-_RESERVED = frozenset(("step", "time", "attempt", "event", "rank"))
 _EVENT_NAME = re.compile(rb'"event": ?"(\w+)"')
 _BEGINNINGS = ("training", "resumed")
 #: The events that are read. The others may be many; of the checkpoints, only the newest is read.
@@ -226,7 +225,7 @@ def _values(result: Mapping[str, Any] | None, newest: Mapping[str, Any]) -> dict
     """What the script logged outside a step, after the newest step."""
     if result is None or (has_time(newest) and result["time"] < newest["time"]):
         return {}
-    return {name: value for name, value in records.with_floats(result).items() if name not in _RESERVED}
+    return {name: value for name, value in records.with_floats(result).items() if name not in records.NOT_VALUES}
 
 
 def _step(outcome: Mapping[str, Any] | None, metrics: Mapping[str, Any], history: _History) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from clusterddp.errors import UsageError
 from clusterddp.jobdef.best_metric import best_metric
+from clusterddp.rundir.records import NOT_METRICS
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
@@ -117,7 +118,7 @@ def best(members: Sequence[Found], text: str) -> Best:
         if state.word in ("completed", *_UNDER_WAY) and _is_number(value):
             ranked.append((float(value or 0), summary.run))
     if not ranked:
-        names = sorted({name for summary, _ in members for name in summary.metrics} - {"step", "time", "attempt"})
+        names = sorted({name for summary, _ in members for name in summary.metrics} - NOT_METRICS)
         raise UsageError(f"--best {text}: no member has a value of {metric}; logged: {', '.join(names) or 'nothing'}")
     value, run = (min if smallest else max)(ranked, key=lambda pair: pair[0])
     return Best(run, metric, value, smallest)

@@ -25,14 +25,13 @@ from clusterddp.errors import RunDirectoryError, Superseded
 from clusterddp.process import die_with_parent
 from clusterddp.reporter import in_words
 from clusterddp.rundir.files import create_folder
-from clusterddp.rundir.run_directory import RunDirectory, counts
+from clusterddp.rundir.records import NOT_METRICS, counts
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers.lines import Line, Lines
 from clusterddp.trackers.sent import Sent, read_sent, write_sent
 
 #: Seconds between two looks for new lines, for a tracker that takes them at once.
 PERIOD_S = 1.0
-#: What a line has besides values.
-_KEYS = ("step", "time", "attempt")
 
 
 class Tracker(Protocol):
@@ -93,7 +92,9 @@ class Follower:
         if "kind" in line:
             self._tracker.add_medium(line["step"], at, line, self._run.path)
             return
-        values = {name: value for name, value in line.items() if name not in _KEYS and isinstance(value, (int, float))}
+        values = {
+            name: value for name, value in line.items() if name not in NOT_METRICS and isinstance(value, (int, float))
+        }
         if values:
             self._tracker.add(line["step"], at, values)
 

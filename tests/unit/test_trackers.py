@@ -17,7 +17,8 @@ from clusterddp.errors import RunDirectoryError, Superseded, UsageError
 from clusterddp.jobdef.job import Job, Wandb
 from clusterddp.jobdef.packages import check_packages
 from clusterddp.rundir.files import append_line, write_json
-from clusterddp.rundir.run_directory import RunDirectory, counts
+from clusterddp.rundir.records import counts
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.trackers import lines, sent
 from clusterddp.trackers.__main__ import main as send_rest
 from clusterddp.trackers.follower import Follower

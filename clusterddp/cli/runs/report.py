@@ -12,7 +12,7 @@ from clusterddp.report.booking import Booking, Wait, book
 from clusterddp.report.ratios import Spent, spent
 from clusterddp.report.stragglers import waits
 from clusterddp.rundir.files import finite
-from clusterddp.rundir.records import is_count, is_time
+from clusterddp.rundir.records import NOT_METRICS, is_count, is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
 from clusterddp.rundir.timing import read_timings
@@ -20,7 +20,6 @@ from clusterddp.slurm.run_states import RunState
 
 #: The version of the schema. A new key does not change it; another meaning of a key, or one that is removed, does.
 SCHEMA = 1
-_NOT_METRICS = ("step", "time", "attempt")
 
 
 def report(summary: Summary, state: RunState) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def moment(seconds: float) -> str:
 
 def values(summary: Summary) -> dict[str, Any]:
     """The newest metrics alone."""
-    return {name: value for name, value in summary.metrics.items() if name not in _NOT_METRICS}
+    return {name: value for name, value in summary.metrics.items() if name not in NOT_METRICS}
 
 
 def _saved(event: Mapping[str, Any] | None) -> dict[str, Any] | None:

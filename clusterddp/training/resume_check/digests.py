@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from clusterddp.checkpoint.generators import with_state
-from clusterddp.checkpoint.state import pack, state_of
+from clusterddp.checkpoint.state import bits_of, pack, state_of
 
 #: Plain values whose text is at most so long are shown as they are.
 _SHORT = 60
 #: A larger tensor of a GPU is summed up there, so many elements at a time, rather than copied.
 _COPIED_BYTES, _SUMMED = 1 << 16, 1 << 22
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -103,9 +102,7 @@ def _of_tensor(tensor: torch.Tensor) -> Iterator[bytes]:
     yield f"{tensor.dtype}{tuple(tensor.shape)}".encode()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    bits = tensor.resolve_neg().contiguous().view(_INTEGERS[tensor.element_size()])
+    bits = bits_of(tensor)
     if tensor.device.type == "cpu" or bits.nbytes <= _COPIED_BYTES:
         yield bits.cpu().numpy().tobytes()
         return

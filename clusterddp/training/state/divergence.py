@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from clusterddp.checkpoint.state import Stateful, pack, parameters_of, state_of
+from clusterddp.checkpoint.state import Stateful, bits_of, pack, parameters_of, state_of
 from clusterddp.distributed.modules import ddp_modules
 from clusterddp.distributed.process_group import ProcessGroup
 
@@ -17,7 +17,6 @@ from clusterddp.distributed.process_group import ProcessGroup
 COMPARED_AFTER = (1, 10, 100)
 #: Of tensors with more bytes only a sum is compared, computed on their device.
 _SMALL = 1 << 16
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Divergence:
@@ -74,8 +73,7 @@ def _fingerprints(tensors: Iterable[torch.Tensor]) -> list[Any]:
     sums: dict[torch.device, list[torch.Tensor]] = {}
     found: list[Any] = []
     for tensor in tensors:
-        values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
-        bits = values.contiguous().view(_INTEGERS[values.element_size()])
+        bits = bits_of(tensor)
         if bits.nbytes <= _SMALL:
             found.append(hashlib.blake2b(bits.cpu().numpy().tobytes(), digest_size=8).hexdigest())
         else:

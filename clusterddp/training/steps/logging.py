@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from clusterddp.errors import Superseded
 from clusterddp.rundir.files import finite
+from clusterddp.rundir.records import NOT_VALUES
 from clusterddp.training.log import values as logged
 from clusterddp.training.steps.position import Position
 
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from clusterddp.training.log.media import Media
     from clusterddp.training.saving import Saver
     from clusterddp.training.timing import StepTimes
-
-#: Names that a metrics line or an event has already.
-_RESERVED = {"step", "time", "attempt", "event", "rank"}
 
 
 class Logging(Position):
@@ -63,8 +61,8 @@ class Logging(Position):
             raise TypeError(
                 "run.log() takes values by name, as in run.log(loss=loss), or from a dict, run.log(**values)"
             )
-        if not _RESERVED.isdisjoint(values):
-            taken = _RESERVED & values.keys()
+        if not NOT_VALUES.isdisjoint(values):
+            taken = NOT_VALUES & values.keys()
             raise TypeError(f"run.log({', '.join(sorted(taken))}=...): the name is reserved; choose another")
         if self._making:
             self._values.add(values, reduce)
