@@ -314,6 +314,9 @@ class Context(Ranks):
         """No part of a step."""
         return self._services.times.aside() if self._services is not None else nullcontext()
 
+    def _waiting(self) -> AbstractContextManager[None]:
+        return self._services.times.waiting() if self._services is not None else nullcontext()
+
     # --- stopping
 
     def stop_requested(self) -> bool:

@@ -23,7 +23,7 @@ from clusterddp.reporter import say
 from clusterddp.training.log import values as logged
 from clusterddp.training.log.media import Media
 from clusterddp.training.optimizer_steps import OptimizerSteps
-from clusterddp.training.state.divergence import explanation
+from clusterddp.training.state.divergence import COMPARED_AFTER, explanation
 from clusterddp.training.state.initial import Loaded
 from clusterddp.training.state.per_rank import PerRank
 from clusterddp.training.state.run_state import Randomness, RunState
@@ -259,9 +259,8 @@ class Run(Logging, Steering):
         self._state.gradients.note()
         self._state.buffers.share()
         self._made += 1
-        if self._saver.saves and (parts := self._state.divergence.compare(self._made)):
-            say(explanation(parts))
-            self._report("diverged", step=self.step, parts=parts, explanation=explanation(parts))
+        if self._saver.saves and self._made in COMPARED_AFTER:
+            self._compare()
         self._times.end()
         if self._made == 1:
             self._group.shorten_timeout(self._job.timeouts.step_s)
@@ -271,6 +270,14 @@ class Run(Logging, Steering):
             self._enter("repeating" if self.step < self._saver.steps_before else "training")
         elif step + 1 == self._saver.steps_before:
             self._enter("training")
+
+    def _compare(self) -> None:
+        """Compares the ranks' states. Rank 0 waits for the others."""
+        with self._times.aside():
+            parts = self._state.divergence.compare(self._made)
+        if parts:
+            say(explanation(parts))
+            self._report("diverged", step=self.step, parts=parts, explanation=explanation(parts))
 
     def _end_special(self, made: Step) -> None:
         """What few steps have: an evaluation, skipped batches, the end."""
@@ -291,9 +298,10 @@ class Run(Logging, Steering):
 
     def _gather(self) -> None:
         """Brings what each rank has for itself to rank 0. Collective."""
-        self._loader.gather()
-        if self._saver.saves:
-            self._state.gather(before_step=self._making is not None)
+        with self._times.waiting():
+            self._loader.gather()
+            if self._saver.saves:
+                self._state.gather(before_step=self._making is not None)
 
     def _commit(self) -> tuple[int | None, str | None]:
         self._gather()
@@ -308,7 +316,9 @@ class Run(Logging, Steering):
         try:
             if self._together:
                 asked, self._may_be_due = self._may_be_due, False
-                if not self._saver.due_together(self.step, asked):
+                with self._times.waiting():
+                    due = self._saver.due_together(self.step, asked)
+                if not due:
                     self._saver.look()
                     return
                 self._gather()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,10 @@ class Ranks:
     _group: process_group.ProcessGroup
     #: The blocks of ``local_first`` and ``main_first`` so far.
     _turns = 0
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """The body waits for other ranks."""
+        return nullcontext()
 
     @property
     def is_main(self) -> bool:
@@ -52,7 +56,8 @@ class Ranks:
         turn = f"{of}/{self._turns}"
         self._turns += 1
         if not first:
-            self._group.store.wait([turn], process_group.NO_TIMEOUT)
+            with self._waiting():
+                self._group.store.wait([turn], process_group.NO_TIMEOUT)
         try:
             yield
         finally:
@@ -85,7 +90,8 @@ class Ranks:
 
         Returns a tensor of the same dtype and device for a tensor, a float for a number.
         """
-        return collectives.all_reduce_sum(value, self._group.collective_device)
+        with self._waiting():
+            return collectives.all_reduce_sum(value, self._group.collective_device)
 
     def all_reduce_mean(self, value: torch.Tensor | float, weight: float = 1.0) -> float:
         """The weighted mean of one number per rank, on every rank. Collective.
@@ -96,7 +102,8 @@ class Ranks:
 
         Returns the mean; nan if all weights are 0.
         """
-        return collectives.all_reduce_mean(value, weight, self._group.collective_device)
+        with self._waiting():
+            return collectives.all_reduce_mean(value, weight, self._group.collective_device)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenates the tensors of all ranks along the first dimension, in rank order, on every rank. Collective.
@@ -106,4 +113,5 @@ class Ranks:
 
         Returns the concatenation, on the tensor's device.
         """
-        return collectives.gather(tensor, self._group.collective_device)
+        with self._waiting():
+            return collectives.gather(tensor, self._group.collective_device)

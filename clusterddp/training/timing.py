@@ -2,16 +2,17 @@
 
 The steps of all ranks take equally long, because each waits for the slowest in DDP's all_reduce. That wait is the time
 from the end of the backward until DDP has reduced the last gradients, between two callbacks at the end of the backward.
-It includes communication that did not overlap with the backward. Own work is what remains of a step: forward, backward,
-optimizer. It includes waits in other collectives: a straggler may go unnoticed because of them, but no other rank is
-taken for one. Evaluations and ``ctx.unwatched()`` belong to no phase.
+It includes communication that did not overlap with the backward. Waits are also DDP's broadcasts of buffers, in which
+rank 0 waits for all others (gloo sends once the receiver is ready), and the collectives of ``ctx`` and of the loop. Own
+work is what remains of a step: forward, backward, optimizer. It includes the script's own collectives, in which a rank
+may wait for a straggler. Evaluations and ``ctx.unwatched()`` belong to no phase.
 
 On a GPU all times are those of the stream, between CUDA events that are queried once a later step begins: the training
 thread never waits for the GPU, and time in which the GPU still works on earlier steps counts as work, not as a wait for
 the batch.
 
-A step itself makes six marks. Steps are counted several at a time: once a heartbeat has asked for the totals, or when
-there are BATCH.
+A step itself makes six marks, and two for each broadcast of buffers. Steps are counted several at a time: once a
+heartbeat has asked for the totals, or when there are BATCH.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ import operator
 import statistics
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from clusterddp.distributed.modules import ddp_modules
 from clusterddp.rundir.timing import FIRST_BUCKET, LAST_BUCKET, PHASES
 
 #: The pace, by which stragglers are found, is the median of so many samples, each the mean of so many steps.
@@ -98,14 +101,16 @@ class StreamClock:
 class _Step:
     """The marks of a step: the batch was asked for, it came, the step's work was done, and the loop continues.
 
-    ``waits`` and ``asides``: pairs of marks, around DDP's reductions and what belongs to no phase.
+    Pairs of marks: ``waits`` for other ranks, those from index ``late`` on after the work, and ``asides``, which belong
+    to no phase.
     """
 
-    __slots__ = ("asides", "asked", "begun", "done", "left", "waits")
+    __slots__ = ("asides", "asked", "begun", "done", "late", "left", "waits")
 
     def __init__(self, asked: Any) -> None:
         self.asked = asked
         self.begun = self.done = self.left = None
+        self.late: int | None = None
         self.waits: list[Any] = []
         self.asides: list[Any] = []
 
@@ -145,9 +150,8 @@ class StepTimes:
         #: Called with the seconds in each phase, once per sample.
         self.on_sample: Callable[[Sequence[float]], None] = lambda _: None
         self._hooks: list[Any] = []
-        for part in parts:
-            if isinstance(part, DistributedDataParallel):
-                self._watch(part)
+        for module in dict.fromkeys(module for part in parts for module in ddp_modules(part)):
+            self._watch(module)
 
     # --- in the loop
 
@@ -180,19 +184,34 @@ class StepTimes:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for module in [module for module, times in _timed.items() if times is self]:
+            del _timed[module]
+
+    def aside(self) -> AbstractContextManager[None]:
+        """The body is no part of the step, such as an evaluation. Only the outermost of several counts."""
+        return self._span(self._step.asides) if self._working and self._step is not None else nullcontext()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """The body waits for other ranks. Inside ``aside`` and another wait it does not count."""
+        step = self._step
+        if step is None or (step.done is None and not self._working):
+            return nullcontext()
+        if not self._working and step.late is None:
+            step.late = len(step.waits)
+        return self._span(step.waits)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """The body is no part of the step, such as an evaluation. Only the outermost of several counts."""
+    def _span(self, marks: list[Any]) -> Iterator[None]:
         step = self._step
-        if not self._working or step is None or len(step.asides) % 2 or not _in_main_thread():
+        assert step is not None
+        if len(marks) % 2 or len(step.asides) % 2 or not _in_main_thread():
             yield
             return
-        step.asides.append(self._clock.mark())
+        marks.append(self._clock.mark())
         try:
             yield
         finally:
-            step.asides.append(self._clock.mark())
+            marks.append(self._clock.mark())
 
     def _leave(self) -> Any:
         mark, step = self._clock.mark(), self._step
@@ -209,6 +228,7 @@ class StepTimes:
         """DDP queues its callback that waits for the reductions with the last gradient. A callback that is queued with
         any gradient therefore runs before it, and one that that one queues runs after it."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        _time_broadcasts(module, self)
         if trained:  # the last parameter usually gets its gradient first
             hook = trained[-1].register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
@@ -226,7 +246,7 @@ class StepTimes:
     def _after_reduction(self) -> None:
         if self._step is not None and len(self._step.waits) % 2:
             self._step.waits.append(self._clock.mark())
-        self._reducing = False
+        self._reducing, self._knows_waits = False, True
 
     # --- what comes of it
 
@@ -242,14 +262,15 @@ class StepTimes:
 
     def _count(self, step: _Step) -> None:
         between = self._clock.between
-        wait_s = aside_s = 0.0
+        wait_s = late_s = aside_s = 0.0
         if step.waits:
-            self._knows_waits = True
             wait_s = sum(map(between, step.waits[::2], step.waits[1::2]))
+            if step.late is not None:
+                late_s = sum(map(between, step.waits[step.late :: 2], step.waits[step.late + 1 :: 2]))
         if step.asides:
             aside_s = sum(map(between, step.asides[::2], step.asides[1::2]))
-        own_s = max(0.0, between(step.begun, step.done) - wait_s - aside_s)
-        seconds = (between(step.asked, step.begun), own_s, wait_s, between(step.done, step.left))
+        own_s = max(0.0, between(step.begun, step.done) - (wait_s - late_s) - aside_s)
+        seconds = (between(step.asked, step.begun), own_s, wait_s, between(step.done, step.left) - late_s)
         self._clock.reuse(step.marks()[1:])
         if not self._warm:
             self._warm = True
@@ -290,6 +311,24 @@ class StepTimes:
                 if one is not None
             }
         return values
+
+
+#: What times the broadcasts of each DDP module.
+_timed: weakref.WeakKeyDictionary[DistributedDataParallel, StepTimes] = weakref.WeakKeyDictionary()
+_sync_buffers = DistributedDataParallel._sync_buffers
+
+
+def _time_broadcasts(module: DistributedDataParallel, times: StepTimes) -> None:
+    """DDP broadcasts in the middle of its forward, around which no hook fits. The method is replaced in the class: one
+    of the module would be copied and pickled with it."""
+    DistributedDataParallel._sync_buffers = _sync_timed  # type: ignore[method-assign]
+    _timed[module] = times
+
+
+def _sync_timed(module: DistributedDataParallel) -> None:
+    times = _timed.get(module)
+    with nullcontext() if times is None else times.waiting():
+        _sync_buffers(module)  # type: ignore[no-untyped-call]
 
 
 def step_times(parts: Iterable[Any], device: torch.device, world_size: int) -> StepTimes:

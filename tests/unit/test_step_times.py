@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
 
+from clusterddp.distributed.buffers import Buffers
 from clusterddp.training import timing
 from clusterddp.training.timing import BATCH, MOST_PENDING, SAMPLE_STEPS, SAMPLES, HostClock, StepTimes, StreamClock
 
@@ -86,6 +91,61 @@ def test_a_step_is_split_into_data_own_work_wait_and_save() -> None:
     assert told(times) == [1, 1.0, 10.0, 0.5, 8.125]
     counts = times.told(histograms=True)["histograms"]
     assert counts == {"data_s": [[0, 1]], "own_s": [[3, 1]], "wait_s": [[-1, 1]], "save_s": [[3, 1]]}
+
+
+def test_a_wait_for_other_ranks_is_no_work_and_no_save() -> None:
+    """Such as a broadcast after the optimizer's step, and one that decides about a save. In an evaluation it does not
+    count, and of two, the outer one."""
+    clock = Stream()
+    times = StepTimes([], clock)
+    make(times, clock, data=1.0, own=1.0)
+
+    def wait(seconds: float) -> None:
+        with times.waiting(), times.waiting():
+            clock.now += seconds
+
+    wait(8.0)
+    times.ask()
+    wait(1.0)  # for the batch
+    times.begin()
+    backward(times, lambda: setattr(clock, "now", clock.now + 0.25))
+    clock.now += 2.0
+    wait(16.0)
+    with times.aside():
+        wait(32.0)
+    times.end()
+    clock.now += 0.5
+    wait(64.0)
+    wait(128.0)
+    times.leave()
+    assert told(times) == [1, 1.0, 2.0, 0.25 + 16.0 + 64.0 + 128.0, 0.5]
+
+
+def test_what_ddp_broadcasts_is_a_wait_in_the_forward_and_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gloo, rank 0 sends its buffers once all others receive them. A copy of the module is not timed."""
+    clock = Stream()
+    monkeypatch.setattr(timing, "_sync_buffers", lambda _: setattr(clock, "now", clock.now + 8.0))
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(torch.nn.BatchNorm1d(2))
+        copied = copy.deepcopy(model)
+        parts = {"nets": torch.nn.ModuleList([model])}
+        times = StepTimes(parts.values(), clock)
+        for _ in range(2):
+            times.ask()
+            times.begin()
+            clock.now += 1.0
+            for module in (model, copied):
+                module.require_forward_param_sync = True
+                module(torch.ones(4, 2)).sum().backward()
+            Buffers(parts).share()
+            times.end()
+        times.leave()
+        assert told(times) == [1, 0.0, 1.0 + 8.0, 8.0 + 8.0, 0.0]
+        times.close()
+        model._sync_buffers()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_rank_alone_waits_for_nobody_and_others_only_know_what_ddp_reduced() -> None:
