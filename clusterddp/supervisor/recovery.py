@@ -104,7 +104,7 @@ class Recovery:
 
     def _tell_failure(self, failure: RankEnd, others: Sequence[RankEnd]) -> None:
         """Records the first failure, and prints it in a box."""
-        step = self._history.saved()["step"]
+        step = self._step_of(failure, others)
         if self._state.hang is None:  # a hang is recorded already
             values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
             if step is not None:
@@ -115,6 +115,14 @@ class Recovery:
                 values["suspect"] = self._state.node_of(failure.rank)
             self._history.add("rank_failed", **values)
         show(failure_box(self._run, self._number, failure, others, step, time.time(), self._history.secrets))
+
+    def _step_of(self, failure: RankEnd, others: Sequence[RankEnd]) -> int | None:
+        """The number of steps done when a rank failed. It knows its own, unless it was killed; the others then failed
+        in the collective in which they waited for it. The metrics, which rank 0 writes, are some steps behind."""
+        if failure.step is not None:
+            return failure.step
+        found = [self._history.saved()["step"], *(end.step for end in others if end.failed)]
+        return max((step for step in found if step is not None), default=None)
 
     def _ends_for_good(self) -> bool:
         """Whether Slurm will not run the preempted job again."""

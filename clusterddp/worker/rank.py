@@ -77,6 +77,7 @@ def main() -> None:
     if ranks.rank == 0:
         control_channel.report("phase", phase="importing")
     values, code = run_script(command)
+    values = {**_step_reached(), **values}
     if os.getpid() != process:
         rank_exit.finish_child(code)
     del held_port
@@ -214,6 +215,11 @@ def run_script(command: list[str]) -> tuple[dict[str, Any], int]:
     except BaseException as error:
         return _raised(error), 1
     return _done()
+
+
+def _step_reached() -> dict[str, int]:
+    """The step at which the script's loop ended early; empty outside the loop."""
+    return {} if completion.loop is None else {"step": completion.loop.step()}
 
 
 def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:

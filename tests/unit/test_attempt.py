@@ -278,6 +278,37 @@ def test_an_exception_is_shown_even_when_the_job_is_preempted_meanwhile(
     assert "raised ValueError: no" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("step", "expected"), [(30, 30), (None, 22)])
+def test_a_failure_names_the_step_of_the_rank_that_failed(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], step: int | None, expected: int
+) -> None:
+    """The metrics of rank 0 are behind."""
+    append_line(run.metrics_file, {"attempt": 0, "step": 21, "time": 1.0})
+    raised = {"end": "exception", "error": "ValueError: no", **({} if step is None else {"step": step})}
+    supervised(run, FakeController(), raised)
+    assert run.events()[1]["step"] == expected
+    assert f"attempt 0 at step {expected}, " in capsys.readouterr().err
+
+
+def test_a_killed_ranks_step_is_that_of_the_ranks_that_waited_for_it(run: RunDirectory) -> None:
+    """It has no record of its end."""
+
+    class OneKilled(FakeRanks):
+        def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+            super().start(command, environment, logs)
+            run.rank_record(int(environment["CLUSTERDDP_ATTEMPT"]), 1).unlink()
+
+    append_line(run.metrics_file, {"attempt": 0, "step": 21, "time": 1.0})
+    waited = {"end": "exception", "error": "RuntimeError: Connection closed by peer", "step": 30}
+    job = dataclasses.replace(JOB, limits=Limits(attempts=1))
+    attempt = Attempt(run, job, run.create_attempt(), OneKilled(run, waited), FakeController(Cause.NONE))
+    for event in (RankEvent(1, "joined", {"host": "n1"}), ConnectionLost(1)):
+        attempt.post(event)
+    attempt.supervise()
+    failed = run.events()[1]
+    assert (failed["event"], failed["rank"], failed["step"]) == ("rank_failed", 1, 30)
+
+
 def test_a_plain_crash_does_not_wait_for_an_unreachable_controller(run: RunDirectory) -> None:
     """No rank was told to stop, so no query is needed; the nodes are free at once."""
     raised = {"end": "exception", "error": "ValueError: no"}
