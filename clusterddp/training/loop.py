@@ -125,7 +125,8 @@ class Run(Logging, Steering):
             if os.getpid() == self._process:  # rather than a child that was forked in a step and exits
                 loop.leave()
                 self._left()
-                self._profiling.end()
+                if not loop.failed:  # the report of a failure does not wait for the profiler
+                    self._profiling.end()
             raise
         finally:
             self._in_loop = False

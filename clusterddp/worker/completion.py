@@ -6,34 +6,42 @@ Exit code 0 does not tell: a script may exit in the middle of its loop, for exam
 from __future__ import annotations
 
 import inspect
+import opcode
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
 
+#: The instructions with which Python ends a loop at ``break`` and ``return``; the second from 3.14 on.
+_DROP_ITERATOR = ("POP_TOP", "POP_ITER")
+
 
 @dataclass
 class Loop:
     """A loop over ``run.steps()`` that has begun and is not complete.
 
-    ``step`` returns the number of steps done, of ``steps``. ``left_at``: the code and line that left it.
+    ``step`` returns the number of steps done, of ``steps``. ``left_at``: the code and line that left it. ``failed``:
+    whether it was probably left by an exception, rather than by ``break`` or ``return``.
     """
 
     step: Callable[[], int]
     steps: int
     left_at: tuple[CodeType, int] | None = None
+    failed: bool = False
 
     def leave(self) -> None:
         """Called by the loop's generator when it is closed, by ``break``, an exception, or its deletion.
 
         Records the line of the frame that closes it, skipping other generators such as tqdm's: an exception that ends
-        the loop passes through the same line.
+        the loop passes through the same line. The frame's instruction is the one that raised, or the one that drops
+        the loop's iterator; a call of the generator's ``close`` looks as if it had raised.
         """
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
             frame = frame.f_back
         self.left_at = frame.f_code, frame.f_lineno
+        self.failed = opcode.opname[frame.f_code.co_code[frame.f_lasti]] not in _DROP_ITERATOR
 
     def ended_by(self, error: BaseException) -> bool:
         """Whether ``error`` was raised inside the loop, rather than after a ``break``."""
