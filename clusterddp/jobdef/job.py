@@ -23,8 +23,8 @@ class Keep:
     every: int | None = None
     """Checkpoints whose step is a multiple of this; None: no such rule."""
     best: str | None = None
-    """The metric whose best checkpoint is kept; None: no such rule. A step with a new best value is saved at once,
-    as the state after that step."""
+    """The metric whose best checkpoint is kept; None: no such rule. A new best value is saved at once: that of an
+    evaluation under ``run.every()`` as the state that was evaluated, another as the state after its step."""
     best_is: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value is best. In YAML, ``best: f1 max`` gives both."""
 
