@@ -112,7 +112,7 @@ class Case:
         for loader in loaders if checkpoint else []:
             loader.restore(checkpoint)
         return [
-            [sample for loader in loaders for sample in next(loader._batches(step))]
+            [sample for loader in loaders for sample in zip(*next(loader._batches(step)), strict=True)]
             for step in range(first, first + count)
         ]
 
