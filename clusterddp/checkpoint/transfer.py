@@ -77,27 +77,47 @@ def gather(state: Any, device: torch.device) -> list[Any] | None:
 
     Raises, on all ranks and before anything is sent, TooLarge, and CheckpointError if a rank's state cannot be saved.
     """
-    failure: CheckpointError | None = None
-    try:
-        packed = _Packed.of(state)
-        sizes = [len(packed.described), packed.size] if state else [0, 0]
-    except CheckpointError as error:
-        failure, sizes = error, [-1, -1]
-    all_sizes = _all_gather(sizes, device)
-    if failure is not None:
-        raise failure
-    if [-1, -1] in all_sizes:
-        raise CheckpointError(f"the state of rank {all_sizes.index([-1, -1])} cannot be saved; its error says why")
+    own, all_sizes = _agreed(state, device)
     if not any(map(any, all_sizes)):
         return [{} for _ in all_sizes] if _is_first() else None
     if (total := sum(map(sum, all_sizes))) > MOST_BYTES:
         raise TooLarge(total)
-    described = _gather_bytes(memoryview(packed.described)[: sizes[0]], [size for size, _ in all_sizes], device)
-    data = _gather_bytes(memoryview(packed.data)[: sizes[1]], [size for _, size in all_sizes], device)
+    described, data = (_gather_bytes(part, [size[at] for size in all_sizes], device) for at, part in enumerate(own))
     if described is None or data is None:
         return None
     parts = zip(described, data, all_sizes, strict=True)
     return [_Packed(bytearray(head), memory, size).state() if some else {} for head, memory, (some, size) in parts]
+
+
+class Gathering:
+    """Gathers states again and again. What a rank has sent before, its JSON or its tensors, is not sent again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        #: JSON and tensors: as this rank sent them last; on rank 0, of all ranks.
+        self._own: list[bytearray] = []
+        self._all: list[list[Any]] = []
+
+    def __call__(self, state: Any) -> list[Any] | None:
+        """The states of all ranks on rank 0, in rank order; None on the other ranks.
+
+        Raises CheckpointError on all ranks if a rank's state cannot be saved.
+        """
+        views, all_sizes = _agreed(state, self._device)
+        own = [bytearray(view) for view in views]
+        changed = [not self._own or new != self._own[part] for part, new in enumerate(own)]
+        all_changed = _all_gather([int(one) for one in changed], self._device)
+        self._own, self._all = own, self._all or [[None, None] for _ in all_sizes]
+        for part in range(2):
+            sizes = [size[part] * flags[part] for size, flags in zip(all_sizes, all_changed, strict=True)]
+            sent = memoryview(own[part]) if changed[part] else memoryview(b"")
+            for rank, memory in enumerate(_gather_bytes(sent, sizes, self._device) or []):
+                if all_changed[rank][part]:
+                    self._all[rank][part] = memory
+        if not _is_first():
+            return None
+        parts = zip(self._all, all_sizes, strict=True)
+        return [_Packed(bytearray(head), memory, size).state() for (head, memory), (_, size) in parts]
 
 
 def broadcast(state: Any, failure: str | None, device: torch.device) -> Any:
@@ -115,6 +135,27 @@ def broadcast(state: Any, failure: str | None, device: torch.device) -> Any:
     packed = packed or _Packed(bytearray(described.encode()), file_format.memory(size), size)
     broadcast_bytes(packed.data, size, device)
     return packed.state()
+
+
+def _agreed(state: Any, device: torch.device) -> tuple[list[memoryview], list[list[int]]]:
+    """This rank's JSON and data, and their sizes on all ranks; nothing of an empty state.
+
+    Raises CheckpointError on all ranks if a rank's state cannot be saved.
+    """
+    failure: CheckpointError | None = None
+    own: list[memoryview] = []
+    try:
+        packed = _Packed.of(state)
+        own = [memoryview(packed.described), memoryview(packed.data)[: packed.size]]
+        sizes = [len(view) for view in own] if state else [0, 0]
+    except CheckpointError as error:
+        failure, sizes = error, [-1, -1]
+    all_sizes = _all_gather(sizes, device)
+    if failure is not None:
+        raise failure
+    if [-1, -1] in all_sizes:
+        raise CheckpointError(f"the state of rank {all_sizes.index([-1, -1])} cannot be saved; its error says why")
+    return [view[:size] for view, size in zip(own, sizes, strict=True)], all_sizes
 
 
 def _is_first() -> bool:

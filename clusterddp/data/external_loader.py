@@ -1,65 +1,53 @@
 """A loader of another library or of the script's own: any iterable of batches with ``state_dict``/``load_state_dict``.
 
 torchdata's StatefulDataLoader is one. Each rank has its own state, while only rank 0 writes checkpoints: all ranks
-gather their states before a save, at a step known to all of them.
+gather their states before a save, at a step known to all of them. What has not changed since the last save is not sent.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
+from clusterddp.checkpoint import transfer
+from clusterddp.checkpoint.state import copied
 from clusterddp.data import randomness
-from clusterddp.data.workers import close
+from clusterddp.data.passes import Passes
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
 from clusterddp.worker import signals
 
-_END = object()
+#: Of a loader: takes over the states of another number of ranks.
+SPLIT = "load_state_dicts"
 
 
 class StatefulLoader(Protocol):
-    """A loader of batches that can save and restore its position."""
+    """A loader of batches that can save and restore its position.
+
+    To continue on another number of ranks, it also needs a method ``load_state_dicts(states, rank, world_size)``, which
+    gets the states of all ranks.
+    """
 
     def __iter__(self) -> Iterator[Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-class ExternalLoader:
-    """A StatefulLoader with the methods of ``Loader``, resumed by its own state rather than by the step.
-
-    Raises TypeError for a loader without a state.
-    """
+class ExternalLoader(Passes):
+    """A StatefulLoader with the methods of ``Loader``, resumed by its own state rather than by the step."""
 
     per_rank_state = True
-    #: The number of samples per rank and step is the loader's own business: nothing is ever split.
-    share = batch_size = 1
 
     def __init__(self, loader: StatefulLoader, group: ProcessGroup) -> None:
-        self._loader, self._group = loader, group
-        self._name = type(loader).__name__
-        if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-            raise TypeError(
-                f"run(loader=...) was given a {self._name}, in which a run cannot resume: expected ctx.loader(), or a "
-                "loader with state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader"
-            )
-        self._passes = 0
+        super().__init__(loader)
+        self._group = group
         self._states: list[dict[str, Any]] = []
+        self._gathering = transfer.Gathering(group.collective_device)
         #: Whether the loader has drawn from the global generators, whose state is not the loader's.
         self._drew = False
-
-    @property
-    def given(self) -> StatefulLoader:
-        """The loader itself."""
-        return self._loader
-
-    @property
-    def workers(self) -> int:
-        """The number of processes that read for this rank; 0 if that is unknown."""
-        return int(getattr(self._loader, "num_workers", 0))
+        #: The state before a batch was fetched that is not handed out yet.
+        self._before: dict[str, Any] | None = None
 
     @property
     def inexact(self) -> list[str]:
@@ -68,75 +56,72 @@ class ExternalLoader:
             return [f"the workers of {self._name} draw their own random numbers"]
         return [f"{self._name} draws from the global random generators"] if self._drew else []
 
-    def epoch(self, _step: int) -> int:
-        """The number of completed passes over the loader."""
-        return self._passes
-
-    def ends_epoch(self, _step: int) -> bool:
-        """Unknown before the loader ends: raises TypeError."""
-        raise TypeError(f"run.end_of_epoch is not available with {self._name}: use ctx.loader()")
-
-    def steps_in(self, epochs: float) -> int:
-        """The number of steps in so many passes over the loader, by its length."""
-        try:
-            return -int(-epochs * len(self._loader))  # type: ignore[arg-type]
-        except TypeError:
-            raise TypeError(f"{self._name} has no length: use run.steps() instead of run.epochs()") from None
-
     def batches(self, _step: int) -> Iterator[Any]:
         """Pass after pass, from the loader's current position."""
-        empty = False
-        while True:
-            found = False
-            before = randomness.states()
-            with signals.blocked(self._loader):
-                iterator = iter(self._loader)
+        if self._before is not None:  # an earlier loop ended with a batch that was not handed out
+            self._loader.load_state_dict(self._before)
+            self._before = None
+        return self._batches()
+
+    def _iter(self) -> Any:
+        before = randomness.states()
+        with signals.blocked(self._loader):
+            iterator = iter(self._loader)
+        self._notice_draws(before)
+        return iterator
+
+    def _next(self, iterator: Any, end: Any) -> Any:
+        with randomness.preserved() as before:
+            batch = next(iterator, end)
             self._notice_draws(before)
-            try:
-                while True:
-                    with randomness.preserved() as before:
-                        batch = next(iterator, _END)
-                        self._notice_draws(before)
-                    if batch is _END:
-                        break
-                    found = True
-                    yield batch
-            except GeneratorExit:  # the loop has ended
-                close(iterator)
-                raise
-            if empty and not found:  # one empty pass is fine: the state was saved after the last batch of a pass
-                raise ValueError(f"{self._name} has no batches")
-            empty = not found
-            self._passes += 1
+        return batch
+
+    def _fetched(self) -> Any:
+        self._before = None
+        return super()._fetched()
+
+    def ends_epoch(self, step: int) -> bool:
+        """As with any loader; the state to be saved stays the one before the next batch was fetched."""
+        if self._before is None:
+            self._before = copy.deepcopy(self._loader.state_dict())
+        return super().ends_epoch(step)
 
     def _notice_draws(self, before: randomness.States) -> None:
         self._drew = self._drew or not randomness.equal(before, randomness.states())
 
     def gather(self) -> None:
         """Brings the states of all ranks to rank 0. Collective."""
-        states: list[Any] | None = [None] * self._group.world_size if self._group.rank == 0 else None
-        dist.gather_object((self._loader.state_dict(), self._drew), states, dst=0)
-        if states is not None:
-            self._states = [state for state, _ in states]
-            self._drew = any(drew for _, drew in states)
+        state = self._loader.state_dict() if self._before is None else self._before
+        if (all_told := self._gathering({"state": state, "drew": self._drew})) is not None:
+            self._states = [told["state"] for told in all_told]
+            self._drew = any(told["drew"] for told in all_told)
 
     def progress(self, _step: int) -> dict[str, Any]:
         """What a checkpoint stores about the loader: the passes, and the gathered states."""
         return {"epoch": self._passes, "loaders": self._states, "loaders_drew": self._drew}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        """Restores this rank's state. Raises CheckpointError at another world size."""
+        """Restores this rank's state. Raises CheckpointError at another world size, unless the loader supports that."""
         states = progress.get("loaders")
         if states is None:
-            started = "with ctx.loader()" if "dataset_length" in progress else "without a loader"
-            remedy = "use ctx.loader()" if "dataset_length" in progress else "leave out loader= in ctx.run()"
-            raise CheckpointError(
-                f"the run started {started}, and its checkpoint has no state for {self._name}: {remedy}"
-            )
-        if len(states) != self._group.world_size:
-            raise CheckpointError(
-                f"the checkpoint has the {self._name} states of {len(states)} ranks, and there are now "
-                f"{self._group.world_size}: use {len(states)} ranks, or ctx.loader(), which works with any number"
-            )
+            raise CheckpointError(f"{_started(progress)}, and its checkpoint has no state for {self._name}")
+        rank, ranks = self._group.rank, self._group.world_size
         self._passes, self._drew = progress["epoch"], progress.get("loaders_drew", True)
-        self._loader.load_state_dict(states[self._group.rank])
+        if len(states) == ranks:
+            self._loader.load_state_dict(copied({"state": states[rank]})["state"])
+        elif hasattr(self._loader, SPLIT):
+            getattr(self._loader, SPLIT)(copied({"states": states})["states"], rank, ranks)
+        else:
+            raise CheckpointError(
+                f"the checkpoint has the {self._name} states of {len(states)} ranks, and there are now {ranks}: use "
+                f"{len(states)} ranks, give the loader a method {SPLIT}(states, rank, world_size), or use "
+                "ctx.loader(), which works with any number"
+            )
+
+
+def _started(progress: Mapping[str, Any]) -> str:
+    if "dataset_length" in progress:
+        return "use ctx.loader(): the run started with it"
+    if "loaders" in progress:
+        return "pass the loader that the run started with: it had no state_dict()"
+    return "leave out loader= in ctx.run(): the run started without a loader"

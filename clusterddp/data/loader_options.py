@@ -18,9 +18,9 @@ def checked(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> 
         raise TypeError(f"{name!r} is not an option of the loader or of torch's DataLoader{nearest}")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"{type(dataset).__name__} has no length and no index, so a run cannot resume in it: use a dataset "
-            "with __len__ and __getitem__, or give ctx.run() a loader with state_dict() and load_state_dict(), or loop "
-            "over your own DataLoader with ctx.stop_requested()"
+            f"{type(dataset).__name__} has no length and no index, so a run cannot resume in it at once: use a dataset "
+            "with __len__ and __getitem__, such as those of clusterddp.streams, or give ctx.run() a loader of "
+            "your own, such as torchdata's StatefulDataLoader, which it resumes by its state"
         )
     try:
         number = operator.index(batch_size)

@@ -48,14 +48,20 @@ def equal(one: States, other: States) -> bool:
     return mine is None or bool(mine["pos"] == others["pos"] and (mine["key"] == others["key"]).all())
 
 
+def set_states(of: States) -> None:
+    """The inverse of ``states``."""
+    cpu, plain, numbers = of
+    torch.set_rng_state(cpu)
+    random.setstate(plain)
+    if numbers is not None:
+        sys.modules["numpy"].random.set_state(numbers)
+
+
 @contextmanager
 def preserved() -> Iterator[States]:
     """Yields the current ``states``, and restores them at the end."""
-    cpu, plain, numbers = before = states()
+    before = states()
     try:
         yield before
     finally:
-        torch.set_rng_state(cpu)
-        random.setstate(plain)
-        if numbers is not None:
-            sys.modules["numpy"].random.set_state(numbers)
+        set_states(before)

@@ -3,24 +3,26 @@
 A step takes the next global batch of the loader's endless stream: step s takes batch s, plus all that were skipped
 before it. A skip moves the position in the data and not the number of steps, so that a schedule that counts steps is
 not affected. ``skips`` in a checkpoint has the steps with their numbers of batches: a resume finds its place on any
-number of ranks. Only a loader of another library hands out the batches that are skipped, and they are dropped.
+number of ranks. Only a loader of another library hands out the batches that are skipped, and they are dropped; so are
+those of a loader without a state that were trained on before a resume.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from clusterddp.data.external_loader import ExternalLoader, StatefulLoader
+from clusterddp.data.external_loader import ExternalLoader
 from clusterddp.data.loader import Loader
 from clusterddp.data.no_loader import NoLoader
+from clusterddp.data.replayed_loader import ReplayedLoader
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.jobdef.job import MOST_SKIPPED
 
 #: In the group's store: what rank 0 takes its samples from.
 _STREAM = "loader/stream"
 #: The argument ``step`` of its methods is the number of a global batch, from 0.
-Source: TypeAlias = Loader | ExternalLoader | NoLoader
+Source: TypeAlias = Loader | ExternalLoader | ReplayedLoader | NoLoader
 
 
 class TrainingLoader:
@@ -32,8 +34,10 @@ class TrainingLoader:
 
     def __init__(self, source: Source, seeds_steps: bool = False) -> None:
         self._source, self._seeds_steps = source, seeds_steps
+        #: Whether the source goes to any place at once, rather than from batch to batch.
+        self._seeks = isinstance(source, (Loader, NoLoader))
         self.skips: list[tuple[int, int]] = []
-        #: Batches that a loader of another library has still to hand out, to nobody.
+        #: Batches that a loader with a state has still to hand out, to nobody.
         self._to_drop = 0
         #: Whether the stream has to be opened again, at another position.
         self._moved = False
@@ -85,7 +89,7 @@ class TrainingLoader:
     def epochs_before(self, step: int, every: int) -> bool:
         """Whether a multiple of ``every`` epochs ends between the step before and this one, the first excepted."""
         epoch = self.epoch(step)
-        before = self._last_epoch if self.per_rank_state else self.epoch(max(0, step - 1))
+        before = self.epoch(max(0, step - 1)) if self._seeks else self._last_epoch
         return before is not None and before // every < epoch // every
 
     def steps_in(self, epochs: float) -> int:
@@ -120,15 +124,12 @@ class TrainingLoader:
         iterator = self._open(step)
         try:
             while True:
-                if self._moved and not self.per_rank_state:
+                if self._moved and self._seeks:
                     iterator.close()  # type: ignore[attr-defined]
                     iterator = self._open(step)
                 self._moved = False
-                self._last_epoch = self._source.epoch(step) if self.per_rank_state else None
-                while self._to_drop:
-                    at_batch()
-                    next(iterator)
-                    self._to_drop -= 1
+                if not self._seeks:
+                    self._drop(step, iterator, at_batch)
                 yield next(iterator)
                 step += 1
         finally:
@@ -138,6 +139,18 @@ class TrainingLoader:
         if isinstance(self._source, Loader):
             return self._source.batches(self.batch(step), self._seeds_steps)
         return self._source.batches(self.batch(step))
+
+    def _drop(self, step: int, iterator: Iterator[Any], at_batch: Callable[[], None]) -> None:
+        """Takes the batches before that of ``step``: those that are read again, and those that are skipped."""
+        if isinstance(self._source, ReplayedLoader):
+            trained = self.batch(step - 1) + 1
+            self._source.replay(trained, iterator, at_batch)
+            self._to_drop = self.batch(step) - trained
+        self._last_epoch = self._source.epoch(step)
+        while self._to_drop:
+            at_batch()
+            next(iterator)
+            self._to_drop -= 1
 
     def gather(self) -> None:
         """Brings the states of all ranks' loaders to rank 0, where they have one. Collective."""
@@ -156,20 +169,33 @@ class TrainingLoader:
 
 
 def training_loader(
-    loader: Loader | StatefulLoader | None, group: ProcessGroup, seeds_steps: bool = False
+    loader: Loader | Iterable[Any] | None, group: ProcessGroup, seed: int, seeds_steps: bool = False
 ) -> TrainingLoader:
     """What ``ctx.run()`` got as its loader, with the methods that a run needs.
 
     ``seeds_steps``: whether the run seeds all generators once it has a batch.
 
-    Raises TypeError for one without a state, ValueError on a rank whose ``ctx.loader()`` is not that of rank 0.
+    Raises TypeError for what cannot be iterated over, ValueError on a rank whose ``ctx.loader()`` is not that of rank
+    0.
     """
     if loader is None:
         return TrainingLoader(NoLoader())
     if not isinstance(loader, Loader):
-        return TrainingLoader(ExternalLoader(loader, group))
+        return TrainingLoader(_of_other(loader, group, seed))
     _check_same(f"{loader.length} samples in the order {loader.label!r}", group)
     return TrainingLoader(loader, seeds_steps)
+
+
+def _of_other(loader: Any, group: ProcessGroup, seed: int) -> ExternalLoader | ReplayedLoader:
+    """By whether the loader has a state."""
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return ExternalLoader(loader, group)
+    if not hasattr(loader, "__iter__"):
+        raise TypeError(
+            f"run(loader=...) was given a {type(loader).__name__}: expected ctx.loader(), or an iterable of this "
+            "rank's batches, such as torchdata's StatefulDataLoader"
+        )
+    return ReplayedLoader(loader, group, seed)
 
 
 def _check_same(stream: str, group: ProcessGroup) -> None:

@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 
 from clusterddp.data import randomness
 from clusterddp.data.eval_loader import EvalLoader
-from clusterddp.data.external_loader import StatefulLoader
 from clusterddp.data.loader import Loader
 from clusterddp.data.orders.choice import chosen
 from clusterddp.data.orders.order import Order
@@ -234,7 +233,7 @@ class Context(Ranks):
     def run(
         self,
         *,
-        loader: Loader | StatefulLoader | None = None,
+        loader: Loader | Iterable[Any] | None = None,
         rng: Randomness = "step",
         per_rank: Parts = None,
         init_from: Files | None = None,
@@ -246,9 +245,9 @@ class Context(Ranks):
         """The run, restored from its newest checkpoint if there is one. Collective; once per process.
 
         Args:
-            loader: from ``ctx.loader()``, or any iterable of this rank's batches with ``state_dict`` and
-                ``load_state_dict``, such as torchdata's StatefulDataLoader. Without one, ``run.steps(n)`` yields the
-                number of each step.
+            loader: from ``ctx.loader()``, or any iterable of this rank's batches. With ``state_dict`` and
+                ``load_state_dict``, as torchdata's StatefulDataLoader, it is resumed by them; else its batches are read
+                again from the start. Without a loader, ``run.steps(n)`` yields the number of each step.
             rng: "step" seeds all generators before each step, by seed, step and rank; "user" leaves them to the script,
                 and a resume is then not exact.
             per_rank: state that each rank has for itself, such as environments, replay buffers or random generators: a
@@ -287,7 +286,13 @@ class Context(Ranks):
 
             kind = partial(CheckedRun, read.recording)
         self._run = kind(
-            named, training_loader(loader, self._group, rng == "step"), rng, values, own, warm_start, services
+            named,
+            training_loader(loader, self._group, self.seed, rng == "step"),
+            rng,
+            values,
+            own,
+            warm_start,
+            services,
         )
         return self._run
 

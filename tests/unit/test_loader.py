@@ -271,10 +271,10 @@ def test_a_rank_with_another_dataset_is_named() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     group = [SimpleNamespace(rank=rank, store=store) for rank in (0, 1)]
     for rank in (0, 1):
-        training_loader(loader(rank=rank, ranks=2), group[rank])  # type: ignore[arg-type]
+        training_loader(loader(rank=rank, ranks=2), group[rank], 0)  # type: ignore[arg-type]
     expected = "rank 1 has 9 samples in the order 'shuffled-2', and rank 0 has 10 samples in the order 'shuffled-2'"
     with pytest.raises(ValueError, match=expected):
-        training_loader(loader(length=9, rank=1, ranks=2), group[1])  # type: ignore[arg-type]
+        training_loader(loader(length=9, rank=1, ranks=2), group[1], 0)  # type: ignore[arg-type]
 
 
 def test_a_given_global_batch_is_shared_for_any_batch_size() -> None:

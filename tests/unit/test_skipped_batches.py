@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,7 +99,7 @@ class Letters:
 
 
 class Group:
-    rank, world_size = 0, 1
+    rank, world_size, collective_device = 0, 1, torch.device("cpu")
 
 
 def external(progress: dict[str, Any] | None = None) -> TrainingLoader:
@@ -109,8 +110,7 @@ def external(progress: dict[str, Any] | None = None) -> TrainingLoader:
 
 
 def state_of(one: TrainingLoader, step: int) -> dict[str, Any]:
-    source: Any = one._source
-    source._states = [source._loader.state_dict()]  # what ``gather`` does, which needs a process group
+    one.gather()
     return one.progress(step)
 
 

@@ -1,0 +1,354 @@
+"""Loaders that clusterddp did not make: their passes, states, look-ahead, and batches that are read again."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from clusterddp.checkpoint import transfer
+from clusterddp.data.training_loader import TrainingLoader, training_loader
+from clusterddp.errors import CheckpointError
+
+
+def group(rank: int = 0, ranks: int = 1) -> Any:
+    return SimpleNamespace(rank=rank, world_size=ranks, collective_device=torch.device("cpu"))
+
+
+class Plain:
+    """Five batches per pass and no state; what it draws belongs to the batch."""
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.started.append(epoch)
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(5).tolist()
+        for number in order:
+            yield number, random.random(), float(np.random.rand())
+
+
+class Letters:
+    """Five batches per pass, and a state."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[str]:
+        while self.place < 5:
+            self.place += 1
+            yield "abcde"[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+def made(loader: Any, progress: dict[str, Any] | None = None, **of_group: int) -> TrainingLoader:
+    found = training_loader(loader, group(**of_group), 1)
+    if progress is not None:
+        found.restore(progress)
+    return found
+
+
+def checkpoint(of: TrainingLoader, step: int, ranks: int = 1) -> dict[str, Any]:
+    of.gather()
+    return {**of.progress(step), "world_size": ranks}
+
+
+def nothing() -> None:
+    pass
+
+
+def take(loader: TrainingLoader, step: int, count: int) -> list[Any]:
+    """As the loop does: each step is seeded, and draws."""
+    batches = loader.batches(step, nothing)
+    found = []
+    for number in range(step, step + count):
+        found.append(next(batches))
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(number)
+        torch.rand(number)
+    batches.close()  # type: ignore[attr-defined]
+    return found
+
+
+# --- without a state
+
+
+@pytest.mark.parametrize("stop", [0, 3, 5, 7, 12])
+def test_batches_of_a_loader_without_a_state_are_read_again_and_are_the_same(stop: int) -> None:
+    """Whatever the script draws meanwhile."""
+    whole = take(made(Plain()), 0, 17)
+    assert {batch[0] for batch in whole[:5]} == set(range(5)) and whole[:5] != whole[5:10]
+    stopped = made(Plain())
+    assert take(stopped, 0, stop) == whole[:stop]
+    torch.rand(7)
+    assert take(made(Plain(), checkpoint(stopped, stop)), stop, 17 - stop) == whole[stop:]
+
+
+def test_it_says_how_long_reading_again_took_and_what_to_use_instead(capfd: pytest.CaptureFixture[str]) -> None:
+    stopped = made(Plain())
+    assert "Plain has no state_dict(): a resume reads its batches again from the start" in capfd.readouterr().err
+    take(stopped, 0, 7)
+    assert capfd.readouterr().err == ""
+    resumed = made(Plain(), checkpoint(stopped, 7))
+    take(resumed, 7, 3)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2 and "reading its first 7 batches again took 0.0 s; ctx.loader() finds its place" in said[1]
+    assert resumed.inexact == ["Plain has no state: exact only if it repeats its batches"]
+    take(made(Plain(), rank=1, ranks=2), 0, 1)
+    assert capfd.readouterr().err == "", "only rank 0"
+
+
+def test_a_second_loop_continues_where_the_first_ended_and_repeats_a_step_that_was_left(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    whole = take(made(Plain()), 0, 12)
+    loader = made(Plain())
+    capfd.readouterr()
+    assert take(loader, 0, 4) + take(loader, 4, 4) == whole[:8]
+    assert capfd.readouterr().err == "", "nothing was read again"
+    assert take(loader, 7, 5) == whole[7:]
+
+
+def test_the_loader_its_sampler_and_its_dataset_are_told_the_number_of_the_pass() -> None:
+    plain = Plain()
+    take(made(plain), 0, 11)
+    assert plain.started == [0, 1, 2]
+    data = list(range(20))
+    shares: Any = [DistributedSampler(data, num_replicas=2, rank=rank, seed=0) for rank in (0, 1)]  # type: ignore[arg-type]
+    passes = [take(made(DataLoader(data, 5, sampler=share)), 0, 4) for share in shares]  # type: ignore[arg-type]
+    for number in (0, 1):
+        of_pass = [batch.tolist() for batches in passes for batch in batches[2 * number : 2 * number + 2]]
+        assert sorted(itertools.chain(*of_pass)) == data
+    assert passes[0][0].tolist() != passes[0][2].tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shuffled_data_loader_is_read_again(workers: int) -> None:
+    data = torch.arange(12)
+
+    def loader() -> Any:
+        return DataLoader(data, 4, shuffle=True, num_workers=workers)  # type: ignore[arg-type]
+
+    whole = [batch.tolist() for batch in take(made(loader()), 0, 6)]
+    stopped = made(loader())
+    take(stopped, 0, 4)
+    assert [batch.tolist() for batch in take(made(loader(), checkpoint(stopped, 4)), 4, 2)] == whole[4:]
+
+
+def test_skipped_batches_are_passed_over_and_a_resume_finds_the_place(capfd: pytest.CaptureFixture[str]) -> None:
+    whole = take(made(Plain()), 0, 20)
+    loader = made(Plain())
+    batches = loader.batches(0, nothing)
+    first = [next(batches) for _ in range(3)]
+    loader.skip(3, 6)
+    capfd.readouterr()
+    assert [*first, next(batches), next(batches)] == [*whole[:3], *whole[9:11]]
+    assert capfd.readouterr().err == "", "a skip reads nothing again"
+    resumed = made(Plain(), checkpoint(loader, 5))
+    assert take(resumed, 5, 3) == whole[11:14]
+    at_skip = made(Plain(), checkpoint(loader, 3))
+    batches = at_skip.batches(3, nothing)
+    assert next(batches) == whole[9]
+    assert at_skip.epochs_before(3, 1), "the pass ended within what was skipped"
+
+
+def test_the_run_can_stop_while_batches_are_read_again() -> None:
+    stopped = made(Plain())
+    take(stopped, 0, 7)
+    calls: list[int] = []
+
+    def stop_at_the_fourth() -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    resumed = made(Plain(), checkpoint(stopped, 7))
+    with pytest.raises(KeyboardInterrupt):
+        next(resumed.batches(7, stop_at_the_fourth))
+    whole = take(made(Plain()), 0, 9)
+    assert take(made(Plain(), checkpoint(resumed, 7)), 7, 2) == whole[7:]
+
+
+def test_a_stop_before_the_step_repeats_its_batch() -> None:
+    """As in an evaluation: the batch is handed out, and the step not made."""
+    whole = take(made(Plain()), 0, 9)
+    loader = made(Plain())
+    take(loader, 0, 5)
+    assert take(made(Plain(), checkpoint(loader, 4)), 4, 2) == whole[4:6]
+
+
+@pytest.mark.parametrize(
+    ("started_with", "now", "ranks", "message"),
+    [
+        (Plain, Plain, 2, "read its batches from Plain on 1 ranks, and there are now 2"),
+        (Letters, Plain, 1, "ctx.run\\(\\) now got Plain, which has none: pass the loader that the run started with"),
+        (Plain, Letters, 1, "pass the loader that the run started with: it had no state_dict"),
+        (Letters, Letters, 2, "the Letters states of 1 ranks, and there are now 2: use 1 ranks, give the loader"),
+    ],
+)
+def test_a_resume_with_another_loader_is_refused(started_with: Any, now: Any, ranks: int, message: str) -> None:
+    saved = checkpoint(made(started_with()), 0)
+    with pytest.raises(CheckpointError, match=message):
+        made(now(), saved, ranks=ranks)
+
+
+def test_what_is_no_iterable_is_refused_and_what_ends_is_reported() -> None:
+    with pytest.raises(TypeError, match=r"run\(loader=...\) was given a int: expected ctx.loader\(\), or an iterable"):
+        made(5)
+    with pytest.raises(ValueError, match="list_iterator has no batches, or none when it is iterated over again"):
+        take(made(iter([1, 2])), 0, 3)
+
+
+# --- the end of a pass
+
+
+@pytest.mark.parametrize("kind", [Plain, Letters])
+def test_the_last_batch_of_a_pass_is_known_and_a_resume_repeats_nothing(kind: Any) -> None:
+    """By the next batch, which is fetched only if the script asks; the state that is saved is the one before."""
+    whole = take(made(kind()), 0, 12)
+    loader = made(kind())
+    batches = loader.batches(0, nothing)
+    ends, found = [], []
+    for step in range(12):
+        found.append(next(batches))
+        ends += [loader.ends_epoch(step), loader.ends_epoch(step)]
+        saved = checkpoint(loader, step + 1)
+        resumed = made(kind(), saved)
+        if step < 11:
+            assert next(resumed.batches(step + 1, nothing)) == whole[step + 1]
+    assert found == whole
+    assert [step for step in range(12) if ends[2 * step]] == [4, 9] and ends[::2] == ends[1::2]
+
+
+def test_a_batch_that_was_fetched_early_belongs_to_the_next_loop() -> None:
+    loader = made(Letters())
+    batches = loader.batches(0, nothing)
+    assert next(batches) == "a" and not loader.ends_epoch(0)
+    batches.close()  # type: ignore[attr-defined]
+    assert checkpoint(loader, 1)["loaders"] == [{"place": 1}]
+    assert next(loader.batches(1, nothing)) == "b"
+
+
+def test_the_end_of_a_pass_is_unknown_before_the_first_batch() -> None:
+    with pytest.raises(RuntimeError, match="not known before the first batch of Letters"):
+        made(Letters()).ends_epoch(0)
+
+
+# --- with a state, on other ranks
+
+
+class Elastic(Letters):
+    """One state for all ranks, as MosaicML's StreamingDataLoader has it."""
+
+    def load_state_dicts(self, states: list[Any], rank: int, world_size: int) -> None:
+        assert (len(states), rank, world_size) == (1, 1, 2)
+        self.load_state_dict(states[0])
+
+
+def test_a_loader_that_takes_over_the_states_of_other_ranks_continues_on_any_number() -> None:
+    stopped = made(Elastic())
+    take(stopped, 0, 3)
+    resumed = made(Elastic(), checkpoint(stopped, 3), rank=1, ranks=2)
+    assert take(resumed, 3, 2) == ["d", "e"]
+
+
+def test_a_state_with_tensors_is_restored_as_a_copy() -> None:
+    class Tensors(Letters):
+        def state_dict(self) -> dict[str, Any]:
+            return {"place": torch.tensor(self.place), "order": torch.arange(5)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            state["order"].zero_()
+            self.place = int(state["place"])
+
+    stopped = made(Tensors())
+    take(stopped, 0, 2)
+    saved = checkpoint(stopped, 2)
+    assert take(made(Tensors(), saved), 2, 2) == ["c", "d"]
+    assert saved["loaders"][0]["order"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_has_not_changed_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    send = transfer._gather_bytes
+    monkeypatch.setattr(transfer, "_gather_bytes", lambda own, *rest: sizes.append(len(own)) or send(own, *rest))
+    gathering = transfer.Gathering(torch.device("cpu"))
+    large = torch.arange(1000)
+    for place in (1, 2, 2):
+        (found,) = gathering({"place": place, "order": large}) or []
+        assert found["place"] == place and torch.equal(found["order"], large)
+    described = sizes[0]
+    assert sizes == [described, 8000, described, 0, 0, 0]
+    (found,) = gathering({"place": 2, "order": large + 1}) or []
+    assert found["order"][0] == 1 and sizes[6:] == [0, 8000]
+
+
+# --- the libraries themselves
+
+
+class Numbers(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        worker = torch.utils.data.get_worker_info()
+        yield from range(worker.id if worker else 0, 30, worker.num_workers if worker else 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+def test_torchdatas_loader_continues_from_its_state(kind: str, workers: int) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        data = Numbers() if kind == "iterable" else list(range(30))
+        shuffled = torch.Generator().manual_seed(1) if kind == "map" else None
+        return torchdata.StatefulDataLoader(data, 4, shuffle=kind == "map", generator=shuffled, num_workers=workers)
+
+    count = 12 if kind == "iterable" else 8  # torchdata 0.11 does not save the generator for the next pass
+    whole = [batch.tolist() for batch in take(made(loader()), 0, count)]
+    stopped = made(loader())
+    batches = stopped.batches(0, nothing)
+    for step in range(3):
+        assert next(batches).tolist() == whole[step]
+        assert not stopped.ends_epoch(step)
+    saved = checkpoint(stopped, 3)
+    batches.close()  # type: ignore[attr-defined]
+    assert [batch.tolist() for batch in take(made(loader(), saved), 3, count - 3)] == whole[3:]
+
+
+def numbers(shards: list[int]) -> Iterator[dict[str, int]]:
+    for shard in shards:
+        yield from ({"n": 10 * shard + line} for line in range(10))
+
+
+def test_hugging_faces_streaming_dataset_continues_from_its_state() -> None:
+    """Repeated by itself: after a resume, datasets 5.2 begins later passes where the state was."""
+    datasets = pytest.importorskip("datasets")
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        data = datasets.IterableDataset.from_generator(numbers, gen_kwargs={"shards": [0, 1, 2]})
+        return torchdata.StatefulDataLoader(data.repeat(None), 5)
+
+    whole = [batch["n"].tolist() for batch in take(made(loader()), 0, 12)]
+    assert sorted(itertools.chain(*whole[:6])) == list(range(30))
+    stopped = made(loader())
+    assert [batch["n"].tolist() for batch in take(stopped, 0, 5)] == whole[:5]
+    resumed = take(made(loader(), checkpoint(stopped, 5)), 5, 7)
+    assert [batch["n"].tolist() for batch in resumed] == whole[5:]
