@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from clusterddp.data.external_loader import ExternalLoader
 from clusterddp.data.loader import Loader
 from clusterddp.data.no_loader import NoLoader
+from clusterddp.data.passes import Passes
 from clusterddp.data.replayed_loader import ReplayedLoader
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.jobdef.job import MOST_SKIPPED
@@ -47,7 +48,7 @@ class TrainingLoader:
     @property
     def given(self) -> Any:
         """What ``ctx.run()`` got as its loader."""
-        return self._source.given if isinstance(self._source, ExternalLoader) else self._source
+        return self._source.given if isinstance(self._source, Passes) else self._source
 
     @property
     def per_rank_state(self) -> bool:
