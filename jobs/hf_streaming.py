@@ -17,29 +17,6 @@ from torch import nn
 import clusterddp
 
 
-class Batches:
-    """The run's loader: pass after pass over a streaming dataset of batches, each in its own order of the files.
-
-    Read in this process, so that nothing is read ahead of the state. Each rank has its own state, so that the run
-    continues on the same number of ranks.
-    """
-
-    def __init__(self, dataset):
-        self.dataset, self.epoch = dataset, 0
-
-    def __iter__(self):
-        self.dataset.set_epoch(self.epoch)  # otherwise each pass after a resume would begin where the run resumed
-        yield from self.dataset
-        self.epoch += 1
-
-    def state_dict(self):
-        return {"epoch": self.epoch, "dataset": self.dataset.state_dict()}
-
-    def load_state_dict(self, state):
-        self.epoch = state["epoch"]
-        self.dataset.load_state_dict(state["dataset"])
-
-
 def encode(line):
     """The first 64 characters as bytes, filled with blanks."""
     return {"characters": list(line["text"].encode()[:64].ljust(64))}
@@ -61,7 +38,7 @@ def main():
 
     model = ctx.wrap(nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256)))  # from a character to the next one
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run = ctx.run(model=model, optimizer=optimizer, loader=Batches(batches))
+    run = ctx.run(model=model, optimizer=optimizer, loader=batches)
     for batch in run.steps(args.steps):
         characters = torch.tensor(batch["characters"], device=ctx.device)
         loss = F.cross_entropy(model(characters[:, :-1]).flatten(0, 1), characters[:, 1:].flatten())

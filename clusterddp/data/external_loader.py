@@ -42,7 +42,9 @@ class ExternalLoader(Passes):
     def __init__(self, loader: StatefulLoader, group: ProcessGroup) -> None:
         super().__init__(loader)
         self._group = group
+        #: Of all ranks, on rank 0: their loaders' states, and their passes, which may differ in length.
         self._states: list[dict[str, Any]] = []
+        self._all_passes: list[int] = []
         self._gathering = transfer.Gathering(group.collective_device)
         #: Whether the loader has drawn from the global generators, whose state is not the loader's.
         self._drew = False
@@ -65,6 +67,8 @@ class ExternalLoader(Passes):
 
     def _iter(self) -> Any:
         before = randomness.states()
+        if hasattr(self._loader, "set_epoch"):  # Hugging Face's: the state applies to the pass in which it was saved
+            self._loader.set_epoch(self._passes)
         with signals.blocked(self._loader):
             iterator = iter(self._loader)
         self._notice_draws(before)
@@ -92,13 +96,20 @@ class ExternalLoader(Passes):
     def gather(self) -> None:
         """Brings the states of all ranks to rank 0. Collective."""
         state = self._loader.state_dict() if self._before is None else self._before
-        if (all_told := self._gathering({"state": state, "drew": self._drew})) is not None:
+        told = {"state": state, "passes": self._passes, "drew": self._drew}
+        if (all_told := self._gathering(told)) is not None:
             self._states = [told["state"] for told in all_told]
+            self._all_passes = [told["passes"] for told in all_told]
             self._drew = any(told["drew"] for told in all_told)
 
     def progress(self, _step: int) -> dict[str, Any]:
         """What a checkpoint stores about the loader: the passes, and the gathered states."""
-        return {"epoch": self._passes, "loaders": self._states, "loaders_drew": self._drew}
+        return {
+            "epoch": self._passes,
+            "loaders": self._states,
+            "loaders_passes": self._all_passes,
+            "loaders_drew": self._drew,
+        }
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Restores this rank's state. Raises CheckpointError at another world size, unless the loader supports that."""
@@ -108,6 +119,7 @@ class ExternalLoader(Passes):
         rank, ranks = self._group.rank, self._group.world_size
         self._passes, self._drew = progress["epoch"], progress.get("loaders_drew", True)
         if len(states) == ranks:
+            self._passes = (progress.get("loaders_passes") or [self._passes] * ranks)[rank]
             self._loader.load_state_dict(copied({"state": states[rank]})["state"])
         elif hasattr(self._loader, SPLIT):
             getattr(self._loader, SPLIT)(copied({"states": states})["states"], rank, ranks)

@@ -24,13 +24,16 @@ class Letters:
     def __init__(self, rank):
         self.rank, self.place = rank, 0
         self.num_workers = 2 if "workers" in sys.argv else 0
+        self.length = 7 if rank == 1 and "uneven" in sys.argv else 10
     def __iter__(self):
-        while self.place < 10:
+        while self.place < self.length:
             self.place += 1
             if "random" in sys.argv and self.rank == 1:
                 torch.rand(1)
             yield 10 * self.rank + self.place
         self.place = 0  # not before the next batch is asked for
+    def set_epoch(self, epoch):
+        self.epoch = epoch
     def state_dict(self):
         return {"place": self.place, "rank": self.rank}
     def load_state_dict(self, state):
@@ -44,13 +47,15 @@ ctx = clusterddp.init(run_dir=run_dir, checkpoint=policy)
 model = ctx.wrap(torch.nn.Linear(1, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 best = "score" if "skip" in sys.argv else None
-run = ctx.run(model=model, optimizer=optimizer, loader=Letters(ctx.rank), best=best)
+letters = Letters(ctx.rank)
+run = ctx.run(model=model, optimizer=optimizer, loader=letters, best=best)
 for batch in run.steps(total):
     if best and run.every(epochs=1):
         run.log(score=run.step)
     if best and run.step == 7:
         run.skip(5)
     print("took", batch, "in pass", run.epoch, flush=True)
+    assert letters.epoch == run.epoch
     loss = model(torch.tensor([[float(batch)]])).sum()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     run.log(loss=loss)
@@ -83,6 +88,16 @@ def test_each_rank_resumes_where_its_loader_was(tmp_path: Path, script: Any, sto
     assert resumed["inexact"] == []
     newest = content_of(max((run / "checkpoints").glob("step-*")))
     assert newest["progress"]["loaders"] == [{"place": 5, "rank": 0}, {"place": 5, "rank": 1}]
+
+
+def test_each_rank_counts_its_own_passes(tmp_path: Path, script: Any) -> None:
+    """Of 10 batches on rank 0, and of 7 on rank 1."""
+    run, options = tmp_path / "run", ["by time", "uneven"]
+    first = ddp.start(script, run, 25, 8, *options, ranks=2, folder=tmp_path / "out").expect(75)
+    second = ddp.run(script, run, 25, -1, *options, ranks=2, folder=tmp_path / "out")
+    for rank, length in enumerate([10, 7]):
+        expected = [f"took {10 * rank + step % length + 1} in pass {step // length}" for step in range(25)]
+        assert taken(first, rank) + taken(second, rank) == expected
 
 
 def test_skipped_batches_are_handed_out_to_nobody_and_the_best_step_is_saved_by_all_ranks(
