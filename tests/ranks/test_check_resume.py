@@ -151,7 +151,17 @@ def test_the_command_says_that_a_run_depends_on_the_order_of_a_set(script: Path)
 @pytest.mark.product
 @pytest.mark.parametrize(
     "job",
-    ["basic", "bucketed_text", "charlm", "digits", "early_stopping", "gan", "text_mixture", "weighted_digits"],
+    [
+        "basic",
+        "bucketed_text",
+        "charlm",
+        "digits",
+        "early_stopping",
+        "gan",
+        "tar_shards",
+        "text_mixture",
+        "weighted_digits",
+    ],
 )
 def test_the_example_jobs_pass(job: str, tmp_path: Path) -> None:
     """On two ranks."""
