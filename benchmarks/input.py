@@ -250,8 +250,7 @@ Medians of {rounds} rounds in each of {RANKS} ranks, which read at the same time
 turn, {Cheap.batches} batches of {Cheap.batch_size} (cheap: a row of 16 numbers and a label) or {Costly.batches} of
 {Costly.batch_size} (costly: an image, cropped and flipped at random). The ratio is that of one round and rank.
 
-Whoever draws random numbers pays for `ctx.loader`'s seeding of each sample, 8 us on this machine; only the costly
-samples draw.
+Only the costly samples draw random numbers, and are seeded one by one by `ctx.loader`.
 
 ## Seconds from a resume to the first batch
 
