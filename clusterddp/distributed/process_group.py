@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,6 +25,7 @@ LEAVE_TIMEOUT_S = 30.0
 #: Whether gloo's timeout can change after the group has started: in torch 2.9 it can, torch 2.4 ignores it.
 GLOO_TIMEOUT_CHANGES = hasattr(dist.ProcessGroup, "set_timeout")
 _OWNER, _LEFT, _ALL_LEFT = "clusterddp/owner", "left", "left/all"
+_CONNECTED, _ALL_CONNECTED = "connected", "connected/all"
 
 
 def choose_devices(
@@ -122,6 +124,8 @@ class ProcessGroup:
             timeout=timedelta(seconds=start_s),
             device_id=device if backend == "nccl" else None,  # NCCL then connects now rather than in the first step.
         )
+        if self.world_size > 1 and self.store.add(_CONNECTED, 1) == self.world_size:
+            self.store.set(_ALL_CONNECTED, "")
 
     @property
     def collective_device(self) -> torch.device:
@@ -140,6 +144,10 @@ class ProcessGroup:
 
     def close(self) -> None:
         """Leaves the group, rank 0 last, because it holds the store. Takes a bounded time; not for use after errors."""
+        if self.world_size > 1:
+            with suppress(RuntimeError):  # a rank failed while it connected, which is recorded elsewhere
+                # gloo fails on a rank that still connects when another one closes its connections.
+                self.store.wait([_ALL_CONNECTED], timedelta(seconds=LEAVE_TIMEOUT_S))
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.world_size == 1:
