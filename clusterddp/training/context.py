@@ -21,7 +21,7 @@ from clusterddp.data.orders.choice import chosen
 from clusterddp.data.orders.order import Order
 from clusterddp.data.training_loader import training_loader
 from clusterddp.data.workers import close_workers, shield_workers
-from clusterddp.distributed import process_group
+from clusterddp.distributed import math_library, process_group
 from clusterddp.errors import Stopped
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.jobdef.packages import check_packages
@@ -77,6 +77,7 @@ def init(
         raise RuntimeError("clusterddp.init() must be called in the main thread, as it installs signal handlers")
     read = settings.read(os.environ, seed=seed, device=device, backend=backend, run_dir=run_dir, checkpoint=checkpoint)
     collect_as_usual()
+    math_library.settle()
     _current = Context(read)
     return _current
 
