@@ -172,9 +172,14 @@ def test_members_that_are_preempted_at_random_end_as_their_undisturbed_selves(
 
 
 @pytest.mark.product
-def test_tasks_are_resubmitted_watched_and_cancelled_as_any_job(cluster: Cluster, runs: Path) -> None:
+def test_tasks_are_resubmitted_watched_and_cancelled_as_any_job(
+    clusters: Clusters, runs_on: Callable[[Cluster], Path]
+) -> None:
     """A preempted member continues as a job of its own where the definition asks for that, else as the same task, whose
     hold a watcher lifts; a member that is cancelled, in the queue or while it trains, takes no other with it."""
+    cluster = clusters.get(replace(Clusters.standard, cred_expire=120))  # a hold that does not end before it is lifted
+    cluster.set_grace(20)
+    runs = runs_on(cluster)
     words = [
         "tests/scripts/swept.py",
         "--device",
@@ -207,3 +212,4 @@ def test_tasks_are_resubmitted_watched_and_cancelled_as_any_job(cluster: Cluster
     assert re.search(rf"job {array}_[01]: lifted Slurm's hold after the requeue", seen.stderr), seen.stderr
     assert [wait_for_outcome(run) for run in watched] == ["completed"] * 2
     assert len(events_of(watched[0], "requeued")) == 1 and watched[0].attempts() == [0, 1]
+    cluster.drain_jobs()
