@@ -105,13 +105,13 @@ soak: .venv/ready slurm
 	.venv/bin/python -m benchmarks.soak $(SOAK)
 
 soak-booking: .venv/ready slurm
-	.venv/bin/python -m benchmarks.soak_booking $(SOAK)
+	.venv/bin/python -m benchmarks.soak.booking $(SOAK)
 
 bench-handover: .venv/ready slurm
 	.venv/bin/python -m benchmarks.handover
 
 bench-agreement: .venv/ready
-	.venv/bin/python -m benchmarks.agreement
+	.venv/bin/python -m benchmarks.steps.agreement
 
 bench-orders: .venv/ready
 	.venv/bin/python -m benchmarks.orders
@@ -120,10 +120,10 @@ bench-input: .venv/bench
 	.venv/bin/python -m benchmarks.input
 
 bench-heartbeat: .venv/ready
-	.venv/bin/python -m benchmarks.heartbeat
+	.venv/bin/python -m benchmarks.steps.heartbeat
 
 bench-step-timing: .venv/ready
-	.venv/bin/python -m benchmarks.step_timing
+	.venv/bin/python -m benchmarks.steps.step_timing
 
 bench-report: .venv/ready
 	.venv/bin/python -m benchmarks.report_page

@@ -1,4 +1,4 @@
-"""The ranks of benchmarks/step_timing.py: blocks of steps with and without timing and logging, in one run's loop.
+"""The ranks of benchmarks/steps/step_timing.py: blocks of steps with and without timing and logging, in one run's loop.
 
 Each rank writes its figures to FOLDER/rank-R.json.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import clusterddp
-from benchmarks.agreement import Trainer
+from benchmarks.steps.agreement import Trainer
 from clusterddp.training.loop import Run
 from clusterddp.training.timing import StepTimes
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import unannounced_redone
-from benchmarks.judging import steps_that_count, terminal_events
+from benchmarks.soak.faults import unannounced_redone
+from benchmarks.soak.judging import steps_that_count, terminal_events
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.chaos.behaviours import SECRET, STEPS, Behaviour

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from benchmarks.faults import ranks_of
 from benchmarks.runs import HighJob, TooLong, folder_for, until
+from benchmarks.soak.faults import ranks_of
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.chaos.behaviours import SECRET
 from tests.chaos.judging import EVERY

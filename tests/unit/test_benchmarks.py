@@ -13,19 +13,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks import (
-    agreement,
-    checkpoint,
-    faults,
-    gpu_check,
-    handover,
-    judging,
-    report,
-    runs,
-    savers,
-    soak,
-    step_timing,
-)
+from benchmarks import checkpoint, gpu_check, handover, report, runs, savers
+from benchmarks.soak import __main__ as soak
+from benchmarks.soak import faults, judging
+from benchmarks.steps import agreement, step_timing
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training.agreement import Agreement

@@ -1,4 +1,4 @@
-"""The judge of ``benchmarks/soak_booking.py``, alone and on the files of a recorded soak."""
+"""The judge of ``benchmarks/soak/booking.py``, alone and on the files of a recorded soak."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import booking_truth
-from benchmarks.booking_truth import Record, seconds, spans
-from benchmarks.soak_booking import UNKNOWN, Soaked
+from benchmarks.soak import booking_truth
+from benchmarks.soak.booking import UNKNOWN, Soaked
+from benchmarks.soak.booking_truth import Record, seconds, spans
 from clusterddp.report.booking import book
 from clusterddp.report.stragglers import waits
 from clusterddp.report.timeline import lanes

@@ -1,8 +1,9 @@
-"""What step timing and ``run.log`` cost: ``python -m benchmarks.step_timing`` (``make bench-step-timing``), 5 minutes.
+"""What step timing and ``run.log`` cost: ``python -m benchmarks.steps.step_timing``, 5 minutes.
 
-A run of two gloo ranks on this machine under ``submit --local``, in steps of about 10 ms, in blocks of 50 steps: with
+``make bench-step-timing``. A run of two gloo ranks on this machine under ``submit --local``, in steps of
+about 10 ms, in blocks of 50 steps: with
 timing and logging (two calls of ``run.log``, four values), and without both. As in
-``benchmarks.agreement``, the blocks are timed in pairs whose order alternates, next to pairs of two blocks without
+``agreement.py``, the blocks are timed in pairs whose order alternates, next to pairs of two blocks without
 (A/A). In further blocks, the CPU time of the training thread in each of their calls is added up.
 
 The bar: at most 100 us of the training thread's CPU per step, for both together, on each rank.
@@ -26,8 +27,8 @@ RANKS = 2
 BAR_US = 100.0
 #: Whether two of the values are reduced.
 LOGGED = {"reduced": "with `reduce`", "plain": "without"}
-SCRIPT = Path(__file__).with_name("scripts") / "step_timing.py"
-REPOSITORY = Path(__file__).resolve().parents[1]
+SCRIPT = Path(__file__).parents[1] / "scripts" / "step_timing.py"
+REPOSITORY = Path(__file__).resolve().parents[2]
 Block = Sequence[float]
 
 
@@ -107,7 +108,7 @@ def described(summary: dict[str, Any], pairs: int, steps: int) -> str:
     return f"""# What step timing and `run.log` cost
 
 {report.place()}
-`python -m benchmarks.step_timing`: a run of {RANKS} gloo ranks under `submit --local`, steps of
+`python -m benchmarks.steps.step_timing`: a run of {RANKS} gloo ranks under `submit --local`, steps of
 {summary["step_ms"]:.1f} ms, blocks of {steps} steps, on a machine with a load average of {summary["load"]:.0f}.
 In each step with logging, `run.log` is called twice, with four values, two of them tensors.
 

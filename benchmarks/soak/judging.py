@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks import faults
 from benchmarks.runs import event_times, first_step_done
+from benchmarks.soak import faults
 from clusterddp.data.orders.order import Binding
 from clusterddp.data.orders.plain import Shuffled
 from clusterddp.protocol import RUN_ENDS

@@ -4,7 +4,7 @@
 two nodes, and each run is preempted four to eight times by jobs in `high`, 0 to 6 s after an attempt's start, so that
 imports, rendezvous, restores, steps and saves are all hit; now and then before there are ranks, by two jobs at once, or
 with a second TERM on top. A preemption counts when a new attempt followed. Between them ranks are killed and stopped,
-slurmctld and slurmd restarted, cables pulled and nodes switched off (``benchmarks/faults.py``; none with --no-faults).
+slurmctld and slurmd restarted, cables pulled and nodes switched off (``faults.py``; none with --no-faults).
 When a run is over its recorded history is compared with an uninterrupted run's: each step counts once, each sample once
 per epoch, none redone after a preemption and few after the rest, the same losses, the same weights and optimizer to the
 last bit, one outcome, no process left. A run that fails any of it is kept in STATE/failed, with its run directory and
@@ -31,9 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import faults, report
-from benchmarks.faults import Fault, Maker
-from benchmarks.judging import EVERY, STEPS, Result, judge, resume_times
+from benchmarks import report
 from benchmarks.runs import (
     HighJob,
     TooLong,
@@ -47,6 +45,9 @@ from benchmarks.runs import (
     term_sent,
     until,
 )
+from benchmarks.soak import faults
+from benchmarks.soak.faults import Fault, Maker
+from benchmarks.soak.judging import EVERY, STEPS, Result, judge, resume_times
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.records import read_json, read_lines
 from clusterddp.rundir.run_directory import RunDirectory

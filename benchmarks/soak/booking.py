@@ -1,6 +1,6 @@
 """Whether each second of an interrupted run is booked to what the run was doing, and each interruption has its cause.
 
-``python -m benchmarks.soak_booking`` (``make soak-booking``). On the test cluster one run is preempted, killed, hung,
+``python -m benchmarks.soak.booking`` (``make soak-booking``). On the test cluster one run is preempted, killed, hung,
 requeued, held, stopped and cut off in the order of ``booking_faults.SCHEDULE``. Its script writes down when it does
 what, the injector when it did what, slurmctld's log and /proc tell of jobs and processes. ``booking_truth.py`` adds
 these up without any code or record of clusterddp, and the sums are compared with ``clusterddp report --json``: each
@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.booking_faults import CAUSES, LOOK_S, SCHEDULE, Injector, Observer, by_slurm, said, tell_requests
-from benchmarks.booking_truth import Record, faults, seconds, spans
 from benchmarks.runs import cluster, folder_for, until, write_definition
+from benchmarks.soak.booking_faults import CAUSES, LOOK_S, SCHEDULE, Injector, Observer, by_slurm, said, tell_requests
+from benchmarks.soak.booking_truth import Record, faults, seconds, spans
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster, ClusterConfig
 from tests.trainings import Training
@@ -143,7 +143,7 @@ def describe(soaked: Soaked, seed: int) -> tuple[str, dict[str, Any]]:
     text = f"""# Booked time of an interrupted run
 
 {report.place(f"Slurm {soaked.slurm}")}
-{date.today()}, `python -m benchmarks.soak_booking`, seed {seed}:
+{date.today()}, `python -m benchmarks.soak.booking`, seed {seed}:
 {len(interruptions)} interruptions of {len(kinds)} kinds and
 {SCHEDULE.count("controller")} restarts of slurmctld in {time["total_s"] / 60:.1f} minutes; two ranks on two of
 {CONFIG.nodes} nodes. "Took" is a recomputation from what the script, the injector, slurmctld's log and /proc recorded,
@@ -161,7 +161,7 @@ The timeline, with the cause of each interruption:
 Times of Slurm are whole seconds in its own records, from which the booking has the end of a hold. The recomputation has
 the ends of processes to within {LOOK_S:g} s."""
     figures = {
-        "command": " ".join(["python -m benchmarks.soak_booking", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.soak.booking", *sys.argv[1:]]),
         "date": str(date.today()),
         "slurm": soaked.slurm,
         "seed": seed,

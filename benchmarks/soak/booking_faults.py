@@ -1,6 +1,6 @@
-"""The schedule of ``benchmarks/soak_booking.py``: makes each interruption of one run, and notes when.
+"""The schedule of ``benchmarks/soak/booking.py``: makes each interruption of one run, and notes when.
 
-The run's processes and jobs are observed from outside. All is in the records of ``benchmarks/booking_truth.py``.
+The run's processes and jobs are observed from outside. All is in the records of ``benchmarks/soak/booking_truth.py``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.booking_truth import Record
-from benchmarks.faults import ranks_of
 from benchmarks.runs import NOTICE_S, HighJob, submit, until
+from benchmarks.soak.booking_truth import Record
+from benchmarks.soak.faults import ranks_of
 from clusterddp.hostlist import expand
 from tests.cluster import Cluster
 from tests.cluster.system import Process, processes

@@ -1,6 +1,7 @@
-"""What the stop agreement costs per step: ``python -m benchmarks.agreement`` (``make bench-agreement``), 7 minutes.
+"""What the stop agreement costs per step: ``python -m benchmarks.steps.agreement``, 7 minutes.
 
-Two gloo ranks on this machine train a small DDP model in steps of about 10 ms. Blocks of 100 steps are timed in pairs:
+``make bench-agreement``. Two gloo ranks on this machine train a small DDP model in steps of about 10 ms.
+Blocks of 100 steps are timed in pairs:
 one with the agreement (its watcher thread blocked on the store, ``boundary()`` after every step), one without any; the
 order within a pair alternates, both run in the same processes. Between them lie pairs of two blocks without it, which
 show the machine's noise in the same comparison (A/A). Reported: the median ratio of the pairs with its
@@ -247,7 +248,7 @@ def describe(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     text = f"""# What the stop agreement costs per step
 
 {report.place()} {RANKS} gloo ranks, steps of {figures["step_ms"]:.1f} ms,
-blocks of {figures["steps"]} steps, `python -m benchmarks.agreement`.
+blocks of {figures["steps"]} steps, `python -m benchmarks.steps.agreement`.
 
 {table}
 
@@ -280,4 +281,4 @@ def command_line(
 
 
 if __name__ == "__main__":
-    command_line(__doc__, "agreement", measure, partial(run_ranks, "benchmarks.agreement"), describe)
+    command_line(__doc__, "agreement", measure, partial(run_ranks, "benchmarks.steps.agreement"), describe)

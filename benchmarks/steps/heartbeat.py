@@ -1,6 +1,6 @@
-"""What the watchdog costs per step: ``python -m benchmarks.heartbeat`` (``make bench-heartbeat``), 7 minutes.
+"""What the watchdog costs per step: ``python -m benchmarks.steps.heartbeat`` (``make bench-heartbeat``), 7 minutes.
 
-As in ``benchmarks.agreement``: two gloo ranks on this machine in steps of about 10 ms, blocks of 100 steps in pairs,
+As in ``agreement.py``: two gloo ranks on this machine in steps of about 10 ms, blocks of 100 steps in pairs,
 and pairs without anything (A/A). With it, a rank has its heartbeat thread, which talks to a supervisor's link in a
 third process, and measures its compute time in each step. Heartbeats are four times as frequent as by default.
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import report
-from benchmarks.agreement import BAR, RANKS, Pair, Trainer, command_line, compare, pair, run_ranks
+from benchmarks.steps.agreement import BAR, RANKS, Pair, Trainer, command_line, compare, pair, run_ranks
 from clusterddp.failures.hangs import Hang, Watch
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.supervisor.control_server import ControlServer
@@ -98,7 +98,7 @@ def supervised(arguments: list[str]) -> dict[str, Any]:
 
     token = secrets.token_hex(16)
     server = ControlServer(token, hear, host="127.0.0.1")
-    figures = run_ranks("benchmarks.heartbeat", arguments, **{ADDRESS: f"127.0.0.1:{server.port}", TOKEN: token})
+    figures = run_ranks("benchmarks.steps.heartbeat", arguments, **{ADDRESS: f"127.0.0.1:{server.port}", TOKEN: token})
     server.close()
     return {**figures, "beats": beats, "hangs": hangs}
 
@@ -111,7 +111,7 @@ def describe(figures: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     text = f"""# What the watchdog costs per step
 
 {report.place()} {RANKS} gloo ranks, steps of {figures["step_ms"]:.1f} ms,
-blocks of {figures["steps"]} steps, `python -m benchmarks.heartbeat`. With it, every rank sends a heartbeat
+blocks of {figures["steps"]} steps, `python -m benchmarks.steps.heartbeat`. With it, every rank sends a heartbeat
 every {WATCHDOG.beat_s:g} s (by default: {Watchdog().beat_s:g} s) and measures its compute time in each step.
 
 {table}
