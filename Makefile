@@ -50,11 +50,6 @@ DEMO_RUN = .clusterddp-demo
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations,tensorboard,wandb]'
 	@touch $@
 
-# What jobs/hf_streaming.py needs in addition.
-.venv/datasets: .venv/integrations
-	$(PIP) install -c constraints.txt $(INDEX) -e '.[datasets]'
-	@touch $@
-
 demo: .venv/ready
 	@rm -rf $(DEMO_RUN)
 	.venv/bin/clusterddp submit jobs/digits.yaml --local --device cpu --nodes 2 --gpus 2 --preempt-after 120 --run-dir $(DEMO_RUN)
@@ -80,7 +75,7 @@ test-24.11: .venv/ready slurm
 	CLUSTERDDP_TEST_RELEASE=trixie .venv/bin/python -m pytest tests/slurm/test_main_job.py tests/slurm/test_preemption.py \
 		tests/slurm/test_fencing.py tests/cluster/test_cluster.py tests/slurm/test_faults.py tests/slurm/test_hangs.py
 
-test-product: .venv/datasets slurm
+test-product: .venv/integrations slurm
 	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/slurm/test_preemption_variants.py tests/ranks/test_exact_resume.py \
 		tests/ranks/test_recipes.py tests/ranks/test_example_jobs.py tests/ranks/test_converting.py tests/ranks/test_local.py \
 		tests/crash/test_crash.py tests/unit/test_fuzz.py tests/unit/test_report_damage.py tests/ranks/test_launchers.py tests/ranks/test_jobs.py tests/ranks/test_integrations.py \

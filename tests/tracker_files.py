@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from clusterddp.rundir.run_directory import RunDirectory
 
 #: A value of a step.
 Point = tuple[int, Any]
-
-
-def require(*packages: str) -> None:
-    """Skips a test without these packages; fails it where all are installed."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            (pytest.fail if "CI" in os.environ else pytest.skip)(f"{package} is not installed: make .venv/integrations")
 
 
 def counted(run: RunDirectory) -> list[dict[str, Any]]:

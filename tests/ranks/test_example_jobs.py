@@ -9,6 +9,7 @@ import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
+from tests.packages import require
 from tests.preempted import check_same, train_twice
 from tests.trainings import events_of
 
@@ -82,11 +83,13 @@ def test_tar_shards_preempted_around_an_epochs_end_reads_the_same_images(tmp_pat
     assert 4.2 < mean_of(run, "labels", range(28)) < 4.8  # not sorted by the digit
 
 
-@pytest.mark.product
-def test_hf_streaming_preempted_within_and_between_passes_reads_the_same_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stops", [[3], pytest.param([0, 4, 5, 10], marks=pytest.mark.product)])
+def test_hf_streaming_preempted_within_and_between_passes_reads_the_same_lines(
+    tmp_path: Path, stops: list[int]
+) -> None:
     """A pass of rank 0 over its file takes five steps or so, and one of rank 1 a single step."""
-    pytest.importorskip("datasets")
+    require("datasets")
     options, offline = ["--steps", 14, "--files", 2], {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    stops = [0, 4, 5, 10]
+    resumed = [stop + 1 for stop in stops]
     said = r"2 files, 2 passes over them on rank 0"
-    trained(tmp_path, "hf_streaming", *options, stops=stops, resumed=[1, 5, 6, 11], said=said, **offline)
+    trained(tmp_path, "hf_streaming", *options, stops=stops, resumed=resumed, said=said, **offline)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -14,15 +13,11 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.controller import give_notice
 from tests.conftest import Launch
+from tests.packages import require
 from tests.trainings import events_of
 from tests.waiting import preempt_local, story, wait_until
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-
-
-def require(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        (pytest.fail if "CI" in os.environ else pytest.skip)(f"{package} is not installed: make .venv/integrations")
 
 
 @pytest.mark.product  # on Slurm: tests/slurm/test_integrations.py

@@ -13,7 +13,7 @@ import numpy
 import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
-from tests import tracker_files
+from tests import packages, tracker_files
 from tests.waiting import story
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ PREEMPTED_AT = (8, 16, 24, 44, 56)
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Preempted five times; between the third and the fourth time its rank is killed, so that steps are repeated."""
-    tracker_files.require("tensorboard", "wandb")
+    packages.require("tensorboard", "wandb")
     directory = RunDirectory(tmp_path_factory.mktemp("tracked") / "run")
     preempted = [word for step in PREEMPTED_AT for word in ("--preempt-after", str(step))]
     command = [sys.executable, "-m", "clusterddp.submit", SCRIPT, "--local", "--device", "cpu", "--gpus", "1"]

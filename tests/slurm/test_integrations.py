@@ -14,7 +14,8 @@ import clusterddp
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
 from tests.conftest import Clusters
-from tests.ranks.test_integrations import check_resumes, require
+from tests.packages import require
+from tests.ranks.test_integrations import check_resumes
 from tests.trainings import events_of
 from tests.waiting import story, wait_until
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from clusterddp.checkpoint import transfer
 from clusterddp.data.training_loader import TrainingLoader, training_loader
 from clusterddp.errors import CheckpointError
+from tests.packages import require
 
 
 def group(rank: int = 0, ranks: int = 1) -> Any:
@@ -312,12 +313,13 @@ class Numbers(IterableDataset[Any]):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["map", "iterable"])
 def test_torchdatas_loader_continues_from_its_state(kind: str, workers: int) -> None:
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    require("torchdata")
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     def loader() -> Any:
         data = Numbers() if kind == "iterable" else list(range(30))
         shuffled = torch.Generator().manual_seed(1) if kind == "map" else None
-        return torchdata.StatefulDataLoader(data, 4, shuffle=kind == "map", generator=shuffled, num_workers=workers)
+        return StatefulDataLoader(data, 4, shuffle=kind == "map", generator=shuffled, num_workers=workers)
 
     count = 12 if kind == "iterable" else 8  # torchdata 0.11 does not save the generator for the next pass
     whole = [batch.tolist() for batch in take(made(loader()), 0, count)]
@@ -338,12 +340,13 @@ def numbers(shards: list[int]) -> Iterator[dict[str, int]]:
 
 def test_hugging_faces_streaming_dataset_continues_from_its_state() -> None:
     """Repeated by itself: after a resume, datasets 5.2 begins later passes where the state was."""
-    datasets = pytest.importorskip("datasets")
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    require("datasets", "torchdata")
+    import datasets
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     def loader() -> Any:
         data = datasets.IterableDataset.from_generator(numbers, gen_kwargs={"shards": [0, 1, 2]})
-        return torchdata.StatefulDataLoader(data.repeat(None), 5)
+        return StatefulDataLoader(data.repeat(None), 5)
 
     whole = [batch["n"].tolist() for batch in take(made(loader()), 0, 12)]
     assert sorted(itertools.chain(*whole[:6])) == list(range(30))

@@ -16,7 +16,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training.log import media, media_file
 from clusterddp.training.log.media import Media
 from clusterddp.training.log.media_file import MediaFile, histogram, pixels_of, png
-from tests import tracker_files
+from tests import packages
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def written(run: RunDirectory, *steps: Any) -> tuple[list[dict[str, Any]], list[
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_an_image_is_a_png_that_others_read(channels: int) -> None:
     """With the very pixels."""
-    tracker_files.require("PIL")
+    packages.require("PIL")
     from PIL import Image
 
     pixels = numpy.random.default_rng(0).integers(0, 256, (5, 7, channels), numpy.uint8)

@@ -28,7 +28,7 @@ from clusterddp.trackers.overview import overview
 from clusterddp.trackers.sent import Sent, read_sent, write_sent
 from clusterddp.training.log import tracking
 from clusterddp.training.log.tracking import Tracking
-from tests import tracker_files
+from tests import packages, tracker_files
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_tensorboard_reads_the_newest_attempt_last_whatever_the_clocks(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads files in the order of their names, which begin with a time. A torn record ends a killed writer's."""
-    tracker_files.require("tensorboard")
+    packages.require("tensorboard")
     from clusterddp.trackers.tensorboard import TensorBoard
 
     attempts = [(5000.0, 0, 0, 8, 0.5), (4000.0, 1, 5, 9, 0.25), (4500.0, 2, 7, 9, 0.125)]
@@ -209,14 +209,14 @@ def written_to_wandb(run: RunDirectory, until: str) -> list[list[int]]:
 
 def test_a_wandb_folder_that_was_not_closed_is_written_again(run: RunDirectory) -> None:
     """W&B keeps up to 32 kB in memory: what a killed process has written is not known. It is never uploaded."""
-    tracker_files.require("wandb")
+    packages.require("wandb")
     assert written_to_wandb(run, "written") == []
     assert written_to_wandb(run, "moved") == [[0, 1, 2, 3]]
 
 
 def test_a_wandb_folder_that_was_closed_is_not_written_again(run: RunDirectory) -> None:
     """Even if the process was killed before it could move it: the next one does."""
-    tracker_files.require("wandb")
+    packages.require("wandb")
     assert written_to_wandb(run, "closed") == []
     number = attempt(run, 0)
     assert read_sent(run.wandb) == replace(read_sent(run.wandb) or Sent(), step=4, attempt=number, mode="offline")
@@ -242,7 +242,7 @@ def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as W&B without a key. What it lacks is in `status`, and the next attempt sends it."""
-    tracker_files.require("wandb")
+    packages.require("wandb")
     monkeypatch.setenv("HOME", str(run.path))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
@@ -281,7 +281,7 @@ def test_the_trackers_of_a_run_that_is_over_get_what_they_lack(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All of it, up to its last checkpoint, and once."""
-    tracker_files.require("tensorboard")
+    packages.require("tensorboard")
     attempt(run, 0, 0, 1, 2)
     run.job_file.write_text(Job("digits", module="net", device="cpu", tensorboard=True).to_yaml())
     monkeypatch.setattr(sys, "argv", ["", str(run)])
