@@ -155,8 +155,8 @@ ORDERS: Mapping[str, str] = {
 CHANNEL_EVENTS: Mapping[str, Event] = {
     "joined": Event("host pid address", "made by the supervisor from a rank's first message"),
     "alive": Event(
-        "count step age_s allowed_s own_s? step_s? timing? histograms? place? waits? still_s?",
-        "the rank's heartbeat; `timing`: the steps timed so far, and the seconds that they took in each phase",
+        "count step age_s allowed_s own_s? step_s? timing? timing_age_s? histograms? place? waits? still_s?",
+        "the rank's heartbeat; `timing`: the steps timed `timing_age_s` ago, and the seconds that they took in each phase",
     ),
     "stacks": Event("request place threads", "a rank's stacks, for a request"),
     "saving": Event("request step? committed?", "rank 0 will save; without `step` it has no run to save"),

@@ -58,17 +58,22 @@ class TimingLines:
         self._written: dict[int, Sequence[Any]] = {}
         self._histograms: dict[int, Mapping[str, Any]] = {}
         self._begin: float | None = None
+        self._until = 0.0  # when the newest of the totals were added up
+        self._written_at = 0.0
         self._hosts_written = False
 
     def update(self, rank: int, beat: Mapping[str, Any], now: float) -> None:
         """Records the totals in a rank's heartbeat, if it has any. Raises ValueError for malformed ones."""
-        totals, histograms = beat.get("timing"), beat.get("histograms")
+        totals, age_s, histograms = beat.get("timing"), beat.get("timing_age_s", 0.0), beat.get("histograms")
         if totals is not None:
             if not _is_totals(totals):
                 raise ValueError(f"'timing' is {totals!r:.60}")
+            if not is_time(age_s):
+                raise ValueError(f"'timing_age_s' is {age_s!r:.60}")
             self._totals[rank] = totals
+            self._until = max(self._until, now - age_s)
             if self._begin is None and totals[0]:
-                self._begin = now - sum(seconds or 0.0 for seconds in totals[1:])
+                self._begin = self._written_at = now - age_s - sum(seconds or 0.0 for seconds in totals[1:])
         if histograms is not None:
             if not _is_histograms(histograms):
                 raise ValueError(f"'histograms' is {histograms!r:.60}")
@@ -76,19 +81,21 @@ class TimingLines:
 
     def due(self, now: float) -> bool:
         """Whether an interval ends; takes the same time for any number of ranks."""
-        return self._begin is not None and now - self._begin >= interval_s(now - self._began, self._ranks)
+        return self._begin is not None and now - self._written_at >= interval_s(now - self._began, self._ranks)
 
     def interval(self, now: float, hosts: Sequence[str]) -> list[dict[str, Any]]:
-        """The line of the interval that ends now, if a step ended in it; before the first, that of the ranks' hosts."""
+        """The line of the interval that ends with the newest step that ranks have told of, if a step ended in it;
+        before the first, that of the ranks' hosts."""
         if self._begin is None:
             return []
+        end = max(self._begin, min(self._until, now))
         ranks = range(self._ranks)
         steps = [self._since_written(rank, 0) for rank in ranks]
         phases = {
             name: [self._since_written(rank, place) for rank in ranks] for place, name in enumerate(PHASES, start=1)
         }
-        line = {"attempt": self._attempt, "begin": round(self._begin, 3), "end": round(now, 3), "steps": steps}
-        self._begin, self._written = now, dict(self._totals)
+        line = {"attempt": self._attempt, "begin": round(self._begin, 3), "end": round(end, 3), "steps": steps}
+        self._begin, self._written_at, self._written = end, now, dict(self._totals)
         if not any(steps):
             return []
         first = [] if self._hosts_written else [{"attempt": self._attempt, "hosts": list(hosts)}]

@@ -142,7 +142,8 @@ class StepTimes:
         self._sums = [0.0] * len(PHASES)
         #: Steps by the exponent that ``math.frexp`` returns, which is 1 more than the bucket's.
         self._counts: list[Counter[int]] = [Counter() for _ in PHASES]
-        self._totals: tuple[float, ...] = (0, *self._sums)
+        #: The steps and the sums, and when they were added up, on the monotonic clock.
+        self._totals: tuple[tuple[float, ...], float] = ((0, *self._sums), time.monotonic())
         #: Of the pace: the steps, their own time and their whole time at the last sample; the samples.
         self._sampled = (0, 0.0, 0.0)
         self._samples: deque[float] = deque(maxlen=SAMPLES)
@@ -258,7 +259,7 @@ class StepTimes:
             self._count(pending.popleft())
         while len(pending) > MOST_PENDING:
             pending.popleft()
-        self._totals = (self._steps, *self._sums)
+        self._totals = ((self._steps, *self._sums), time.monotonic())
 
     def _count(self, step: _Step) -> None:
         between = self._clock.between
@@ -298,10 +299,11 @@ class StepTimes:
         """What a heartbeat tells the supervisor: the pace, if it is known, and the totals up to the first step boundary
         since the last heartbeat, or a later one."""
         self._wanted = True
-        steps, data_s, own_s, wait_s, save_s = self._totals
+        (steps, data_s, own_s, wait_s, save_s), counted_at = self._totals
         split = (own_s, wait_s) if self._knows_waits else (None, None)
         seconds = (data_s, *split, save_s)
         values: dict[str, Any] = {"timing": [steps, *(None if one is None else round(one, 6) for one in seconds)]}
+        values["timing_age_s"] = round(time.monotonic() - counted_at, 3)
         if self._pace is not None:
             values["own_s"], values["step_s"] = self._pace
         if histograms:

@@ -20,25 +20,35 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_an_interval_has_what_the_totals_of_each_rank_have_grown_by(run: RunDirectory) -> None:
-    """Rank 1 does not know how long it waits, rank 2 has not reported, rank 3 repeats what it said."""
+    """Rank 1 does not know how long it waits, rank 2 has not reported, rank 3 repeats what it said. An interval ends with
+    the newest steps in the totals, which may be older than the heartbeat."""
     timing = TimingLines(3, 4, began=1000.0)
     timing.update(3, {"count": 9}, 1000.0)
-    timing.update(0, {"timing": [10, 1.0, 2.0, 1.0, 0.5]}, 1004.5)
+    timing.update(0, {"timing": [10, 1.0, 2.0, 1.0, 0.5], "timing_age_s": 0.5}, 1005.0)
     assert not timing.due(1009.9)
     assert timing.due(1010.0)
     timing.update(1, {"timing": [10, 1.0, None, None, 0.5], "histograms": {"data_s": [[-4, 10]]}}, 1006.0)
-    timing.update(3, {"timing": [8, 0.5, 3.0, 0.1, 0.0]}, 1007.0)
+    timing.update(3, {"timing": [8, 0.5, 3.0, 0.1, 0.0], "timing_age_s": 2.0}, 1009.0)
     write_timings(run, timing.interval(1010.0, HOSTS))
-    timing.update(0, {"timing": [30, 1.5, 8.0, 1.5, 0.5]}, 1018.0)
+    timing.update(0, {"timing": [30, 1.5, 8.0, 1.5, 0.5], "timing_age_s": 1.0}, 1018.0)
     write_timings(run, timing.last(1020.0, HOSTS))
     read = read_timings(run)
     first, second = read.intervals
-    assert (first.attempt, first.begin, first.end, first.hosts) == (3, 1000.0, 1010.0, tuple(HOSTS))
+    assert (first.attempt, first.begin, first.end, first.hosts) == (3, 1000.0, 1007.0, tuple(HOSTS))
     assert (first.steps, first.seconds["own_s"]) == ((10, 10, None, 8), (2.0, None, None, 3.0))
-    assert (second.begin, second.steps, second.seconds["own_s"]) == (1010.0, (20, 0, None, 0), (6.0, None, None, 0.0))
+    assert (second.begin, second.end) == (1007.0, 1017.0)
+    assert (second.steps, second.seconds["own_s"]) == ((20, 0, None, 0), (6.0, None, None, 0.0))
     assert second.per_step("own_s", 0) == 0.3
     assert second.per_step("own_s", 1) is second.per_step("own_s", 3) is None
     assert read.histograms == {3: {"data_s": {1: {-4: 10}}, "own_s": {}, "wait_s": {}, "save_s": {}}}
+
+
+def test_while_no_step_ends_an_interval_is_not_due_with_each_heartbeat(run: RunDirectory) -> None:
+    timing = TimingLines(0, 1, began=0.0)
+    timing.update(0, {"timing": [10, 1.0, 2.0, 1.0, 0.5], "timing_age_s": 0.0}, 5.0)
+    timing.interval(15.0, ["n1"])
+    timing.update(0, {"timing": [10, 1.0, 2.0, 1.0, 0.5], "timing_age_s": 10.0}, 15.0)
+    assert not timing.due(16.0)
 
 
 def test_an_attempt_that_ends_before_its_first_step_leaves_nothing(run: RunDirectory) -> None:
@@ -56,6 +66,7 @@ def test_an_attempt_that_ends_before_its_first_step_leaves_nothing(run: RunDirec
         {"timing": [1, 2.0]},
         {"timing": [1.5, 0, 0, 0, 0]},
         {"timing": [1, "2", 0, 0, 0]},
+        {"timing": [1, 2, 0, 0, 0], "timing_age_s": "2"},
         {"histograms": []},
         {"histograms": {"data_s": [[1, 2, 3]]}},
         {"histograms": {"data_s": [[99, 1]]}},
