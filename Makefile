@@ -18,6 +18,8 @@
 # make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random
 # make soak     300 preemptions and other faults at random moments; make bench-handover, bench-agreement: what stopping costs
 # make soak-booking  whether each second of a run interrupted 23 times is booked to what it was doing (11 minutes)
+# make bench  our figures, each beside its limit, in one table: docs/measurements/bench.md; at most 15 minutes;
+#             BENCH="--only saves,restore" prints some of them
 # make bench-heartbeat    what the watchdog costs; make bench-report: what `clusterddp report` costs
 # make bench-step-timing  what timing each step and run.log cost; make bench-orders: what drawing samples costs
 # make bench-input        how fast batches come, beside other loaders
@@ -35,7 +37,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-input bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-input bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -101,6 +103,11 @@ soak: .venv/ready slurm
 
 soak-booking: .venv/ready slurm
 	.venv/bin/python -m benchmarks.soak.booking $(SOAK)
+
+# Without a Slurm, which only root can install, the rows that need one tell so.
+bench: .venv/ready
+	-@$(MAKE) --no-print-directory slurm
+	.venv/bin/python -m benchmarks $(BENCH)
 
 bench-handover: .venv/ready slurm
 	.venv/bin/python -m benchmarks.handover

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import report, rows
 from benchmarks.runs import (
     HighJob,
     cluster,
@@ -196,8 +196,8 @@ def say(words: str) -> None:
 
 def describe(ours: list[Cycle], control: list[Cycle], holds: dict[str, list[float]], words: str) -> tuple[str, Any]:
     """The report and the raw figures."""
-    step, save = report.median([cycle.step for cycle in ours]), report.median([cycle.save for cycle in ours])
-    rows = [
+    step, save = step_and_save_of(ours)
+    lines = [
         compared(
             "(a) handover", [c.handover for c in ours], [c.handover for c in control], step + save + HANDOVER_BAR_S
         ),
@@ -213,7 +213,7 @@ def describe(ours: list[Cycle], control: list[Cycle], holds: dict[str, list[floa
 
 {report.place(words)} Seconds; see `benchmarks/handover.py` for what is measured, and what the controls are.
 
-{report.table(head, rows)}
+{report.table(head, lines)}
 
 (a) allows one step ({1000 * step:.0f} ms), one save ({1000 * save:.0f} ms) and {HANDOVER_BAR_S} s.
 The control of (c) is the empty DDP script, from its own start to its step.
@@ -223,8 +223,26 @@ Clocks: slurmd's log (TERM), `date` in batch scripts, the metrics' timestamps, a
         "control": [asdict(cycle) for cycle in control],
         "holds": holds,
         "cluster": words,
-        "met": {row[0]: row[-1] == report.verdict(True) for row in rows},
+        "met": {row[0]: row[-1] == report.verdict(True) for row in lines},
+        "rows": table_rows(ours, control),
     }
+
+
+def step_and_save_of(ours: list[Cycle]) -> tuple[float, float]:
+    return report.median([cycle.step for cycle in ours]), report.median([cycle.save for cycle in ours])
+
+
+def table_rows(ours: list[Cycle], control: list[Cycle]) -> list[dict[str, Any]]:
+    """For the common table: (a) and (b)."""
+    handover = [cycle.handover for cycle in ours], [cycle.handover for cycle in control]
+    resume = [cycle.resume for cycle in ours], [cycle.resume for cycle in control]
+    bar = sum(step_and_save_of(ours)) + HANDOVER_BAR_S
+    return [
+        rows.paired("hand-over: TERM to free nodes", "s", *handover, "ranks that end at once", more=bar).as_json(),
+        rows.paired(
+            "resume: batch script to first step", "s", *resume, "an empty DDP script", more=RESUME_BAR_S
+        ).as_json(),
+    ]
 
 
 def compared(name: str, ours: list[float], control: list[float], allowed: float) -> list[Any]:
@@ -241,8 +259,11 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=12, help="of (a) and (b)")
     parser.add_argument("--holds", type=int, default=5, help="repetitions of (c)")
     parser.add_argument("--proctrack", choices=["cgroup", "linuxproc"])
+    parser.add_argument("--quick", action="store_true", help="3 repetitions of (a) and (b), none of (c)")
     parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
+    if options.quick:
+        options.repetitions, options.holds = 3, 0
     ours, control, words = measure_cycles(options.repetitions, options.proctrack)
     holds = measure_holds(options.holds, options.proctrack) if options.holds else {}
     report.write(options.out, "handover", *describe(ours, control, holds, words))

@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import report
+from benchmarks import report, rows
 from clusterddp import orders
 from clusterddp.data.orders.order import Binding, BoundOrder, Order
 
 STEP, SMALL, LARGE, BATCHES = 10**9, 64, 4096, 20
 MILLION, MILLIARD = 10**6, 10**9
 SEEK_MS, SAMPLE_US = 1.0, 5.0
+LONG = "weighted by class, 10^9"
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Result:
     build: float
     seeks_ms: list[float] = field(default_factory=list)
     samples_us: list[float] = field(default_factory=list)
+    randperm_us: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
 
 
@@ -50,7 +52,7 @@ def made() -> dict[str, tuple[Callable[[], Order], Any]]:
         "shuffled, 10^9": (orders.shuffled, MILLIARD),
         "sequential, 10^9": (orders.sequential, MILLIARD),
         "weighted, 10^6": (lambda: orders.weighted(weights), MILLION),
-        "weighted by class, 10^9": (lambda: orders.weighted([1.0, 2.0], classes), MILLIARD),
+        LONG: (lambda: orders.weighted([1.0, 2.0], classes), MILLIARD),
         "bucketed, 10^6": (lambda: orders.bucketed(lengths), MILLION),
         "mixture of 10^6, 10^9 and 1000, 101 changes": (lambda: orders.mixture([7, 2, 1], changes=changes), datasets),
     }
@@ -88,21 +90,34 @@ def measure(name: str, make: Callable[[], Order], data: Any, repeats: int) -> Re
     for _ in range(repeats):
         mine, torchs = block(stream, STEP * LARGE), block(randperm, 0)
         result.samples_us.append(1e6 * mine)
+        result.randperm_us.append(1e6 * torchs)
         result.ratios.append(mine / torchs)
     return result
+
+
+def table_row(result: Result) -> dict[str, Any]:
+    """For the common table."""
+    name, limit = f"draw a sample: {result.name}", "a slice of torch.randperm for 10^6"
+    return rows.paired(
+        name, "us", result.samples_us, result.randperm_us, limit, allowed=SAMPLE_US / report.median(result.randperm_us)
+    ).as_json()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--folder", type=Path, default=Path("docs/measurements"))
+    parser.add_argument("--quick", action="store_true", help="15 repeats, without the order that takes long to build")
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     arguments = parser.parse_args()
-    results = [measure(name, *case, arguments.repeats) for name, case in made().items()]
-    rows, met = [], True
+    if arguments.quick:
+        arguments.repeats = 15
+    cases = {name: case for name, case in made().items() if not (arguments.quick and name == LONG)}
+    results = [measure(name, *case, arguments.repeats) for name, case in cases.items()]
+    lines, met = [], True
     for result in results:
         seek, sample = report.median(result.seeks_ms), report.median(result.samples_us)
         low, high = report.bootstrap_interval(result.ratios)
-        rows.append(
+        lines.append(
             [result.name, result.build, seek, sample, f"{report.median(result.ratios):.1f} ({low:.1f} to {high:.1f})"]
         )
         met = met and seek < SEEK_MS and sample < SAMPLE_US
@@ -111,7 +126,7 @@ def main() -> None:
 
 {report.place("while other programs ran")} `python -m benchmarks.orders`.
 
-{report.table(head, rows)}
+{report.table(head, lines)}
 
 Medians of {arguments.repeats}. A seek is the first batch of {SMALL} samples at a step near 10^9, in an epoch that has
 not been drawn from. A sample is one of {BATCHES} batches of {LARGE}, as tuples (epoch, index); the ratio is to the same
@@ -119,7 +134,8 @@ from the list of `torch.randperm` for 10^6 samples, which is not made in that ti
 per rank.
 
 The bar, a seek below {SEEK_MS:.0f} ms and a sample below {SAMPLE_US:.0f} us, is {report.verdict(met)}."""
-    report.write(arguments.folder, "orders", text, {"results": [asdict(result) for result in results]})
+    figures = {"results": [asdict(result) for result in results], "rows": [table_row(result) for result in results]}
+    report.write(arguments.out, "orders", text, figures)
 
 
 if __name__ == "__main__":

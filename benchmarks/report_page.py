@@ -8,17 +8,19 @@ The bars: one run is reported in less than 5 s and 500 MB, and every page is sma
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
-from benchmarks import report
+from benchmarks import report, rows
 from tests.long_run import long_run
 
 STEPS, RANKS, ATTEMPTS = 100_000, 64, 50
@@ -35,44 +37,81 @@ class Cost:
     wall_s: float
     cpu_s: float
     memory: int
-    output: int
+    output: int = 0
 
 
 def main() -> None:
     """Measures, and writes docs/measurements/report.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="only one run, not several laid over each other")
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, run = Path(name), Path(name) / "run"
         # in another process: what a process has in memory before its exec counts as the command's
         with ProcessPoolExecutor(1, get_context("spawn")) as maker:
-            maker.submit(make, folder).result()
+            maker.submit(make, folder, options.quick).result()
         sizes = {file.name: file.stat().st_size for file in sorted(run.glob("*.jsonl"))}
-        costs = {
-            "one run": [built(run, folder / "run.html") for _ in range(REPEATS)],
-            "one run, `--json`": [built(run, folder / "run.json", "--json") for _ in range(REPEATS)],
-            f"{MEMBERS} runs": [built(folder / "sweep", folder / "sweep.html") for _ in range(REPEATS)],
-        }
-    figures = {"files": sizes, "costs": {name: [asdict(one) for one in found] for name, found in costs.items()}}
-    report.write(Path("docs/measurements"), "report", text(sizes, costs), figures)
+        beside = [(built(run, folder / "run.html"), read(run)) for _ in range(REPEATS)]
+        costs = {"one run": [cost for cost, _ in beside]}
+        if not options.quick:
+            costs["one run, `--json`"] = [built(run, folder / "run.json", "--json") for _ in range(REPEATS)]
+            costs[f"{MEMBERS} runs"] = [built(folder / "sweep", folder / "sweep.html") for _ in range(REPEATS)]
+    figures = {
+        "files": sizes,
+        "costs": {name: [asdict(one) for one in found] for name, found in costs.items()},
+        "limit": [asdict(limit) for _, limit in beside],
+        "rows": table_rows(beside),
+    }
+    report.write(options.out, "report", text(sizes, costs), figures)
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, only_one: bool) -> None:
     """The run directories."""
     long_run(folder / "run", ATTEMPTS, STEPS, RANKS)
+    if only_one:
+        return
     for index in range(MEMBERS):
         long_run(folder / "sweep" / f"member-{index}", MEMBER_ATTEMPTS, MEMBER_STEPS, RANKS)
 
 
 def built(runs: Path, output: Path, *options: str) -> Cost:
     """Runs the command once."""
-    began = time.monotonic()
     command = [sys.executable, "-m", "clusterddp", "report", str(runs), "-o", str(output), *options]
+    return replace(cost_of(command), output=output.stat().st_size)
+
+
+def read(run: Path) -> Cost:
+    """The limit: a process that reads the lines of the same files and parses them."""
+    code = "import json, pathlib, sys\nfor path in pathlib.Path(sys.argv[1]).glob('*.jsonl'):\n"
+    code += "    with open(path) as file:\n        lines = [json.loads(line) for line in file]\n"
+    return cost_of([sys.executable, "-c", code, str(run)])
+
+
+def table_rows(beside: list[tuple[Cost, Cost]]) -> list[dict[str, Any]]:
+    """For the common table."""
+    words = "a process that parses the same files"
+    cpu = ([cost.cpu_s for cost, _ in beside], [limit.cpu_s for _, limit in beside])
+    memory = ([cost.memory / 1e6 for cost, _ in beside], [limit.memory / 1e6 for _, limit in beside])
+    name = f"report on {STEPS:,} steps"
+    return [
+        rows.paired(f"{name}, CPU", "s", *cpu, words, allowed=MOST_S / report.median(cpu[1])).as_json(),
+        rows.paired(
+            f"{name}, memory", "MB", *memory, words, allowed=MOST_MEMORY / 1e6 / report.median(memory[1])
+        ).as_json(),
+    ]
+
+
+def cost_of(command: list[str]) -> Cost:
+    """Of a process."""
+    began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}")
     cpu_s = used.ru_utime + used.ru_stime
-    return Cost(time.monotonic() - began, cpu_s, used.ru_maxrss * 1024, output.stat().st_size)
+    return Cost(time.monotonic() - began, cpu_s, used.ru_maxrss * 1024)
 
 
 def met(costs: dict[str, list[Cost]]) -> bool:

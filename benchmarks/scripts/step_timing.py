@@ -27,7 +27,8 @@ TIMED = ("ask", "begin", "end", "_on_gradient", "_before_reduction", "_after_red
 class NoTimes(StepTimes):
     """The times of blocks without timing."""
 
-    def __init__(self) -> None: ...
+    def __init__(self, clock: Any) -> None:
+        super().__init__((), clock)
 
     def ask(self) -> None: ...
 
@@ -107,7 +108,7 @@ class Blocks:
             return [time.perf_counter() - wall, time.thread_time() - cpu]
         finally:
             self._times.close()
-            self._run._times, self._logs = NoTimes(), False
+            self._run._times, self._logs = NoTimes(self._times._clock), False
             self._run._saver.log = lambda *_, **__: None
 
     def _step(self) -> None:

@@ -31,12 +31,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from benchmarks import report
+from benchmarks import report, rows
 from clusterddp.training.agreement import Agreement
 from tests.ddp import free_port
 
 RANKS = 2
 BAR = 1.02
+#: Pairs, and steps in a block, of ``--quick``.
+QUICK = (8, 50)
 RANK_FILE = "BENCHMARK_RANK_FILE"
 
 
@@ -255,7 +257,14 @@ blocks of {figures["steps"]} steps, `python -m benchmarks.steps.agreement`.
 Messages to the store during {figures["boundaries"]} boundaries: {figures["messages"]}.
 
 The bar, an upper end below {BAR} and no message at all, is {report.verdict(met)}."""
-    return text, {**figures, "summary": summary, "met": met}
+    return text, {**figures, "summary": summary, "met": met, "rows": [row("stop agreement", figures)]}
+
+
+def row(what: str, figures: dict[str, Any]) -> dict[str, Any]:
+    """For the common table: a step's time with something and without it."""
+    blocks = {name: [1000 * pair[name] / figures["steps"] for pair in figures["pairs"]] for name in ("on", "off")}
+    words = "the same loop without it"
+    return rows.paired(f"step with the {what}", "ms", blocks["on"], blocks["off"], words, allowed=BAR).as_json()
 
 
 def command_line(
@@ -270,8 +279,11 @@ def command_line(
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--steps", type=int, default=100, help="in each block")
     parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--quick", action="store_true", help="8 pairs of 50 steps")
     parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
+    if options.quick:
+        options.pairs, options.steps = QUICK
     if RANK_FILE in os.environ:
         figures = measure(options.pairs, options.steps, options.step_ms / 1000)
         if os.environ["RANK"] == "0":

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import report
-from benchmarks.steps.agreement import BAR, RANKS, Pair, Trainer, command_line, compare, pair, run_ranks
+from benchmarks.steps.agreement import BAR, RANKS, Pair, Trainer, command_line, compare, pair, row, run_ranks
 from clusterddp.failures.hangs import Hang, Watch
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.supervisor.control_server import ControlServer
@@ -119,7 +119,7 @@ every {WATCHDOG.beat_s:g} s (by default: {Watchdog().beat_s:g} s) and measures i
 Heartbeats received in {watched} steps: {figures["beats"]}. Hangs reported: {figures["hangs"]}.
 
 The bar, an upper end below {BAR}, is {report.verdict(met)}."""
-    return text, {**figures, "summary": summary, "met": met}
+    return text, {**figures, "summary": summary, "met": met, "rows": [row("watchdog", figures)]}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import report, rows
 
 RANKS = 2
 BAR_US = 100.0
@@ -90,6 +90,23 @@ def _interval(found: dict[str, float], digits: int) -> str:
     return f"{found['median']:.{digits}f} ({found['low']:.{digits}f} to {found['high']:.{digits}f})"
 
 
+def table_rows(ranks: Sequence[Sequence[dict[str, Any]]], steps: int) -> list[dict[str, Any]]:
+    """For the common table: the training thread's CPU time in a step without both, and with that in their calls."""
+    bare = [[1e6 * pair["off"][1] / steps for pair in figures] for figures in ranks]
+    calls = [[pair["reduced"]["timing"] + pair["reduced"]["logging"] for pair in figures] for figures in ranks]
+    return [
+        rows.paired(
+            f"step timing and run.log, rank {rank}",
+            "us of CPU",
+            [sum(both) for both in zip(bare[rank], calls[rank], strict=True)],
+            bare[rank],
+            "the same step without both",
+            more=BAR_US,
+        ).as_json()
+        for rank in range(len(ranks))
+    ]
+
+
 def described(summary: dict[str, Any], pairs: int, steps: int) -> str:
     """The report."""
     columns = ("timing", "logging", "both", "most")
@@ -135,12 +152,16 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--steps", type=int, default=50, help="in each block")
     parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--quick", action="store_true", help="8 pairs of 25 steps")
     parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
+    if options.quick:
+        options.pairs, options.steps = 8, 25
     ranks = measure(options.pairs, options.steps, options.step_ms)
     summary = {**summarized(ranks, options.steps), "load": os.getloadavg()[0]}
     text = described(summary, options.pairs, options.steps)
-    report.write(options.out, "step-timing", text, {"steps": options.steps, "summary": summary, "ranks": ranks})
+    figures = {"steps": options.steps, "summary": summary, "ranks": ranks, "rows": table_rows(ranks, options.steps)}
+    report.write(options.out, "step-timing", text, figures)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,180 @@
+"""Our own figures, each beside its limit, in one table: ``python -m benchmarks`` (``make bench``), at most 15 minutes.
+
+Runs the short form (``--quick``) of each benchmark, one after the other, and writes bench.md and bench.json. The limits
+are measured in the same run: a row compares two figures of the same minutes on the same machine. A benchmark that
+fails, is missing or takes too long is a row that says why, and the exit code is 1. A missed bar is a result.
+
+``--only NAMES`` runs some of them, and writes files only with ``--out``. Other libraries: ``make bench-peers``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report, rows
+
+MINUTES = 15.0
+#: Between TERM and KILL for a benchmark that takes too long: the test cluster goes down in that time.
+GRACE_S = 20.0
+FOLDER = Path("docs/measurements")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A module with ``--quick`` and ``--out``, and the seconds that it may take."""
+
+    name: str
+    module: str
+    limit_s: float = 120.0
+    options: tuple[str, ...] = ()
+
+
+BENCHMARKS = (
+    Benchmark("steady-state", "benchmarks.steady_state"),
+    Benchmark("step-timing", "benchmarks.steps.step_timing", 90),
+    Benchmark("agreement", "benchmarks.steps.agreement", 90),
+    Benchmark("heartbeat", "benchmarks.steps.heartbeat", 90),
+    Benchmark("saves", "benchmarks.saves"),
+    Benchmark("restore", "benchmarks.restore"),
+    Benchmark("startup", "benchmarks.startup"),
+    Benchmark("submission", "benchmarks.submission"),
+    Benchmark("handover", "benchmarks.handover", 180),
+    Benchmark("scale", "benchmarks.scale"),
+    Benchmark("input", "benchmarks.input"),
+    Benchmark("orders", "benchmarks.orders", 60),
+    Benchmark("report", "benchmarks.report_page", 60),
+)
+
+
+def measured(benchmark: Benchmark, seconds: float) -> tuple[list[dict[str, Any]], float]:
+    """A benchmark's rows, or the one that says why there are none; and how long it took."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        reason = run(benchmark, folder, seconds)
+        found = reason or gathered(folder / "out")
+    if isinstance(found, str):
+        return [rows.failed(benchmark.name, found)], time.monotonic() - began
+    return [{"benchmark": benchmark.name, **row} for row in found], time.monotonic() - began
+
+
+def run(benchmark: Benchmark, folder: Path, seconds: float) -> str | None:
+    """Runs it, with its output in FOLDER/log and its files in FOLDER/out. Returns why it failed."""
+    command = [sys.executable, "-m", benchmark.module, "--quick", "--out", str(folder / "out"), *benchmark.options]
+    with open(folder / "log", "w+") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"took more than {seconds:.0f} s"
+        finally:
+            end(process)
+        log.seek(0)
+        lines = log.read().strip().splitlines()
+    if code == 0:
+        return None
+    print("\n".join(lines[-20:]), file=sys.stderr)
+    return f"exit code {code}: {lines[-1] if lines else 'no output'}"
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of a benchmark and of its processes."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(GRACE_S)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def gathered(folder: Path) -> list[dict[str, Any]] | str:
+    """The rows of all files in a folder, or what is wrong with them."""
+    try:
+        found = [row for file in sorted(folder.glob("*.json")) for row in rows.read(file)]
+    except ValueError as error:
+        return f"wrote no JSON: {error}"
+    if not found:
+        return "wrote no rows"
+    return next((wrong for row in found if (wrong := rows.problem(row))), found)
+
+
+def all_measured(chosen: Sequence[Benchmark], minutes: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """The rows of all, and the seconds of each."""
+    deadline = time.monotonic() + 60 * minutes
+    found: list[dict[str, Any]] = []
+    seconds: dict[str, float] = {}
+    for benchmark in chosen:
+        left = deadline - time.monotonic()
+        if left < 1:
+            found.append(rows.failed(benchmark.name, f"not begun: the {minutes:g} minutes were over"))
+            continue
+        print(f"{time.strftime('%H:%M:%S')} {benchmark.name}", file=sys.stderr, flush=True)
+        more, seconds[benchmark.name] = measured(benchmark, min(left, benchmark.limit_s))
+        found += more
+        for row in more:
+            print("    " + " | ".join(rows.cells(row)), file=sys.stderr, flush=True)
+    return found, seconds
+
+
+def described(found: Sequence[dict[str, Any]], seconds: dict[str, float], load: float) -> str:
+    """The page."""
+    missed = [row["row"] for row in found if row.get("met") is False]
+    failures = [row["row"] for row in found if "failed" in row]
+    return f"""# All figures beside their limits
+
+{report.place()} {time.strftime("%Y-%m-%d")}, {sum(seconds.values()) / 60:.0f} minutes, at a load average of {load:.1f}
+before. CPUs and gloo, one machine: no GPU, no network between nodes, no shared file system is in these figures.
+`make bench` writes this page by the short form of each benchmark; the pages of the single benchmarks have longer runs.
+
+Ours and the limit were measured in turns in the same run. Only their ratio tells something about another machine. A bar
+is met or missed if the whole interval is on one side of it.
+
+{rows.table(found)}
+
+Bars that were missed: {", ".join(missed) or "none"}. Benchmarks that failed: {", ".join(failures) or "none"}."""
+
+
+def choose(names: str | None) -> list[Benchmark]:
+    """Those of ``--only``."""
+    known = {benchmark.name: benchmark for benchmark in BENCHMARKS}
+    asked = names.split(",") if names else list(known)
+    if unknown := [name for name in asked if name not in known]:
+        sys.exit(f"no benchmark {', '.join(unknown)}; available: {', '.join(known)}")
+    return [known[name] for name in asked]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", metavar="NAMES", help="of " + ",".join(benchmark.name for benchmark in BENCHMARKS))
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all of them (default: %(default)g)")
+    parser.add_argument("--out", type=Path, help=f"folder of the files (default: {FOLDER}, and none with --only)")
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    found, seconds = all_measured(choose(options.only), options.minutes)
+    out = options.out or (None if options.only else FOLDER)
+    if out:
+        report.write(out, "bench", described(found, seconds, load), {"rows": found, "seconds": seconds, "load": load})
+    else:
+        print(rows.table(found))
+    sys.exit(any("failed" in row for row in found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Rows of the common table: a figure of ours, its limit, their ratio with its 95% interval, and the bar.
+
+Every benchmark's JSON file has them under ``rows``; ``python -m benchmarks`` gathers them. A limit is what the machine,
+or the least program that does the job, takes for the same, measured side by side in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+
+FIELDS = ("row", "unit", "ours", "limit", "limit_is", "ratio", "low", "high", "allowed", "met")
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of the table. ``allowed`` bounds the ratio; None is no bar.
+
+    ``met`` is None without a bar, and where the interval holds it, so that more repetitions are needed to tell.
+    """
+
+    row: str
+    unit: str
+    ours: float
+    limit: float
+    limit_is: str
+    ratio: float
+    low: float
+    high: float
+    allowed: float | None = None
+    met: bool | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def paired(
+    row: str,
+    unit: str,
+    ours: Sequence[float],
+    limit: Sequence[float],
+    limit_is: str,
+    *,
+    allowed: float | None = None,
+    more: float | None = None,
+) -> Row:
+    """The median ratio of pairs that were measured next to each other.
+
+    The bar: at most ``allowed`` times the limit, or at most ``more`` (in the row's unit) above the limit.
+    """
+    ratios = [one / other for one, other in zip(ours, limit, strict=True)]
+    low, high = report.bootstrap_interval(ratios, resamples=RESAMPLES)
+    middle = (report.median(ours), report.median(limit))
+    return _row(row, unit, middle, limit_is, (report.median(ratios), low, high), _allowed(allowed, more, middle[1]))
+
+
+def unpaired(
+    row: str,
+    unit: str,
+    ours: Sequence[float],
+    limit: Sequence[float],
+    limit_is: str,
+    *,
+    allowed: float | None = None,
+    more: float | None = None,
+) -> Row:
+    """The ratio of the medians of two series that alternated but belong together in no other way."""
+    middle = (report.median(ours), report.median(limit))
+    draw = random.Random(0)
+    found = sorted(
+        report.median(draw.choices(ours, k=len(ours))) / report.median(draw.choices(limit, k=len(limit)))
+        for _ in range(RESAMPLES)
+    )
+    interval = (middle[0] / middle[1], found[int(0.025 * RESAMPLES)], found[int(0.975 * RESAMPLES)])
+    return _row(row, unit, middle, limit_is, interval, _allowed(allowed, more, middle[1]))
+
+
+def counted(row: str, unit: str, ours: float, limit: float, limit_is: str, *, allowed: float | None = None) -> Row:
+    """Of figures that are the same in each run, such as bytes or instructions."""
+    ratio = ours / limit
+    return _row(row, unit, (ours, limit), limit_is, (ratio, ratio, ratio), allowed)
+
+
+def _allowed(allowed: float | None, more: float | None, limit: float) -> float | None:
+    return allowed if more is None else (limit + more) / limit
+
+
+def _row(
+    row: str,
+    unit: str,
+    middle: tuple[float, float],
+    limit_is: str,
+    interval: tuple[float, float, float],
+    allowed: float | None,
+) -> Row:
+    return Row(row, unit, *middle, limit_is, *interval, allowed, within(allowed, interval[1], interval[2]))
+
+
+def within(allowed: float | None, low: float, high: float) -> bool | None:
+    """Whether a bar is met by an interval; None if that cannot be told."""
+    if allowed is None or low <= allowed < high:
+        return None
+    return high <= allowed
+
+
+def problem(row: Mapping[str, Any]) -> str | None:
+    """What a row of a benchmark's JSON file lacks, so that a wrong one is reported and not shown half."""
+    missing = [name for name in FIELDS if name not in row]
+    if missing:
+        return f"a row without {', '.join(missing)}: {json.dumps(row)[:200]}"
+    numbers = [row[name] for name in ("ours", "limit", "ratio", "low", "high")]
+    if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in numbers):
+        return f"row {row['row']!r}: ours, limit, ratio, low and high must be finite numbers, not {numbers}"
+    if not row["low"] <= row["ratio"] <= row["high"]:
+        return f"row {row['row']!r}: the ratio {row['ratio']} is outside of its interval {row['low']} to {row['high']}"
+    if row["allowed"] is None and row["met"] is not None:
+        return f"row {row['row']!r}: met is {row['met']} without a bar"
+    return None
+
+
+def failed(benchmark: str, reason: str) -> dict[str, Any]:
+    """In place of the rows of a benchmark that gave none."""
+    return {"benchmark": benchmark, "row": benchmark, "failed": reason}
+
+
+HEAD = ["row", "ours", "limit", "ratio (95% interval)", "bar", "met"]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows in Markdown, failed ones included."""
+    return report.table(HEAD, [cells(row) for row in rows])
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A line of the table."""
+    if "failed" in row:
+        return [row["row"], f"**failed: {_one_line(row['failed'])}**", "-", "-", "-", "-"]
+    interval = f"{number(row['ratio'])} ({number(row['low'])} to {number(row['high'])})"
+    bar = "-" if row["allowed"] is None else f"at most {number(row['allowed'])}"
+    met = "-" if row["allowed"] is None else {True: "yes", False: "**no**", None: "cannot tell"}[row["met"]]
+    ours, limit = (f"{number(row[name])} {row['unit']}".rstrip() for name in ("ours", "limit"))
+    return [row["row"], ours, f"{limit} ({row['limit_is']})", interval, bar, met]
+
+
+def number(value: float) -> str:
+    """Three digits, and no exponent: 0.0123, 1.02, 35.1, 1240."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{digits}f}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "/")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The rows of a benchmark's JSON file; an empty list if it has none."""
+    found = json.loads(file.read_text())
+    rows = found.get("rows", []) if isinstance(found, dict) else []
+    return list(rows)
