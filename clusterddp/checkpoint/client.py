@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint.save_plan import Packer
 from clusterddp.checkpoint.snapshot import Snapshot
-from clusterddp.checkpoint.state import pack, tensor_facts
 from clusterddp.errors import Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import module_command
@@ -54,6 +54,7 @@ class CheckpointClient:
     def __init__(self, directory: RunDirectory, attempt: int, keep: Keep, device: torch.device) -> None:
         self._first = {"run": str(directory), "attempt": attempt, "keep": dataclasses.asdict(keep)}
         self._snapshot = Snapshot(device, directory.private)
+        self._pack = Packer()
         self._writer: subprocess.Popen[bytes] | None = None
         self._requests: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._sent = threading.Event()
@@ -73,7 +74,7 @@ class CheckpointClient:
 
         Raises CheckpointError if there is not enough memory, or if the state cannot be saved.
         """
-        self._snapshot.prepare(tensor_facts(pack(state)[1]))
+        self._snapshot.prepare(self._pack(state).layout)
         self._start()
 
     def save(
@@ -89,15 +90,15 @@ class CheckpointClient:
         ``urgent``: the caller will wait for the result. ``before``: called in another thread before the writer starts;
         may wait, and raise NotSaved.
         """
-        plain, tensors = pack(state)
-        self._snapshot.take(tensors)
+        packed = self._pack(state)
+        self._snapshot.take(packed.layout, packed.tensors)
         self._start()
         self._step = step
         facts = {"step": str(step), "attempt": str(self._first["attempt"]), **facts}
         self._sent.wait()  # for a request to a writer that has exited
         self._sent.clear()
         # The thread also frees the state: each tensor freed here could hand the GIL to it.
-        self._requests.put((step, plain, facts, urgent, before, state, tensors))
+        self._requests.put((step, packed, facts, urgent, before, state))
 
     def result(self, wait: bool) -> Saved | None:
         """The result of the save; None while it is in progress, or if there is none. ``wait`` raises its priority.
@@ -162,9 +163,9 @@ class CheckpointClient:
     def _send(self) -> None:
         """Sends each save to the writer once the snapshot is complete; a thread, because JSON takes time."""
         while (request := self._requests.get()) is not None:
-            step, plain, facts, urgent, before, *taken = request
+            step, packed, facts, urgent, before, state = request
             try:
-                beginning = file_format.head(self._snapshot.described, plain, facts)
+                beginning = file_format.head_of(self._snapshot.described, packed.state_literal(), facts)
                 self._snapshot.wait()
                 if before is not None:
                     before()
@@ -176,7 +177,7 @@ class CheckpointClient:
                 traceback.print_exc()
                 self._socket.shutdown(socket.SHUT_RDWR)
             finally:
-                del request, taken, before
+                del request, packed, state, before
                 self._sent.set()
 
     def _say(self, message: Mapping[str, Any], rest: bytes = b"") -> None:

@@ -88,10 +88,20 @@ def described(tensors: Sequence[Tensor]) -> str:
     return json.dumps(found | {_CHECKSUMS: _entry("U32", (number,), size, size + 4 * number)})
 
 
+def state_literal(state: Any) -> str:
+    """A state of plain values as the header has it: JSON as a string of JSON."""
+    return json.dumps(json.dumps(state))
+
+
 def head(tensors: str, state: Any, facts: Mapping[str, str]) -> bytes:
     """All bytes of a file before the data: the header's length and the header. ``tensors``: from ``described``."""
-    metadata = json.dumps({"format": FORMAT, **facts, "state": json.dumps(state)})
-    text = f'{{"__metadata__": {metadata}, {tensors[1:]}'.encode()
+    return head_of(tensors, state_literal(state), facts)
+
+
+def head_of(tensors: str, literal: str, facts: Mapping[str, str]) -> bytes:
+    """The same for a state that is given as ``state_literal``."""
+    metadata = json.dumps({"format": FORMAT, **facts})[:-1]
+    text = f'{{"__metadata__": {metadata}, "state": {literal}}}, {tensors[1:]}'.encode()
     if len(text) > _LONGEST_HEADER:
         raise ValueError(
             f"the names and plain values of the state take {len(text) / 1e6:.0f} MB, but a checkpoint's header is "

@@ -8,7 +8,6 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import Tensor, offsets
-from clusterddp.checkpoint.state import TORCH_DTYPES, tensor_facts
+from clusterddp.checkpoint.state import TORCH_DTYPES
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import say
 
@@ -43,8 +42,8 @@ class Snapshot:
         #: The header entries of the tensors that the memory is laid out for, and their total size in bytes.
         self.described, self.nbytes = file_format.described([]), 0
         self._views: list[torch.Tensor] = []
-        #: The name, dtype and shape of each tensor that the memory is laid out for.
-        self._kinds: list[tuple[str, torch.dtype, torch.Size]] = []
+        #: What the memory is laid out for.
+        self._layout: list[Tensor] = []
         self._copied: list[torch.cuda.Event] = []
         self._preparing: threading.Thread | None = None
 
@@ -57,20 +56,20 @@ class Snapshot:
         self._preparing = threading.Thread(target=self._try_resize, args=(layout,), name="snapshot", daemon=True)
         self._preparing.start()
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies the tensors; copies from GPUs are complete after ``wait``."""
+    def take(self, layout: list[Tensor], sources: list[torch.Tensor]) -> None:
+        """Copies tensors of this layout; copies from GPUs are complete after ``wait``. The caller keeps ``layout``."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
-        if self._kinds != [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]:
-            layout = tensor_facts(tensors)
+        if layout is not self._layout and layout != self._layout:
             self._reserve(layout)
             self._resize(layout)
-        sources = list(tensors.values())
+        self._layout = layout
         if not sources:
             return
         on_gpus = self._device.type == "cuda"
-        torch._foreach_copy_(self._views, sources, non_blocking=on_gpus)
+        with torch.no_grad():
+            torch._foreach_copy_(self._views, sources, non_blocking=on_gpus)
         # Each copy runs on the current stream of its source GPU.
         devices = {source.device for source in sources if source.device.type == "cuda"} if on_gpus else ()
         self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -92,7 +91,7 @@ class Snapshot:
             self._memory[start : start + tensor.nbytes].view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
             for start, tensor in zip(places, layout, strict=True)
         ]
-        self._kinds = [(tensor.name, view.dtype, view.shape) for tensor, view in zip(layout, self._views, strict=True)]
+        self._layout = layout
         self.described, self.nbytes = file_format.described(layout), size
 
     def _reserve(self, layout: list[Tensor]) -> None:
@@ -127,7 +126,7 @@ class Snapshot:
     def _release(self) -> None:
         if self._map is not None and self._device.type == "cuda":
             _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
-        self._views, self._kinds, self._memory, self._map = [], [], torch.empty(0, dtype=torch.uint8), None
+        self._views, self._layout, self._memory, self._map = [], [], torch.empty(0, dtype=torch.uint8), None
 
 
 def _anonymous_file(size: int, folder: Path) -> tuple[int, str]:

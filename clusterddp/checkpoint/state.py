@@ -70,6 +70,8 @@ def state_of(part: Stateful) -> dict[str, Any]:
     if not isinstance(part, torch.nn.Module):
         return part.state_dict()
     found = bare(part).state_dict()
+    if type(found) is OrderedDict and "_orig_mod" not in "\n".join([*found, *_metadata(found)]):
+        return found  # most are: a large module has thousands of names
     state: Any = OrderedDict((_bare_name(name), value) for name, value in found.items())
     state._metadata = OrderedDict((_bare_name(name), facts) for name, facts in _metadata(found).items())
     return state  # type: ignore[no-any-return]
@@ -148,11 +150,14 @@ def pack(content: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     ...}``. ``unpack`` is the inverse. The result shares no list or dict with the state. Raises CheckpointError for a
     value that could not be restored, such as an object of a user's class: nothing in a checkpoint is executed.
     """
-    packing = _Packing()
+    packing = Packing()
     try:
-        return packing.walk(content, ""), packing.tensors
+        plain = packing.walk(content, "")
     except RecursionError:
         raise CheckpointError("the state is nested too deeply, or contains itself") from None
+    return plain, {
+        name: tensor.detach() if tensor.requires_grad else tensor for name, tensor in packing.tensors.items()
+    }
 
 
 def unpack(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -252,7 +257,7 @@ _KINDS |= {
 }
 
 
-class _Packing:
+class Packing:
     """One pass over a state."""
 
     def __init__(self) -> None:
@@ -273,9 +278,11 @@ class _Packing:
         if kind is float and math.isfinite(item):
             return item
         if kind is list:
-            return [self.walk(entry, _below(path, number)) for number, entry in enumerate(item)]
+            if _is_plain_list(item):
+                return item[:]
+            return [self.walk(entry, below(path, number)) for number, entry in enumerate(item)]
         if kind is dict and set(map(type, item)) <= {str} and "$" not in [key[:1] for key in item]:
-            return {key: self.walk(entry, _below(path, key)) for key, entry in item.items()}
+            return {key: self.walk(entry, below(path, key)) for key, entry in item.items()}
         if kind is OrderedDict and hasattr(item, "_metadata"):
             return {"$module": [self.walk(dict(item), path), self.walk(_versions(item._metadata), path)]}
         if kind in _NAME_OF:
@@ -290,7 +297,7 @@ class _Packing:
         )
 
     def _members(self, pairs: list[list[Any]], path: str) -> Any:
-        return [[self.walk(key, path), self.walk(value, _below(path, key))] for key, value in pairs]
+        return [[self.walk(key, path), self.walk(value, below(path, key))] for key, value in pairs]
 
     def _numpy(self, item: Any, path: str) -> Any:
         """The JSON form of a numpy array or scalar; None if it could not be restored exactly."""
@@ -325,7 +332,7 @@ class _Packing:
         name, number = path, 2
         while name in self.tensors or name in _TAKEN:
             name, number = f"{path}#{number}", number + 1
-        self.tensors[name] = tensor.detach() if tensor.requires_grad else tensor
+        self.tensors[name] = tensor
         in_its_storage.append((tensor, name))
         return name
 
@@ -350,9 +357,18 @@ def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
     return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
+def _is_plain_list(items: list[Any]) -> bool:
+    """Whether these are texts, flags and ordinary integers only: the numbers of an optimizer's parameters, for one."""
+    kinds = set(map(type, items))
+    if not kinds <= {str, bool, int, type(None)}:
+        return False
+    numbers = [item for item in items if type(item) is int] if kinds - {int} else items
+    return max(map(int.bit_length, numbers), default=0) < _LONGEST_INT_BITS
+
+
 #: Names that the format of the file reserves.
 _TAKEN = {"checksums", "__metadata__"}
 
 
-def _below(path: str, key: object) -> str:
+def below(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
