@@ -128,8 +128,12 @@ class HighJob:
     file: Path
 
     @classmethod
-    def submit(cls, cluster: Cluster, file: Path, seconds: float = 0.1, nodes: int | None = None) -> HighJob:
-        size = [f"--nodes={nodes or len(cluster.nodes)}", "--exclusive", "--output=/dev/null"]
+    def submit(
+        cls, cluster: Cluster, file: Path, seconds: float = 0.1, nodes: int | None = None, where: Sequence[str] = ()
+    ) -> HighJob:
+        """``where``: the nodes that it takes, all of them; else any."""
+        size = [f"--nodes={len(where) or nodes or len(cluster.nodes)}", "--exclusive", "--output=/dev/null"]
+        size += [f"--nodelist={','.join(where)}"] if where else []
         script = f"{stamp_line(file)}; sleep {seconds:g}; {stamp_line(file)}"
         command = ["sbatch", "--parsable", "--partition=high", *size, f"--wrap={script}"]
         return cls(cluster.run(command).stdout.strip(), file)

@@ -1,0 +1,218 @@
+"""The page: caveats first, then the matrix, then each schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.peers.peers import LIMIT, PEERS, Peer
+from benchmarks.peers.schedules import CELL_S, EPOCHS, HIGH_S, PER_EPOCH, SAVE_EPOCHS, SCHEDULES
+from benchmarks.peers.summary import OURS, Matrix, everything, refreshed
+
+NOT_RUN = "not run"
+
+CAVEATS = f"""## Read this first
+
+- **Written by us.** The scripts of all peers are in `benchmarks/peers/scripts/`, configured as their documentation
+  says; each names the page. None of these projects has reviewed them. Corrections are welcome.
+- **The schedules are scaled.** A fault every 60 or 90 s stands for one every 20 or 30 minutes; a step is padded by
+  100 ms; a checkpoint is saved every {SAVE_EPOCHS * PER_EPOCH} steps, about every 20 s. A start of 10 s weighs
+  twenty times more here than there. What is lost, and what is not, can be carried over to a real cluster; the ratios
+  cannot.
+- **Slurm reacts faster than by default**: a requeued job is held for 7 s (default: 121 s), a silent node is down after
+  40 s (300 s), KillWait is 10 s (30 s). Nobody lifts the hold here, not `clusterddp watch` either.
+- **A busy machine.** Other work ran beside the benchmark, and several cells at a time shared the CPUs. Starts (imports)
+  vary by a factor of two between equal cells. Wall times of two peers that differ by less than 20% do not differ.
+- **Unfair to peers**: "lost" means lost without a person. A handwritten script, accelerate, the Trainer and torchrun do
+  not promise to requeue themselves: resubmitted by hand, or with `scontrol requeue` in the batch script, most of these
+  runs would continue from their last checkpoint. submitit handles a preemption where Slurm sends its signal first
+  (`PreemptParameters=send_user_signal`, off by default and off here). GraceTime decides who survives: with 0, Slurm
+  requeues by itself whatever the ranks do; with a grace, a job that ends within it is over.
+- **Unfair to clusterddp**: it checks and syncs every checkpoint, which buys nothing in this table. Its loader draws
+  another order than the peers', so final values are compared with each peer's own undisturbed run, never across.
+- **Equal patience**: 60 s in a collective (`timeout=`, `ddp_timeout`) and 60 s for clusterddp's watchdog. With their
+  defaults, 30 minutes for gloo and 10 minutes for the watchdog, every cell with a hang would be lost.
+- **torchrun's tutorial saves no optimizer**, so its resumed runs differ by design.
+- A cell ends after {CELL_S:g} s; a run that is not done by then counts as lost, though it might still end."""
+
+COUNTING = """Lines: those with code, of the script and of the batch script or job definition: not blank, no comments,
+no docstrings, and not those of the benchmark (imports of `steplog` and `common`, calls of `steplog()` and `finish()`).
+The model and the data are imported by all."""
+
+
+def describe(cells: Sequence[dict[str, Any]], state: Path, words: str) -> tuple[str, dict[str, Any]]:
+    """The report and the raw figures."""
+    steps = max((cell["reached"] for cell in cells), default=EPOCHS * PER_EPOCH)
+    matrix = Matrix(refreshed(cells, state), state / "finals", steps)
+    found = everything(matrix)
+    by_key = {(one["peer"], one["schedule"]): one for one in found}
+    rows = matrix.rows()
+    text = f"""# Beside what people use today
+
+The same training under the same faults: {steps} steps of the bundled digits example, 2 nodes x 2 ranks, gloo.
+{report.place(words)} {date.today()}, `make bench-peers`.
+{len(cells)} cells, up to {max((one["run"] for one in found), default=0)} repetitions; medians.
+
+{CAVEATS}
+
+## What each promises, and what one writes
+
+{peers_table()}
+
+{COUNTING}
+
+## Effective training time
+
+Steps x the peer's own undisturbed step, over the wall time from the submission to the last step. The last row is a DDP
+script without checkpoints that continues after its last step for free: what Slurm, `import torch` and the rendezvous
+cost.
+
+{matrix_table(by_key)}
+
+{ours_text(matrix, rows)}
+
+## Each schedule
+
+{chr(10).join(schedule_text(name, by_key) for name in SCHEDULES)}"""
+    figures = {
+        "command": "python -m benchmarks.peers",
+        "date": str(date.today()),
+        "cluster": words,
+        "steps": steps,
+        "rows": rows,
+        "peers": {
+            name: {"versions": peer.versions(), "lines": peer.lines(), "promise": peer.promise}
+            for name, peer in PEERS.items()
+        },
+        "limit": {"start_s": matrix.start(LIMIT.name), "each_s": matrix.each()},
+        "matrix": found,
+        "cells": matrix.cells,
+    }
+    return text, figures
+
+
+def peers_table() -> str:
+    rows = []
+    for name, peer in PEERS.items():
+        lines = peer.lines()
+        rows.append([name, peer.versions(), _promise(peer), " + ".join(map(str, lines.values())), sum(lines.values())])
+    return report.table(["", "version", "what its documentation promises", "lines", "sum"], rows)
+
+
+def _promise(peer: Peer) -> str:
+    return f"{peer.promise} ({', '.join(f'`{name}`' for name in peer.files)})"
+
+
+def matrix_table(by_key: dict[tuple[str, str], dict[str, Any]]) -> str:
+    def cell(peer: str, schedule: str) -> str:
+        one = by_key[peer, schedule]
+        if not one["run"]:
+            return NOT_RUN if peer != LIMIT.name else "-"
+        if not one["completed"]:
+            return "**lost**"
+        lost = f" ({one['run'] - one['completed']} of {one['run']} lost)" if one["completed"] < one["run"] else ""
+        return f"{one['ettr']:.2f}{lost}"
+
+    head = ["", *SCHEDULES]
+    rows = [[peer, *(cell(peer, schedule) for schedule in SCHEDULES)] for peer in [*PEERS, LIMIT.name]]
+    return report.table(head, rows)
+
+
+def ours_text(matrix: Matrix, rows: Sequence[dict[str, Any]]) -> str:
+    """Ours beside the bound."""
+    table = report.table(
+        ["clusterddp", "effective", "bound", "of the bound", "95%", "allowed", ""],
+        [
+            [
+                row["row"].removeprefix("effective training time, "),
+                f"{row['ours']:.3f}",
+                f"{row['limit']:.3f}",
+                f"{row['ratio']:.3f}",
+                "-" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}",
+                row["allowed"] or "-",
+                "-" if row["met"] is None else report.verdict(row["met"]),
+            ]
+            for row in rows
+        ],
+    )
+    start, each = f"{matrix.start(LIMIT.name):.1f} s", f"{matrix.each():.1f} s"
+    return f"""\
+The bound, by the formula of arXiv 2410.21680 with a fixed number of interruptions n: P / (P + u + n q), where P is the
+time of the steps, u the start of the limit ({start}), q what it loses with a preemption ({each}: Slurm's hold, imports,
+rendezvous). Without a notice q is another start and half a checkpoint interval; the time until a dead node or a hang is
+noticed (40 and 60 s) is not in the bound. Both sides with the cell's own mean step.
+
+{table}
+
+{profile_text(matrix)}"""
+
+
+def profile_text(matrix: Matrix) -> str:
+    """Where the seconds of ours went under the densest preemptions, by its own booking."""
+    cells = [cell for cell in matrix.of(OURS, "preempt-60", completed=True) if cell.get("booked")]
+    if not cells:
+        return ""
+    booked = cells[0]["booked"]
+    shares = [[name, seconds] for name, seconds in booked["seconds"].items() if seconds >= 0.05]
+    return f"""Where the seconds of clusterddp's first run under `preempt-60` went, by `clusterddp report --json`
+({booked["total_s"]:.0f} s):
+
+{report.table(["category", "seconds"], shares)}"""
+
+
+def schedule_text(name: str, by_key: dict[tuple[str, str], dict[str, Any]]) -> str:
+    rows = []
+    for peer in [*PEERS, LIMIT.name]:
+        one = by_key[peer, name]
+        if not one["run"]:
+            rows += [[peer, NOT_RUN, *["-"] * 7]] if peer != LIMIT.name else []
+            continue
+        rows.append([peer, _wall(one), *_middle(one), _bits(one)])
+    head = [
+        "",
+        "wall (alone)",
+        "repeated",
+        "handover",
+        "to the next new step",
+        "without progress",
+        "effective",
+        "bound",
+    ]
+    return f"### `{name}`: {SCHEDULES[name].words}\n\n{report.table([*head, 'differing values'], rows)}\n{_note(name)}"
+
+
+def _note(name: str) -> str:
+    if not name.startswith("preempt"):
+        return ""
+    return (
+        f"\nHandover: from the first TERM, by slurmd's log, to the first command of the job that takes the nodes for "
+        f"{HIGH_S:g} s.\n"
+    )
+
+
+def _wall(one: dict[str, Any]) -> str:
+    if not one["completed"]:
+        reached = f" at step {max(one['reached'])}" if one["reached"] else ""
+        return f"**lost**{reached}: {', '.join(one['end'])}"
+    alone = f" ({one['undisturbed_s']:.0f})" if one["undisturbed_s"] else ""
+    lost = f"; {one['run'] - one['completed']} of {one['run']} lost" if one["completed"] < one["run"] else ""
+    return f"{one['wall_s']:.0f} s{alone}{lost}"
+
+
+def _middle(one: dict[str, Any]) -> list[str]:
+    def seconds(key: str) -> str:
+        return "-" if one[key] is None else f"{one[key]:.1f} s"
+
+    repeated = "-" if one["repeated"] is None else f"{one['repeated']:.0f}"
+    shares = ["-" if one[key] is None else f"{one[key]:.2f}" for key in ("ettr", "bound")]
+    return [repeated, seconds("handover_s"), seconds("first_new_s"), seconds("gap_s"), *shares]
+
+
+def _bits(one: dict[str, Any]) -> str:
+    known = [count for count in one["differing"] if count is not None]
+    if not known:
+        return "-"
+    return "none" if max(known) == 0 else f"{max(known):,}"

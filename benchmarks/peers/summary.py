@@ -1,0 +1,164 @@
+"""From measured cells to the figures of the page: per peer and schedule, and clusterddp beside the bound."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+from benchmarks.peers.cells import bound, ettr, figures, parse
+from benchmarks.peers.peers import LIMIT, PEERS
+from benchmarks.peers.schedules import EPOCHS, PER_EPOCH, SAVE_EPOCHS, SCHEDULES, Schedule
+
+OURS = "clusterddp"
+#: The effective training time of ours under a preemption every 60 s, over its bound.
+ALLOWED = 0.97
+
+
+def refreshed(cells: Iterable[dict[str, Any]], state: Path) -> list[dict[str, Any]]:
+    """The cells with their figures derived from the step logs that were kept, and the booking of ours."""
+    found = []
+    for cell in cells:
+        name = f"{cell['peer']}-{cell['schedule']}-{cell['repetition']}"
+        log, profile = state / "cells" / name / "steps", state / "profiles" / f"{name}.json"
+        derived = figures(cell, parse(log.read_text())) if log.exists() else cell
+        found.append({**derived, **({"booked": json.loads(profile.read_text())} if profile.exists() else {})})
+    return found
+
+
+class Matrix:
+    """The cells, and what they say of a peer under a schedule."""
+
+    def __init__(self, cells: Sequence[dict[str, Any]], finals: Path, steps: int = EPOCHS * PER_EPOCH) -> None:
+        self.cells, self._finals, self.steps = cells, finals, steps
+
+    def of(self, peer: str, schedule: str, completed: bool = False) -> list[dict[str, Any]]:
+        cells = [cell for cell in self.cells if (cell["peer"], cell["schedule"]) == (peer, schedule)]
+        return [cell for cell in cells if cell["finished"]] if completed else cells
+
+    def undisturbed_step(self, peer: str) -> float:
+        """Its mean step in undisturbed runs, saves included."""
+        return _median([cell["pace_s"] for cell in self.of(peer, "none", completed=True)])
+
+    def start(self, peer: str) -> float:
+        """Seconds from the submission to the end of the first step, undisturbed."""
+        return _median([cell["start_s"] for cell in self.of(peer, "none", completed=True)])
+
+    def each(self) -> float:
+        """What the limit loses with a preemption: seconds without progress."""
+        cells = [cell for name in ("preempt", "preempt-60") for cell in self.of(LIMIT.name, name, completed=True)]
+        return _median([gap for cell in cells for gap in cell["gaps_s"]])
+
+    def bound_of(self, cell: dict[str, Any], step_s: float) -> float:
+        """The bound of a cell's effective training time: as often interrupted as it was."""
+        schedule = SCHEDULES[cell["schedule"]]
+        start, each = self.start(LIMIT.name), self.each()
+        if schedule.announced:
+            return bound(self.steps, step_s, start, each, interruptions(cell, schedule))
+        again = SAVE_EPOCHS * PER_EPOCH * step_s / 2
+        return bound(self.steps, step_s, start, start, interruptions(cell, schedule), again)
+
+    def differing(self, cell: dict[str, Any]) -> int | None:
+        """How many final values differ from those of the peer's undisturbed run; None: not known."""
+        reference = next((one["final"] for one in self.of(cell["peer"], "none", completed=True)), None)
+        if not cell["final"] or not reference:
+            return None
+        if cell["final"] == reference:
+            return 0
+        one, other = (np.fromfile(self._finals / f"{name}.bin", np.uint32) for name in (cell["final"], reference))
+        return int((one != other).sum())
+
+    def figures(self, peer: str, schedule: str) -> dict[str, Any]:
+        """Medians over the repetitions of a cell of the matrix."""
+        cells, done = self.of(peer, schedule), self.of(peer, schedule, completed=True)
+        step_s, alone = self.undisturbed_step(peer), [c["wall_s"] for c in self.of(peer, "none", completed=True)]
+        handovers = [one for cell in cells for one in cell["handovers"]]
+        ratios = [ettr(self.steps, step_s, cell["wall_s"]) for cell in done]
+        return {
+            "peer": peer,
+            "schedule": schedule,
+            "run": len(cells),
+            "completed": len(done),
+            "end": sorted({_end(cell) for cell in cells if not cell["finished"]}),
+            "reached": [cell["reached"] for cell in cells if not cell["finished"]],
+            "wall_s": _some([cell["wall_s"] for cell in done]),
+            "undisturbed_s": _some(alone),
+            "start_s": _some([cell["start_s"] for cell in cells]),
+            "interruptions": _some([len(cell["gaps_s"]) for cell in done]),
+            "repeated": _some([cell["repeated"] for cell in done]),
+            "handover_s": _some([h["from_signal_s"] for h in handovers]),
+            "handover_from_submission_s": _some([h["from_submission_s"] for h in handovers]),
+            "first_new_s": _some([fault["first_new_s"] for cell in cells for fault in cell["faults"]]),
+            "gap_s": _some([gap for cell in cells for gap in cell["gaps_s"]]),
+            "ettr": _some(ratios),
+            "bound": _some([self.bound_of(cell, step_s) for cell in done]),
+            "of_bound": _some([self.of_bound(cell) for cell in done]),
+            "differing": [self.differing(cell) for cell in done],
+            "load": [cell["load"] for cell in cells],
+        }
+
+    def of_bound(self, cell: dict[str, Any]) -> float:
+        """A cell's effective training time over its bound, both with the cell's own mean step.
+
+        With the undisturbed run's, a machine that was busier in one cell than in another would count as a fault's cost.
+        """
+        return ettr(self.steps, cell["pace_s"], cell["wall_s"]) / self.bound_of(cell, cell["pace_s"])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Ours beside the bound, for each schedule with a fault."""
+        found = []
+        for schedule in list(SCHEDULES)[1:]:
+            done = self.of(OURS, schedule, completed=True)
+            if not done or math.isnan(self.each()) or math.isnan(self.start(LIMIT.name)):
+                continue
+            ratios = [self.of_bound(cell) for cell in done]
+            low, high = report.bootstrap_interval(ratios) if len(ratios) > 1 else (None, None)
+            allowed = ALLOWED if schedule == "preempt-60" else None
+            ours = median(ettr(self.steps, cell["pace_s"], cell["wall_s"]) for cell in done)
+            limit = median(self.bound_of(cell, cell["pace_s"]) for cell in done)
+            found.append(
+                {
+                    "row": f"effective training time, {SCHEDULES[schedule].words}",
+                    "unit": "share",
+                    "ours": ours,
+                    "limit": limit,
+                    "limit_is": "a DDP script that restores and repeats nothing, interrupted as often",
+                    "ratio": median(ratios),
+                    "low": low,
+                    "high": high,
+                    "allowed": allowed,
+                    "met": median(ratios) >= allowed if allowed else None,
+                }
+            )
+        return found
+
+
+def interruptions(cell: dict[str, Any], schedule: Schedule) -> int:
+    """How often it was: what was injected, or the time limits that came."""
+    return sum(1 for fault in cell["faults"] if fault["made"]) if schedule.kind else len(cell["gaps_s"])
+
+
+def everything(matrix: Matrix) -> list[dict[str, Any]]:
+    return [matrix.figures(peer, schedule) for schedule in SCHEDULES for peer in [*PEERS, LIMIT.name]]
+
+
+def _end(cell: dict[str, Any]) -> str:
+    """What became of a cell that is lost."""
+    state = cell["slurm"].split()[0]
+    return f"job {state}" if cell["end"] == "no job left" else str(cell["end"])
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else math.nan
+
+
+def _some(values: Iterable[float | None]) -> float | None:
+    """The median of those that there are."""
+    known = [value for value in values if value is not None and not math.isnan(value)]
+    return round(median(known), 4) if known else None

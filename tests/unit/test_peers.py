@@ -1,0 +1,118 @@
+"""benchmarks/peers: what a step log says about a cell, which lines count, and that no cell is measured twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.peers.__main__ import Queue, Results, plan
+from benchmarks.peers.cells import Line, bound, ettr, figures, gaps, parse
+from benchmarks.peers.page import describe
+from benchmarks.peers.peers import LIMIT, PEERS, count
+from benchmarks.peers.schedules import OF_THE_LIMIT, SCHEDULES
+from benchmarks.peers.summary import Matrix
+
+#: Steps 0 to 3 by one process, interrupted after 13; a checkpoint at 2, and a restart that makes 2 and 3 again.
+INTERRUPTED = [Line(10 + n, n, 1) for n in range(4)] + [Line(20 + n, 2 + n, 2) for n in range(4)]
+
+
+def cell(
+    peer: str = "clusterddp", schedule: str = "preempt", lines: list[Line] = INTERRUPTED, **more: Any
+) -> dict[str, Any]:
+    """A cell as the injector notes it, with its figures."""
+    fault = {"kind": "preempt", "asked": 12.5, "made": True, "job": "1"}
+    noted = {
+        "peer": peer, "schedule": schedule, "repetition": 0, "submitted": 8.0,
+        "finished": lines[-1].time, "end": "completed",
+        "faults": [fault] if "preempt" in schedule else [], "handovers": [], "states": [], "slurm": "COMPLETED 0:0",
+        "load": "1", "final": None, **more,
+    }  # fmt: skip
+    return figures(noted, lines)
+
+
+def test_a_torn_last_line_is_no_step() -> None:
+    """A rank is killed while it writes."""
+    assert parse("1.5 0 7\n2.5 1 7\n3.5 2") == [Line(1.5, 0, 7), Line(2.5, 1, 7)]
+    assert parse("") == []
+
+
+def test_an_interruption_costs_its_repeated_steps_and_the_time_to_the_next_new_one() -> None:
+    """Steps 2 and 3 are made twice; step 4, the first new one, ends at 22; the last before it at 13."""
+    found = cell()
+    assert (found["repeated"], found["reached"], found["processes"]) == (2, 6, 2)
+    assert found["faults"][0]["first_new_s"] == 22 - 12.5
+    assert found["faults"][0]["lost_s"] == found["gaps_s"][0] == 22 - 13
+    assert (found["wall_s"], found["start_s"], found["step_s"]) == (15.0, 2.0, 1.0)
+
+
+def test_a_fault_that_nothing_followed_has_no_first_new_step() -> None:
+    """Steps of the processes that the fault met, such as those within a grace, are none."""
+    found = cell(lines=INTERRUPTED[:4], finished=None)
+    assert found["faults"][0]["first_new_s"] is None and found["wall_s"] is None and gaps(INTERRUPTED[:4]) == []
+
+
+def test_the_bound_loses_the_start_and_each_interruption() -> None:
+    """100 s of steps, 5 s to start, 3 interruptions of 10 s each, half an interval of 4 s where there is no notice."""
+    assert ettr(1000, 0.1, 200) == pytest.approx(0.5)
+    assert bound(1000, 0.1, 5, 10, 3) == pytest.approx(100 / 135)
+    assert bound(1000, 0.1, 5, 10, 3, repeated_s=4) == pytest.approx(100 / 147)
+
+
+def test_lines_are_counted_without_comments_docstrings_and_the_benchmark() -> None:
+    """A string that is a value counts on each of its lines."""
+    script = '"""Says\nwhat."""\n\n# why\nfrom steplog import steplog\nx = """a\nb"""  # c\n'
+    script += 'if x:\n    """d"""\n    steplog(1)\n'
+    assert count(script, python=True) == 3
+    assert count("#!/bin/bash\n# why\n\n#SBATCH --nodes=2\nsrun x\n", python=False) == 3
+
+
+def test_each_peer_has_its_scripts_and_names_a_page_of_its_documentation() -> None:
+    """The first statement of a script says what it follows."""
+    for peer in PEERS.values():
+        assert all(lines > 5 for lines in peer.lines().values()), peer.name
+
+
+def test_a_cell_that_is_measured_is_kept_and_not_planned_again(tmp_path: Path) -> None:
+    """Another process reads it from the file; what was torn is measured again."""
+    keys = list(plan(2, ["clusterddp", LIMIT.name], list(SCHEDULES)))
+    assert len(keys) == 2 * (len(SCHEDULES) + len(OF_THE_LIMIT)) and len(set(keys)) == len(keys)
+    final = tmp_path / "final.bin"
+    final.write_bytes(b"\0" * 8)
+    Results(tmp_path, 6).add(cell(), final)
+    with (tmp_path / "cells.jsonl").open("a") as file:
+        file.write('{"peer": "limit", "schedu')
+    results = Results(tmp_path, 6)
+    missing = [key for key in keys if key not in results.have()]
+    assert len(missing) == len(keys) - 1 and ("clusterddp", "preempt", 0) not in missing
+
+
+def test_no_cell_is_begun_that_may_end_too_late() -> None:
+    """A lane gets nothing once the time that is left is less than the longest cell's."""
+    key = ("clusterddp", "none", 0)
+    assert Queue([key], minutes=1).take() is None
+    queue = Queue([key], minutes=60)
+    assert queue.take() == key and queue.take() is None
+
+
+def test_final_values_are_compared_with_the_peers_own_undisturbed_run(tmp_path: Path) -> None:
+    """Equal digests are no differing value; else they are counted."""
+    for name, content in {"a": b"\0" * 12, "b": b"\0" * 8 + b"\1" * 4}.items():
+        (tmp_path / f"{name}.bin").write_bytes(content)
+    cells = [cell(schedule="none", final="a"), cell(final="a"), cell(final="b"), cell("torchrun", final="b")]
+    matrix = Matrix(cells, tmp_path)
+    assert [matrix.differing(one) for one in cells] == [0, 0, 1, None]
+
+
+def test_the_page_says_what_is_lost_and_what_was_not_run(tmp_path: Path) -> None:
+    """And has the row of ours, once the limit is measured."""
+    whole = [Line(10 + n, n, 1) for n in range(6)]
+    cells = [cell(name, "none", whole) for name in ("clusterddp", "limit", "torchrun")]
+    cells += [cell(schedule=name) for name in ("preempt", "preempt-60")] + [cell("limit")]
+    cells += [cell("torchrun", lines=INTERRUPTED[:4], finished=None, end="no job left", slurm="FAILED 1:0")]
+    text, raw = describe(cells, tmp_path, "Slurm 22.05.8")
+    assert "| torchrun | **lost** at step 4: job FAILED |" in text and "| submitit | not run |" in text
+    assert [(row["allowed"], row["met"]) for row in raw["rows"]] == [(None, None), (0.97, True)]
+    json.dumps(raw, allow_nan=False)
