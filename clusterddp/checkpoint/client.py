@@ -91,7 +91,7 @@ class CheckpointClient:
         may wait, and raise NotSaved.
         """
         packed = self._pack(state)
-        self._snapshot.take(packed.layout, packed.tensors)
+        self._snapshot.take(packed.layout, packed.tensors, packed.addresses)
         self._start()
         self._step = step
         facts = {"step": str(step), "attempt": str(self._first["attempt"]), **facts}

@@ -39,6 +39,8 @@ class Packed:
     layout: list[Tensor]
     tensors: list[torch.Tensor]
     _plain: Any
+    #: Where the tensors' bytes are; None unless they are there as they are to be saved.
+    addresses: list[int] | None = None
     _plan: Plan | None = None
 
     def state_literal(self) -> str:
@@ -110,6 +112,8 @@ class Plan:
         places = {id(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
         self._order = [places[id(named[tensor.name])] for tensor in self._layout]
         self._dtypes, self._shapes = list(map(_dtype_of, tensors)), list(map(_shape_of, tensors))
+        #: A tensor whose elements are negated when they are read is a view of every other one: it has no more than one.
+        self._are_single = [tensor.numel() == 1 and tensor.is_floating_point() for tensor in tensors]
         self._contiguous = all(map(torch.Tensor.is_contiguous, tensors))
         self._strides = list(map(torch.Tensor.stride, tensors))
         self._addresses = list(map(torch.Tensor.data_ptr, tensors))
@@ -132,7 +136,10 @@ class Plan:
                 return None
         except (RuntimeError, RecursionError):  # of a tensor without strides or memory
             return None
-        return Packed(self._layout, list(map(tensors.__getitem__, self._order)), plain, self)
+        sources = list(map(tensors.__getitem__, self._order))
+        if not self._contiguous or any(map(torch.Tensor.is_neg, compress(tensors, self._are_single))):
+            return Packed(self._layout, sources, plain, None, self)
+        return Packed(self._layout, sources, plain, list(map(self._addresses.__getitem__, self._order)), self)
 
     def filled(self, plain: Sequence[Any]) -> str:
         """The state as text, with these plain values at the places of the plan's."""

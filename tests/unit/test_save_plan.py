@@ -1,20 +1,24 @@
-"""The plan of a save: what it packs is what ``pack`` would, and a state that it does not fit is noticed."""
+"""The plan of a save: what it packs is what ``pack`` would, and a state that it does not fit is noticed. The snapshot
+then has the same bytes, whichever way they are copied."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import json
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from clusterddp.checkpoint import file_format
+from clusterddp.checkpoint import file_format, snapshot
 from clusterddp.checkpoint.save_plan import MOST_WITHOUT, Packer, Plan
+from clusterddp.checkpoint.snapshot import Snapshot
 from clusterddp.checkpoint.state import pack, state_of, tensor_facts
 from clusterddp.errors import CheckpointError
 from tests.instructions import Instructions
@@ -197,3 +201,54 @@ def test_a_plan_takes_no_python_code_per_tensor() -> None:
             assert packer(state)._plan is not None
         counts.append(instructions.by_module["checkpoint/save_plan.py"])
     assert 100 < counts[0] <= counts[1] < 1.1 * counts[0]
+
+
+def bytes_in_snapshot(folder: Path, state: Any, *, together: bool) -> bytes:
+    """What a snapshot has after two saves of a state. ``together``: small tensors are copied together, if possible."""
+    taken, packer = Snapshot(torch.device("cpu"), folder), Packer()
+    for _ in range(2):
+        packed = packer(state)
+        taken.take(packed.layout, packed.tensors, packed.addresses if together else None)
+    return os.pread(taken.file, taken.nbytes, 0)
+
+
+def small_and_large() -> dict[str, Any]:
+    """More small tensors than one system call copies, of several sizes of elements, among large and empty ones."""
+    torch.manual_seed(0)
+    dtypes = torch.float64, torch.float32, torch.bfloat16, torch.int8
+    small = [torch.randn(1 + number % 37).to(dtypes[number % 4]) for number in range(3 * snapshot.MOST_VECTORS)]
+    return {
+        "small": small,
+        "large": [torch.randn(20_000) for _ in range(3)],
+        "none": torch.ones(0),
+        "one": torch.ones(()),
+    }
+
+
+def test_small_tensors_copied_together_are_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, copied = small_and_large(), []
+    copy_all = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda views, *rest, **how: copied.append(len(views)) or copy_all(views, *rest, **how)
+    )
+    assert bytes_in_snapshot(tmp_path, state, together=True) == bytes_in_snapshot(tmp_path, state, together=False)
+    everything = len(state["small"]) + 5
+    assert copied == [everything, 3, everything, everything]
+
+
+def test_what_the_kernel_does_not_copy_is_copied_by_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as memory of a GPU, of which it says EFAULT."""
+    state = small_and_large()
+    wanted = bytes_in_snapshot(tmp_path, state, together=False)
+    for result in (-1, 5):
+        monkeypatch.setattr(snapshot, "_LIBC", type("Libc", (), {"pwritev": lambda *_, result=result: result}))
+        assert bytes_in_snapshot(tmp_path, state, together=True) == wanted
+    monkeypatch.setattr(snapshot, "_LIBC", object())
+    assert bytes_in_snapshot(tmp_path, state, together=True) == wanted
+
+
+def test_elements_that_are_negated_when_read_are_copied_by_torch(tmp_path: Path) -> None:
+    negated = torch.tensor([1 + 2j]).conj().imag
+    assert negated.is_contiguous() and negated.is_neg()
+    state = {"negated": negated}
+    assert bytes_in_snapshot(tmp_path, state, together=True) == torch.tensor([-2.0]).numpy().tobytes()
