@@ -62,8 +62,8 @@ from benchmarks.savers import (
     state_of,
     tensors_of,
 )
+from clusterddp.checkpoint.memory.anonymous import free_memory
 from clusterddp.checkpoint.restore import restore
-from clusterddp.checkpoint.snapshot import free_memory
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory

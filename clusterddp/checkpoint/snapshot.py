@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
-import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,11 +16,10 @@ import torch
 
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import Tensor, offsets
+from clusterddp.checkpoint.memory.anonymous import anonymous_file, free_memory
 from clusterddp.checkpoint.state import TORCH_DTYPES
 from clusterddp.errors import CheckpointError
-from clusterddp.reporter import say
 
-SHARED_MEMORY = Path("/dev/shm")
 #: Bytes of the largest tensor that is copied together with others; torch copies large ones on all cores.
 SMALL = 1 << 16
 #: The kernel's limit (IOV_MAX) of one call.
@@ -120,7 +117,7 @@ class Snapshot:
                 "free on this node: request more (--mem), or use fewer ranks or loader workers per node"
             )
         if self.file < 0:
-            self.file, self._kind = _anonymous_file(size, self._folder)
+            self.file, self._kind = anonymous_file("the snapshot", size, [self._folder])
 
     def _grow(self, size: int) -> None:
         self._release()
@@ -185,38 +182,6 @@ class _SmallCopies:
         return True
 
 
-def _anonymous_file(size: int, folder: Path) -> tuple[int, str]:
-    """A file without a name, and a description of it; a file on a disk has ``size`` bytes already."""
-    try:
-        return _memfd("clusterddp-snapshot"), "a memfd"
-    except OSError as error:
-        reasons = [f"memfd_create: {error.strerror}"]
-    for place in (SHARED_MEMORY, folder):
-        try:
-            with tempfile.TemporaryFile(dir=place, buffering=0) as file:
-                os.posix_fallocate(file.fileno(), 0, max(size, 1))
-                found = os.dup(file.fileno())
-        except OSError as error:
-            reasons.append(f"{place}: {error.strerror}")
-        else:
-            used = f"an unlinked file in {place}"
-            say(f"the snapshot is {used} ({'; '.join(reasons)})")
-            return found, used
-    raise CheckpointError(f"cannot allocate shared memory for the snapshot: {'; '.join(reasons)}")
-
-
-def _memfd(name: str) -> int:
-    """``os.memfd_create``, also for a Python that was built on a system without it."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
-    call = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
-    descriptor = call(name.encode(), 1) if call else -1  # MFD_CLOEXEC
-    if descriptor < 0:
-        number = ctypes.get_errno() if call else errno.ENOSYS
-        raise OSError(number, os.strerror(number))
-    return int(descriptor)
-
-
 def _blocking_event() -> torch.cuda.Event:
     """A thread that waits for it sleeps; with other events, it keeps a core busy."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -224,35 +189,3 @@ def _blocking_event() -> torch.cuda.Event:
 
 def _cuda_runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def free_memory() -> int:
-    """Bytes that this process can still allocate: the machine's available memory, limited by its cgroups."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        number, controllers, name = line.split(":", 2)
-        if number == "0":
-            free = min(free, left_in_cgroups(Path("/sys/fs/cgroup"), name, "memory.max", "memory.current"))
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            free = min(free, left_in_cgroups(Path("/sys/fs/cgroup/memory"), name, *names))
-    return free
-
-
-def left_in_cgroups(root: Path, name: str, limit: str, used: str) -> int:
-    """The bytes that a cgroup and its parents still allow; the page cache counts as free."""
-    left = 1 << 62
-    folder = root / name.lstrip("/")
-    while folder != root.parent:
-        try:
-            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except OSError:
-            pass  # the root has no limits, and a container may hide the host's names
-        else:
-            if most != "max":
-                cache = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-                left = min(left, int(most) - now + cache)
-        folder = folder.parent
-    return max(0, left)

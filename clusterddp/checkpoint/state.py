@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from clusterddp.checkpoint.file_format import Tensor
+from clusterddp.checkpoint.file_format import Tensor, memory
+from clusterddp.checkpoint.memory.copies import copied_together
 from clusterddp.distributed.modules import bare
 from clusterddp.errors import CheckpointError
 
@@ -37,8 +38,6 @@ DTYPES = {
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 #: What torch's schedulers add to the groups of an optimizer.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
 
@@ -82,15 +81,25 @@ def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
     if not isinstance(part, torch.nn.Module):
         if isinstance(part, torch.optim.Optimizer):
             _check_kind(part, state)
+            plain, tensors = pack(state)
+            part.load_state_dict(unpack(plain, copied_together(tensors, memory)))
+            return
         part.load_state_dict(copied(state))
         return
     module = bare(part)
     own = module.state_dict()
     names = {_bare_name(name): name for name in own}
-    found: Any = OrderedDict((names.get(name, name), value) for name, value in state.items())
+    found: Any = OrderedDict((names.get(name, name), _own(name, value)) for name, value in state.items())
     if versions := _metadata(state):
         found._metadata = OrderedDict((name, versions.get(_bare_name(name), {})) for name in _metadata(own))
     module.load_state_dict(found)
+
+
+def _own(name: str, value: Any) -> Any:
+    """A module copies its tensors, but keeps what it stored beside them by ``get_extra_state``."""
+    return (
+        copied({"state": value})["state"] if name.endswith(torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX) else value
+    )
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -14,8 +14,9 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -45,9 +46,23 @@ class Checkpoint:
     def read(self) -> file_format.Content:
         """Reads and verifies the file. Raises CheckpointError if it is damaged, renamed or unreadable."""
         content = self._checked(file_format.read)
-        if content.facts.get("step", str(self.step)) != str(self.step):
-            raise CheckpointError(f"{self.path.name} was renamed: it has the state after step {content.facts['step']}")
+        self._check_step(content.facts)
         return content
+
+    def read_head(self) -> file_format.Head:
+        """All of the file but its data, verified. Raises CheckpointError as ``read``."""
+        head = self._checked(file_format.read_head)
+        self._check_step(head.facts)
+        return head
+
+    def read_data(self, head: file_format.Head, into: memoryview | int) -> Iterator[int]:
+        """``file_format.read_data``. Raises CheckpointError as ``read``."""
+        with self._errors():
+            yield from file_format.read_data(self.path, head, into, partial(retrying, self.path))
+
+    def _check_step(self, facts: Mapping[str, str]) -> None:
+        if facts.get("step", str(self.step)) != str(self.step):
+            raise CheckpointError(f"{self.path.name} was renamed: it has the state after step {facts['step']}")
 
     def verify(self) -> None:
         """Reads the file. Raises CheckpointError if it is damaged or unreadable."""
@@ -60,8 +75,14 @@ class Checkpoint:
     def _checked(self, read: Callable[[Path], _T]) -> _T:
         if self.path.suffix == ".pt":
             raise CheckpointError(f"{self.path.name} has format 1, which this version cannot read")
-        try:
+        with self._errors():
             return retrying(self.path, lambda: read(self.path))
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Errors of reading the file as CheckpointErrors."""
+        try:
+            yield
         except file_format.Damaged as error:
             raise CheckpointError(f"{self.path.name} is damaged: {error}") from error
         except OSError as error:

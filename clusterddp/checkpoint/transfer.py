@@ -19,7 +19,7 @@ from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.content import unpacked
 from clusterddp.checkpoint.file_format import Content
 from clusterddp.checkpoint.state import pack, tensor_facts
-from clusterddp.distributed.collectives import PORTION, broadcast_bytes, broadcast_json
+from clusterddp.distributed.collectives import PORTION, all_gather_numbers, broadcast_bytes, broadcast_json
 from clusterddp.errors import CheckpointError
 
 #: The most that the states of all ranks may take together: they pass through the memory of rank 0.
@@ -106,7 +106,7 @@ class Gathering:
         views, all_sizes = _agreed(state, self._device)
         own = [bytearray(view) for view in views]
         changed = [not self._own or new != self._own[part] for part, new in enumerate(own)]
-        all_changed = _all_gather([int(one) for one in changed], self._device)
+        all_changed = all_gather_numbers([int(one) for one in changed], self._device)
         self._own, self._all = own, self._all or [[None, None] for _ in all_sizes]
         for part in range(2):
             sizes = [size[part] * flags[part] for size, flags in zip(all_sizes, all_changed, strict=True)]
@@ -150,7 +150,7 @@ def _agreed(state: Any, device: torch.device) -> tuple[list[memoryview], list[li
         sizes = [len(view) for view in own] if state else [0, 0]
     except CheckpointError as error:
         failure, sizes = error, [-1, -1]
-    all_sizes = _all_gather(sizes, device)
+    all_sizes = all_gather_numbers(sizes, device)
     if failure is not None:
         raise failure
     if [-1, -1] in all_sizes:
@@ -160,14 +160,6 @@ def _agreed(state: Any, device: torch.device) -> tuple[list[memoryview], list[li
 
 def _is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _all_gather(numbers: list[int], device: torch.device) -> list[list[int]]:
-    if not dist.is_initialized():
-        return [numbers]
-    found = [torch.zeros(len(numbers), dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, torch.tensor(numbers, device=device))
-    return [one.tolist() for one in found]
 
 
 def _gather_bytes(own: memoryview, sizes: list[int], device: torch.device) -> list[mmap.mmap] | None:

@@ -38,6 +38,15 @@ def gather(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.cat([part[: int(length)] for part, length in zip(parts, lengths, strict=True)]).to(tensor.device)
 
 
+def all_gather_numbers(numbers: list[int], device: torch.device) -> list[list[int]]:
+    """Each rank's integers, equally many, in rank order; without a process group, this process's."""
+    if not dist.is_initialized():
+        return [numbers]
+    found = [torch.zeros(len(numbers), dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, torch.tensor(numbers, device=device))
+    return [one.tolist() for one in found]
+
+
 def broadcast_json(value: Any, device: torch.device) -> Any:
     """Rank 0's JSON value on every rank; without a process group, the value itself.
 

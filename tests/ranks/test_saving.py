@@ -18,6 +18,7 @@ import torch
 
 from clusterddp.checkpoint import snapshot
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved, Saved
+from clusterddp.checkpoint.memory import anonymous
 from clusterddp.checkpoint.state import load_state, state_of
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.checkpoint.writer import Messages, Writer
@@ -216,7 +217,7 @@ def test_where_memfds_are_refused_the_snapshot_is_a_file_without_a_name(
     monkeypatch.setattr(os, "memfd_create", refuse)
     files = set(directory.private.iterdir())
     if not shared_memory:
-        monkeypatch.setattr(snapshot, "SHARED_MEMORY", Path("/proc"))
+        monkeypatch.setattr(anonymous, "SHARED_MEMORY", Path("/proc"))
     checkpoint_client = CheckpointClient(directory, 0, Keep(2), torch.device("cpu"))
     try:
         checkpoint_client.prepare(state())
@@ -237,8 +238,8 @@ def test_the_tightest_control_group_counts(tmp_path: Path) -> None:
         (tmp_path / path / "memory.max").write_text(f"{most}\n")
         (tmp_path / path / "memory.current").write_text(f"{used}\n")
         (tmp_path / path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    assert snapshot.left_in_cgroups(tmp_path, "/a/b", "memory.max", "memory.current") == 650000
-    assert 1 << 20 < snapshot.free_memory() < 1 << 50
+    assert anonymous.left_in_cgroups(tmp_path, "/a/b", "memory.max", "memory.current") == 650000
+    assert 1 << 20 < anonymous.free_memory() < 1 << 50
 
 
 def test_the_writer_exits_with_its_rank(directory: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:

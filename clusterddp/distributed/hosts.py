@@ -1,0 +1,64 @@
+"""Which ranks share a host's memory: those of one machine and one container, whatever the launcher calls a node."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from clusterddp.distributed.collectives import all_gather_numbers
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The ranks' hosts. The first rank of each host is its leader, rank 0 among them."""
+
+    rank: int
+    """This process's rank."""
+    leader_of: tuple[int, ...]
+    """The leader of each rank."""
+    pid_of: tuple[int, ...]
+    """The process id of each rank, as the ranks of its host see it."""
+
+    @classmethod
+    def find(cls, device: torch.device) -> Hosts:
+        """Collective if there is a process group, through ``device``."""
+        found = all_gather_numbers([_host(), os.getpid()], device)
+        first: dict[int, int] = {}
+        leaders = tuple(first.setdefault(host, rank) for rank, (host, _) in enumerate(found))
+        return cls(dist.get_rank() if dist.is_initialized() else 0, leaders, tuple(pid for _, pid in found))
+
+    def apart(self) -> Hosts:
+        """The same ranks, as if each had a host for itself."""
+        return Hosts(self.rank, tuple(range(len(self.leader_of))), self.pid_of)
+
+    @property
+    def leaders(self) -> list[int]:
+        """The leaders of all hosts, in rank order."""
+        return sorted(set(self.leader_of))
+
+    @property
+    def leader(self) -> int:
+        """The leader of this rank's host."""
+        return self.leader_of[self.rank]
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is its host's leader."""
+        return self.leader == self.rank
+
+
+def _host() -> int:
+    """Equal for two ranks that can open each other's files in /proc: one kernel, one PID namespace, one user."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        facts = [boot, str(Path("/proc/self/ns/pid").stat().st_ino), str(os.geteuid())]
+    except OSError:
+        facts = [secrets.token_hex()]
+    digest = hashlib.blake2b(" ".join(facts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
