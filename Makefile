@@ -81,7 +81,7 @@ test-24.11: .venv/ready slurm
 test-product: .venv/integrations slurm
 	CLUSTERDDP_TEST_PRODUCT=1 .venv/bin/python -m pytest tests/slurm/test_preemption_variants.py tests/ranks/test_exact_resume.py \
 		tests/ranks/test_recipes.py tests/ranks/test_example_jobs.py tests/ranks/test_converting.py tests/ranks/test_local.py \
-		tests/crash/test_crash.py tests/unit/test_fuzz.py tests/unit/test_report_damage.py tests/ranks/test_launchers.py tests/ranks/test_jobs.py tests/ranks/test_integrations.py \
+		tests/crash/test_crash.py tests/unit/test_fuzz.py tests/unit/test_report_damage.py tests/unit/test_stream_damage.py tests/ranks/test_launchers.py tests/ranks/test_jobs.py tests/ranks/test_integrations.py \
 		tests/ranks/test_first_failure.py tests/ranks/test_agreement.py tests/chaos tests/slurm/test_launchers.py \
 		tests/slurm/test_templates.py tests/slurm/test_world_size.py tests/slurm/test_here.py tests/slurm/test_faults.py tests/cluster/test_cluster.py \
 		tests/slurm/test_fencing.py tests/slurm/test_jobs.py tests/slurm/test_disk.py tests/slurm/test_main_job.py tests/slurm/test_preemption.py \

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -58,11 +59,16 @@ class TarShards(Indexed):
     def _sample(self, path: str, number: int, within: int) -> Any:  # noqa: ARG002
         start, data = self._bytes(path, number)
         try:
-            key, files = tar.sample(data)
+            key, files = tar.sample(data, start)
         except ValueError as error:
             raise ValueError(f"{path}, sample at byte {start}: {error}") from None
         sample = {"__key__": key, "__url__": path, **files}
-        return sample if self._decode is None else self._decode(sample)
+        try:
+            return sample if self._decode is None else self._decode(sample)
+        except Exception as error:
+            if sys.version_info >= (3, 11):
+                error.add_note(f"in sample {key!r} of {path}")
+            raise
 
 
 class JsonLines(Indexed):
@@ -90,8 +96,8 @@ class JsonLines(Indexed):
         assert self._decode is not None
         try:
             return self._decode(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line at byte {start}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line at byte {start}: {error}") from error
 
 
 class Tokens(Sharded):

@@ -85,9 +85,8 @@ def test_every_form_of_tar_is_read_as_tarfile_reads_it(tmp_path: Path, form: int
         if form != tarfile.USTAR_FORMAT:
             archive.addfile(link)
     raw = path.read_bytes()
-    found = {
-        member.name: raw[member.data : member.stop] for member in tar.members(lambda at, n: raw[at : at + n], len(raw))
-    }
+    members = tar.members(lambda at, n: raw[at : at + n], 0, len(raw))
+    found = {member.name: raw[member.data : member.stop] for member in members}
     with tarfile.open(path) as archive:
         wanted = {entry.name: archive.extractfile(entry).read() for entry in archive if entry.isreg()}  # type: ignore[union-attr]
     assert found == wanted
@@ -105,7 +104,7 @@ def test_sizes_in_pax_records_and_of_8_gib_are_read() -> None:
     entry.size = 9 << 30
     for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         start = entry.tobuf(form)
-        (found,) = tar.members(lambda at, n, of=start: of[at : at + n], len(start) + entry.size)  # type: ignore[misc]
+        (found,) = tar.members(lambda at, n, of=start: of[at : at + n], 0, len(start) + entry.size)  # type: ignore[misc]
         assert found.name == "large.bin" and found.stop - found.data == entry.size and found.data == len(start)
 
 

@@ -23,7 +23,7 @@ from typing import BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from clusterddp.data.streams.shards import Shard
+from clusterddp.data.streams.shards import Shard, named
 from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import create_file, fsync_directory
 
@@ -47,12 +47,26 @@ class _Entry:
 
 
 @dataclass(frozen=True)
+class _Found:
+    """What an index file has."""
+
+    entries: list[_Entry]
+    rows: Rows
+    tail: bytes
+
+    @property
+    def shards(self) -> list[Shard]:
+        return [entry.shard for entry in self.entries]
+
+
+@dataclass(frozen=True)
 class Index:
-    """``counts``: samples per shard. ``rows`` is memory-mapped."""
+    """``counts``: samples per shard. ``rows`` is memory-mapped. ``tail``: its end, which differs with the shards."""
 
     path: Path
     counts: list[int]
     rows: Rows
+    tail: bytes
 
 
 def place(folder: Path, kind: str, patterns: list[str]) -> Path:
@@ -67,46 +81,63 @@ def loaded(path: Path, shards: list[Shard], scan: Scan) -> Index:
 
     Raises what ``scan`` raises, and OSError where the file cannot be written.
     """
-    entries = _read(path)
-    if entries is None or [entry.shard for entry in entries] != shards:
-        _build(path, shards, scan, entries or [])
-        entries = _read(path)
-        if entries is None or [entry.shard for entry in entries] != shards:
+    found = _read(path)
+    if found is None or found.shards != shards:
+        _build(path, shards, scan, found)
+        found = _read(path)
+        if found is None or found.shards != shards:
             raise ValueError(f"{path}: shards changed while their index was built; start again when they are complete")
-    counts = [entry.samples for entry in entries]
-    return Index(path, counts, mapped(path, sum(counts)))
+    return Index(path, [entry.samples for entry in found.entries], found.rows, found.tail)
 
 
-def mapped(path: Path, samples: int) -> Rows:
-    """The rows in the file."""
+def mapped(path: Path, samples: int, tail: bytes) -> Rows:
+    """The rows in the file. Raises ValueError if it has another tail, as it is then of other shards."""
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL.size))
+        if file.read() != tail:
+            raise ValueError(
+                f"{path} was built again, as shards changed while a run reads them; start the script again"
+            )
+        return _mapped(file, samples)
+
+
+def _mapped(file: BinaryIO, samples: int) -> Rows:
     if not samples:
-        return np.empty((0, 2), dtype=np.int64)
-    return np.memmap(path, dtype=np.dtype("<i8"), mode="r", shape=(samples, 2))
+        return _no_rows()
+    return np.memmap(file, dtype=np.dtype("<i8"), mode="r", shape=(samples, 2))
 
 
-def _read(path: Path) -> list[_Entry] | None:
-    """The shards of an index; None if there is none, or it is damaged."""
+def _no_rows() -> Rows:
+    return np.empty((0, 2), dtype=np.int64)
+
+
+def _read(path: Path) -> _Found | None:
+    """The index; None if there is none, or it is damaged."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb") as file, named(str(path)):
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL.size))
-            length, checksum, magic = _TAIL.unpack(file.read(_TAIL.size))
+            tail = file.read()
+            length, checksum, magic = _TAIL.unpack(tail)
             file.seek(max(0, size - _TAIL.size - length))
             described = file.read(min(length, size))
+            if magic != _MAGIC or zlib.crc32(described) != checksum:
+                return None
+            entries = [
+                _Entry(Shard(os.path.normpath(path.parent / name), *facts), samples)
+                for name, *facts, samples in json.loads(described)["shards"]
+            ]
+            samples = sum(entry.samples for entry in entries)
+            if size - _TAIL.size - length != 16 * samples:
+                return None
+            return _Found(entries, _mapped(file, samples), tail)
     except (FileNotFoundError, struct.error):
         return None
-    if magic != _MAGIC or zlib.crc32(described) != checksum:
-        return None
-    entries = [
-        _Entry(Shard(os.path.normpath(path.parent / name), *facts), samples)
-        for name, *facts, samples in json.loads(described)["shards"]
-    ]
-    return entries if size - _TAIL.size - length == 16 * sum(entry.samples for entry in entries) else None
 
 
-def _build(path: Path, shards: list[Shard], scan: Scan, old: list[_Entry]) -> None:
+def _build(path: Path, shards: list[Shard], scan: Scan, old: _Found | None) -> None:
     """Writes the index to a temporary file and renames it: several processes may do that at the same time."""
-    kept = _Kept(path, old)
+    kept = _Kept(old)
     changed = [shard for shard in shards if shard not in kept]
     say(f"indexing {counted(len(changed), 'shard')} of {len(shards)}: {path}")
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
@@ -140,16 +171,22 @@ def _all_rows(shards: list[Shard], kept: _Kept, scan: Scan) -> Iterator[Rows]:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for start in range(0, len(shards), _AT_ONCE):
             group = shards[start : start + _AT_ONCE]
-            yield from pool.map(lambda shard: kept.rows(shard) if shard in kept else scan(shard.path), group)
+            yield from pool.map(lambda shard: kept.rows(shard) if shard in kept else _scanned(shard, scan), group)
+
+
+def _scanned(shard: Shard, scan: Scan) -> Rows:
+    with named(shard.path):
+        return scan(shard.path)
 
 
 class _Kept:
     """What an older index has of shards that have not changed."""
 
-    def __init__(self, path: Path, entries: list[_Entry]) -> None:
+    def __init__(self, old: _Found | None) -> None:
+        entries = old.entries if old is not None else []
         ends = np.cumsum([entry.samples for entry in entries], dtype=np.int64).tolist()
         self._places = {entry.shard: (end - entry.samples, end) for entry, end in zip(entries, ends, strict=True)}
-        self._rows = mapped(path, ends[-1] if ends else 0)
+        self._rows = old.rows if old is not None else _no_rows()
 
     def __contains__(self, shard: Shard) -> bool:
         return shard in self._places

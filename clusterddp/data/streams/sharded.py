@@ -69,15 +69,18 @@ class Indexed(Sharded):
         folder = Path(index).absolute() if index is not None else folder_of(shards)
         loaded = index_file.loaded(index_file.place(folder, kind, patterns), shards, scan)
         super().__init__(shards, loaded.counts)
-        self._index, self._decode = loaded.path, decode
+        self._index, self._tail, self._decode = loaded.path, loaded.tail, decode
         self._rows: Rows | None = loaded.rows
 
     def _bytes(self, path: str, number: int) -> tuple[int, bytes]:
         """Where a sample begins in its shard, and its bytes."""
         if self._rows is None:
-            self._rows = index_file.mapped(self._index, len(self))
+            self._rows = index_file.mapped(self._index, len(self), self._tail)
         start, size = self._rows[number].tolist()
-        return start, self._files.read(path, start, size)
+        try:
+            return start, self._files.read(path, start, size)
+        except ValueError as error:
+            raise ValueError(f"{error}; if the file is complete, delete its index {self._index}") from None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_rows": None}

@@ -10,7 +10,8 @@ import glob
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -81,14 +82,28 @@ def check_uncompressed(path: str, remedy: str) -> None:
             raise ValueError(f"{path} is compressed ({name}), and can only be read from its start: {remedy}")
 
 
+@contextmanager
+def named(path: str) -> Iterator[None]:
+    """Adds the file's path to an error of the operating system that lacks it, as one of an open file does."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, path) from None
+
+
 class _File:
     """An open file. It is closed when nobody reads it any more, perhaps in another thread."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._size = os.fstat(self._descriptor).st_size
 
     def read(self, start: int, size: int) -> bytes:
-        """Up to ``size`` bytes: fewer at the end of the file only."""
+        """Up to ``size`` bytes: fewer where the file ends before."""
+        if not 0 <= start <= start + size <= self._size:  # not even tried: a wrong size may be more than the memory
+            return b""
         parts = []
         while size > 0 and (part := os.pread(self._descriptor, size, start)):
             parts.append(part)
@@ -114,7 +129,8 @@ class Files:
             self._open[path] = file
             if len(self._open) > _OPEN:
                 self._open.popitem(last=False)
-        data = file.read(start, size)
+        with named(path):
+            data = file.read(start, size)
         if len(data) != size:
             raise ValueError(
                 f"{path} is too short for the sample at byte {start}: it has changed since it was opened; start the "

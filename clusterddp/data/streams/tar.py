@@ -16,8 +16,12 @@ from clusterddp.data.streams.index_file import Rows
 from clusterddp.data.streams.shards import check_uncompressed
 
 _BLOCK = 512
-#: Types of members: ordinary files; headers that say more about the next member; and what is not supported.
-_FILE, _LONG_NAME, _PAX, _OTHER_HEADERS, _SPARSE = (b"0", b"\0", b"7"), b"L", b"x", (b"g", b"K"), b"S"
+#: Types of members: ordinary files; headers that say more about the next member; those without data, whatever their
+#: size is; and what is not supported.
+_FILE, _LONG_NAME, _PAX, _OTHER_HEADERS = (b"0", b"\0", b"7"), b"L", b"x", (b"g", b"K")
+_WITHOUT_DATA, _SPARSE = (b"1", b"2", b"3", b"4", b"5", b"6"), b"S"
+#: Bytes of a long name or of pax records: such a header is read into memory.
+_MOST_OF_HEADER = 1 << 24
 #: Reads so many bytes from a position on; fewer at the end.
 Read = Callable[[int, int], bytes]
 
@@ -31,30 +35,35 @@ class Member(NamedTuple):
     stop: int
 
 
-def members(read: Read, stop: int) -> Iterator[Member]:
+def members(read: Read, start: int, stop: int) -> Iterator[Member]:
     """All files of an archive, or of a stretch of one, in sequence. Raises ValueError where it is damaged."""
-    position, start = 0, 0
+    position = start
     known: dict[str, str] = {}  # of the next member
     while position < stop:
         header = read(position, _BLOCK)
         if not header.strip(b"\0"):  # the end of the archive
             return
-        size, kind = _size(header, position), header[156:157]
+        at, kind, size = position, header[156:157], _size(header, position)
         is_file = kind not in (_LONG_NAME, _PAX, *_OTHER_HEADERS)
-        size = int(known.get("size", size)) if is_file else size
-        data, position = position + _BLOCK, position + _BLOCK + -(-size // _BLOCK) * _BLOCK
-        if kind == _LONG_NAME:
-            known["path"] = _text(read(data, size))
-        elif kind == _PAX:
-            known.update(_pax(read(data, size)))
+        if kind in _WITHOUT_DATA:
+            size = 0
+        elif is_file and "size" in known:
+            size = _number(known["size"].encode(errors="replace"), 10, at)
+        data = at + _BLOCK
+        position = data + -(-size // _BLOCK) * _BLOCK
+        name = known.get("path") or _name(header)
+        if data + size > stop:
+            raise ValueError(f"it ends at byte {stop}, within {name!r}, whose header is at byte {at}")
+        if kind in (_LONG_NAME, _PAX):
+            if size > _MOST_OF_HEADER:
+                raise ValueError(f"the header at byte {at} has {size} bytes, which is more than a name or records need")
+            known.update({"path": _text(read(data, size))} if kind == _LONG_NAME else _pax(read(data, size), data))
         if not is_file:
             continue
-        if kind == _SPARSE:
-            raise ValueError(f"{_name(header)!r} is stored as a sparse file, which is not supported")
-        if data + size > stop:
-            raise ValueError(f"it ends at byte {stop}, within {known.get('path') or _name(header)!r}")
+        if kind == _SPARSE or any(record.startswith("GNU.sparse.") for record in known):
+            raise ValueError(f"{name!r} at byte {at} is stored as a sparse file, which is not supported")
         if kind in _FILE:
-            yield Member(known.get("path") or _name(header), start, data, data + size)
+            yield Member(name, start, data, data + size)
         known, start = {}, position
 
 
@@ -69,7 +78,17 @@ def _size(header: bytes, position: int) -> int:
     field = header[124:136]
     if field[0] & 0x80:  # GNU: 8 GiB and more
         return int.from_bytes(field[1:], "big")
-    return int(field.strip(b" \0") or b"0", 8)
+    return _number(field.split(b"\0", 1)[0].strip() or b"0", 8, position)
+
+
+def _number(digits: bytes, base: int, position: int) -> int:
+    """Raises ValueError for anything but digits, while ``int`` also takes signs and underscores."""
+    try:
+        if not digits.isdigit():
+            raise ValueError
+        return int(digits, base)
+    except ValueError:
+        raise ValueError(f"the header at byte {position} has the size {digits[:40]!r}, which is no number") from None
 
 
 def _name(header: bytes) -> str:
@@ -81,14 +100,18 @@ def _text(field: bytes) -> str:
     return field.split(b"\0", 1)[0].decode(errors="surrogateescape")
 
 
-def _pax(data: bytes) -> dict[str, str]:
-    """The records ``LENGTH NAME=VALUE``."""
-    found = {}
-    while data:
-        length = int(data.split(b" ", 1)[0])
-        name, _, value = data[:length].split(b" ", 1)[1].rstrip(b"\n").partition(b"=")
-        found[name.decode()] = value.decode(errors="surrogateescape")
-        data = data[length:]
+def _pax(data: bytes, position: int) -> dict[str, str]:
+    """The records ``LENGTH NAME=VALUE``; zeros end them, as tarfile has it."""
+    found, at = {}, 0
+    while data[at : at + 1].strip(b"\0"):
+        digits = data[at : at + 20].partition(b" ")[0]
+        length = int(digits) if digits.isdigit() else 0
+        record = data[at + len(digits) + 1 : at + length]
+        name, equals, value = record.partition(b"=")
+        if at + length > len(data) or not equals or not value.endswith(b"\n"):
+            raise ValueError(f"there is no pax record at byte {position + at}, but {data[at : at + 40]!r}")
+        found[name.decode(errors="surrogateescape")] = value[:-1].decode(errors="surrogateescape")
+        at += length
     return found
 
 
@@ -111,7 +134,7 @@ def scan(path: str) -> Rows:
             return os.pread(file.fileno(), size, start)
 
         try:
-            for member in members(read, os.fstat(file.fileno()).st_size):
+            for member in members(read, 0, os.fstat(file.fileno()).st_size):
                 key, extension = split_name(member.name)
                 if not extension:
                     continue
@@ -128,15 +151,20 @@ def scan(path: str) -> Rows:
     return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 
-def sample(data: bytes) -> tuple[str, dict[str, bytes]]:
-    """The name of the sample in a stretch of an archive, and its files by extension. Raises ValueError."""
+def sample(data: bytes, start: int) -> tuple[str, dict[str, bytes]]:
+    """The name of the sample in the stretch of an archive from ``start`` on, and its files by extension.
+
+    Raises ValueError for what is no sample.
+    """
     files: dict[str, bytes] = {}
     key = ""
-    for member in members(lambda start, size: data[start : start + size], len(data)):
+    for member in members(lambda at, size: data[at - start : at - start + size], start, start + len(data)):
         key_of_file, extension = split_name(member.name)
         if not extension:
             continue
         if extension in files:
             raise ValueError(f"sample {key_of_file!r} has two files .{extension}")
-        key, files[extension] = key_of_file, data[member.data : member.stop]
+        key, files[extension] = key_of_file, data[member.data - start : member.stop - start]
+    if not files:
+        raise ValueError("there is no file: the archive has changed since it was indexed")
     return key, files
