@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from clusterddp.data import randomness
 from clusterddp.data.device import to_device
+from clusterddp.data.early_start import EarlyStart, digest
 from clusterddp.data.loader_options import checked
 from clusterddp.data.orders.order import Binding, BoundOrder, Order
 from clusterddp.data.seeding import Batch, SeededSamples
@@ -66,7 +67,8 @@ class Loader:
         self._samples = SeededSamples(source, seed)
         self._rank, self._world_size, self._options = rank, world_size, options
         self._copies = to_device(device)
-        self._stream = self._bound(None)
+        self._stream, self._bound_batch = self._bound(None), self.global_batch
+        self._early: EarlyStart | None = None
         DataLoader(self._samples, batch_sampler=[], **options)  # rejects bad values here rather than in the loop
 
     @property
@@ -133,7 +135,8 @@ class Loader:
             )
         # Before orders had labels there were two, and a checkpoint did not say which.
         recorded = progress.get("order", self._unbound.unlabelled or "shuffled-1 or sequential")
-        self._stream = self._bound(recorded)
+        if (recorded, self.global_batch) != (self.label, self._bound_batch):
+            self._stream, self._bound_batch = self._bound(recorded), self.global_batch
         if self.label != recorded:
             raise CheckpointError(
                 f"the run started with the order {recorded!r}, the loader's order is now {self.label!r}: use "
@@ -186,13 +189,48 @@ class Loader:
 
         ``seeds_steps``: whether the caller seeds all generators after each batch.
         """
-        batches: Iterator[Any] = self._batches(step)
-        iterator = iter(ShieldedDataLoader(self._samples, batch_sampler=batches, **self._options))
+        iterator = self._taken(step)
+        if iterator is None:
+            iterator = self._iterator(step)
         read = self._read(iterator, in_script=not seeds_steps and not self.workers)
         try:
             yield from read if self._copies is None else self._copies.each(read, ahead=self.workers > 0)
         finally:
             close(iterator)
+
+    def start(self, step: int) -> None:
+        """Starts the workers, if there are some, and lets them read the first of ``batches(step)``, which then hands
+        these out.
+
+        Nothing is started for a dataset that cannot be compared later (``data/early_start.py``).
+        """
+        self._end_early()
+        if not self.workers or (contents := digest(self._in_workers)) is None:
+            return
+        with randomness.preserved():
+            self._early = EarlyStart(self._iterator(step), self._place(step), contents)
+
+    @property
+    def _in_workers(self) -> tuple[Any, ...]:
+        """What the workers get of the script's objects."""
+        return self._samples.dataset, *(self._options.get(name) for name in ("collate_fn", "worker_init_fn"))
+
+    def _place(self, step: int) -> tuple[Any, ...]:
+        return step, self._stream, self._samples.always
+
+    def _taken(self, step: int) -> Iterator[Any] | None:
+        """What ``start`` has started, if it still has the samples of ``step``."""
+        early, self._early = self._early, None
+        return None if early is None else early.take(self._place(step), self._in_workers)
+
+    def _end_early(self) -> None:
+        if self._early is not None:
+            close(self._early.iterator)
+            self._early = None
+
+    def _iterator(self, step: int) -> Iterator[Any]:
+        batches: Iterator[Any] = self._batches(step)
+        return iter(ShieldedDataLoader(self._samples, batch_sampler=batches, **self._options))
 
     def _read(self, iterator: Iterator[Any], in_script: bool) -> Iterator[Any]:
         while True:

@@ -136,6 +136,17 @@ class TrainingLoader:
         finally:
             iterator.close()  # type: ignore[attr-defined]
 
+    def start(self, progress: Mapping[str, Any], step: int) -> None:
+        """Lets the workers read from ``step`` on, before the state of the checkpoint with this ``progress`` is loaded.
+
+        For a resume, in the main thread, before other threads read the checkpoint: workers are forked. ``restore`` is
+        called later all the same, with the same ``progress``. Does nothing for loaders other than ``ctx.loader()``, and
+        for one without workers. Raises CheckpointError as ``restore`` does.
+        """
+        if isinstance(self._source, Loader) and self.workers:
+            self.restore(progress)
+            self._source.start(self.batch(step))
+
     def _open(self, step: int) -> Iterator[Any]:
         if isinstance(self._source, Loader):
             return self._source.batches(self.batch(step), self._seeds_steps)
