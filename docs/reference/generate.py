@@ -80,7 +80,13 @@ CONSTRUCTED = {
 #: Public by name, but called by clusterddp or by another library: patterns of MODULE.CLASS.MEMBER.
 INTERNAL = (
     *("loop.Run.stop_point", "loader.Loader.inexact", "loader.Loader.gather", "loader.Loader.progress"),
-    *("loader.Loader.restore", "loader.Loader.batches", "external_loader.StatefulLoader.*", "job.Keep.order"),
+    *(
+        "loader.Loader.restore",
+        "loader.Loader.start",
+        "loader.Loader.batches",
+        "external_loader.StatefulLoader.*",
+        "job.Keep.order",
+    ),
     "job.Keep.best_rule",
     *("errors.Stopped.latest", "errors.Stopped.on_raised"),
     *("lightning.RankEnvironment.*", "*.SaveAndRequeue.on_*"),
