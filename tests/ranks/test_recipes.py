@@ -22,8 +22,8 @@ STOP = 20
 STEPS = {
     "pool": (40, "done after 40 steps"),
     "reinforcement_learning": (40, r"\d\.\d+% of the pushes let a pole fall"),
-    "stream": (40, r"rank 0 is at byte \d+ of .*\.py"),
     "sync_batchnorm": (40, r"SyncBatchNorm needs GPUs.*\nrunning mean of channel 0: \S+"),
+    "tokens": (40, r"\d{5,} blocks in \d+ files"),
 }
 
 
