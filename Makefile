@@ -20,6 +20,7 @@
 # make soak-booking  whether each second of a run interrupted 23 times is booked to what it was doing (11 minutes)
 # make bench  our figures, each beside its limit, in one table: docs/measurements/bench.md; at most 15 minutes;
 #             BENCH="--only saves,restore" prints some of them
+# make bench-steady-state what a run costs while it trains, beside a bare DDP loop
 # make bench-heartbeat    what the watchdog costs; make bench-report: what `clusterddp report` costs
 # make bench-step-timing  what timing each step and run.log cost; make bench-orders: what drawing samples costs
 # make bench-input        how fast batches come, beside other loaders
@@ -38,7 +39,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-input bench-peers bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-input bench-peers bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -112,6 +113,9 @@ bench: .venv/ready
 
 bench-handover: .venv/ready slurm
 	.venv/bin/python -m benchmarks.handover
+
+bench-steady-state: .venv/ready
+	.venv/bin/python -m benchmarks.steady_state
 
 bench-agreement: .venv/ready
 	.venv/bin/python -m benchmarks.steps.agreement

@@ -1,0 +1,204 @@
+"""What a run costs while it trains: ``python -m benchmarks.steady_state``, 6 minutes (``make bench-steady-state``).
+
+Two gloo ranks of a run under ``submit --local`` with everything on: two calls of ``run.log`` per step with one reduced
+value, step timing, the watchdog, a checkpoint and an evaluation every 100 steps, ``best=``, ``progress=``. Beside them,
+two ranks of a loop as in torch's DDP tutorial, in processes without clusterddp. They make blocks of the same steps in
+turn, while the others wait; two blocks of the bare loop in each round show the machine's noise (A/A).
+
+A step is a small model's forward, backward and optimizer's step, and then waits 10 or 100 ms, as a step on a GPU does:
+what clusterddp does comes on top. Counted per step: the training thread's CPU time, that of all threads of the rank,
+wall time, the Python instructions of the training thread, and the blocks of memory that Python has more.
+
+The bar: at most 150 us of the training thread's CPU per step more than the bare loop, on each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report, rows
+from tests.ddp import free_port
+
+RANKS, BAR_US = 2, 150.0
+SCRIPT = Path(__file__).with_name("scripts") / "steady_state.py"
+REPOSITORY = SCRIPT.parents[2]
+#: A save in each block of the shorter steps, and in some of the longer ones.
+EVALUATED_EVERY = 100
+SAVED_EVERY = f"{EVALUATED_EVERY} steps"
+#: Milliseconds of a step, and the steps of a block.
+BLOCKS = {10: 100, 100: 10}
+ORDER = ("ours", "bare", "again")
+COUNTED_STEPS = 100
+#: The loop's allocations are compared over so many steps.
+GROWTH_STEPS = 1000
+
+#: What the ranks measured in a block, by rank.
+Measured = list[dict[str, float]]
+
+
+class Loops:
+    """The ranks of both loops, each of which waits for its next block."""
+
+    def __init__(self, connections: dict[tuple[str, int], Connection]) -> None:
+        self._connections = connections
+
+    def block(self, who: str, steps: int, pause_ms: float, count: bool = False) -> Measured:
+        """Lets the ranks of a loop make a block. Each figure is of the whole block."""
+        ranks = [self._connections[who, rank] for rank in range(RANKS)]
+        for connection in ranks:
+            connection.send({"steps": steps, "pause": pause_ms / 1000, "count": count})
+        return [connection.recv() for connection in ranks]
+
+    def end(self) -> None:
+        for connection in self._connections.values():
+            connection.send(None)
+
+
+@contextmanager
+def both_loops() -> Iterator[Loops]:
+    """Starts the processes; ends them with the block."""
+    with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/socket", backlog=2 * RANKS) as listener:
+        processes = [
+            our_run(folder),
+            *(bare_rank(folder, rank, port) for port in [free_port()] for rank in range(RANKS)),
+        ]
+        try:
+            connections = {}
+            for _ in range(2 * RANKS):
+                connection = listener.accept()
+                connections[connection.recv()] = connection
+            loops = Loops(connections)
+            yield loops
+            loops.end()
+            if any(codes := [process.wait(60) for process in processes]):
+                sys.exit(f"the processes ended with {codes}")
+        finally:
+            for process in processes:
+                process.terminate()
+                process.wait()
+
+
+def our_run(folder: str) -> subprocess.Popen[bytes]:
+    run = [sys.executable, "-m", "clusterddp", "submit", str(SCRIPT), "--local", "--run-dir", f"{folder}/run"]
+    shape = ["--device", "cpu", "--gpus", str(RANKS), "--set", "progress=off"]
+    saves = ["--set", f"checkpoint.every={SAVED_EVERY}"]
+    return subprocess.Popen([*run, *shape, *saves, "--", f"{folder}/socket", "ours"], cwd=REPOSITORY)
+
+
+def bare_rank(folder: str, rank: int, port: int) -> subprocess.Popen[bytes]:
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **common, "WORLD_SIZE": str(RANKS), "RANK": str(rank)}
+    return subprocess.Popen([sys.executable, str(SCRIPT), f"{folder}/socket", "bare"], cwd=REPOSITORY, env=environment)
+
+
+# ---- the figures
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Rounds of blocks of both lengths, then what is counted rather than timed."""
+    blocks: dict[str, list[dict[str, Measured]]] = {str(pause): [] for pause in BLOCKS}
+    with both_loops() as loops:
+        for who in ("bare", "ours"):  # allocates, connects, and prepares for saves
+            loops.block(who, 2 * EVALUATED_EVERY, 1)
+        for number in range(rounds):
+            for pause, steps in BLOCKS.items():
+                blocks[str(pause)].append(one_round(loops, number, steps, pause))
+        counted = {who: loops.block(who, COUNTED_STEPS, 0.1, True) for who in ("bare", "ours")}
+        growth = {who: [loops.block(who, GROWTH_STEPS, 0.1) for _ in range(2)] for who in ("bare", "ours")}
+    return {"blocks": blocks, "counted": counted, "growth": growth}
+
+
+def one_round(loops: Loops, number: int, steps: int, pause_ms: float) -> dict[str, Measured]:
+    """A block of ours and two of the bare loop. The order changes: a drift of the machine's speed is on no side."""
+    first = number % len(ORDER)
+    measured = {}
+    for name in (*ORDER[first:], *ORDER[:first]):
+        found = loops.block("ours" if name == "ours" else "bare", steps, pause_ms)
+        measured[name] = [{what: value / steps for what, value in of_rank.items()} for of_rank in found]
+    return measured
+
+
+def series(figures: dict[str, Any], pause: int, name: str, what: str, rank: int, unit: float) -> list[float]:
+    """A figure per step, in each round."""
+    return [unit * one[name][rank][what] for one in figures["blocks"][str(pause)]]
+
+
+def table_rows(figures: dict[str, Any]) -> list[rows.Row]:
+    """For the common table."""
+    found, limit = [], "the bare DDP loop"
+    for pause in BLOCKS:
+
+        def row(words: str, ours: list[float], bare: list[float], unit: str, more: float | None = None) -> None:
+            found.append(rows.paired(f"step of {pause} ms: {words}", unit, ours, bare, limit, more=more))  # noqa: B023
+
+        for rank in range(RANKS):
+            ours, bare = (series(figures, pause, name, "thread", rank, 1e6) for name in ("ours", "bare"))
+            row(f"CPU of rank {rank}'s training thread", ours, bare, "us", BAR_US)
+        ours, bare = (series(figures, pause, name, "process", 0, 1e6) for name in ("ours", "bare"))
+        row("CPU of all threads of rank 0", ours, bare, "us")
+        ours, bare, again = (series(figures, pause, name, "wall", 0, 1e3) for name in ORDER)
+        row("wall time", ours, bare, "ms")
+        row("the bare loop with itself (A/A), wall time", again, bare, "ms")
+    mine, others = (figures["counted"][who][0]["instructions"] / COUNTED_STEPS for who in ("ours", "bare"))
+    return [*found, rows.counted("Python instructions of a step", "", mine, others, limit)]
+
+
+def more_us(figures: dict[str, Any], pause: int, rank: int) -> str:
+    """By how much a step's CPU time is above the bare loop's: the median and its interval."""
+    ours, bare = (series(figures, pause, name, "thread", rank, 1e6) for name in ("ours", "bare"))
+    differences = [one - other for one, other in zip(ours, bare, strict=True)]
+    low, high = report.bootstrap_interval(differences)
+    return f"{report.median(differences):.0f} ({low:.0f} to {high:.0f})"
+
+
+def grown(figures: dict[str, Any], who: str) -> str:
+    """The blocks of memory per 1000 steps that rank 0 has more, after the loop has settled."""
+    return f"{figures['growth'][who][1][0]['allocated'] * 1000 / GROWTH_STEPS:.0f}"
+
+
+def described(figures: dict[str, Any], found: Sequence[rows.Row], rounds: int) -> str:
+    """The page."""
+    head = ["", *(f"rank {rank}" for rank in range(RANKS))]
+    more = [[f"{pause} ms", *(more_us(figures, pause, rank) for rank in range(RANKS))] for pause in BLOCKS]
+    return f"""# What a run costs while it trains
+
+{report.place(f"load average {figures['load']:.0f}")} {RANKS} gloo ranks; medians of {rounds}
+rounds, {" and ".join(f"{steps} steps of {pause} ms" for pause, steps in BLOCKS.items())} in each block. A step
+waits 10 or 100 ms with its CPU idle, as a step on a GPU does; on CPUs that train, only the CPU figures apply. A
+checkpoint of 70 kB and an evaluation every 100 steps are in them. `make bench-steady-state`.
+
+{rows.table([row.as_json() for row in found])}
+
+Microseconds of the training thread's CPU per step above the bare loop; the bar is {BAR_US:.0f}:
+
+{report.table(head, more)}
+
+Blocks of memory that Python holds more after {GROWTH_STEPS} further steps on rank 0: ours {grown(figures, "ours")}, the
+bare loop {grown(figures, "bare")}. `tests/unit/test_step_cost.py` limits the instructions of a step, and the growth."""
+
+
+def main() -> None:
+    """Measures and writes the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--quick", action="store_true", help="6 rounds")
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    options = parser.parse_args()
+    rounds = 6 if options.quick else options.rounds
+    figures = {"load": os.getloadavg()[0], **measure(rounds)}
+    found = table_rows(figures)
+    text = described(figures, found, rounds)
+    report.write(options.out, "steady-state", text, {**figures, "rows": [row.as_json() for row in found]})
+
+
+if __name__ == "__main__":
+    main()
