@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 from clusterddp.errors import LauncherEnvironmentError
 
-#: The commas between hosts, not those inside brackets.
-_COMMA = re.compile(r",(?![^\[\]]*\])")
+#: A part of a list up to the comma, or the end, behind it: commas inside brackets separate nothing. A bracket that is
+#: not closed is an ordinary character here, and refused later.
+_PART = re.compile(r"(?:[^,\[]+|\[[^\[\]]*\]|\[)*")
+#: Nothing but names: the list of thousands of nodes with odd names.
+_NAMES = re.compile(r"[\w.:-]+(?:,[\w.:-]+)*", re.ASCII)
 _HOST = re.compile(r"(?:[\w.:-]|\[[^\[\]]*\])+", re.ASCII)
+_ONE_BRACKET = re.compile(r"([\w.:-]*)(\[[^\[\]]*\])([\w.:-]*)", re.ASCII)
 _PIECE = re.compile(r"\[[^\[\]]*\]|[^\[\]]+")
 _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
@@ -27,28 +31,49 @@ def expand(hostlist: str) -> list[str]:
     """
     if not hostlist:
         return []
-    names: list[str] = []
-    for part in _COMMA.split(hostlist):
+    if _NAMES.fullmatch(hostlist):
+        names = hostlist.split(",")
+        if len(names) > _MOST_HOSTS:
+            raise _malformed(hostlist, f"it names more than {_MOST_HOSTS} hosts")
+        return names
+    names = []
+    for part in _parts(hostlist):
         names += _expand_part(part, hostlist)
         if len(names) > _MOST_HOSTS:
             raise _malformed(hostlist, f"it names more than {_MOST_HOSTS} hosts")
     return names
 
 
+def _parts(hostlist: str) -> Iterator[str]:
+    """The parts between the commas, in one pass over the text."""
+    at = 0
+    while True:
+        part = _PART.match(hostlist, at)
+        assert part is not None  # it may be empty
+        yield part[0]
+        at = part.end() + 1
+        if at > len(hostlist):
+            return
+
+
 def _expand_part(part: str, hostlist: str) -> list[str]:
+    if match := _ONE_BRACKET.fullmatch(part):
+        before, bracket, after = match.groups()
+        return [f"{before}{number}{after}" for number in _alternatives(bracket, hostlist)]
     if not _HOST.fullmatch(part):
         raise _malformed(hostlist, f"{part!r} is not a host" if part else "it has an empty part")
-    pieces = [_alternatives(piece, hostlist) for piece in _PIECE.findall(part)]
-    brackets = [index for index, piece in enumerate(_PIECE.findall(part)) if piece.startswith("[")]
-    # Slurm's order: the last bracket varies fastest, then the first, then the second, and so on.
-    slowest_first = [*reversed(brackets[:-1]), *brackets[-1:]]
+    if "[" not in part:
+        return [part]
+    texts = _PIECE.findall(part)
+    pieces = [_alternatives(piece, hostlist) for piece in texts]
+    brackets = [index for index, piece in enumerate(texts) if piece.startswith("[")]
     if math.prod(map(len, pieces)) > _MOST_HOSTS:
         raise _malformed(hostlist, f"{part} names more than {_MOST_HOSTS} hosts")
-    names = []
-    for chosen in product(*(pieces[index] for index in slowest_first)):
-        texts = dict(zip(slowest_first, chosen, strict=True))
-        names.append("".join(texts.get(index, piece[0]) for index, piece in enumerate(pieces)))
-    return names
+    # Slurm's order: the last bracket varies fastest, then the first, then the second, and so on.
+    slowest_first = [*reversed(brackets[:-1]), *brackets[-1:]]
+    fields = {index: f"{{{place}}}" for place, index in enumerate(slowest_first)}
+    name = "".join(fields.get(index, text) for index, text in enumerate(texts)).format  # a host has no braces
+    return [name(*chosen) for chosen in product(*(pieces[index] for index in slowest_first))]
 
 
 def _alternatives(piece: str, hostlist: str) -> list[str]:
@@ -57,14 +82,19 @@ def _alternatives(piece: str, hostlist: str) -> list[str]:
         return [piece]
     numbers: list[str] = []
     for part in piece[1:-1].split(","):
+        if len(part) <= 18 and part.isdecimal() and part.isascii():
+            numbers.append(part)
+            continue
         if not (match := _RANGE.fullmatch(part)):
             raise _malformed(hostlist, f"{part!r} in {piece} is neither a number nor a range")
         first, last = match[1], match[2] or match[1]
         if not 0 <= int(last) - int(first) < _LONGEST_RANGE:
             raise _malformed(hostlist, f"the range {part} is reversed or longer than {_LONGEST_RANGE}")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+        numbers += map(f"%0{len(first)}d".__mod__, range(int(first), int(last) + 1))
         if len(numbers) > _MOST_HOSTS:
-            raise _malformed(hostlist, f"{piece[:40]} names more than {_MOST_HOSTS} hosts")
+            break
+    if len(numbers) > _MOST_HOSTS:
+        raise _malformed(hostlist, f"{piece[:40]} names more than {_MOST_HOSTS} hosts")
     return numbers
 
 

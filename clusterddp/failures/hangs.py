@@ -8,7 +8,7 @@ while the supervisor itself is stopped (a suspended job); clocks of different ho
 from __future__ import annotations
 
 import math
-import statistics
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,19 +98,20 @@ def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang
     if not silent and (mismatch := _mismatch(statuses, over, now)) is not None:
         return mismatch
     late = _late(statuses, silent)
-    if not any(status.allowed_s is None or status in over for status in late):
+    if not any(status.allowed_s is None or _over(status, now, beat_s) for status in late):
         return None  # they are back from something long, and the others still wait
     if any(status.allowed_s == math.inf for status in late):
         return None
-    if late != silent and any(_works(status, now) for status in late):
+    if late is not silent and any(_works(status, now) for status in late):
         return None
     seconds = now - min(status.moved for status in late)
     what = f"{_names(late)} last at step {late[0].step}, {seconds:.0f} s ago"
-    if late == silent:
+    if late is silent:
         what += ", no heartbeat since (stopped, or holding the GIL)"
     elif place := _most_common(late):
         what += f", in {place}"
-    others = [status for status in statuses if status not in late]
+    at_fault = {status.rank for status in late}
+    others = [status for status in statuses if status.rank not in at_fault]
     if place := _most_common([status for status in others if status.waits]):
         what += f"; the others wait in {place}"
     return _hang(late, seconds, what, statuses, now)
@@ -130,7 +131,8 @@ def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) ->
     """
     least = min(status.count for status in statuses)
     behind, ahead = [s for s in statuses if s.count == least], [s for s in statuses if s.count > least]
-    if not ahead or not all(status.waits and status in over for status in behind):
+    timed_out = {status.rank for status in over}
+    if not ahead or not all(status.waits and status.rank in timed_out for status in behind):
         return None
     first, second = (behind, ahead) if len(behind) < len(ahead) else (ahead, behind)
     late = first if len(first) < len(second) else statuses
@@ -186,17 +188,24 @@ def _most_common(statuses: list[RankStatus]) -> str:
 
 def find_slow(statuses: Iterable[RankStatus]) -> list[Slow]:
     """The ranks whose compute time is much longer than the others' median, by a good part of the step."""
-    known = [status for status in statuses if status.own_s is not None]
+    statuses = list(statuses)
+    times = sorted(status.own_s for status in statuses if status.own_s is not None)
     found = []
-    for status in known:
-        others = [other.own_s for other in known if other is not status and other.own_s is not None]
-        if not others or status.own_s is None or status.step_s is None:
+    for status in statuses:
+        if len(times) < 2 or status.own_s is None or status.step_s is None:
             continue
-        usual = statistics.median(others)
+        usual = _median_without(times, status.own_s)
         if status.own_s > SLOW_RATIO * usual and status.own_s - usual > SLOW_SHARE * status.step_s:
             ratio = status.own_s / max(usual, 1e-3 * status.step_s)
             found.append(Slow(status.rank, status.host, round(status.own_s, 4), round(ratio, 2)))
     return found
+
+
+def _median_without(times: Sequence[float], left_out: float) -> float:
+    """The median of sorted values without one of them, in the same time for any number."""
+    at, last = bisect_left(times, left_out), len(times) - 1
+    first, second = (index + (index >= at) for index in ((last - 1) // 2, last // 2))
+    return (times[first] + times[second]) / 2
 
 
 class Watch:
@@ -249,7 +258,8 @@ class Watch:
             return None
         if self._suspected is None:
             self._suspected = now
-        late = [status for status in statuses if status.rank in hang.late]
+        at_fault = frozenset(hang.late)
+        late = [status for status in statuses if status.rank in at_fault]
         confirmed = all(status.heard > self._suspected or _silent(status, now, self._beat_s) for status in late)
         return hang if confirmed else None
 

@@ -31,15 +31,24 @@ def is_threads(value: Any) -> bool:
     )
 
 
+def stacks_key(said: Mapping[str, Any]) -> Any:
+    """Equal for ranks with equal stacks."""
+    return said["place"], tuple((thread["name"], *thread["frames"]) for thread in said["threads"])
+
+
 def grouped(stacks: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> list[dict[str, Any]]:
     """Ranks with equal stacks together, the largest group first: "ranks", "hosts", "place" and "threads"."""
     groups: dict[Any, dict[str, Any]] = {}
-    for rank, said in sorted(stacks.items()):
-        key = said["place"], tuple((thread["name"], *thread["frames"]) for thread in said["threads"])
+    keys: dict[int, Any] = {}  # by the identity of values, which thousands of ranks share
+    of: dict[Any, dict[str | None, None]] = {}  # the hosts of each group
+    for rank, said in sorted(stacks.items(), key=lambda item: item[0]):
+        if (key := keys.get(id(said))) is None:
+            key = keys[id(said)] = stacks_key(said)
         group = groups.setdefault(key, {"ranks": [], "hosts": [], "place": said["place"], "threads": said["threads"]})
         group["ranks"].append(rank)
-        if hosts.get(rank) not in group["hosts"]:
-            group["hosts"].append(hosts.get(rank))
+        of.setdefault(key, {})[hosts.get(rank)] = None
+    for key, group in groups.items():
+        group["hosts"] = list(of[key])
     return sorted(groups.values(), key=lambda group: (-len(group["ranks"]), group["ranks"]))
 
 

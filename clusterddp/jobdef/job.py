@@ -66,6 +66,10 @@ class Timeouts:
     """How long before the time limit the run saves and stops."""
 
 
+#: Heartbeats per second, of all ranks together.
+MOST_BEATS = 1024
+
+
 @dataclass(frozen=True)
 class Watchdog:
     """When a run that makes no progress is treated as hung, and what happens then. In YAML, ``off`` disables it."""
@@ -80,8 +84,12 @@ class Watchdog:
 
     @property
     def beat_s(self) -> float:
-        """The interval of the ranks' heartbeats, in seconds."""
+        """The interval of the ranks' heartbeats, in seconds, unless there are very many ranks."""
         return min(2.0, self.step_s / 4)
+
+    def period_s(self, ranks: int) -> float:
+        """The same for so many ranks: the supervisor gets at most MOST_BEATS heartbeats per second."""
+        return max(self.beat_s, ranks / MOST_BEATS)
 
 
 #: The most steps of a profile, whose events a rank keeps in memory, and the most ranks that record one at a time.

@@ -32,8 +32,8 @@ from clusterddp.rundir.run_directory import RunDirectory
 PHASES = ("data_s", "own_s", "wait_s", "save_s")
 #: The shortest interval in seconds, and the parts that the age of a run is divided into: fewer with many ranks.
 SHORTEST_S, PARTS, FEWEST_PARTS = 10.0, 100, 20
-#: The number of ranks up to which there are PARTS.
-_FEW_RANKS = 64
+#: The number of ranks up to which there are PARTS, and that from which on the shortest interval grows with it.
+_FEW_RANKS, _MANY_RANKS = 64, 1024
 #: A histogram counts the steps that took 2^b to 2^(b+1) seconds in bucket b; the first and the last have the rest.
 FIRST_BUCKET, LAST_BUCKET = -20, 15
 
@@ -43,7 +43,8 @@ Histograms = Mapping[str, Mapping[int, Mapping[int, int]]]
 
 def interval_s(age_s: float, ranks: int) -> float:
     """The length of an interval that ends when the run is ``age_s`` old."""
-    return max(SHORTEST_S, age_s / max(FEWEST_PARTS, min(PARTS, PARTS * _FEW_RANKS // ranks)))
+    shortest_s = SHORTEST_S * max(1.0, ranks / _MANY_RANKS)
+    return max(shortest_s, age_s / max(FEWEST_PARTS, min(PARTS, PARTS * _FEW_RANKS // ranks)))
 
 
 class TimingLines:

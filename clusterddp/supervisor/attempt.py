@@ -52,6 +52,7 @@ from clusterddp.supervisor.state import (
     Do,
     Event,
     Heartbeat,
+    NodeNames,
     Notice,
     RankEvent,
     RanksExited,
@@ -103,7 +104,8 @@ class Attempt:
         self._writes: queue.Queue[Callable[[], Any] | None] = queue.Queue()
 
     def _new_watch(self) -> Watch | None:
-        return Watch(self._job.watchdog.beat_s) if self._job.watchdog else None
+        watchdog = self._job.watchdog
+        return Watch(watchdog.period_s(self._job.world_size)) if watchdog else None
 
     def supervise(self) -> int:
         """Runs the attempt to its end; returns this process's exit code, or RESTART."""
@@ -361,8 +363,8 @@ def last_line(run: RunDirectory) -> Mapping[str, Any]:
         return {}
 
 
-def _nodes_of(controller: Controller) -> tuple[str, ...]:
+def _nodes_of(controller: Controller) -> NodeNames:
     try:
-        return tuple(expand(controller.describe()["nodes"]))
+        return NodeNames(expand(controller.describe()["nodes"]))
     except ClusterddpError:
-        return ()
+        return NodeNames()

@@ -19,13 +19,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from clusterddp.reporter import say
+from clusterddp.errors import LauncherEnvironmentError
+from clusterddp.reporter import counted, say
 from clusterddp.worker.control_channel import LONGEST_LINE, keep_alive, send_line
 
 # Limits for strangers: connections that have not sent the token yet, which a rank does at once.
 _LONGEST_HELLO = 4096
 _HELLO_S = 10.0
+#: At any time; as many as there are ranks if these are more, because all of them may connect at once.
 _MOST_STRANGERS, _FEWEST_STRANGERS = 256, 16
+#: Connections that are accepted before others are read again.
+_ACCEPTED = 256
 #: File descriptors reserved for the rest of the supervisor: logs, the run's files, Slurm's commands.
 _OWN_DESCRIPTORS = 64
 #: Pause before the next accept if no file descriptor is left.
@@ -64,6 +68,9 @@ class ControlServer:
     ``on_request(client, kind, values)``: the same for a request of the user, which ``answer`` answers.
     ``ranks``: the number of ranks; None: any number may join. Each may join once, and rejoin (event ``rejoined``) after
     its connection broke, but not after its node was silent, because it may have been declared lost.
+
+    No message takes time that grows with the number of ranks, except one to all of them, and rank 0's first one.
+    Raises LauncherEnvironmentError if this process may not open a file descriptor per rank.
     """
 
     def __init__(
@@ -77,18 +84,21 @@ class ControlServer:
     ) -> None:
         self._token, self._on_event, self._on_lost, self._ranks = token, on_event, on_lost, ranks
         self._on_request = on_request
-        self._listener = socket.create_server((host, 0), backlog=4096)  # a thousand ranks may connect at once
+        self._most_strangers = _most_strangers(ranks)
+        # All ranks may connect at once. Beyond net.core.somaxconn they wait until their kernel tries again.
+        self._listener = socket.create_server((host, 0), backlog=max(4096, ranks or 0))
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._peers: dict[socket.socket, _Peer] = {}
+        self._joined: dict[int, _Peer] = {}  # peers by rank
         self._strangers: dict[socket.socket, _Peer] = {}  # peers without a rank, the oldest first
+        self._strangers_from: Counter[str] = Counter()  # how many of them each address has
         self._clients: dict[int, _Peer] = {}  # peers whose request is not answered yet
         self._requests_made = 0
         self._taken: dict[int, Any] = {}  # the process that joined as a rank; None: it may not rejoin
         self._known: Counter[int] = Counter()  # how many events each rank has reported
         self._store: dict[str, Any] | None = None
         self._told: dict[str, Any] = {}
-        self._most_strangers = _most_strangers(ranks or 0)
         self._requests: deque[Callable[[], None]] = deque()  # of other threads
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
@@ -122,8 +132,8 @@ class ControlServer:
     def _send_to_all(self, words: Mapping[str, Any], ranks: Collection[int] | None) -> None:
         if self._store is None and "stop" in words:
             return  # all wait for rank 0, and expect its address or the order to exit; USR2 tells them to stop
-        for peer in self._peers.values():
-            if peer.rank is not None and (ranks is None or peer.rank in ranks):
+        for rank in list(self._joined) if ranks is None else ranks:
+            if (peer := self._joined.get(rank)) is not None:
                 with suppress(OSError):
                     # With data in flight to a rank that is falling silent, the kernel would begin to count again.
                     if _unanswered_probes(peer.connection) < _FALLING_SILENT:
@@ -139,14 +149,13 @@ class ControlServer:
 
     def _serve(self) -> None:
         deadline: float | None = None
-        while deadline is None or self._rank_connections():
+        while deadline is None or self._joined:
             over_s = -1.0 if deadline is None else time.monotonic() - deadline
             look_s = 0.1 if deadline else _HELLO_S / 10  # the deadlines of unauthenticated connections wake no thread
             ready = self._selector.select(look_s if deadline or self._strangers else None)
-            if over_s >= 0:
-                ranks = self._rank_connections()
-                if over_s >= _MOST_WORDS_S or not any(key.fileobj in ranks for key, _ in ready):
-                    break
+            if over_s >= 0 and (over_s >= _MOST_WORDS_S or not any(map(self._of_rank, ready))):
+                break
+            self._carry_out_requests()
             for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept()
@@ -154,39 +163,66 @@ class ControlServer:
                     if not self._wake_read.recv(4096):
                         deadline = time.monotonic() + _LAST_WORDS_S
                         self._selector.unregister(self._wake_read)
-                    while self._requests:
-                        self._requests.popleft()()
                 elif (peer := self._peers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                     self._receive(peer)
-            for slow in [peer for peer in self._strangers.values() if peer.deadline <= time.monotonic()]:
-                self._drop(slow)
+            self._drop_slow()
         self._listener.close()  # first, so that a rank whose connection breaks cannot reconnect
         for peer in self._peers.values():
             peer.connection.close()
         self._wake_read.close()
         self._selector.close()
 
-    def _rank_connections(self) -> set[socket.socket]:
-        return {peer.connection for peer in self._peers.values() if peer.rank is not None}
+    def _carry_out_requests(self) -> None:
+        """In their order among the ranks that join."""
+        while self._requests:
+            self._requests.popleft()()
+
+    def _of_rank(self, ready: tuple[selectors.SelectorKey, int]) -> bool:
+        peer = self._peers.get(ready[0].fileobj)  # type: ignore[call-overload]
+        return peer is not None and peer.rank is not None
 
     def _accept(self) -> None:
-        try:
-            connection, address = self._listener.accept()
-        except OSError as error:  # reset by the peer, or no file descriptor left; a rank retries
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._make_room()
-            return
-        connection.setblocking(False)
-        try:
-            keep_alive(connection)
-        except OSError:  # already reset
-            connection.close()
-            return
-        peer = _Peer(connection, address[0], time.monotonic() + _HELLO_S)
-        self._peers[connection] = self._strangers[connection] = peer
-        self._selector.register(connection, selectors.EVENT_READ)
-        if len(self._strangers) > self._most_strangers:
-            self._drop(next(iter(self._strangers.values())))
+        for _ in range(_ACCEPTED):
+            try:
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # reset by the peer, or no file descriptor left; a rank retries
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._make_room()
+                return
+            connection.setblocking(False)
+            try:
+                keep_alive(connection)
+            except OSError:  # already reset
+                connection.close()
+                continue
+            peer = _Peer(connection, address[0], time.monotonic() + _HELLO_S)
+            self._peers[connection] = self._strangers[connection] = peer
+            self._strangers_from[peer.address] += 1
+            self._selector.register(connection, selectors.EVENT_READ)
+            self._carry_out_requests()
+            self._receive(peer)  # a rank that had to wait has sent its first message
+            if len(self._strangers) > self._most_strangers:
+                self._displace()
+
+    def _displace(self) -> None:
+        """Closes the oldest connection from the address with the most strangers, unless its first message is there.
+
+        A node's ranks are few, so that a flood from another node displaces none of them. A rank that is displaced by a
+        flood from its own node joins again.
+        """
+        ((crowd, _),) = self._strangers_from.most_common(1)
+        oldest = next(peer for peer in self._strangers.values() if peer.address == crowd)
+        self._receive(oldest)
+        if oldest.connection in self._strangers:
+            self._drop(oldest)
+
+    def _drop_slow(self) -> None:
+        """Closes the strangers' connections that have sent no first message in time."""
+        now = time.monotonic()
+        while self._strangers and (oldest := next(iter(self._strangers.values()))).deadline <= now:
+            self._drop(oldest)
 
     def _make_room(self) -> None:
         """No descriptor is left: closes half of the strangers' connections, and never accepts as many again."""
@@ -194,6 +230,13 @@ class ControlServer:
         for peer in list(self._strangers.values())[: -self._most_strangers]:
             self._drop(peer)
         time.sleep(_NO_DESCRIPTOR_S)  # the listener stays readable
+
+    def _recognize(self, peer: _Peer) -> None:
+        """The connection has sent the token, or is closed: it is no stranger's any more."""
+        if self._strangers.pop(peer.connection, None) is not None:
+            self._strangers_from[peer.address] -= 1
+            if not self._strangers_from[peer.address]:
+                del self._strangers_from[peer.address]
 
     def _receive(self, peer: _Peer) -> None:
         silent = False
@@ -220,8 +263,11 @@ class ControlServer:
             return False
         try:
             message = json.loads(line)
-            trusted = hmac.compare_digest(str(message["token"]).encode(), self._token.encode())
-            return trusted and (self._take(peer, message) if "request" in message else self._greet(peer, message))
+            if not hmac.compare_digest(str(message["token"]).encode(), self._token.encode()):
+                if type(message.get("rank")) is int:  # it would try again, as one that was displaced
+                    _refuse(peer, "its token is not that of this attempt")
+                return False
+            return self._take(peer, message) if "request" in message else self._greet(peer, message)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
 
@@ -241,13 +287,12 @@ class ControlServer:
     def _take(self, peer: _Peer, message: Mapping[str, Any]) -> bool:
         """Takes a request of the user: any process that knows the token, which only the user can read."""
         if len(self._clients) >= _MOST_CLIENTS:
-            with suppress(OSError):
-                send_line(peer.connection, {"refused": f"{_MOST_CLIENTS} other requests are not answered yet"})
+            _refuse(peer, f"{_MOST_CLIENTS} other requests are not answered yet")
             return False
         kind, values = str(message["request"]), dict(message.get("values") or {})
         self._requests_made += 1
         peer.client = self._requests_made
-        del self._strangers[peer.connection]
+        self._recognize(peer)
         self._clients[peer.client] = peer
         self._on_request(peer.client, kind, values)
         return True
@@ -269,26 +314,24 @@ class ControlServer:
     def _greet(self, peer: _Peer, hello: Mapping[str, Any]) -> bool:
         rank, port = hello["rank"], hello["port"]
         if refusal := self._refusal(rank, port, hello.get("process")):
-            with suppress(OSError):
-                send_line(peer.connection, {"refused": refusal})
+            _refuse(peer, refusal)
             return False
         back = rank in self._taken
-        for old in [known for known in self._peers.values() if back and known.rank == rank]:
+        if (old := self._joined.pop(rank, None)) is not None:
             old.rank = None  # broken, which was not noticed here
             self._drop(old)
         peer.rank = rank
+        self._joined[rank] = peer
         self._taken[rank] = hello.get("process")
-        del self._strangers[peer.connection]
+        self._recognize(peer)
         first = rank == 0 and not back
         if first:
             self._store = {"host": peer.address, "port": port}
         if self._store is not None:
-            waiting = self._peers.values() if first else [peer]
-            for joined in waiting:
-                if joined.rank is not None:
-                    with suppress(OSError):  # exited meanwhile: the next read of its connection shows that
-                        answer = {**self._told, **self._store, "known": self._known[joined.rank]}
-                        send_line(joined.connection, answer)
+            for joined in self._joined if first else [rank]:
+                with suppress(OSError):  # exited meanwhile: the next read of its connection shows that
+                    answer = {**self._told, **self._store, "known": self._known[joined]}
+                    send_line(self._joined[joined].connection, answer)
         values = {"host": str(hello["host"]), "pid": hello["pid"], "address": peer.address}
         self._on_event(rank, "rejoined" if back else "joined", values)
         return True
@@ -306,10 +349,11 @@ class ControlServer:
     def _drop(self, peer: _Peer, silent: bool = False) -> None:
         self._selector.unregister(peer.connection)
         del self._peers[peer.connection]
-        self._strangers.pop(peer.connection, None)
+        self._recognize(peer)
         self._clients.pop(peer.client or 0, None)
         peer.connection.close()
         if peer.rank is not None:
+            del self._joined[peer.rank]
             if silent:
                 self._taken[peer.rank] = None
             self._on_lost(peer.rank, silent)
@@ -321,12 +365,25 @@ def _send_rest(connection: socket.socket, data: bytes) -> None:
         connection.sendall(data)
 
 
-def _most_strangers(ranks: int) -> int:
+def _refuse(peer: _Peer, why: str) -> None:
+    with suppress(OSError):
+        send_line(peer.connection, {"refused": why})
+
+
+def _most_strangers(ranks: int | None) -> int:
     """How many strangers leave enough file descriptors for the ranks and the rest of the process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(_MOST_STRANGERS, ranks or 0)
     if limit == resource.RLIM_INFINITY:
-        return _MOST_STRANGERS
-    return max(_FEWEST_STRANGERS, min(_MOST_STRANGERS, limit - _OWN_DESCRIPTORS - ranks))
+        return most
+    needed = (ranks or 0) + _OWN_DESCRIPTORS + _FEWEST_STRANGERS
+    if needed > limit:
+        raise LauncherEnvironmentError(
+            f"{counted(ranks or 0, 'rank')} need {needed:,} open files in the supervisor, a connection each, but the "
+            f"limit here is {limit:,} (`ulimit -Hn`): ask for a higher one (LimitNOFILE of slurmd, or limits.conf), or "
+            "use fewer ranks"
+        )
+    return min(most, limit - _OWN_DESCRIPTORS - (ranks or 0))
 
 
 def _unanswered_probes(connection: socket.socket) -> int:

@@ -45,6 +45,8 @@ PEER_GRACE_S = HANG_GRACE_S = 3.0
 LOOK_S = 2.0
 #: A signal gets this much time to reach the ranks before they are told what it means.
 SETTLE_S = 0.5
+#: How many events of one kind the history takes from ranks other than 0, in an attempt.
+MOST_RECORDED = 64
 #: How often an unreachable controller is asked while a node is silent.
 ASK_AGAIN_S = 2.0
 
@@ -72,7 +74,7 @@ def step(state: State, event: Event, now: float) -> Step:
 def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     rank, values = event.rank, event.values
     if event.name == "joined":
-        return replace(state, hosts={**state.hosts, rank: values["host"]}), []
+        return replace(state, hosts=state.hosts.put(rank, values["host"])), []
     if event.name == "alive":
         return state, [Heartbeat(rank, state.hosts[rank], values)]
     if event.name == "left":
@@ -85,7 +87,20 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     if event.name in ("training", "resumed") and state.steps_before:
         values["redone"] = max(0, state.steps_before - values["step"])
     state, actions = _note(state, event)
-    return state, [*actions, Record(event.name, values)]
+    state, more = _record(state, event.name, values)
+    return state, [*actions, *more]
+
+
+def _record(state: State, name: str, values: Mapping[str, Any]) -> Step:
+    """Adds a rank's event to the history, unless very many ranks report the same, such as the signal of a stop."""
+    if values["rank"] == 0:
+        return state, [Record(name, values)]
+    before = state.reported.get(name, 0)
+    state = replace(state, reported={**state.reported, name: before + 1})
+    if before < MOST_RECORDED:
+        return state, [Record(name, values)]
+    text = f"{MOST_RECORDED} ranks have reported {name!r} in this attempt: the history leaves out those of the others"
+    return state, [Say(text)] if before == MOST_RECORDED else []
 
 
 def _note(state: State, event: RankEvent) -> Step:
@@ -113,12 +128,13 @@ def _note(state: State, event: RankEvent) -> Step:
 def _on_left(state: State, event: RankEvent, now: float) -> Step:
     """A rank's last report is the record of its end."""
     check_record(event.values)
-    state = replace(state, ends={event.rank: event.values, **state.ends})
+    if event.rank not in state.ends:
+        state = replace(state, ends=state.ends.put(event.rank, event.values))
     if event.values["end"] in ("done", "stopped"):
         return state, []
     # A rank that exits with 0 in its loop may do so for a signal that only the controller knows of; so may its peers.
     more_s = ASK_S if event.values["end"] == "unfinished" else 0.0
-    state = replace(state, lost_at={event.rank: now, **state.lost_at})
+    state = _lose(state, event.rank, now)
     return _dismiss_peers(state, f"rank {event.rank} ({event.values['host']}) failed", more_s)
 
 
@@ -126,7 +142,7 @@ def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step
     rank = event.rank
     # A peer that waits for a silent rank may fail before the silence has lasted long enough.
     lost_at = now - SILENCE_S if event.silent else now
-    state = replace(state, lost_at={rank: lost_at, **state.lost_at}, watched=False)
+    state = replace(_lose(state, rank, lost_at), watched=False)
     state, actions = _abandon(replace(state, saving=False)) if rank == 0 else (state, [])
     if rank in state.ends:
         return state, actions
@@ -140,9 +156,14 @@ def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step
     return state, [*actions, Do.ASK_CONTROLLER] if first else actions
 
 
+def _lose(state: State, rank: int, at: float) -> State:
+    """The first sign that a rank is lost counts."""
+    return state if rank in state.lost_at else replace(state, lost_at=state.lost_at.put(rank, at))
+
+
 def _on_rejoined(state: State, rank: int) -> Step:
     """Only its connection broke. Other ranks may be lost."""
-    lost_at = {lost: at for lost, at in state.lost_at.items() if lost != rank}
+    lost_at = state.lost_at.without(rank)
     state = replace(state, lost_at=lost_at, dismissal="")
     if not lost_at:
         return replace(state, watched=True), [Do.RESET_WATCHDOG]
@@ -287,7 +308,7 @@ def _on_hang(state: State, hang: Hang, now: float) -> Step:
 def _on_watchdog(state: State, _now: float) -> Step:
     if state.job.watchdog is None:
         return state, []
-    again = StartTimer(Timer.WATCHDOG, state.job.watchdog.beat_s)
+    again = StartTimer(Timer.WATCHDOG, state.job.watchdog.period_s(state.job.world_size))
     return state, [Do.RUN_WATCHDOG, again] if state.watched else [again]
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from clusterddp import __version__
-from clusterddp.failures.stack_groups import grouped, is_threads
+from clusterddp.failures.stack_groups import grouped, is_threads, stacks_key
 from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.jobdef.job import MOST_PROFILED_RANKS, MOST_PROFILED_STEPS, MOST_SKIPPED
 from clusterddp.reporter import counted
@@ -22,6 +22,7 @@ from clusterddp.supervisor.state import (
     Answer,
     Broadcast,
     Pending,
+    PerRank,
     RankEvent,
     Record,
     Request,
@@ -69,13 +70,11 @@ def on_rank_event(state: State, event: RankEvent) -> Step:
         return _on_will_profile(state, waiting, event)
     if event.name == "will_skip":
         return _on_will_skip(state, waiting, event)
-    answers = {**waiting.answers, event.rank: event.values}
-    waiting = replace(waiting, ranks=waiting.ranks - {event.rank}, answers=answers)
+    if event.rank in waiting.answers:
+        return state, []
     if event.name == "saving":
-        return _on_saving(state, waiting)
-    if not waiting.ranks:
-        return _finish(state, waiting.request, _stacks_answer(state, waiting))
-    return _keep(state, waiting), []
+        return _on_saving(state, replace(waiting, answers=waiting.answers.put(event.rank, event.values)))
+    return _on_stacks(state, waiting, event)
 
 
 def on_checkpoint(state: State, values: Mapping[str, Any]) -> Step:
@@ -131,6 +130,17 @@ def _stacks(state: State, request: Request, now: float) -> Step:
     return state, [Broadcast("stacks", str(request.client), asked), *_timer(state, now)]
 
 
+def _on_stacks(state: State, waiting: Pending, event: RankEvent) -> Step:
+    """Equal stacks, which nearly all ranks have, are kept once: thousands of copies take gigabytes."""
+    same = waiting.distinct.get(key := stacks_key(event.values))
+    if same is None:
+        same, waiting = event.values, replace(waiting, distinct={**waiting.distinct, key: event.values})
+    waiting = replace(waiting, answers=waiting.answers.put(event.rank, same))
+    if len(waiting.answers) == len(waiting.ranks):
+        return _finish(state, waiting.request, _stacks_answer(state, waiting))
+    return _keep(state, waiting), []
+
+
 def _wanted(state: State, request: Request) -> frozenset[int]:
     """The ranks that the user named. ValueError if there are others."""
     every = frozenset(range(state.job.world_size))
@@ -142,13 +152,14 @@ def _wanted(state: State, request: Request) -> frozenset[int]:
 
 
 def _stacks_answer(state: State, waiting: Pending) -> dict[str, Any]:
-    absent = sorted(_wanted(state, waiting.request) - waiting.answers.keys() - waiting.ranks)
+    absent = sorted(_wanted(state, waiting.request) - waiting.ranks)
+    unanswered = sorted(waiting.ranks - waiting.answers.keys())
     return {
         "stacks": grouped(waiting.answers, state.hosts),
-        "unanswered": sorted(waiting.ranks),
+        "unanswered": unanswered,
         "starting": [rank for rank in absent if rank not in state.hosts],
         "exited": [rank for rank in absent if rank in state.hosts],
-        "hosts": {str(rank): state.node_of(rank) for rank in sorted(waiting.ranks)},
+        "hosts": {str(rank): state.node_of(rank) for rank in unanswered},
     }
 
 
@@ -212,7 +223,7 @@ def _on_will_skip(state: State, waiting: Pending, event: RankEvent) -> Step:
 def on_skipped(state: State, values: Mapping[str, Any]) -> State:
     """All ranks have skipped batches. The request is answered once a checkpoint has that."""
     waiting = state.pending.get(int(values.get("request", 0)))
-    return state if waiting is None else _keep(state, replace(waiting, answers={0: values}, until=math.inf))
+    return state if waiting is None else _keep(state, replace(waiting, answers=PerRank({0: values}), until=math.inf))
 
 
 def _profile(state: State, request: Request, now: float) -> Step:
@@ -253,7 +264,7 @@ def _on_will_profile(state: State, waiting: Pending, event: RankEvent) -> Step:
     """A rank will record a profile, or cannot. The others are waited for, in the end for what they have stored."""
     if "refused" in event.values:
         return on_profile(state, RankEvent(event.rank, "", {**event.values, "reason": event.values["refused"]}))
-    answers = {**waiting.answers, event.rank: {}}
+    answers = waiting.answers.put(event.rank, {})
     if waiting.ranks - answers.keys():
         return _keep(state, replace(waiting, answers=answers)), []
     steps = counted(waiting.request.values["steps"], "step")
@@ -267,7 +278,7 @@ def on_profile(state: State, event: RankEvent) -> Step:
     waiting = state.pending.get(int(event.values.get("request", 0)))
     if waiting is None or event.rank not in waiting.ranks:  # the job definition's, or too late
         return state, []
-    answers = {**waiting.answers, event.rank: event.values}
+    answers = waiting.answers.put(event.rank, event.values)
     waiting = replace(waiting, ranks=waiting.ranks - {event.rank}, answers=answers)
     return (_keep(state, waiting), []) if waiting.ranks else _finish(state, waiting.request, _profiles(state, waiting))
 
@@ -280,7 +291,7 @@ def _profile_late(state: State, waiting: Pending) -> Step:
     """Ranks that have not answered are not waited for; those that record are."""
     late = waiting.ranks - waiting.answers.keys()
     why = f"no answer within {ANSWER_S:g} s: it is stopped, or holds Python's GIL"
-    answers = {**waiting.answers, **{rank: {"reason": why} for rank in late}}
+    answers = PerRank({**waiting.answers, **{rank: {"reason": why} for rank in late}})
     waiting = replace(waiting, ranks=waiting.ranks - late, answers=answers, until=math.inf)
     return (_keep(state, waiting), []) if waiting.ranks else _finish(state, waiting.request, _profiles(state, waiting))
 

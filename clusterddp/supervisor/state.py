@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from clusterddp.failures.hangs import Hang, KeptUp, Slow
 from clusterddp.jobdef.job import Job
@@ -188,16 +188,83 @@ Step = tuple["State", list[Action]]
 
 # --- state
 
+_V = TypeVar("_V")
+
+
+class PerRank(Mapping[int, _V], Generic[_V]):
+    """A value per rank. Immutable: ``put`` and ``without`` return another one, and copy only a part of this one.
+
+    A copy of everything for each message of a rank would take time that grows with the square of their number.
+    """
+
+    #: Ranks per part: near the square root of the number of ranks, a part and the list of parts take about as long.
+    _PART = 128
+
+    def __init__(self, values: Mapping[int, _V] | None = None) -> None:
+        self._parts: dict[int, dict[int, _V]] = {}
+        for rank, value in (values or {}).items():
+            self._parts.setdefault(rank // self._PART, {})[rank] = value
+        self._length = sum(map(len, self._parts.values()))
+
+    def put(self, rank: int, value: _V) -> PerRank[_V]:
+        """With this value of a rank."""
+        return self._with({**self._parts.get(rank // self._PART, {}), rank: value}, rank)
+
+    def without(self, rank: int) -> PerRank[_V]:
+        """Without the value of a rank, which may have none."""
+        part = {each: value for each, value in self._parts.get(rank // self._PART, {}).items() if each != rank}
+        return self._with(part, rank)
+
+    def _with(self, part: dict[int, _V], rank: int) -> PerRank[_V]:
+        made = PerRank[_V]()
+        number = rank // self._PART
+        made._parts = {**self._parts, number: part}
+        made._length = self._length + len(part) - len(self._parts.get(number, ()))
+        return made
+
+    def __getitem__(self, rank: int) -> _V:
+        return self._parts.get(rank // self._PART, {})[rank]
+
+    def __contains__(self, rank: object) -> bool:
+        return isinstance(rank, int) and rank in self._parts.get(rank // self._PART, ())
+
+    def __iter__(self) -> Iterator[int]:
+        for part in self._parts.values():
+            yield from part
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __repr__(self) -> str:
+        return f"PerRank({dict(self)})"
+
+
+class NodeNames(tuple[str, ...]):
+    """Names of nodes, in an order; ``in`` takes the same time for any number of them."""
+
+    _known: frozenset[str]
+
+    def __new__(cls, names: Iterable[str] = ()) -> NodeNames:
+        made = super().__new__(cls, names)
+        made._known = frozenset(made)
+        return made
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known
+
 
 @dataclass(frozen=True)
 class Pending:
     """A request that is not answered yet."""
 
     request: Request
-    #: The ranks that it waits for, until when (in unix seconds), and what others have answered.
+    #: The ranks that it waits for, until when (in unix seconds), and what ranks have answered: for stacks and a save
+    #: those that have answered are still among ``ranks``.
     ranks: frozenset[int] = frozenset()
     until: float = math.inf
-    answers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    answers: PerRank[Mapping[str, Any]] = field(default_factory=PerRank[Mapping[str, Any]])
+    #: The different stacks among them.
+    distinct: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -214,11 +281,11 @@ class State:
     #: Whether the controller can start the run again.
     restartable: bool = True
 
-    hosts: Mapping[int, str] = field(default_factory=dict)
+    hosts: PerRank[str] = field(default_factory=PerRank[str])
     #: When each rank's connection broke, or it reported a failure, in unix seconds.
-    lost_at: Mapping[int, float] = field(default_factory=dict)
+    lost_at: PerRank[float] = field(default_factory=PerRank[float])
     #: The record of its end that each rank has sent.
-    ends: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    ends: PerRank[Mapping[str, Any]] = field(default_factory=PerRank[Mapping[str, Any]])
     #: The ranks whose nodes stopped answering.
     silent: frozenset[int] = frozenset()
     #: Whether the controller is being asked if it was this node that was cut off instead, and whether it failed to
@@ -246,6 +313,8 @@ class State:
     last_save_s: float = 0.0
     #: Why the peers of a failed rank are to exit; empty: none failed.
     dismissal: str = ""
+    #: How many events of each kind ranks other than 0 have reported.
+    reported: Mapping[str, int] = field(default_factory=dict)
     #: Whether heartbeats count: a lost rank, or node, is no hang.
     watched: bool = True
     hang: Hang | None = None

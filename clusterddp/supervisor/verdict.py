@@ -264,12 +264,12 @@ def _early_leaver(ends: Sequence[RankEnd], failures: Sequence[RankEnd]) -> RankE
 
     A rank without a record, for which the launcher reports no failure either, exited by ``os._exit(0)``.
     """
-    silent = [end for end in failures if end.end == "died" and end.death is None]
-    consequences = [end for end in failures if end not in silent and not end.ended_by_us]
+    silent = {end.rank for end in failures if end.end == "died" and end.death is None}
+    consequences = [end for end in failures if end.rank not in silent and not end.ended_by_us]
     if not consequences or not all(end.lost_peer for end in consequences):
         return None
     until = consequences[0].lost_at + JITTER_S
-    left = [end for end in ends if (end.end == "done" or end in silent) and end.lost_at <= until]
+    left = [end for end in ends if (end.end == "done" or end.rank in silent) and end.lost_at <= until]
     if not left:
         return None
     first = min(left, key=lambda end: end.lost_at)

@@ -43,6 +43,11 @@ HISTOGRAMS_S, CLOSE_S = 60.0, 1.0
 LOOKS, LOOK_S = 4, 0.01
 
 
+def phase(rank: int) -> float:
+    """When in a period a rank sends its heartbeat, from 0 to 1: any number of ranks is spread evenly over it."""
+    return rank * 0.6180339887498949 % 1  # the golden ratio's
+
+
 class Pace:
     """The timeout to a rank's next boundary, from the times that it took before. Pure: the caller has the clock."""
 
@@ -87,6 +92,7 @@ class Heartbeat:
         step: the number of completed steps.
         send: sends an event to the supervisor.
         flight_record: the file for torch's record of the last collectives after a timeout.
+        rank, ranks: of how many it is which.
     """
 
     def __init__(
@@ -96,8 +102,11 @@ class Heartbeat:
         step: Callable[[], int],
         send: Callable[..., None],
         flight_record: Path,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self._boundaries, self._step, self._send, self._flight_record = boundaries, step, send, flight_record
+        self._rank, self._ranks = rank, ranks
         #: What to tell about the steps (``training/timing.py``), with histograms or without.
         self.timing: Callable[[bool], Mapping[str, Any]] = lambda _: {}
         self._thread: threading.Thread | None = None
@@ -145,11 +154,13 @@ class Heartbeat:
             self._send("alive", count=self._boundaries(), step=self._step(), age_s=0.0, allowed_s=math.inf, **last)
 
     def _beat_on(self, watchdog: Watchdog) -> None:
-        pace, clock = Pace(watchdog), RunningClock(watchdog.beat_s)
+        period_s = watchdog.period_s(self._ranks)
+        self._end.wait(period_s * phase(self._rank))  # all ranks begin at about the same time
+        pace, clock = Pace(watchdog), RunningClock(period_s)
         still_since = 0.0
         counted_at = time.monotonic()
         stood: set[object] = set()
-        while not self._end.wait(watchdog.beat_s):
+        while not self._end.wait(period_s):
             if stood_s := clock.look():
                 say(f"this process was stopped for {stood_s:.0f} s, by a signal or because its job was suspended")
             if time.monotonic() > self._stacks_at:
@@ -252,6 +263,8 @@ def begin_heartbeat(read: Settings, attempt: int, boundaries: Callable[[], int],
         step=step,
         send=control_channel.report,
         flight_record=logs / f"rank-{read.ranks.rank}.collectives.json",
+        rank=read.ranks.rank,
+        ranks=read.ranks.world_size,
     )
     if channel is not None:
         channel.write_flight_record = heartbeat.write_flight_record

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import secrets
 import socket
 import threading
@@ -41,9 +42,13 @@ _CLIPPED = 4000
 REJOIN_S = 1.0
 #: How many recent events a rank keeps, to resend those that a broken connection lost: some minutes' worth.
 _KEPT = 256
-#: Attempts to join when the supervisor closes the connection without an answer: too many unauthenticated connections
-#: may have displaced this one.
-_TRIES = 5
+#: When the supervisor closes the connection without an answer, too many unauthenticated connections may have displaced
+#: this one: at least so many attempts to join, after pauses that double from the first to the longest, in seconds.
+_TRIES, _PAUSE_S, _LONGEST_PAUSE_S = 5, 0.2, 5.0
+#: Not the module's own generator, which is the script's.
+_jitter = random.Random()
+#: How often a rank that waits for its answer looks whether to give up.
+_POLL_S = 0.5
 #: A dead or disconnected node closes no connection; the kernel breaks it after this many seconds of silence. A network
 #: failure that is shorter has no effect.
 SILENCE_S = 15
@@ -111,30 +116,12 @@ class ControlChannel:
         ``port``: the port of the store on rank 0, None on other ranks. ``process`` identifies a rank that reconnects.
         Returns None once ``give_up``, which is polled twice a second, returns True. Raises LauncherEnvironmentError.
         """
-        host, _, supervisor_port = address.rpartition(":")
         process = process or secrets.token_hex(16)
         host_name, pid = socket.gethostname(), os.getpid()
         hello = {"token": token, "rank": rank, "port": port, "host": host_name, "pid": pid, "process": process}
-        for attempt in range(_TRIES):
-            connection = _connect(host, int(supervisor_port), timeout if attempt == 0 else 5.0)
-            try:
-                send_line(connection, hello)
-                line = _receive_line(connection, max(timeout, SILENCE_S), give_up)
-            except ConnectionError:
-                line = b""
-            except OSError as error:
-                raise LauncherEnvironmentError(
-                    f"rank {rank} reached the supervisor at {address}, but rank 0 did not join within {timeout:.0f} s "
-                    f"({error})"
-                ) from error
-            if line:
-                break
-            connection.close()
-            if line is None:
-                return None
-            time.sleep(0.2)
-        else:
-            raise LauncherEnvironmentError(f"the supervisor at {address} refused the token of this attempt")
+        if (answered := _greet(address, hello, timeout, give_up)) is None:
+            return None
+        connection, line = answered
         connection.settimeout(None)
         keep_alive(connection)
         answer, _, more = line.partition(b"\n")
@@ -288,6 +275,49 @@ def _answer(line: bytes, address: str) -> tuple[str, int, float | None, int]:
         ) from error
 
 
+def _greet(
+    address: str, hello: Mapping[str, Any], timeout: float, give_up: Callable[[], bool]
+) -> tuple[socket.socket, bytes] | None:
+    """A connection to the supervisor and what it answered; None after ``give_up``."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout
+    attempts = 0
+    while True:
+        connection = _connect(host, int(port), timeout if attempts == 0 else 5.0)
+        attempts += 1
+        try:
+            send_line(connection, hello)
+            line = _receive_line(connection, max(timeout, SILENCE_S), give_up)
+        except ConnectionError:
+            line = b""
+        except OSError as error:
+            raise LauncherEnvironmentError(
+                f"rank {hello['rank']} reached the supervisor at {address}, but rank 0 did not join within "
+                f"{timeout:.0f} s ({error})"
+            ) from error
+        if line:
+            return connection, line
+        connection.close()
+        if attempts >= _TRIES and time.monotonic() > deadline:
+            raise LauncherEnvironmentError(
+                f"the supervisor at {address} closed the connection of rank {hello['rank']} without an answer, "
+                f"{attempts} times: it has too many other connections, or is not a clusterddp supervisor"
+            )
+        # At different moments: the others that were displaced join again, too.
+        longest_s = max(_PAUSE_S, min(_LONGEST_PAUSE_S, timeout / _TRIES))
+        pause_s = min(longest_s, _PAUSE_S * 2 ** min(attempts - 1, 10)) * _jitter.uniform(0.5, 1.5)
+        if line is None or _gives_up(pause_s, give_up):
+            return None
+
+
+def _gives_up(seconds: float, give_up: Callable[[], bool]) -> bool:
+    """Waits so many seconds; whether ``give_up`` became true."""
+    until = time.monotonic() + seconds
+    while not (given_up := give_up()) and (left_s := until - time.monotonic()) > 0:
+        time.sleep(min(_POLL_S, left_s))
+    return given_up
+
+
 def _connect(host: str, port: int, timeout: float) -> socket.socket:
     """Connects, retrying for ``timeout`` seconds: a node's network may come up late.
 
@@ -314,7 +344,7 @@ def _receive_line(connection: socket.socket, timeout: float, give_up: Callable[[
     Raises TimeoutError after ``timeout`` seconds.
     """
     deadline = time.monotonic() + timeout
-    connection.settimeout(0.5)
+    connection.settimeout(_POLL_S)
     data = b""
     while b"\n" not in data:
         try:

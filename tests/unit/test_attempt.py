@@ -38,7 +38,7 @@ from clusterddp.supervisor.controller import SlurmController, allocated
 from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
-from clusterddp.supervisor.state import ConnectionLost, Notice, RankEvent, State, Stop
+from clusterddp.supervisor.state import ConnectionLost, Notice, PerRank, RankEvent, State, Stop
 from clusterddp.training.saving import between_interruptions_s
 from clusterddp.worker.control_channel import ControlChannel
 from tests.waiting import wait_until
@@ -403,7 +403,7 @@ def test_a_node_that_failed_twice_is_excluded_from_the_next_job(run: RunDirector
 def test_a_rank_is_looked_for_on_its_own_node(hosts: dict[int, str], rank: int, node: str) -> None:
     """That node is recorded as faulty and excluded."""
     job = dataclasses.replace(JOB, nodes=2, gpus_per_node=4, gpus_per_rank=2)
-    assert State(job, nodes=("n1", "n2"), hosts=hosts).node_of(rank) == node
+    assert State(job, nodes=("n1", "n2"), hosts=PerRank(hosts)).node_of(rank) == node
 
 
 def test_a_bad_node_is_excluded_where_fewer_suffice(run: RunDirectory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import queue
 import re
@@ -136,7 +137,7 @@ def test_closing_reads_what_was_already_sent_even_when_late(monkeypatch: pytest.
 
 def test_a_wrong_token_is_refused_and_learns_nothing(heard: Heard) -> None:
     """An unknown client is refused with a sentence; the run's ranks are not affected."""
-    with pytest.raises(LauncherEnvironmentError, match="refused the token"):
+    with pytest.raises(LauncherEnvironmentError, match="its token is not that of this attempt"):
         join(heard, 0, port=666, token="stranger")
     assert join(heard, 0, port=1).store_port == 1
 
@@ -370,6 +371,56 @@ def test_a_flood_of_unauthenticated_connections_keeps_no_rank_out(heard: Heard) 
     assert heard.lost.empty()
     for stranger in flood:
         stranger.close()
+
+
+def test_a_flood_from_one_address_displaces_no_connection_from_another(heard: Heard) -> None:
+    """A rank on a slow node may need a moment until it sends the token; meanwhile a port scanner runs elsewhere."""
+    join(heard, 0, port=1)
+    slow = socket.create_connection(("127.0.0.1", heard.server.port), source_address=("127.0.0.2", 0))
+    flood = [socket.create_connection(("127.0.0.1", heard.server.port)) for _ in range(600)]
+    assert unread(flood[0]) == b""
+    control_channel.send_line(slow, {"token": TOKEN, "rank": 1, "port": None, "host": "n2", "pid": 7, "process": "a"})
+    assert json.loads(slow.makefile("rb").readline())["port"] == 1
+    assert [heard.events.get(timeout=10)[:2] for _ in range(2)] == [(0, "joined"), (1, "joined")]
+    for connection in (slow, *flood):
+        connection.close()
+
+
+def test_a_rank_that_is_displaced_joins_again(heard: Heard) -> None:
+    """Its connection is closed without an answer more than once, as by a flood from its own node."""
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        closed = 7
+
+        def serve() -> None:
+            for _ in range(closed):
+                between.accept()[0].close()
+            connection, _ = between.accept()
+            connection.recv(4096)
+            connection.sendall(b'{"host": "h", "port": 5, "known": 0}\n')
+
+        threading.Thread(target=serve, daemon=True).start()
+        address = f"127.0.0.1:{between.getsockname()[1]}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(control_channel, "_PAUSE_S", 0.01)
+            patch.setattr(control_channel, "_LONGEST_PAUSE_S", 0.02)
+            channel = ControlChannel.join(address, TOKEN, 1, None, timeout=60)
+    assert channel is not None and channel.store_port == 5
+
+
+def test_too_few_file_descriptors_for_the_ranks_are_an_error_with_numbers() -> None:
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from clusterddp.supervisor.control_server import ControlServer
+try:
+    ControlServer("token", lambda *_: None, host="127.0.0.1", ranks=200)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert re.match(
+        r"LauncherEnvironmentError 200 ranks need 280 open files in the supervisor, .* limit here is 256", said
+    )
 
 
 def test_unauthenticated_connections_cannot_exhaust_the_file_descriptors() -> None:

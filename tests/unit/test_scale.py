@@ -1,0 +1,217 @@
+"""What the supervisor does per message takes the same time for any number of ranks, and what it does once per attempt
+grows with their number, not its square. Counted in Python instructions, of which each run executes the same number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.hangs import RankStatus, find_hang, find_slow
+from clusterddp.hostlist import expand
+from clusterddp.jobdef.job import MOST_BEATS, Job, Watchdog
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor import decide
+from clusterddp.supervisor.state import (
+    ConnectionLost,
+    Event,
+    NodeNames,
+    PerRank,
+    RankEvent,
+    Record,
+    Request,
+    Say,
+    State,
+)
+from clusterddp.supervisor.verdict import RankEnd, judge
+from clusterddp.training.heartbeat import phase
+from tests.instructions import Instructions
+
+FEW, MANY = 64, 256
+NOW = 1000.0
+THREADS = [{"name": "MainThread", "frames": ["train.py:7 (step)"]}]
+
+
+def instructions(work: Callable[[], object]) -> int:
+    with Instructions() as counted:
+        counted.counting = True
+        work()
+    return counted.by_module.total()
+
+
+def exponent(work: Callable[[int], Callable[[], object]]) -> float:
+    """By which power of the number of ranks the instructions of ``work(ranks)()`` grow."""
+    few, many = (instructions(work(ranks)) for ranks in (FEW, MANY))
+    assert few > 0
+
+    return math.log(many / few, MANY / FEW)
+
+
+def state(ranks: int) -> State:
+    """All ranks have joined."""
+    job = Job(name="x", module="x", nodes=ranks // 8, gpus_per_node=8, device="cpu", watchdog=Watchdog())
+    hosts = PerRank({rank: f"n{rank // 8}" for rank in range(ranks)})
+    return State(job, NodeNames(f"n{node}" for node in range(ranks // 8)), hosts=hosts)
+
+
+def handled(state: State, events: Iterable[Event]) -> tuple[State, list[Any]]:
+    done: list[Any] = []
+    for event in events:
+        state, actions = decide.step(state, event, NOW)
+        done += actions
+    return state, done
+
+
+def stacks(rank: int, place: str = "all_reduce") -> RankEvent:
+    return RankEvent(rank, "stacks", {"request": "1", "place": place, "threads": THREADS})
+
+
+END = {"host": "n1", "end": "stopped", "step": 7}
+BEAT = {"count": 7, "step": 6, "age_s": 0.0}
+ASK = Request(1, "stacks", {"ranks": None})
+PER_RANK: dict[str, tuple[list[Event], Callable[[int], Event]]] = {
+    "hello": ([], lambda rank: RankEvent(rank, "joined", {"host": "n1"})),
+    "heartbeat": ([], lambda rank: RankEvent(rank, "alive", BEAT)),
+    "signal": ([], lambda rank: RankEvent(rank, "signal", {"signal": "TERM"})),
+    "end": ([], lambda rank: RankEvent(rank, "left", END)),
+    "loss": ([], ConnectionLost),
+    "rejoin": ([], lambda rank: RankEvent(rank, "rejoined", {"host": "n1"})),
+    "stacks": ([ASK], stacks),
+}
+
+
+@pytest.mark.parametrize("kind", PER_RANK)
+def test_one_message_of_each_rank_takes_time_in_proportion_to_their_number(kind: str) -> None:
+    before, event = PER_RANK[kind]
+
+    def work(ranks: int) -> Callable[[], object]:
+        begun, _ = handled(state(ranks), before)
+        return lambda: handled(begun, map(event, range(ranks)))
+
+    assert 0.8 < exponent(work) < 1.1
+
+
+def status(rank: int, **values: Any) -> RankStatus:
+    given = {"count": 9, "step": 8, "allowed_s": 60.0, "moved": 0.0, "heard": NOW, "waits": True, "place": "all_reduce"}
+    return RankStatus(rank, f"n{rank}", **{**given, **values})
+
+
+def ends(ranks: int) -> list[RankEnd]:
+    """One rank was killed, and its peers by the launcher."""
+    killed, first = ExitStatus(signal=9), ExitStatus(signal=9, first=True)
+    return [RankEnd(rank, "n1", "died", 5.0, death=first if rank == 3 else killed) for rank in range(ranks)]
+
+
+def waiting(ranks: int) -> list[RankStatus]:
+    return [status(rank, waits=rank != 3) for rank in range(ranks)]
+
+
+def timed(ranks: int) -> list[RankStatus]:
+    return [status(rank, own_s=0.1 + rank / 1e4, step_s=1.0) for rank in range(ranks)]
+
+
+def gone(ranks: int) -> list[RankEnd]:
+    """All exited without a record, and the launcher knows of no failure."""
+    return [RankEnd(rank, "n1", "died", 5.0) for rank in range(ranks)]
+
+
+def nodes_of(of: State) -> list[str]:
+    return [of.node_of(rank) for rank in range(of.job.world_size)]
+
+
+ONCE: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
+    "hang": (waiting, lambda statuses: find_hang(statuses, NOW, 2.0)),
+    "stragglers": (timed, find_slow),
+    "verdict": (ends, lambda ended: judge(ended, 137, False, lambda: Cause.NONE)),
+    "verdict on lost peers": (gone, lambda ended: judge(ended, 1, False, lambda: Cause.NONE)),
+    "hosts of all ranks": (state, nodes_of),
+}
+
+
+@pytest.mark.parametrize("what", ONCE)
+def test_what_is_done_about_all_ranks_takes_time_in_proportion_to_their_number(what: str) -> None:
+    made, act = ONCE[what]
+
+    def work(ranks: int) -> Callable[[], object]:
+        given = made(ranks)
+        return lambda: act(given)
+
+    assert exponent(work) < 1.1
+
+
+def test_a_change_of_one_ranks_value_copies_only_a_part() -> None:
+    before = PerRank(dict.fromkeys(range(16384), "x"))
+    after = before.put(5, "y")
+    assert (before[5], after[5], after[6], len(after)) == ("x", "y", "x", 16384)
+    assert sum(after._parts[number] is not part for number, part in before._parts.items()) == 1
+    assert len(before._parts) + max(map(len, before._parts.values())) <= 256
+    gone = after.without(5).without(5)
+    assert (5 in gone, gone.get(5), len(gone), gone == {**before}) == (False, None, 16383, False)
+    assert gone.put(5, "x") == {**before} and list(PerRank({9: 1, 3: 1})) == [9, 3]
+
+
+def test_the_history_has_an_event_of_each_of_a_few_ranks_only() -> None:
+    """A stop's signal reaches all ranks: thousands of synced lines would delay its end, and each later start."""
+    _, actions = handled(state(256), (RankEvent(rank, "signal", {"signal": "TERM"}) for rank in range(255, -1, -1)))
+    recorded = [action.values["rank"] for action in actions if isinstance(action, Record)]
+    assert recorded == [*range(255, 255 - decide.MOST_RECORDED, -1), 0]
+    (said,) = (action.text for action in actions if isinstance(action, Say))
+    assert said == "64 ranks have reported 'signal' in this attempt: the history leaves out those of the others"
+
+
+def test_equal_stacks_are_kept_once() -> None:
+    asked, _ = handled(state(64), [ASK])
+    some, _ = handled(asked, [stacks(rank, "read" if rank == 5 else "all_reduce") for rank in range(63)])
+    assert len({id(values) for values in some.pending[1].answers.values()}) == 2
+
+
+def test_the_median_of_the_others_is_that_of_statistics() -> None:
+    generator = random.Random(0)
+    for ranks in range(2, 12):
+        times = [generator.choice([0.1, 0.2, 0.3, 0.9]) for _ in range(ranks)]
+        statuses = [status(rank, own_s=times[rank], step_s=1.0) for rank in range(ranks)]
+        usual = {rank: statistics.median(times[:rank] + times[rank + 1 :]) for rank in range(ranks)}
+        slow = {slow.rank for slow in find_slow(statuses)}
+        assert slow == {r for r, own in enumerate(times) if own > 1.5 * usual[r] and own - usual[r] > 0.1}
+
+
+def test_heartbeats_of_many_ranks_are_rarer_and_spread_evenly() -> None:
+    watchdog = Watchdog()
+    assert [watchdog.period_s(ranks) for ranks in (1, 2048, 4096, 16384)] == [2.0, 2.0, 4.0, 16.0]
+    assert max(ranks / watchdog.period_s(ranks) for ranks in range(1, 20000, 7)) <= MOST_BEATS
+    for ranks in (8, 1000, 16384):
+        moments = sorted(map(phase, range(ranks)))
+        assert max(later - earlier for earlier, later in itertools.pairwise(moments)) < 3 / ranks
+
+
+LISTS = {
+    "a range": lambda nodes: f"n[00001-{nodes:05}]",
+    "odd names": lambda nodes: ",".join(f"node-{number * 7919 % 100_003}.rack{number % 97}" for number in range(nodes)),
+    "every second": lambda nodes: f"n[{','.join(str(number) for number in range(0, 2 * nodes, 2))}]",
+    "two brackets": lambda nodes: f"rack[001-{nodes // 64:03}]node[01-64]",
+    "many brackets": lambda nodes: ",".join(f"n[{number},{number + 1}]x" for number in range(0, 2 * nodes, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_host_list_takes_time_in_proportion_to_its_hosts(kind: str) -> None:
+    """CPU time, as the work is done in C: 4 times as many hosts take about 4 times as long, not 16 times."""
+
+    def cpu_s(nodes: int) -> float:
+        text, seconds = LISTS[kind](nodes), []
+        assert len(expand(text)) == nodes
+        for _ in range(7):
+            began = time.thread_time()
+            expand(text)
+            seconds.append(time.thread_time() - began)
+        return min(seconds)
+
+    assert cpu_s(16384) < 9 * cpu_s(4096)
