@@ -146,6 +146,61 @@ def test_another_number_of_ranks_cannot_use_the_states_and_is_refused(tmp_path: 
     assert "the checkpoint has the Letters states of 2 ranks, and there are now 1" in alone.output(0)
 
 
+ITERABLE = """
+import multiprocessing, os, random, signal, sys
+import numpy, torch, clusterddp
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+class Numbers(IterableDataset):
+    '''Thirty numbers in each pass, in another order each time; every worker of every rank has its part.'''
+    def __init__(self, rank, ranks):
+        self.rank, self.ranks, self.epoch = rank, ranks, 0
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+    def __iter__(self):
+        worker = get_worker_info()
+        numbers = random.Random(self.epoch).sample(range(30), 30)
+        for number in numbers[self.rank :: self.ranks][worker.id :: worker.num_workers]:
+            yield number, random.random(), numpy.random.rand(), torch.rand(1)
+
+run_dir, stop_at, persistent = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
+ctx = clusterddp.init(run_dir=run_dir)
+loader = DataLoader(Numbers(ctx.rank, ctx.world_size), 3, num_workers=2, persistent_workers=persistent)
+model = ctx.wrap(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+run = ctx.run(model=model, optimizer=optimizer, loader=loader)
+for batch in run.steps(25):
+    print("took", [part.tolist() for part in batch], "in pass", run.epoch, flush=True)
+    loss = model(torch.stack([part.float().reshape(-1) for part in batch], dim=1)).sum()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    run.log(loss=loss)
+    if run.step == stop_at and ctx.attempt == 0:  # Slurm signals all processes of a job
+        for pid in [*(child.pid for child in multiprocessing.active_children()), os.getpid()]:
+            os.kill(pid, signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_iterable_dataset_with_workers_that_was_preempted_is_read_again_to_its_place(
+    tmp_path: Path, persistent: bool
+) -> None:
+    """A pass is six batches of a rank, in two workers. What these draw is also the same again."""
+    script, run = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(ITERABLE)
+    whole = ddp.run(script, tmp_path / "whole", -1, persistent, ranks=2, folder=tmp_path / "out")
+    first = ddp.start(script, run, 8, persistent, ranks=2, folder=tmp_path / "out").expect(75)
+    second = ddp.run(script, run, 8, persistent, ranks=2, folder=tmp_path / "out")
+    (resumed,) = [event for event in RunDirectory(run).events() if event["event"] == "resumed"]
+    assert 9 <= resumed["step"] < 25
+    for rank in range(2):
+        assert taken(first, rank) + taken(second, rank) == taken(whole, rank)
+        passes = [line.rpartition(" ")[2] for line in taken(whole, rank)]
+        assert passes == [str(step // 6) for step in range(25)]
+    assert f"reading its first {resumed['step']} batches again took" in second.output(0)
+    losses = [[line["loss"] for line in RunDirectory(path).metrics()] for path in (run, tmp_path / "whole")]
+    assert losses[0] == losses[1]
+
+
 POLICIES = """
 import sys, torch, clusterddp
 from clusterddp.jobdef.job import Checkpointing, Keep
