@@ -4,7 +4,7 @@
 several cells at a time, each on nodes of its own (--lanes). The scripts are in benchmarks/peers/scripts/, the schedules
 in schedules.py. STATE/cells.jsonl has a line per measured cell: an interrupted benchmark continues after it, and one
 that is complete writes its report again. --minutes bounds a call: no cell is begun that may end later. A repetition
-takes about an hour with three lanes.
+takes about an hour.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ class Results:
         (state / "finals").mkdir(parents=True, exist_ok=True)
         self.cells: list[dict[str, Any]] = list(read_lines(self._file))
 
-    def have(self) -> set[Key]:
-        return {(cell["peer"], cell["schedule"], cell["repetition"]) for cell in self.cells}
+    def missing(self, keys: list[Key]) -> list[Key]:
+        """Those of the keys that are not measured."""
+        have = {(cell["peer"], cell["schedule"], cell["repetition"]) for cell in self.cells}
+        return [key for key in keys if key not in have]
 
     def add(self, cell: dict[str, Any], final: Path) -> None:
         """With a digest of its final parameters, which are kept once for each digest."""
@@ -114,10 +116,11 @@ def profile(up: Cluster, cell: Cell, file: Path) -> None:
             file.write_text(json.dumps(json.loads(done.stdout)["runs"][0]["time"]))
 
 
-def measure(keys: list[Key], lanes: int, minutes: float, results: Results, state: Path) -> str:
-    """All cells that there is time for; the words about the cluster."""
+def measure(keys: list[Key], lanes: int, minutes: float, results: Results, state: Path) -> None:
+    """All cells that there is time for; STATE/cluster gets the words about the cluster."""
     config = ClusterConfig(nodes=NODES * lanes, cpus=4, gpus=0, slurmd_timeout=SLURMD_TIMEOUT_S)
     with cluster(config) as up:
+        (state / "cluster").write_text(f"Slurm {up.version}, proctrack/{up.proctrack}")
         queue = Queue(keys, minutes)
         threads = [
             threading.Thread(target=work, args=(Lane(up, number), queue, results, state), daemon=True)
@@ -127,7 +130,6 @@ def measure(keys: list[Key], lanes: int, minutes: float, results: Results, state
             thread.start()
         for thread in threads:
             thread.join()
-        return f"Slurm {up.version}, proctrack/{up.proctrack}"
 
 
 def say(words: str) -> None:
@@ -141,7 +143,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--peers", default=",".join([*PEERS, LIMIT.name]), help="some of them")
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="some of them")
-    parser.add_argument("--lanes", type=int, default=3, help="cells at a time")
+    parser.add_argument("--lanes", type=int, default=4, help="cells at a time")
     parser.add_argument("--minutes", type=float, default=240)
     parser.add_argument("--state", type=Path, default=Path("build/peers"), help="where measured cells are kept")
     parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
@@ -150,11 +152,10 @@ def main() -> None:
     keys = list(plan(1 if options.quick else options.repetitions, options.peers.split(","), schedules))
     state = options.state / "quick" if options.quick else options.state
     results = Results(state, QUICK_EPOCHS if options.quick else EPOCHS)
-    missing = [key for key in keys if key not in results.have()]
-    words_file = state / "cluster"
+    missing = results.missing(keys)
     if missing:
-        words_file.write_text(measure(missing, options.lanes, options.minutes, results, state))
-    words = words_file.read_text() if words_file.exists() else ""
+        measure(missing, options.lanes, options.minutes, results, state)
+    words = (state / "cluster").read_text() if (state / "cluster").exists() else ""
     report.write(options.out, "peers", *describe(results.cells, state, words))
 
 

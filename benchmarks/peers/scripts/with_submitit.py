@@ -1,4 +1,4 @@
-"""submitit: docs/checkpointing.md and docs/mnist.py (a callable with checkpoint()), docs/nevergrad.md for signals.
+"""submitit: docs/checkpointing.md and docs/mnist.py: a callable with checkpoint().
 
 ``python with_submitit.py`` submits.
 """

@@ -1,5 +1,5 @@
-"""Hugging Face Trainer: "Trainer", section "Checkpoints" (huggingface.co/docs/transformers/trainer), started as in
-"Distributed CPU / multi-node" with torchrun. No handling of Slurm in it: sbatch --requeue."""
+"""Hugging Face Trainer: "Trainer", section "Checkpoints" (huggingface.co/docs/transformers/trainer), started with
+torchrun as in examples/pytorch/README.md. It does not handle Slurm: sbatch --requeue."""
 
 import torch.nn.functional as F
 from common import BATCH, LR, SAVE_STEPS, SEED, STEPS, TIMEOUT_S, Net, train_set
