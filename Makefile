@@ -25,6 +25,7 @@
 # make bench-step-timing  what timing each step and run.log cost; make bench-orders: what drawing samples costs
 # make bench-input        how fast batches come, beside other loaders
 # make bench-peers        the same training under the same faults, by this project and by what people use today
+# make bench-saves        what a save costs training, beside other savers (torchsnapshot too, if it is installed)
 # make bench-checkpoint   what saving and restoring costs, beside torch, Lightning and accelerate
 # make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, which ends with the shell
 #
@@ -39,7 +40,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-input bench-peers bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-input bench-peers bench-saves bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -137,6 +138,9 @@ bench-step-timing: .venv/ready
 
 bench-report: .venv/ready
 	.venv/bin/python -m benchmarks.report_page
+
+bench-saves: .venv/bench
+	.venv/bin/python -m benchmarks.saves $(SAVES)
 
 bench-checkpoint: .venv/bench
 	.venv/bin/python -m benchmarks.checkpoint

@@ -1,4 +1,4 @@
-"""Who saves in ``benchmarks.checkpoint``, and what: this project, its peers, and the limits next to them."""
+"""Who saves in ``benchmarks.checkpoint`` and ``.saves``, and what: this project, its peers, the limits next to them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,26 @@ def make_training(size: int) -> tuple[torch.nn.Module, torch.optim.Adam]:
     return model, optimizer
 
 
+def make_small_tensors(number: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A module with so many parameters of 1 KiB or less, two in each submodule."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(number // 2)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def make_transformer(layers: int, width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A transformer after a step of AdamW with its usual options."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
@@ -52,16 +72,20 @@ def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
 class Trainer:
     """Steps of about 10 ms."""
 
-    def __init__(self, step_s: float = 0.010) -> None:
+    def __init__(self, step_s: float = 0.010, waits: bool = False) -> None:
+        """``waits``: for half of each step no core is in use, as in a rank that waits for its GPU or other ranks."""
+        self._waits_s, step_s = (step_s / 2, step_s / 2) if waits else (0.0, step_s)
         self._matrix = torch.randn(400, 400) / 20
         self._products = 1
         for _ in range(5):
-            self._products = max(1, round(self._products * step_s / self.seconds_per_step(10)))
+            self._products = max(1, round(self._products * step_s / (self.seconds_per_step(10) - self._waits_s)))
 
     def step(self) -> None:
         result = self._matrix
         for _ in range(self._products):
             result = torch.tanh(self._matrix @ result)
+        if self._waits_s:
+            time.sleep(self._waits_s)
 
     def seconds_per_step(self, steps: int) -> float:
         started = time.perf_counter()
@@ -254,6 +278,30 @@ class Accelerate(Saver):
         self._accelerator.save_state(str(self.path))
 
     def end(self) -> None:
+        sync(self.path)
+
+
+class Torchsnapshot(Saver):
+    """Release 0.1.0 of 2022, the last one, works with torch 2.13. It syncs nothing."""
+
+    name = "torchsnapshot"
+    in_background = True
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(folder, model, optimizer)
+        from torchsnapshot import Snapshot
+
+        self._take: Any = Snapshot.async_take
+        self._parts = {"model": model, "optimizer": optimizer}
+
+    def begin(self) -> None:
+        self._pending: Any = self._take(str(self.path), self._parts)
+
+    def done(self) -> bool:
+        return bool(self._pending.done())
+
+    def end(self) -> None:
+        self._pending.wait()
         sync(self.path)
 
 

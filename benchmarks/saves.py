@@ -1,0 +1,346 @@
+"""What a save costs training: ``python -m benchmarks.saves [--quick]`` (``make bench-saves``), 8 minutes.
+
+For each state a process is started in which the savers take turns:
+
+- Stall: from the call of the saver to its return, between steps of about 10 ms. The limit is what no saver can do
+  without: the same state_dict() calls, as tensors may be others than last time, and a copy of the tensors within memory
+  (one call of torch for all of them). Both alternate; the ratio is that of neighbours.
+- Training time lost while the save is written: the time of the steps from the end of the stall until the saver is done
+  (and of at least 20), less what as many steps take by those right before and after. The limit is the CPU time of our
+  writer process, divided by the cores. "No save" is the same without a save: what the noise of the machine makes of 0.
+  Measured beside two trainings: one that computes all the time, on as many threads as torch has, where the writer
+  delays each thread that it displaces, and one that waits in half of each step.
+
+Bars: the stall at most 1.15 times the limit, or 0.5 ms above it, whichever is more; the time lost at most the writer's
+CPU time by the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import report, rows
+from benchmarks.checkpoint import beside_training, initialize_group, rotated, say
+from benchmarks.savers import (
+    CALLS_AND_COPY,
+    SAVERS,
+    CallsAndCopy,
+    Copy,
+    Ours,
+    Saver,
+    Torchsnapshot,
+    Trainer,
+    make_small_tensors,
+    make_training,
+    make_transformer,
+    state_of,
+    tensors_of,
+)
+from tests.ddp import free_port
+
+STALL_BAR, STALL_MORE_MS, LOST_BAR = 1.15, 0.5, 1.0
+NO_SAVE = "no save"
+#: Seconds of each part of a case, and repetitions that are made even if they take longer.
+PART_S, QUICK_PART_S, LEAST = 25.0, 10.0, 3
+PEERS: list[type[Saver]] = [*(one for one in SAVERS if not issubclass(one, (Copy, Ours))), Torchsnapshot]
+LIMIT_IS = CALLS_AND_COPY
+Training = tuple[torch.nn.Module, torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A state, and how often it is saved: pairs of ours and the limit, rounds beside training, rounds of all savers.
+
+    ``quick``: pairs and rounds with --quick; without pairs, the case is left out. On a loaded machine, each part ends
+    once its time is over.
+    """
+
+    name: str
+    make: Callable[[], Training]
+    pairs: int
+    beside: int
+    peers: int
+    quick: tuple[int, int] = (0, 0)
+
+
+CASES = [
+    Case("10 MB", partial(make_training, 10_000_000), 80, 20, 5, (40, 6)),
+    Case("400 MB", partial(make_training, 400_000_000), 20, 6, 3, (8, 0)),
+    Case("2 GB", partial(make_training, 2_000_000_000), 8, 3, 2),
+    Case("10,000 small tensors", partial(make_small_tensors, 10_000), 50, 10, 3, (20, 0)),
+    Case("transformer and its AdamW", partial(make_transformer, 8, 512), 25, 8, 3, (10, 0)),
+]
+
+
+class NoSave(Saver):
+    name = NO_SAVE
+
+    def begin(self) -> None:
+        pass
+
+
+# ---- one process that saves
+
+
+def measure(
+    case: Case, pairs: int, beside: int, peers: int, part_s: float, threads: int, folder: Path
+) -> dict[str, Any]:
+    """Seconds of one case. ``part_s``: of each part, at most."""
+    torch.set_num_threads(threads)
+    initialize_group(0, 1, free_port())
+    model, optimizer = case.make()
+    ours, limit = Ours(folder, model, optimizer), CallsAndCopy(folder, model, optimizer)
+    pair: list[Saver] = [ours, limit]
+    trainer, step = Trainer(), itertools.count()
+    stalls: dict[str, list[float]] = {ours.name: [], limit.name: []}
+    cpu: dict[str, list[float]] = {ours.name: [], limit.name: []}
+    deadline = time.monotonic() + part_s
+    for number in range(pairs + 1):
+        if number > LEAST and time.monotonic() > deadline:
+            break
+        for saver in rotated(pair, number):
+            stall, used = alternating(saver, trainer, next(step))
+            if number:  # the first save is not like the others
+                stalls[saver.name].append(stall)
+                cpu[saver.name].append(used)
+    trainings = {"computing": trainer, "half waiting": Trainer(waits=True)}
+    lost = {
+        name: beside_saves(
+            [ours, NoSave(made(folder / name.replace(" ", "-")), model, optimizer)], training, beside, step, part_s
+        )
+        for name, training in trainings.items()
+        if beside
+    }
+    ours.close()
+    return {
+        "stall": stalls,
+        "cpu": cpu,
+        "lost": lost,
+        "peers": measure_peers(folder / "peers", model, optimizer, trainer, peers, part_s) if peers else {},
+        "tensors": len(tensors_of(state_of(model, optimizer))),
+        "bytes": sum(tensor.nbytes for tensor in tensors_of(state_of(model, optimizer))),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def alternating(saver: Saver, trainer: Trainer, step: int) -> tuple[float, float]:
+    """The stall of one save, after a step, and the CPU time that this thread uses in it."""
+    saver.next_path(step)
+    trainer.step()
+    started, used = time.perf_counter(), time.thread_time()
+    saver.begin()
+    stall, used = time.perf_counter() - started, time.thread_time() - used
+    saver.end()
+    return stall, used
+
+
+def beside_saves(
+    savers: Sequence[Saver], trainer: Trainer, number: int, step: Iterator[int], part_s: float
+) -> dict[str, list[float]]:
+    """Seconds that training loses after the stall, by saver, and of the writer's CPU time."""
+    found: dict[str, list[float]] = {**{saver.name: [] for saver in savers}, "writer's CPU": []}
+    deadline = time.monotonic() + part_s
+    for turn in range(number):
+        if turn >= LEAST and time.monotonic() > deadline:
+            break
+        for saver in rotated(savers, turn):
+            saver.next_path(next(step))
+            before = cpu_of_writer(saver)
+            stall, lost, _ = beside_training(saver, trainer)
+            found[saver.name].append(lost - stall)
+            if isinstance(saver, Ours):
+                found["writer's CPU"].append(cpu_of_writer(saver) - before)
+    return found
+
+
+def cpu_of_writer(saver: Saver) -> float:
+    """The CPU seconds of all threads of our writer so far, also of those that have ended; 0 for other savers."""
+    if not isinstance(saver, Ours):
+        return 0.0
+    return time.clock_gettime(~saver.writer << 3 | 2)  # as clock_getcpuclockid(3) makes it
+
+
+def measure_peers(
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, trainer: Trainer, rounds: int, part_s: float
+) -> dict[str, dict[str, list[float]]]:
+    """What the other savers take, and we among them; those that are installed."""
+    folder.mkdir()
+    savers: list[Saver] = []
+    kinds: list[type[Saver]] = [CallsAndCopy, Ours, *PEERS]
+    for kind in kinds:
+        try:
+            savers.append(kind(folder, model, optimizer))
+        except ModuleNotFoundError as error:
+            say(f"{kind.name} is left out: {error}")
+    found: dict[str, dict[str, list[float]]] = {saver.name: {"stall": [], "lost": []} for saver in savers}
+    deadline = time.monotonic() + part_s
+    for number in range(rounds + 1):
+        if number > 1 and time.monotonic() > deadline:
+            break
+        for saver in rotated(savers, number):
+            saver.next_path(number)
+            stall, lost, _ = beside_training(saver, trainer)
+            if number:
+                found[saver.name]["stall"].append(stall)
+                found[saver.name]["lost"].append(lost)
+    for saver in savers:
+        saver.close()
+    return found
+
+
+# ---- around it
+
+
+def call(case: Case, quick: bool, with_peers: bool, threads: int, scratch: Path) -> dict[str, Any]:
+    """The figures of a case, from a process of its own."""
+    pairs, beside = case.quick if quick else (case.pairs, case.beside)
+    how = {"case": case.name, "pairs": pairs, "beside": beside, "peers": case.peers if with_peers and not quick else 0}
+    how |= {"threads": threads, "part_s": QUICK_PART_S if quick else PART_S}
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        result = Path(folder) / "figures.json"
+        command = [sys.executable, "-m", "benchmarks.saves", "--answer", json.dumps({**how, "folder": folder})]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
+        done = subprocess.run(command, env=environment)
+        if done.returncode:
+            sys.exit(f"{case.name}: the process ended with {done.returncode}")
+        figures: dict[str, Any] = json.loads(result.read_text())
+        return figures
+
+
+def answer(request: dict[str, Any]) -> None:
+    """That process."""
+    name = request.pop("case")
+    (case,) = (case for case in CASES if case.name == name)
+    folder = Path(request.pop("folder"))
+    figures = measure(case, **request, folder=folder)
+    (folder / "figures.json").write_text(json.dumps(figures))
+
+
+def rows_of(name: str, figures: Mapping[str, Any]) -> list[rows.Row]:
+    """What is judged of a case."""
+    found = []
+    for what, words in (("stall", "stall"), ("cpu", "CPU time of the training thread in the stall")):
+        ours, limit = (_ms(figures[what][saver]) for saver in (Ours.name, CALLS_AND_COPY))
+        relative = report.median(limit) * (STALL_BAR - 1) > STALL_MORE_MS
+        bar = {"allowed": STALL_BAR} if relative else {"more": STALL_MORE_MS}
+        found.append(rows.paired(f"save, {name}: {words}", "ms", ours, limit, LIMIT_IS, **bar))
+    for training, seconds in figures["lost"].items():
+        found.append(lost_row(f"save, {name}: training time lost ({training})", seconds, figures["cores"]))
+    return found
+
+
+def lost_row(name: str, seconds: Mapping[str, Sequence[float]], cores: int) -> rows.Row:
+    """Time lost to the write, less what is lost without one, by the writer's CPU time and the cores."""
+    draw = random.Random(0)
+    ours, none, cpu = (seconds[key] for key in (Ours.name, NO_SAVE, "writer's CPU"))
+
+    def ratio(drawn: Callable[[Sequence[float]], Sequence[float]]) -> float:
+        one, other, used = (report.median(drawn(values)) for values in (ours, none, cpu))
+        return (one - other) / (used / cores)
+
+    found = sorted(ratio(lambda values: draw.choices(values, k=len(values))) for _ in range(rows.RESAMPLES))
+    low, high = found[int(0.025 * rows.RESAMPLES)], found[int(0.975 * rows.RESAMPLES)]
+    middle = ratio(lambda values: values)
+    limit = 1000 * report.median(cpu) / cores
+    limit_is = f"the writer's CPU time by {cores} cores"
+    met = rows.within(LOST_BAR, low, high)
+    return rows.Row(name, "ms", middle * limit, limit, limit_is, middle, low, high, LOST_BAR, met)
+
+
+def _ms(seconds: Sequence[float]) -> list[float]:
+    return [1000 * value for value in seconds]
+
+
+def described(cases: Mapping[str, Any], found: Sequence[rows.Row], load: float, threads: int) -> str:
+    """The page."""
+    states = [[name, one["bytes"] / 1e6, one["tensors"], len(one["stall"][Ours.name])] for name, one in cases.items()]
+    text = f"""# What a save costs training
+
+{report.place()} {time.strftime("%Y-%m-%d")}, at a load average of {load:.1f} before. One process, CPU tensors,
+{threads} threads of torch, files on one local disk: no GPU and no shared file system is in these figures. Only ratios
+tell something about another machine. See `benchmarks/saves.py` for what is measured. {ABOUT}
+
+{rows.table([row.as_json() for row in found])}
+
+{report.table(["state", "MB", "tensors", "pairs of saves"], states)}
+"""
+    for name, figures in cases.items():
+        if figures["peers"]:
+            text += f"\n## Other savers: {name}\n\n{peers_table(figures['peers'])}\n"
+    return text
+
+
+ABOUT = """On a loaded machine, the
+CPU time of the training thread tells more than the time from start to end of a stall: it leaves out what others took.
+The time lost is the difference to the same steps without a save."""
+
+
+def peers_table(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Milliseconds: medians, the worst in parentheses."""
+    least = report.median(figures[CALLS_AND_COPY]["stall"])
+    lines = [
+        [
+            name,
+            *(
+                f"{report.median(_ms(one[what])):.1f} ({report.worst(_ms(one[what])):.1f})"
+                for what in ("stall", "lost")
+            ),
+        ]
+        for name, one in figures.items()
+    ]
+    ratios = [report.median(one["stall"]) / least for one in figures.values()]
+    table = [[*line, ratio] for line, ratio in zip(lines, ratios, strict=True)]
+    return report.table(["saver", "stall, ms", "training time lost with the stall, ms", "stall by the limit"], table)
+
+
+def main() -> None:
+    """The command line; also what each of the processes runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="at most 2 minutes: without 2 GB and other savers")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="default: all")
+    parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: all cores)")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="the folder to save in")
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    parser.add_argument("--answer", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.answer is not None:
+        answer(options.answer)
+        return
+    load = os.getloadavg()[0]
+    chosen = [
+        case
+        for case in CASES
+        if case.name in (options.cases or [case.name]) and not (options.quick and not case.quick[0])
+    ]
+    cases = {}
+    for case in chosen:
+        say(case.name)
+        cases[case.name] = call(case, options.quick, not options.without_peers, options.threads, options.scratch)
+    found = [row for name, figures in cases.items() for row in rows_of(name, figures)]
+    figures = {"rows": [row.as_json() for row in found], "cases": cases, "load": load}
+    report.write(options.out, "saves", described(cases, found, load, options.threads), figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The arithmetic of ``benchmarks.saves``: what is judged, and against which limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import rows, saves
+from benchmarks.savers import CALLS_AND_COPY, OURS
+
+
+def figures(ours_ms: float, limit_ms: float, lost_ms: float = 0.0) -> dict[str, Any]:
+    both = {OURS: [ours_ms / 1000] * 5, CALLS_AND_COPY: [limit_ms / 1000] * 5}
+    lost = {OURS: [(lost_ms + 1) / 1000] * 5, saves.NO_SAVE: [0.001] * 5, "writer's CPU": [0.008] * 5}
+    return {"stall": both, "cpu": both, "lost": {"computing": lost}, "cores": 4}
+
+
+def met(found: list[rows.Row]) -> list[bool | None]:
+    assert not any(rows.problem(row.as_json()) for row in found)
+    return [row.met for row in found]
+
+
+@pytest.mark.parametrize(
+    ("ours", "limit", "wanted"), [(1.4, 1.0, True), (1.6, 1.0, False), (114.0, 100.0, True), (116.0, 100.0, False)]
+)
+def test_a_stall_may_be_half_a_millisecond_or_15_percent_above_the_limit(
+    ours: float, limit: float, wanted: bool
+) -> None:
+    stall, cpu, _ = met(saves.rows_of("10 MB", figures(ours, limit)))
+    assert stall is cpu is wanted
+
+
+@pytest.mark.parametrize(("lost", "wanted"), [(1.9, True), (2.1, False)])
+def test_training_may_lose_the_writers_cpu_time_by_the_cores_more_than_without_a_save(
+    lost: float, wanted: bool
+) -> None:
+    row = saves.rows_of("10 MB", figures(1.0, 1.0, lost))[-1]
+    assert row.limit == pytest.approx(2.0) and row.ours == pytest.approx(lost) and met([row]) == [wanted]
+
+
+def test_the_page_has_every_row_and_the_other_savers() -> None:
+    made = figures(1.0, 1.0)
+    made |= {"bytes": 10_000_000, "tensors": 160}
+    made["peers"] = {name: {"stall": [0.001], "lost": [0.002]} for name in (CALLS_AND_COPY, OURS, "async_save, thread")}
+    text = saves.described({"10 MB": made}, saves.rows_of("10 MB", made), load=1.0, threads=4)
+    assert "| save, 10 MB: stall |" in text and "| async_save, thread | 1.0 (1.0) | 2.0 (2.0) | 1.00 |" in text
