@@ -176,12 +176,10 @@ def read(path: Path) -> Content:
 def memory(size: int) -> mmap.mmap:
     """Memory for a file's data, of one byte at least, for this process alone; a bytearray would be zeroed first.
 
-    In huge pages where the kernel has them. ``MAP_SHARED``, Python's default, has none, and takes three times as long.
+    ``MAP_SHARED``, Python's default, takes three times as long to fill. Huge pages would take half as long on a machine
+    of its own, but eight times in a virtual one that returns free ones to its host (docs/measurements/restore.md).
     """
-    room = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # a hint; not every kernel has huge pages
-        room.madvise(mmap.MADV_HUGEPAGE)
-    return room
+    return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def verify(path: Path) -> None:

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from clusterddp.checkpoint.file_format import Tensor, memory
-from clusterddp.checkpoint.memory.copies import copied_together
+from clusterddp.checkpoint.file_format import Tensor
 from clusterddp.distributed.modules import bare
 from clusterddp.errors import CheckpointError
 
@@ -81,9 +80,6 @@ def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
     if not isinstance(part, torch.nn.Module):
         if isinstance(part, torch.optim.Optimizer):
             _check_kind(part, state)
-            plain, tensors = pack(state)
-            part.load_state_dict(unpack(plain, copied_together(tensors, memory)))
-            return
         part.load_state_dict(copied(state))
         return
     module = bare(part)

@@ -1,1 +1,1 @@
-"""Memory for the data of checkpoints, shared or in huge pages; what lies in it is not decided here."""
+"""Memory that processes share for the data of checkpoints; what lies in it is not decided here."""
