@@ -28,6 +28,7 @@ RANK_EVENTS: Mapping[str, Event] = {
     "initialized": Event("part file missing unexpected", "a part starts from a file: `ctx.run(init_from=...)`"),
     "training": Event("step redone?", "the attempt starts from step 0"),
     "resumed": Event("step parent inexact redone?", "the attempt resumes from checkpoint `step` of attempt `parent`"),
+    "order_changed": Event("step was now", "the resumed run's order has other weights in steps to come"),
     "whole_batches": Event("step samples most", "more samples per rank than batch_size, without `run.micro()`"),
     "waits_for_data": Event("step percent advice", "rank 0 waits for batches in `percent` % of its time; said once"),
     "interval": Event("step seconds stall_s between_s", "`every: auto` chose a new interval between checkpoints"),

@@ -19,7 +19,7 @@ from clusterddp.data import randomness
 from clusterddp.data.device import to_device
 from clusterddp.data.early_start import EarlyStart, digest
 from clusterddp.data.loader_options import checked
-from clusterddp.data.orders.order import Binding, BoundOrder, Order
+from clusterddp.data.orders.order import Binding, BoundOrder, Order, ScheduledOrder
 from clusterddp.data.seeding import Batch, SeededSamples
 from clusterddp.data.workers import ShieldedDataLoader, close
 from clusterddp.errors import CheckpointError
@@ -37,6 +37,7 @@ class Loader:
         batch_size: samples per rank and step; if the world size changed, or the job sets ``global_batch``, the largest
             number that a rank takes at once (see ``Run.micro``).
         global_batch: samples per step over all ranks. Fixed by the run's first attempt.
+        order_changed: what a resume has found to be other in the order's future: the fields of the event.
     """
 
     per_rank_state = False
@@ -62,6 +63,7 @@ class Loader:
             raise ValueError(f"global_batch is {global_batch}, which {world_size} ranks cannot share evenly")
         self.global_batch = global_batch or self.batch_size * world_size
         self.inexact: list[str] = []
+        self.order_changed: dict[str, str] | None = None
         self._asked = global_batch
         self._unbound, self._seed, self._drop_last = order, seed, drop_last
         self._samples = SeededSamples(source, seed)
@@ -94,6 +96,7 @@ class Loader:
             "order": self.label,
             "drop_last": self._drop_last,
             "seeded": "always" if self._samples.always else "drawing",
+            **({"schedule": self._stream.schedule} if isinstance(self._stream, ScheduledOrder) else {}),
         }
 
     def restore(self, progress: Mapping[str, Any]) -> None:
@@ -137,10 +140,16 @@ class Loader:
         recorded = progress.get("order", self._unbound.unlabelled or "shuffled-1 or sequential")
         if (recorded, self.global_batch) != (self.label, self._bound_batch):
             self._stream, self._bound_batch = self._bound(recorded), self.global_batch
-        if self.label != recorded:
+        why = "use the same order and weights, or start a new run" if self.label != recorded else None
+        if isinstance(self._stream, ScheduledOrder) and (schedule := progress.get("schedule")) is not None:
+            try:
+                self._stream, self.order_changed = self._stream.resumed(schedule, progress["samples"])
+                why = None
+            except ValueError as error:
+                why = str(error)
+        if why is not None:
             raise CheckpointError(
-                f"the run started with the order {recorded!r}, the loader's order is now {self.label!r}: use "
-                "the same order and weights, or start a new run"
+                f"the run started with the order {recorded!r}, the loader's order is now {self.label!r}: {why}"
             )
 
     @property

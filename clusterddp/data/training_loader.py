@@ -75,6 +75,11 @@ class TrainingLoader:
         """Reasons why a resume may not be exact."""
         return self._source.inexact
 
+    @property
+    def order_changed(self) -> Mapping[str, str] | None:
+        """What a resume has found to be other in the order's future."""
+        return self._source.order_changed if isinstance(self._source, Loader) else None
+
     def batch(self, step: int) -> int:
         """The number of the global batch that a step takes."""
         return step + sum(batches for at, batches in self.skips if at <= step)

@@ -120,6 +120,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "initialized": _initialized,
     "resumed": _resumed,
     "preflight": lambda e: "; ".join([f"all nodes passed the preflight in {e['seconds']:.1f} s", *e["warnings"]]),
+    "order_changed": lambda e: f"the weights of the mixture from now on: {e['now']}; they were: {e['was']}",
     "whole_batches": lambda e: (
         f"each rank takes {e['samples']} samples at once, more than its batch_size of {e['most']}: "
         "the script does not call run.micro()"

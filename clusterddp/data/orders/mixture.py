@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import ConcatDataset
 
-from clusterddp.data.orders.order import Binding, BoundOrder, Order, Sample
+from clusterddp.data.orders.order import Binding, BoundOrder, Order, Sample, ScheduledOrder
 from clusterddp.data.orders.permutation import Permutation
 from clusterddp.data.orders.values import short_hash
 
@@ -26,6 +28,9 @@ _ROUND, _BLOCK = 100_000, 4000
 Indices = npt.NDArray[np.int64]
 #: By the datasets' names where ``ctx.loader`` is given a dict, else in their order.
 Weights: TypeAlias = Mapping[str, float] | Sequence[float]
+#: From a position on, so many samples of each dataset in a round; with the position at which that was to end.
+Given: TypeAlias = tuple[int, list[int]]
+Planned: TypeAlias = tuple[int, int | None, list[int]]
 
 
 class Mixture(Order):
@@ -59,8 +64,9 @@ class Mixture(Order):
     def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
         lengths = np.diff([0, *to.dataset.cumulative_sizes])
         names = getattr(to.dataset, "names", None) or range(lengths.size)
-        pieces = [(step * to.global_batch, _shares(weights, names)) for step, weights in self._weights]
-        return _Mixed(lengths, pieces, self._shuffle, to.of_epoch(self._num_samples or to.length), to.seed)
+        given = [(step * to.global_batch, _shares(weights, names).tolist()) for step, weights in self._weights]
+        length = to.of_epoch(self._num_samples or to.length)
+        return _Mixed(lengths, given, self._shuffle, length, to.seed, _Words(list(map(str, names)), to.global_batch))
 
 
 class _Joined(ConcatDataset[Any]):
@@ -113,17 +119,61 @@ def _spread(shares: Indices) -> Indices:
     return np.stack(found)
 
 
+def _planned(given: Sequence[Given]) -> list[Planned]:
+    stops = [*(start for start, _ in given[1:]), None]
+    return [(start, stop, shares) for (start, shares), stop in zip(given, stops, strict=True)]
+
+
+def _first_difference(one: Sequence[Given], other: Sequence[Given]) -> int | None:
+    """The first position at which two runs of these weights have other ones, or a change; None if there is none."""
+    for mine, others in zip_longest(one, other):
+        if mine != others:
+            return min(change[0] for change in (mine, others) if change is not None)
+    return None
+
+
+@dataclass(frozen=True)
+class _Words:
+    """How a user names what a mixture has."""
+
+    names: Sequence[str]
+    global_batch: int
+
+    def weights(self, given: Sequence[Given], position: int) -> str:
+        """The shares at a position, and the changes behind it."""
+        first = max(number for number, (start, _) in enumerate(given) if start <= position)
+        later = [f"from step {self.step(start)} on {self._shares(shares)}" for start, shares in given[first + 1 :]]
+        return "; ".join([self._shares(given[first][1]), *later])
+
+    def _shares(self, shares: Sequence[int]) -> str:
+        return ", ".join(f"{name} {100 * part / _ROUND:g}%" for name, part in zip(self.names, shares, strict=True))
+
+    def step(self, position: int) -> int:
+        """The step that takes the sample at a position, if no batches are skipped."""
+        return position // self.global_batch
+
+
 class _Piece:
-    """The samples between two changes: whole rounds, then one that ends with the piece."""
+    """The samples between two changes: whole rounds, then one that ends with the piece.
+
+    ``stop``: where it was to end when its first samples were drawn; a change that is given later may end it before.
+    """
 
     def __init__(self, start: int, stop: int | None, shares: Indices, before: Indices) -> None:
-        self.start, self._shares, self._before = start, shares, before
-        whole, rest = divmod(stop - start, _ROUND) if stop is not None else (None, 0)
-        self._whole, self._rest = whole, _split(rest, shares / _ROUND)
-        #: Samples of each dataset by the end of the piece.
-        self.drawn = before if whole is None else before + whole * shares + self._rest
+        self.start, self.stop, self.shares, self._before = start, stop, shares, before
+        self._whole: int | None = None
+        self._rest = np.zeros_like(shares)
+        if stop is not None:
+            self._whole, rest = divmod(stop - start, _ROUND)
+            self._rest = _split(rest, shares / _ROUND)
         self._spread = _spread(shares)
         self._spread_of_rest = _spread(self._rest)
+
+    @property
+    def drawn(self) -> Indices:
+        """Samples of each dataset by ``stop``."""
+        assert self._whole is not None
+        return self._before + self._whole * self.shares + self._rest
 
     def block(self, position: int) -> tuple[int, Indices, Indices]:
         """The block at a position: where it begins, its samples of each dataset, and those before it."""
@@ -131,38 +181,90 @@ class _Piece:
         spread = self._spread_of_rest if number == self._whole else self._spread
         block = inside // _BLOCK
         first = self.start + number * _ROUND + block * _BLOCK
-        return first, spread[block + 1] - spread[block], self._before + number * self._shares + spread[block]
+        return first, spread[block + 1] - spread[block], self._before + number * self.shares + spread[block]
 
 
-class _Mixed:
-    """The bound order."""
+class _Mixed(ScheduledOrder):
+    """The bound order. ``planned``: its pieces, (start, stop, shares), if weights were changed while the run paused."""
 
     def __init__(
-        self, lengths: Indices, pieces: list[tuple[int, Indices]], shuffle: bool, length: int, seed: int
+        self,
+        lengths: Indices,
+        given: Sequence[Given],
+        shuffle: bool,
+        length: int,
+        seed: int,
+        words: _Words,
+        planned: Sequence[Planned] | None = None,
     ) -> None:
         self.length, self._lengths, self._shuffle, self._seed = length, lengths, shuffle, seed
-        self._first = np.cumsum(lengths) - lengths
-        shares = short_hash(shuffle, *(part for piece in pieces for part in piece))
+        self._first, self._given, self._words = np.cumsum(lengths) - lengths, given, words
+        shares = short_hash(shuffle, *(part for start, of in given for part in (start, np.array(of, dtype=np.int64))))
         self.label = f"mixture-1 ({_listed(lengths)} samples, {length} per epoch, weights {shares})"
-        self._pieces: list[_Piece] = []
-        drawn = np.zeros_like(lengths)
-        for (start, of_round), (stop, _) in zip(pieces, [*pieces[1:], (None, None)], strict=True):
-            self._pieces.append(_Piece(start, stop, of_round, drawn))
-            drawn = self._pieces[-1].drawn
-        self._starts = [piece.start for piece in self._pieces]
         self._block = lru_cache(4)(self._block_at)
         self._pass = lru_cache(4 * lengths.size)(self._permutation_of_pass)
+        self._planned = _planned(given) if planned is None else planned
+        self._pieces = self._made(self._planned)
+        self._starts = [piece.start for piece in self._pieces]
+
+    def _made(self, planned: Sequence[Planned]) -> list[_Piece]:
+        made: list[_Piece] = []
+        before = np.zeros_like(self._lengths)
+        for start, stop, shares in planned:
+            if made:
+                before = self._drawn(made[-1], start)
+            made.append(_Piece(start, stop, np.array(shares, dtype=np.int64), before))
+        return made
+
+    def _drawn(self, piece: _Piece, stop: int) -> Indices:
+        """Samples of each dataset by the end of a piece, which may be before the planned one."""
+        if stop == piece.stop:
+            return piece.drawn
+        first, shares, before = piece.block(stop)
+        which, _ = self._block(first, tuple(shares))
+        return before + np.bincount(which[: stop - first], minlength=before.size)
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """The weights as given, and the pieces that are made of them."""
+        facts = [*map(int, self._lengths), self.length, self._shuffle]
+        return {"of": facts, "given": list(map(list, self._given)), "planned": list(map(list, self._planned))}
+
+    def resumed(self, schedule: Mapping[str, Any], position: int) -> tuple[_Mixed, dict[str, str] | None]:
+        """The order of a run that was at a position of another schedule; raises ValueError if its past was another."""
+        if schedule["of"] != self.schedule["of"]:
+            raise ValueError("use the same datasets, num_samples, drop_last and shuffle, or start a new run")
+        old, words = [(start, shares) for start, shares in schedule["given"]], self._words
+        planned = [(start, stop, shares) for start, stop, shares in schedule["planned"]]
+        change = _first_difference(old, self._given)
+        if change is None:
+            return self._with(planned), None
+        if change < position:
+            raise ValueError(
+                f"weights may only change from step {words.step(position)} on, at which the run resumes, and those of "
+                f"step {words.step(change)} are others; give the weights and changes before as they were, or start a "
+                "new run"
+            )
+        now = next(shares for start, shares in reversed(self._given) if start <= change)
+        later = [(start, shares) for start, shares in self._given if start > change]
+        planned = [piece for piece in planned if piece[0] < change] + _planned([(change, now), *later])
+        changed = {"was": words.weights(old, position), "now": words.weights(self._given, position)}
+        return self._with(planned), changed
+
+    def _with(self, planned: Sequence[Planned]) -> _Mixed:
+        return _Mixed(self._lengths, self._given, self._shuffle, self.length, self._seed, self._words, planned)
 
     def samples(self, start: int, stop: int) -> list[Sample]:
         """(pass through the dataset, index in all datasets) at positions ``start`` to ``stop`` - 1."""
         found: list[Sample] = []
         while start < stop:
-            piece = self._pieces[bisect_right(self._starts, start) - 1]
-            first, shares, before = piece.block(start)
+            following = bisect_right(self._starts, start)
+            first, shares, before = self._pieces[following - 1].block(start)
             which, number = self._block(first, tuple(shares))
-            inside = slice(start - first, stop - first)
+            until = min(stop, first + which.size, *self._starts[following : following + 1])
+            inside = slice(start - first, until - first)
             found += self._of(which[inside], (before[which] + number)[inside])
-            start = first + which.size
+            start = until
         return found
 
     def _block_at(self, first: int, shares: tuple[int, ...]) -> tuple[Indices, Indices]:

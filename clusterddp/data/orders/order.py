@@ -8,6 +8,7 @@ so that the position is all that a checkpoint needs, any step is found at once, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Protocol, TypeAlias
@@ -46,6 +47,30 @@ class BoundOrder(Protocol):
 
     def samples(self, start: int, stop: int) -> list[Sample]:
         """The samples at positions ``start`` to ``stop`` - 1."""
+
+
+class ScheduledOrder(ABC):
+    """A bound order that changes at given steps, of which a resumed run may change those to come."""
+
+    label: str
+    length: int
+
+    @property
+    @abstractmethod
+    def schedule(self) -> dict[str, Any]:
+        """What a checkpoint records of it, next to the label."""
+
+    @abstractmethod
+    def resumed(self, schedule: Mapping[str, Any], position: int) -> tuple[BoundOrder, dict[str, str] | None]:
+        """The order of a run that was at a position of another schedule, and the fields of event ``order_changed``.
+
+        Both have the same samples up to the first change that is another one; None instead of the event's fields if
+        there is none. Raises ValueError, which says what to do, if that change is before the position.
+        """
+
+    @abstractmethod
+    def samples(self, start: int, stop: int) -> list[Sample]:
+        """As in ``BoundOrder``."""
 
 
 class Order(ABC):
