@@ -46,7 +46,7 @@ RANK_EVENTS: Mapping[str, Event] = {
     "notified": Event("reason", "the supervisor's request to stop reached the rank"),
     "stopping": Event("step reason", "all ranks stop after `step`"),
     "finishing": Event("step", "all steps are done; the last checkpoint is being saved"),
-    "left_loop": Event("step steps", "the script left its loop, by break or an exception"),
+    "left_loop": Event("step steps by?", "the script left its loop, by a `break` or an `exception`"),
     "phase": Event("phase", "rank 0 has begun another phase, one of PHASES"),
     "evaluated": Event("seconds", "rank 0 has spent `seconds` in evaluations since the last such event"),
     "no_best": Event("metric logged", "all steps are done, and the metric of the best checkpoint was never logged"),
@@ -157,7 +157,7 @@ CHANNEL_EVENTS: Mapping[str, Event] = {
     "joined": Event("host pid address", "made by the supervisor from a rank's first message"),
     "alive": Event(
         "count step age_s allowed_s own_s? step_s? timing? timing_age_s? histograms? place? waits? still_s?",
-        "the rank's heartbeat; `timing`: the steps timed `timing_age_s` ago, and the seconds that they took in each phase",
+        "the rank's heartbeat; `timing`: the steps timed `timing_age_s` ago, and the seconds of each phase in them",
     ),
     "stacks": Event("request place threads", "a rank's stacks, for a request"),
     "saving": Event("request step? committed?", "rank 0 will save; without `step` it has no run to save"),

@@ -108,6 +108,17 @@ def _not_finite(event: Event) -> str:
     return f"{name} became {value} at step {event['step']}{also}; training continues"
 
 
+def _left_loop(event: Event) -> str:
+    """Only a script that left it on purpose needs the advice; an older event does not say."""
+    ways = {"break": "break or return", "exception": "an exception or close()"}
+    by = ways.get(event.get("by", ""), "break or an exception")
+    advice = "" if event.get("by") == "exception" else "; to end a run early, call run.finish(), which saves"
+    return (
+        f"the script left its loop by {by} after step {event['step']} of {event['steps']}: steps since the newest "
+        f"checkpoint are not saved{advice}"
+    )
+
+
 _REQUESTS = {
     "save": "a checkpoint at the next step boundary",
     "stop": "all ranks save and stop, and the run is held",
@@ -139,10 +150,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"{e['reason']}"
     ),
     "diverged": lambda e: str(e["explanation"]),
-    "left_loop": lambda e: (
-        f"the script left its loop by break or an exception after step {e['step']} of {e['steps']}: steps since the "
-        "newest checkpoint are not saved; to end a run early, call run.finish(), which saves"
-    ),
+    "left_loop": _left_loop,
     "no_best": lambda e: (
         f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"
     ),

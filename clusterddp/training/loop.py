@@ -124,7 +124,7 @@ class Run(Logging, Steering):
         except GeneratorExit:
             if os.getpid() == self._process:  # rather than a child that was forked in a step and exits
                 loop.leave()
-                self._left()
+                self._left("exception" if loop.failed else "break")
                 if not loop.failed:  # the report of a failure does not wait for the profiler
                     self._profiling.end()
             raise
@@ -345,7 +345,7 @@ class Run(Logging, Steering):
         """Whether the loop has reached its end, in this attempt or an earlier one."""
         return self._state.step >= self._goal or self._goal in self._state.finished
 
-    def _left(self) -> None:
+    def _left(self, by: str) -> None:
         """The script left the loop, by ``break`` or an exception. Other ranks may not have, so that no collective is
         possible. A stop in an evaluation, which is an exception too, has saved."""
         if self._stopping:
@@ -355,7 +355,7 @@ class Run(Logging, Steering):
             self._saver.log_media(self.step, self._media.take())
             self._saver.log(self.step, self._values.take())
         self._making = None
-        self._report("left_loop", step=self.step + stepped, steps=self._goal)
+        self._report("left_loop", step=self.step + stepped, steps=self._goal, by=by)
         self._enter("after_loop")
 
     def _note_optimizer_step(self, optimizer: Any) -> None:

@@ -32,10 +32,18 @@ for (x,) in run.steps(int(total)):
     if run.step == 4:
         if how == "break":
             break
+        if how == "raise":
+            raise ValueError("of the script")
         run.finish()
 run.log(made=len(made))
 print("made", made, "at", run.step, flush=True)
 """
+
+
+def submitted(script: Path, run: RunDirectory, how: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--device", "cpu", "--gpus", "2"]
+    command += ["--run-dir", str(run), str(script), "--", how, "20"]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
 
 
 def made(script: Path, run: Path, total: int) -> str:
@@ -59,17 +67,25 @@ def test_a_finished_loop_stays_done_in_a_resumed_run_and_continues_for_more_step
 def test_a_loop_left_by_break_is_reported_as_unsaved_and_loses_no_metrics(tmp_path: Path) -> None:
     script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--device", "cpu", "--gpus", "2"]
-    command += ["--run-dir", str(run), str(script), "--", "break", "20"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = submitted(script, run, "break")
     assert done.returncode == 0, done.stderr
-    assert "the script left its loop by break or an exception after step 5 of 20: steps since the newest" in done.stderr
+    assert "the script left its loop by break or return after step 5 of 20: steps since the newest" in done.stderr
+    assert "call run.finish(), which saves" in done.stderr
     (result,) = events_of(run, "result")
     assert result["made"] == 5
     assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3, 4]
     outcome = run.outcome()
     assert outcome is not None and outcome["step"] == 5
     assert not any(run.checkpoints.iterdir())
+
+
+def test_an_exception_in_the_loop_is_not_answered_with_advice_about_break(tmp_path: Path) -> None:
+    script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
+    script.write_text(SCRIPT)
+    done = submitted(script, run, "raise")
+    assert done.returncode == 1, done.stderr
+    assert "the script left its loop by an exception or close() after step 5 of 20: steps since the" in done.stderr
+    assert "run.finish()" not in done.stderr and "ValueError: of the script" in done.stderr
 
 
 def test_finish_outside_a_step_is_refused(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_an_interval_has_what_the_totals_of_each_rank_have_grown_by(run: RunDirectory) -> None:
-    """Rank 1 does not know how long it waits, rank 2 has not reported, rank 3 repeats what it said. An interval ends with
-    the newest steps in the totals, which may be older than the heartbeat."""
+    """Rank 1 does not know how long it waits, rank 2 has not reported, rank 3 repeats what it said. An interval ends
+    with the newest steps in the totals, which may be older than the heartbeat."""
     timing = TimingLines(3, 4, began=1000.0)
     timing.update(3, {"count": 9}, 1000.0)
     timing.update(0, {"timing": [10, 1.0, 2.0, 1.0, 0.5], "timing_age_s": 0.5}, 1005.0)
