@@ -26,6 +26,7 @@
 # make bench-input        how fast batches come, beside other loaders
 # make bench-peers        the same training under the same faults, by this project and by what people use today
 # make bench-saves        what a save costs training, beside other savers (torchsnapshot too, if it is installed)
+# make measure-math-library  how often the first vector function of a process is wrong, with and without clusterddp.init()
 # make bench-checkpoint   what saving and restoring costs, beside torch, Lightning and accelerate
 # make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, which ends with the shell
 #
@@ -40,7 +41,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-input bench-peers bench-saves bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-input bench-peers bench-saves measure-math-library bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -88,7 +89,8 @@ test-product: .venv/integrations slurm
 		tests/slurm/test_templates.py tests/slurm/test_world_size.py tests/slurm/test_here.py tests/slurm/test_faults.py tests/cluster/test_cluster.py \
 		tests/slurm/test_fencing.py tests/slurm/test_jobs.py tests/slurm/test_disk.py tests/slurm/test_main_job.py tests/slurm/test_preemption.py \
 		tests/slurm/test_transcript.py tests/slurm/test_integrations.py tests/ranks/test_check_resume.py \
-		tests/slurm/test_check_resume.py
+		tests/slurm/test_check_resume.py tests/slurm/test_sweeps.py tests/slurm/test_doctor.py \
+		tests/slurm/test_script_process.py tests/ranks/test_group_ends.py tests/unit/test_math_library.py
 
 .venv/browser: .venv/ready
 	$(PIP) install -c constraints.txt $(INDEX) -e '.[browser]'
@@ -141,6 +143,9 @@ bench-report: .venv/ready
 
 bench-saves: .venv/bench
 	.venv/bin/python -m benchmarks.saves $(SAVES)
+
+measure-math-library: .venv/ready
+	.venv/bin/python -m benchmarks.math_library
 
 bench-checkpoint: .venv/bench
 	.venv/bin/python -m benchmarks.checkpoint

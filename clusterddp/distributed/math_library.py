@@ -10,9 +10,10 @@ _FUNCTIONS = (torch.sqrt, torch.exp, torch.log, torch.log1p, torch.expm1, torch.
 def settle() -> None:
     """Calls each function once, in this thread.
 
-    Where two OpenMP threads made the first call of a process together, one of them sometimes got its part with errors
-    of up to 3e-4 (``sqrt`` of 16,384 floats, torch 2.13, MKL: in a few of a hundred processes on a busy machine, never
-    later in a process). AdamW's first step after a start or a resume then differed from that of other ranks.
+    MKL (2024.2, in torch 2.13) stores the number of the CPU's type in its first call, and then replaces it by its own
+    numbering, without a lock. A thread that reads the number in between gets another row of the table of kernels, and
+    its part of the first result has errors of up to 3e-4 (docs/measurements/math-library.md). AdamW's first step after
+    a start or a resume then differed from that of other ranks.
     """
     for dtype in (torch.float32, torch.float64):
         values = torch.full((8,), 0.5, dtype=dtype)
