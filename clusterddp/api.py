@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
-import re
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +21,11 @@ from clusterddp.cli.runs.status import state_of
 from clusterddp.cli.runs.watch import LOOK_S, Watcher
 from clusterddp.cli.submission import check, record_local, submit_to_slurm
 from clusterddp.cli.sweeps import arrays
-from clusterddp.cli.sweeps.plan import Sweep, planned, tell
+from clusterddp.cli.sweeps.plan import Plan, Sweep, planned, tell
 from clusterddp.errors import RunFailed, SlurmError, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.jobdef.source import name_of, source_of
 from clusterddp.process import module_command
 from clusterddp.rundir.files import create_file
 from clusterddp.rundir.find import open_run, runs_folder
@@ -87,22 +85,20 @@ def launch(
         handle = clusterddp.launch(train, 0.1, fn_kwargs={"seed": 3}, nodes=2, gpus_per_node=8, time="8:00:00")
         accuracy = handle.result()
     """
-    options = {"nodes": nodes, "gpus_per_node": gpus_per_node, "device": device}
-    values = {key: value for key, value in {**options, **job_definition}.items() if value is not None}
+    values = _given(nodes=nodes, gpus_per_node=gpus_per_node, device=device, **job_definition)
     folder = None if run_dir is None else os.fspath(run_dir)
     if fn_kwargs and not callable(target):
         raise UsageError(f"fn_kwargs: only for a function, got {target}; pass a script its arguments after it, as text")
     with _without_job_variables():
         if callable(target):
-            (job, plant), source = _of_function(target, args, values, fn_kwargs), _source_of(target)
+            (job, plant), source = _of_function(target, args, values, fn_kwargs), source_of(target)
         else:
             values |= {"args": [str(argument) for argument in args]} if args else {}
             job, plant, source = describe(os.fspath(target), values, {}), None, None
         if check(job, folder, place="--local" if local else None) is None and folder:  # it completed earlier
             return Handle(folder)
-        if local:
-            return _start_local(job, folder, plant, source)
-        return Handle(submit_to_slurm(job, folder, plant, source)[0].path)
+        started = (job, folder, plant, source)
+        return _start_local(*started) if local else Handle(submit_to_slurm(*started)[0].path)
 
 
 def sweep(
@@ -151,18 +147,13 @@ def sweep(
         handles = clusterddp.sweep(train, {"lr": [1e-3, 1e-4], "seed": range(5)}, gpus_per_node=8, time="8:00:00")
         accuracies = [handle.result() for handle in handles]
     """
-    options = {"nodes": nodes, "gpus_per_node": gpus_per_node, "device": device}
-    values = {key: value for key, value in {**options, **job_definition}.items() if value is not None}
+    values = _given(nodes=nodes, gpus_per_node=gpus_per_node, device=device, **job_definition)
     with _without_job_variables():
-        wanted = _sweep_of(target, grid, args, values, run_dir)
-        asked = replace(wanted, max_running=max_running, retry=tuple(retry))
+        asked = replace(_sweep_of(target, grid, args, values, run_dir), max_running=max_running, retry=tuple(retry))
         with planned(asked, arrays.settle) as plan:
             tell(asked, plan)
-            done = None if local else arrays.submit(asked, plan)
-        if done and done.refused:
-            raise SlurmError(
-                f"{len(done.members)} of {len(plan.submit)} runs submitted: {done.refused}"
-            ) from done.refused
+            if not local:
+                _submit_all(asked, plan)
         for name in plan.submit if local else ():
             _start_local(asked.jobs[name], str(asked.folder.member(name)), asked.plants.get(name), asked.source).wait()
     return [Handle(asked.folder.member(name).path) for name in asked.members]
@@ -316,6 +307,18 @@ class Handle:
 # --- starting
 
 
+def _given(**values: Any) -> dict[str, Any]:
+    """The keys of the job definition that the call names."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _submit_all(wanted: Sweep, plan: Plan) -> None:
+    """Raises SlurmError if Slurm took only some of the members."""
+    done = arrays.submit(wanted, plan)
+    if done.refused:
+        raise SlurmError(f"{len(done.members)} of {len(plan.submit)} runs submitted: {done.refused}") from done.refused
+
+
 def _sweep_of(
     target: Any, grid: Any, args: tuple[Any, ...], values: dict[str, Any], run_dir: str | os.PathLike[str] | None
 ) -> Sweep:
@@ -334,7 +337,7 @@ def _sweep_of(
         job = describe(os.fspath(target), values, {})
         jobs = dict(zip(members, jobs_of(job, list(members.values())), strict=True))
     folder = run_dir or runs_folder(os.environ) / default_name(job, keys_of(members.values()))
-    source = _source_of(target) if callable(target) else None
+    source = source_of(target) if callable(target) else None
     return Sweep(SweepFolder(folder), job, members, jobs, plants=plants, source=source)
 
 
@@ -346,14 +349,6 @@ def _without_job_variables() -> Iterator[None]:
         yield
     finally:
         os.environ.update(removed)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    """The job name for a function, a partial or a callable object."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = getattr(function, "__name__", type(function).__name__)
-    return re.sub(r"[^\w.+=@-]+", "", name).lstrip(".-") or "function"
 
 
 def _of_function(
@@ -369,22 +364,12 @@ def _of_function(
 
     if clash := _PROGRAM_KEYS & values.keys():
         raise UsageError(f"{', '.join(sorted(clash))}: not allowed when the target is a function")
-    job = describe(None, {"job_name": _name_of(function), **values, "module": MODULE}, {})
+    job = describe(None, {"job_name": name_of(function), **values, "module": MODULE}, {})
     try:
         content = pickled(DelayedSubmission(function, *args, **(keywords or {})))
     except Exception as error:
         raise UsageError(f"{function!r} and its arguments cannot be pickled: {error}") from error
     return job, lambda run: save_function(function_file(run), content)
-
-
-def _source_of(function: Callable[..., Any]) -> Path | None:
-    """The file that defines a function, or the class of a callable object; None for one that was typed in."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    with suppress(TypeError, OSError):
-        path = Path(inspect.getsourcefile(function if inspect.isroutine(function) else type(function)) or "")
-        return path.absolute() if path.is_file() else None
-    return None
 
 
 def _start_local(job: Job, run_dir: str | None, plant: Plant | None, source: Path | None) -> Handle:

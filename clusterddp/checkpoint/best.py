@@ -12,6 +12,19 @@ from clusterddp.reporter import say
 from clusterddp.rundir.files import finite
 
 
+def metric_or_part(best: Any) -> tuple[str | None, dict[str, Any]]:
+    """What ``ctx.run(best=...)`` got: a metric, or a part of that name, in a script for an older version.
+
+    Raises TypeError for a number, which is neither.
+    """
+    if isinstance(best, (bool, int, float)):
+        raise TypeError(
+            f"run(best={best!r}): expected a metric, such as 'accuracy', or '-score' for the smallest; or a part with "
+            "state_dict() and load_state_dict()"
+        )
+    return (best, {}) if isinstance(best, str) else (None, {"best": best})
+
+
 def with_best(keep: Keep, best: str | None, told: bool = True) -> Keep:
     """Which checkpoints are kept, with the metric that the script asks for; one in the job definition takes precedence.
 

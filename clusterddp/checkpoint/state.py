@@ -54,8 +54,9 @@ def check_parts(
     """Raises TypeError for a part without ``state_dict()`` and ``load_state_dict()``."""
     for name, part in parts.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            given = repr(part) if isinstance(part, (bool, int, float)) else "..."
             raise TypeError(
-                f"{where}({name}=...): expected an object with state_dict() and load_state_dict(), got "
+                f"{where}({name}={given}): expected an object with state_dict() and load_state_dict(), got "
                 f"{type(part).__name__}; {remedy}"
             )
 

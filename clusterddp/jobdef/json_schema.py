@@ -182,7 +182,7 @@ _OF_KEY: Mapping[str, Schema] = {
         at=_count(0),
         ranks=_either(_RANK, {"type": "array", "items": _RANK, "minItems": 1}),
     ),
-    "wandb": _either({"type": "boolean"}, _text(PROJECT), _WANDB),
+    "wandb": _either({"type": "boolean"}, {**_text(PROJECT), "type": "string"}, _WANDB),
     "watchdog": _either({"const": "off"}, _section(Watchdog)),
     "progress": _either({"const": "off"}, _OF_TYPE[float]),
 }

@@ -182,6 +182,9 @@ def _wandb(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
         return _section("wandb", Wandb, _WANDB)(node, mistakes)
     if isinstance(node.value, bool):
         return {"wandb": Wandb() if node.value else None}
+    if isinstance(node.value, (int, float)):  # a mapping's project may be one
+        expected = "true, false, a W&B project, or a mapping such as {project: digits}"
+        raise Wrong(f"expected {expected}, got {quoted(node)}")
     return {"wandb": Wandb(_PROJECT(node))}
 
 

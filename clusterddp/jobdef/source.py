@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from clusterddp.errors import UsageError
 
@@ -29,6 +34,24 @@ def module_file(name: str, folder: Path) -> Path | None:
     """The file that ``python -m name`` runs, if it is below ``folder``; else None."""
     base = folder.joinpath(*name.split("."))
     return next((file for file in (base.with_suffix(".py"), base / "__main__.py") if file.is_file()), None)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The job name for a function, a partial or a callable object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    return re.sub(r"[^\w.+=@-]+", "", name).lstrip(".-") or "function"
+
+
+def source_of(function: Callable[..., Any]) -> Path | None:
+    """The file that defines a function, or the class of a callable object; None for one that was typed in."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    with suppress(TypeError, OSError):
+        path = Path(inspect.getsourcefile(function if inspect.isroutine(function) else type(function)) or "")
+        return path.absolute() if path.is_file() else None
+    return None
 
 
 def _parse(file: Path) -> ast.Module:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import Dataset
 
+from clusterddp.checkpoint.best import metric_or_part
 from clusterddp.data import randomness
-from clusterddp.data.eval_loader import EvalLoader
 from clusterddp.data.loader import Loader
-from clusterddp.data.orders.choice import chosen
-from clusterddp.data.orders.order import Order
+from clusterddp.data.loaders import Loaders
 from clusterddp.data.training_loader import training_loader
 from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed import math_library, process_group
@@ -82,7 +80,7 @@ def init(
     return _current
 
 
-class Context(Ranks):
+class Context(Ranks, Loaders):
     """One rank's view of the training: its place among the ranks, its device, and everything that needs all ranks.
 
     ``clusterddp.init()`` returns it. The process group is closed at the end of a ``with`` block over the context, or of
@@ -104,7 +102,7 @@ class Context(Ranks):
         ranks = read.ranks
         self.rank, self.local_rank, self.node_rank = ranks.rank, ranks.local_rank, ranks.node_rank
         self.world_size, self.local_world_size = ranks.world_size, ranks.local_world_size
-        self.seed = read.job.seed
+        self.seed, self._global_batch = read.job.seed, read.job.global_batch
         self.devices = process_group.devices_of(ranks, read.device, read.job.gpus_per_rank)
         self.device = self.devices[0]
         if self.device.type == "cuda":
@@ -151,86 +149,6 @@ class Context(Ranks):
 
     # --- training
 
-    def loader(
-        self,
-        dataset: Dataset[Any] | Sequence[Any] | Mapping[str, Any],
-        batch_size: int,
-        *,
-        shuffle: bool | None = None,
-        order: Order | None = None,
-        sampler: Iterable[Any] | None = None,
-        batch_sampler: Iterable[Any] | None = None,
-        drop_last: bool = False,
-        to_device: bool = True,
-        **options: Any,
-    ) -> Loader:
-        """The training samples of this rank, for ``ctx.run``, in an order that a resumed run continues exactly.
-
-        Each sample is read with its own seed, so that random augmentation does not depend on the number of workers.
-
-        Args:
-            dataset: with ``__len__`` and ``__getitem__``; with ``order=orders.mixture(...)`` a list or dict of these.
-            batch_size: samples per rank and step. If the job sets ``global_batch``, or the number of ranks changed, a
-                rank's share of a step is the global batch divided by the ranks, and ``batch_size`` the most that
-                ``run.micro`` yields at once.
-            shuffle: whether each epoch has its own random order; True if neither it nor an order is given.
-            order: one of ``clusterddp.orders``, instead of ``shuffle``.
-            sampler: a torch Sampler of all samples, instead of an order, that draws an epoch again in the same way:
-                from the global generators, which are seeded, or by ``set_epoch``.
-            batch_sampler: the same for batches of ``batch_size`` samples; a step takes one per rank.
-            drop_last: ends each epoch at a whole global batch, and leaves out the rest of its samples. Without it, the
-                last step of an epoch is filled from the next epoch.
-            to_device: on a GPU, hands out batches whose tensors are on this rank's device, copied on a stream of their
-                own, with workers a step ahead; ``.to(ctx.device)`` then does nothing. Only tensors in tuples, lists and
-                dicts are copied. Pass False for batches that the script reads on the CPU.
-            options: of torch's DataLoader, such as ``num_workers``.
-
-        Raises TypeError for a dataset without a length, for unknown options, two orders and a DistributedSampler;
-        ValueError for an empty dataset, an order that does not fit it, a sampler with a state of its own, and a global
-        batch that the ranks cannot share evenly.
-        """
-        return Loader(
-            dataset,
-            batch_size,
-            order=chosen(
-                dataset, batch_size, shuffle=shuffle, order=order, sampler=sampler, batch_sampler=batch_sampler
-            ),
-            drop_last=drop_last,
-            seed=self.seed,
-            rank=self.rank,
-            world_size=self.world_size,
-            global_batch=self._settings.job.global_batch,
-            device=self.device if to_device else None,
-            **{"pin_memory": self.device.type == "cuda", **options},
-        )
-
-    def eval_loader(
-        self, dataset: Dataset[Any], batch_size: int, *, to_device: bool = True, **options: Any
-    ) -> EvalLoader:
-        """The evaluation samples of this rank: each sample once over all ranks, in order, without padding.
-
-        This rank has samples rank, rank + world_size, and so on. All ranks iterate over it at the same time, because
-        the run can stop between its batches, as at ``stop_point``.
-
-        Args:
-            dataset: with ``__len__`` and ``__getitem__``.
-            batch_size: samples per rank and batch; the last batch may be smaller.
-            to_device: on a GPU, hands out batches on this rank's device, as ``loader`` does.
-            options: of torch's DataLoader, as for ``loader``.
-
-        Raises TypeError and ValueError as ``loader`` does.
-        """
-        return EvalLoader(
-            dataset,
-            batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            at_batch=self._stop_in_evaluation,
-            around=self._evaluating,
-            device=self.device if to_device else None,
-            **{"pin_memory": self.device.type == "cuda", **options},
-        )
-
     def run(
         self,
         *,
@@ -273,28 +191,15 @@ class Context(Ranks):
         """
         if self._run is not None:
             raise RuntimeError("ctx.run() was already called in this process; pass it all parts at once")
-        if not isinstance(best, str):  # a part of this name, in a script for an older version
-            parts, best = {**parts, "best": best}, None
-        named, own = by_name(parts), PerRank(per_rank, self._group)
+        metric, named_best = metric_or_part(best)
+        named, own = by_name({**parts, **named_best}), PerRank(per_rank, self._group)
         warm_start = partial(initial.load, init_from, init_strict, named, self._group) if init_from else None
         values, read, report = Values(progress), self._settings, self._history.report
         self._services = services = start_services(
-            read, self.attempt, self._group, self._stopping, self._heartbeat, report, named.values(), best
+            read, self.attempt, self._group, self._stopping, self._heartbeat, report, named.values(), metric
         )
-        kind: Callable[..., Run] = Run
-        if read.recording is not None:
-            from clusterddp.training.resume_check.checked_run import CheckedRun
-
-            kind = partial(CheckedRun, read.recording)
-        self._run = kind(
-            named,
-            training_loader(loader, self._group, self.seed, rng == "step"),
-            rng,
-            values,
-            own,
-            warm_start,
-            services,
-        )
+        batches = training_loader(loader, self._group, self.seed, rng == "step")
+        self._run = _kind_of_run(read)(named, batches, rng, values, own, warm_start, services)
         return self._run
 
     # --- hanging
@@ -418,6 +323,15 @@ class Context(Ranks):
             self._group.close()
         if services is not None:
             services.tracking.close(DONE_S if complete else STOP_S if clean else ERROR_S, complete)
+
+
+def _kind_of_run(read: settings.Settings) -> Callable[..., Run]:
+    """``Run``, or for ``submit --check-resume`` one that records its steps."""
+    if read.recording is None:
+        return Run
+    from clusterddp.training.resume_check.checked_run import CheckedRun
+
+    return partial(CheckedRun, read.recording)
 
 
 def _forget_in_child() -> None:

@@ -56,7 +56,7 @@ SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
 
 #: Whose public methods a class has, too: its base classes, in other modules.
 BASES = {
-    "Context": [("clusterddp.training.ranks", "Ranks")],
+    "Context": [("clusterddp.data.loaders", "Loaders"), ("clusterddp.training.ranks", "Ranks")],
     "Run": [
         ("clusterddp.training.steps.logging", "Logging"),
         ("clusterddp.training.steps.steering", "Steering"),

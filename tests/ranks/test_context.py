@@ -63,7 +63,7 @@ def test_init_takes_the_objects_of_imported_modules_out_of_garbage_collection(tm
 @pytest.mark.parametrize(
     ("best", "words"),
     [
-        ("1.5", "run(best=...): expected an object with state_dict() and load_state_dict(), got float"),
+        ("1.5", "run(best=1.5): expected a metric, such as 'accuracy', or '-score' for the smallest; or a part with"),
         ("None", "run.log(confusion=...): expected a number or a tensor of one element, got a Tensor of 4 elements"),
     ],
 )

@@ -209,7 +209,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "tensorboard": (["true", "false"], ["on", "1", "logs"]),
     "wandb": (
         ["true", "false", "digits", "my project", "{}", "{project: p, entity: lab, group: g, mode: offline}"],
-        ["a/b", "[p]", "{project: 'a:b'}", "{mode: shared}", "{entity: a b}", "{id: 3}"],
+        ["a/b", "3", "2.5", "[p]", "{project: 'a:b'}", "{mode: shared}", "{entity: a b}", "{id: 3}"],
     ),
 }  # fmt: skip
 

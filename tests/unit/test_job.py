@@ -281,6 +281,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ("watchdog: {on_hang: restrat}", "did you mean 'restart'?"),
         ("device: cpu\nbackend: nccl", "2:10: backend: 'nccl' needs GPUs, but device is cpu"),
         ("device: cpu\ngpus_per_node: a100:2", "'a100:2' needs GPUs"),
+        ("wandb: 3", "wandb: expected true, false, a W&B project, or a mapping such as {project: digits}, got '3'"),
         ("steps: 0", "at least 1"),
         ("seed: -1", "at least 0"),
     ],

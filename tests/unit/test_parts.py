@@ -31,7 +31,7 @@ def test_members_of_lists_tuples_and_dicts_are_parts_by_their_place() -> None:
     [
         (
             {"env": 3},
-            r"run\(env=...\): expected an object with state_dict\(\) and load_state_dict\(\), got int; keep numbers",
+            r"run\(env=3\): expected an object with state_dict\(\) and load_state_dict\(\), got int; keep numbers",
         ),
         ({"nets": [layer(), "b"]}, r"run\(nets.1=...\): expected an object .*, got str"),
         ({"nets": {1: layer()}}, r"run\(nets=...\): expected a dict of parts by name, got the key 1"),

@@ -66,6 +66,7 @@ class Colour(enum.IntEnum):
         ({"a": Colour.RED}, r"progress\['a'\] is a .*Colour; expected"),
         ({"a": {1: 2}}, r"progress\['a'\] has the key 1; expected text"),
         (Progress(history=[object()]), r"progress.history\[0\] is an object"),  # type: ignore[list-item]
+        (3, r"run\(progress=3\): expected a dict or an instance of a dataclass, got an int"),
         ([1], "expected a dict or an instance of a dataclass, got a list"),
         (1, "got an int"),
         (Progress, "expected a dict or an instance of a dataclass, got a type"),

@@ -153,3 +153,5 @@ def test_the_part_must_be_clear() -> None:
         loaded("net.pt", a=net(), b=net())
     with pytest.raises(TypeError, match="no part c; the parts are a"):
         loaded({"c": "net.pt"}, a=net())
+    with pytest.raises(TypeError, match="expected a file, or a dict with a file for each part, got 3"):
+        loaded({"a": 3}, a=net())  # type: ignore[dict-item]

@@ -51,6 +51,9 @@ def load(files: Files, strict: bool, parts: Mapping[str, Stateful], group: Proce
 
 
 def _by_part(files: Files, parts: Mapping[str, Stateful]) -> dict[str, str | os.PathLike[str]]:
+    for file in files.values() if isinstance(files, Mapping) else [files]:
+        if not isinstance(file, (str, os.PathLike)):
+            raise TypeError(f"run(init_from=...): expected a file, or a dict with a file for each part, got {file!r}")
     if isinstance(files, Mapping):
         return dict(files)
     modules = [name for name, part in parts.items() if isinstance(part, torch.nn.Module)]

@@ -28,8 +28,9 @@ class Values:
                     f"run(progress=...): {type(given).__name__} is frozen; the values could not be restored"
                 )
         elif not isinstance(given, dict):
+            value = repr(given) if type(given) in _PLAIN else "..."
             raise TypeError(
-                f"run(progress=...): expected a dict or an instance of a dataclass, got {_described(given)}"
+                f"run(progress={value}): expected a dict or an instance of a dataclass, got {_described(given)}"
             )
         self.state_dict()
 

@@ -1,0 +1,114 @@
+"""The methods of ``ctx`` that make loaders: the samples of this rank, for training and for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from clusterddp.data.eval_loader import EvalLoader
+from clusterddp.data.loader import Loader
+from clusterddp.data.orders.choice import chosen
+from clusterddp.data.orders.order import Order
+
+
+class Loaders:
+    """The part of ``Context`` that makes loaders; documented there."""
+
+    rank: int
+    world_size: int
+    seed: int
+    device: torch.device
+    #: Of the job definition: samples per step over all ranks.
+    _global_batch: int | None
+
+    def _stop_in_evaluation(self) -> None:
+        """Between two batches of an evaluation."""
+        raise NotImplementedError
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """Around an evaluation."""
+        raise NotImplementedError
+
+    def loader(
+        self,
+        dataset: Dataset[Any] | Sequence[Any] | Mapping[str, Any],
+        batch_size: int,
+        *,
+        shuffle: bool | None = None,
+        order: Order | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        drop_last: bool = False,
+        to_device: bool = True,
+        **options: Any,
+    ) -> Loader:
+        """The training samples of this rank, for ``ctx.run``, in an order that a resumed run continues exactly.
+
+        Each sample is read with its own seed, so that random augmentation does not depend on the number of workers.
+
+        Args:
+            dataset: with ``__len__`` and ``__getitem__``; with ``order=orders.mixture(...)`` a list or dict of these.
+            batch_size: samples per rank and step. If the job sets ``global_batch``, or the number of ranks changed, a
+                rank's share of a step is the global batch divided by the ranks, and ``batch_size`` the most that
+                ``run.micro`` yields at once.
+            shuffle: whether each epoch has its own random order; True if neither it nor an order is given.
+            order: one of ``clusterddp.orders``, instead of ``shuffle``.
+            sampler: a torch Sampler of all samples, instead of an order, that draws an epoch again in the same way:
+                from the global generators, which are seeded, or by ``set_epoch``.
+            batch_sampler: the same for batches of ``batch_size`` samples; a step takes one per rank.
+            drop_last: ends each epoch at a whole global batch, and leaves out the rest of its samples. Without it, the
+                last step of an epoch is filled from the next epoch.
+            to_device: on a GPU, hands out batches whose tensors are on this rank's device, copied on a stream of their
+                own, with workers a step ahead; ``.to(ctx.device)`` then does nothing. Only tensors in tuples, lists and
+                dicts are copied. Pass False for batches that the script reads on the CPU.
+            options: of torch's DataLoader, such as ``num_workers``.
+
+        Raises TypeError for a dataset without a length, for unknown options, two orders and a DistributedSampler;
+        ValueError for an empty dataset, an order that does not fit it, a sampler with a state of its own, and a global
+        batch that the ranks cannot share evenly.
+        """
+        return Loader(
+            dataset,
+            batch_size,
+            order=chosen(
+                dataset, batch_size, shuffle=shuffle, order=order, sampler=sampler, batch_sampler=batch_sampler
+            ),
+            drop_last=drop_last,
+            seed=self.seed,
+            rank=self.rank,
+            world_size=self.world_size,
+            global_batch=self._global_batch,
+            device=self.device if to_device else None,
+            **{"pin_memory": self.device.type == "cuda", **options},
+        )
+
+    def eval_loader(
+        self, dataset: Dataset[Any], batch_size: int, *, to_device: bool = True, **options: Any
+    ) -> EvalLoader:
+        """The evaluation samples of this rank: each sample once over all ranks, in order, without padding.
+
+        This rank has samples rank, rank + world_size, and so on. All ranks iterate over it at the same time, because
+        the run can stop between its batches, as at ``stop_point``.
+
+        Args:
+            dataset: with ``__len__`` and ``__getitem__``.
+            batch_size: samples per rank and batch; the last batch may be smaller.
+            to_device: on a GPU, hands out batches on this rank's device, as ``loader`` does.
+            options: of torch's DataLoader, as for ``loader``.
+
+        Raises TypeError and ValueError as ``loader`` does.
+        """
+        return EvalLoader(
+            dataset,
+            batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            at_batch=self._stop_in_evaluation,
+            around=self._evaluating,
+            device=self.device if to_device else None,
+            **{"pin_memory": self.device.type == "cuda", **options},
+        )
