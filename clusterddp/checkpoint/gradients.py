@@ -81,16 +81,15 @@ class Gradients:
         self._waited = self._waiting
         #: The optimizers of parameters that got a gradient in the current step.
         self._made: set[Any] = set()
-        self._exchanges: list[_Exchange] = []
         self._exchange_of: dict[torch.Tensor, _Exchange] = {}
         for part in self._modules.values():
             for module in (*ddp_modules(part), None):
                 exchange = _Exchange(module, alone=world_size == 1)
-                self._exchanges.append(exchange)
                 for parameter in (module or part).parameters():
                     if parameter not in self._exchange_of and (parameter.is_floating_point() or parameter.is_complex()):
                         self._exchange_of[parameter] = exchange
                         exchange.watch(parameter)
+        self._exchanges = list(dict.fromkeys(self._exchange_of.values()))
         for optimizer in self._optimizers:
             for trained in self._trained(optimizer) & self._exchange_of.keys():
                 self._exchange_of[trained].trained_by.add(optimizer)

@@ -66,7 +66,7 @@ class Loader:
         self.order_changed: dict[str, str] | None = None
         self._asked = global_batch
         self._unbound, self._seed, self._drop_last = order, seed, drop_last
-        self._samples = SeededSamples(source, seed)
+        self._samples = SeededSamples(source, seed, collated=options.get("collate_fn") is not None)
         self._rank, self._world_size, self._options = rank, world_size, options
         self._copies = to_device(device)
         self._stream, self._bound_batch = self._bound(None), self.global_batch

@@ -21,8 +21,6 @@ from clusterddp.data.orders.order import Sample
 
 #: The samples of a batch, transposed: workers get them faster like this.
 Batch: TypeAlias = tuple[tuple[Any, ...], ...]
-#: Any constant: the state of the generators before samples that probably draw nothing.
-_UNUSED = randomness.hash32("unused")
 
 
 class SeededSamples(Dataset[Any]):
@@ -31,10 +29,13 @@ class SeededSamples(Dataset[Any]):
     Attributes:
         always: whether every sample is seeded, as in runs of older versions. Differs only for samples that look at a
             generator and draw nothing, such as at ``torch.initial_seed()``.
+
+    Args:
+        collated: whether a ``collate_fn`` of the script follows, which may draw: torch's draws nothing.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset, self._seed = dataset, seed
+    def __init__(self, dataset: Dataset[Any], seed: int, collated: bool = True) -> None:
+        self.dataset, self._seed, self._collated = dataset, seed, collated
         self.always = False
         self._begun = self._draws = False
 
@@ -43,7 +44,7 @@ class SeededSamples(Dataset[Any]):
         return self.dataset[sample[1]]
 
     def __getitems__(self, batch: Batch) -> list[Any]:
-        """The samples of a batch; the generators are left as after seeding the last one, for ``collate_fn``."""
+        """The samples of a batch; for a ``collate_fn``, the generators are left as after seeding the last one."""
         if self._begun:
             return self._some(batch)
         self._begun = True  # most datasets draw for each sample or for none: of those only one is read twice
@@ -54,14 +55,15 @@ class SeededSamples(Dataset[Any]):
         if batch[0] and not (self.always or self._draws):
             found = self._unseeded(list(batch[1]))
             if found is not None:
-                self._seed_for(tuple(column[-1] for column in batch))
+                if self._collated:
+                    self._seed_for(tuple(column[-1] for column in batch))
                 return found
             self._draws = True
         return [self[sample] for sample in zip(*batch, strict=True)]
 
     def _unseeded(self, indices: list[Any]) -> list[Any] | None:
         """The samples, or None if reading one of them has drawn random numbers."""
-        randomness.seed_all(_UNUSED)
+        randomness.set_unused()
         try:
             found = self._read(indices)
         except Exception:
@@ -79,15 +81,18 @@ class SeededSamples(Dataset[Any]):
         randomness.seed_all(randomness.hash32("sample", self._seed, *sample))
 
 
+#: Takes what is drawn: making a tensor takes longer than drawing one number.
+_DRAWN = torch.empty((), dtype=torch.float64, device="cpu")
+
+
 def _next_numbers() -> tuple[float, ...]:
     """A number from each generator."""
-    drawn = torch.rand((), dtype=torch.float64, device="cpu")
-    return random.random(), float(drawn), np.random.random()
+    return random.random(), _DRAWN.uniform_().item(), np.random.random()
 
 
 def _undrawn() -> tuple[float, ...]:
     with randomness.preserved():
-        randomness.seed_all(_UNUSED)
+        randomness.set_unused()
         return _next_numbers()
 
 

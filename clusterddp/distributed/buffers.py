@@ -25,15 +25,17 @@ class Buffers:
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
-        self._modules = [module for part in parts.values() for module in ddp_modules(part)]
+        modules = [module for part in parts.values() for module in ddp_modules(part)]
+        #: Those that have buffers: DDP looks for them when it is made, and does not broadcast later ones.
+        self._modules = [module for module in modules if module.modules_buffers]
         self._trained_by = {
             id(part): [module for module in self._modules if trained_parameters(part) & set(module.parameters())]
             for part in optimizers(parts).values()
         }
         every = (part for part in parts.values() if isinstance(part, torch.nn.Module))
-        modules = dict.fromkeys(module for part in every for module in part.modules())
+        owners = dict.fromkeys(module for part in every for module in part.modules())
         #: The buffers in a checkpoint, by owner and name: a forward may also assign other tensors to them.
-        self._names = [(m, name) for m in modules for name in m._buffers.keys() - m._non_persistent_buffers_set]
+        self._names = [(m, name) for m in owners for name in m._buffers.keys() - m._non_persistent_buffers_set]
         self._before: list[torch.Tensor | None] = []
         self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._large: list[torch.Tensor] = []
@@ -46,9 +48,13 @@ class Buffers:
                 module._sync_buffers()  # type: ignore[no-untyped-call]
                 module.require_forward_param_sync = False
 
-    @torch.no_grad()
     def begin_step(self) -> None:
         """Copies the buffers for ``rewind``; takes 0.1 ms for the 159 buffers of a ResNet-50 on a CPU."""
+        if self._names:
+            self._copy()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
         now = [module._buffers.get(name) for module, name in self._names]
         if len(now) != len(self._before) or any(one is not other for one, other in zip(now, self._before, strict=True)):
             self._make_copies(now)

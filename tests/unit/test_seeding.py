@@ -96,6 +96,29 @@ def test_samples_and_the_state_for_collate_fn_are_those_of_seeding_each(
             assert randomness.equal(after, randomness.states())
 
 
+def test_the_generators_are_seeded_for_a_collate_fn_of_the_script_only() -> None:
+    """torch's draws nothing, and seeding takes longer than a cheap batch."""
+    seeds: list[int] = []
+    given: list[dict[str, Any]] = [{}, {"collate_fn": lambda _: torch.initial_seed()}]
+    for options in given:
+        loader = Loader(Drawing(["nothing"] * 4), 2, order=Shuffled(), seed=1, rank=0, world_size=1, **options)
+        with randomness.preserved():
+            next(loader.batches(0, seeds_steps=True))
+            seeds.append(torch.initial_seed())
+    assert seeds[0] != seeds[1]
+    with randomness.preserved():
+        randomness.set_unused()
+        assert torch.initial_seed() == seeds[0]
+
+
+def test_setting_the_unused_state_is_seeding_with_it() -> None:
+    with randomness.preserved():
+        randomness.set_unused()
+        state = randomness.states()
+        randomness.seed_all(torch.initial_seed())
+        assert randomness.equal(state, randomness.states())
+
+
 def test_samples_that_draw_nothing_are_read_once_and_of_others_only_the_first_twice() -> None:
     for kind, reads in (("nothing", [0, 1, 2, 3, 4]), ("random", [0, 0, 1, 2, 3, 4])):
         dataset = Drawing([kind] * 5)
