@@ -20,6 +20,7 @@
 # make soak-booking  whether each second of a run interrupted 23 times is booked to what it was doing (11 minutes)
 # make bench  our figures, each beside its limit, in one table: docs/measurements/bench.md; at most 15 minutes;
 #             BENCH="--only saves,restore" prints some of them
+# make bench-compare REV=main  what is slower by 10% or more than at that commit; REV="v1 v2" compares two commits
 # make bench-steady-state what a run costs while it trains, beside a bare DDP loop
 # make bench-heartbeat    what the watchdog costs; make bench-report: what `clusterddp report` costs
 # make bench-step-timing  what timing each step and run.log cost; make bench-orders: what drawing samples costs
@@ -116,6 +117,11 @@ bench: .venv/ready
 
 bench-handover: .venv/ready slurm
 	.venv/bin/python -m benchmarks.handover
+
+.PHONY: bench-compare
+bench-compare: .venv/ready
+	@[ -n "$(REV)" ] || { echo 'make bench-compare REV=COMMIT [REV="COMMIT COMMIT"]'; exit 2; }
+	.venv/bin/python -m benchmarks.compare $(REV) $(BENCH)
 
 bench-steady-state: .venv/ready
 	.venv/bin/python -m benchmarks.steady_state

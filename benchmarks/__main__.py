@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,24 +56,37 @@ BENCHMARKS = (
 )
 
 
-def measured(benchmark: Benchmark, seconds: float) -> tuple[list[dict[str, Any]], float]:
-    """A benchmark's rows, or the one that says why there are none; and how long it took."""
+def measured(
+    benchmark: Benchmark, seconds: float, place: Path | None = None, environment: Mapping[str, str] | None = None
+) -> tuple[list[dict[str, Any]], float]:
+    """A benchmark's rows, or the one that says why there are none; and how long it took.
+
+    ``place``: the folder that it runs in, if not this one.
+    """
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        reason = run(benchmark, folder, seconds)
+        reason = run(benchmark, folder, seconds, place, environment)
         found = reason or gathered(folder / "out")
     if isinstance(found, str):
         return [rows.failed(benchmark.name, found)], time.monotonic() - began
     return [{"benchmark": benchmark.name, **row} for row in found], time.monotonic() - began
 
 
-def run(benchmark: Benchmark, folder: Path, seconds: float) -> str | None:
+def run(
+    benchmark: Benchmark, folder: Path, seconds: float, place: Path | None, environment: Mapping[str, str] | None
+) -> str | None:
     """Runs it, with its output in FOLDER/log and its files in FOLDER/out. Returns why it failed."""
     command = [sys.executable, "-m", benchmark.module, "--quick", "--out", str(folder / "out"), *benchmark.options]
     with open(folder / "log", "w+") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=place,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = process.wait(seconds)

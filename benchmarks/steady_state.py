@@ -103,15 +103,15 @@ def bare_rank(folder: str, rank: int, port: int) -> subprocess.Popen[bytes]:
 # ---- the figures
 
 
-def measure(rounds: int) -> dict[str, Any]:
-    """Rounds of blocks of both lengths, then what is counted rather than timed."""
-    blocks: dict[str, list[dict[str, Measured]]] = {str(pause): [] for pause in BLOCKS}
+def measure(rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
+    """Rounds of blocks of these lengths, then what is counted rather than timed."""
+    blocks: dict[str, list[dict[str, Measured]]] = {str(pause): [] for pause in lengths}
     with both_loops() as loops:
         for who in ("bare", "ours"):  # allocates, connects, and prepares for saves
             loops.block(who, 2 * EVALUATED_EVERY, 1)
         for number in range(rounds):
-            for pause, steps in BLOCKS.items():
-                blocks[str(pause)].append(one_round(loops, number, steps, pause))
+            for pause in lengths:
+                blocks[str(pause)].append(one_round(loops, number, BLOCKS[pause], pause))
         counted = {who: loops.block(who, COUNTED_STEPS, 0.1, True) for who in ("bare", "ours")}
         growth = {who: [loops.block(who, GROWTH_STEPS, 0.1) for _ in range(2)] for who in ("bare", "ours")}
     return {"blocks": blocks, "counted": counted, "growth": growth}
@@ -135,7 +135,7 @@ def series(figures: dict[str, Any], pause: int, name: str, what: str, rank: int,
 def table_rows(figures: dict[str, Any]) -> list[rows.Row]:
     """For the common table."""
     found, limit = [], "the bare DDP loop"
-    for pause in BLOCKS:
+    for pause in map(int, figures["blocks"]):
 
         def row(words: str, ours: list[float], bare: list[float], unit: str, more: float | None = None) -> None:
             found.append(rows.paired(f"step of {pause} ms: {words}", unit, ours, bare, limit, more=more))  # noqa: B023
@@ -168,12 +168,13 @@ def grown(figures: dict[str, Any], who: str) -> str:
 def described(figures: dict[str, Any], found: Sequence[rows.Row], rounds: int) -> str:
     """The page."""
     head = ["", *(f"rank {rank}" for rank in range(RANKS))]
-    more = [[f"{pause} ms", *(more_us(figures, pause, rank) for rank in range(RANKS))] for pause in BLOCKS]
+    lengths = {pause: BLOCKS[pause] for pause in map(int, figures["blocks"])}
+    more = [[f"{pause} ms", *(more_us(figures, pause, rank) for rank in range(RANKS))] for pause in lengths]
     return f"""# What a run costs while it trains
 
 {report.place(f"load average {figures['load']:.0f}")} {RANKS} gloo ranks; medians of {rounds}
-rounds, {" and ".join(f"{steps} steps of {pause} ms" for pause, steps in BLOCKS.items())} in each block. A step
-waits 10 or 100 ms with its CPU idle, as a step on a GPU does; on CPUs that train, only the CPU figures apply. A
+rounds, {" and ".join(f"{steps} steps of {pause} ms" for pause, steps in lengths.items())} in each block. A step
+waits so long with its CPU idle, as a step on a GPU does; on CPUs that train, only the CPU figures apply. A
 checkpoint of 70 kB and an evaluation every 100 steps are in them. `make bench-steady-state`.
 
 {rows.table([row.as_json() for row in found])}
@@ -189,12 +190,15 @@ bare loop {grown(figures, "bare")}. `tests/unit/test_step_cost.py` limits the in
 def main() -> None:
     """Measures and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, help="(default: 40)")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", choices=list(BLOCKS), default=list(BLOCKS), help="of a step, ms"
+    )
     parser.add_argument("--quick", action="store_true", help="6 rounds")
     parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
-    rounds = 6 if options.quick else options.rounds
-    figures = {"load": os.getloadavg()[0], **measure(rounds)}
+    rounds = options.rounds or (6 if options.quick else 40)
+    figures = {"load": os.getloadavg()[0], **measure(rounds, options.lengths)}
     found = table_rows(figures)
     text = described(figures, found, rounds)
     report.write(options.out, "steady-state", text, {**figures, "rows": [row.as_json() for row in found]})
