@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 import socket
 import time
 from contextlib import suppress
@@ -26,6 +27,8 @@ LEAVE_TIMEOUT_S = 30.0
 GLOO_TIMEOUT_CHANGES = hasattr(dist.ProcessGroup, "set_timeout")
 _OWNER, _LEFT, _ALL_LEFT = "clusterddp/owner", "left", "left/all"
 _CONNECTED, _ALL_CONNECTED = "connected", "connected/all"
+#: Connections of each rank: with rank 0's store, and with other libraries' in addition. Files that a rank opens besides.
+_STORE_CONNECTIONS, _MOST_CONNECTIONS, _OWN_FILES = 2, 4, 256
 
 
 def choose_devices(
@@ -99,6 +102,26 @@ class StoreAddress:
         return hashlib.sha256(self.token.encode()).hexdigest()[:16]
 
 
+def allow_connections(rank: int, world_size: int) -> None:
+    """Raises this process's limit of open files if the connections of so many ranks need it.
+
+    Rank 0 serves the store, to which each rank has two connections, and NCCL or gloo may open one more; with gloo each
+    rank is connected with all others. LauncherEnvironmentError if rank 0 is not allowed as many as the store needs.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _MOST_CONNECTIONS * world_size + _OWN_FILES
+    if hard != resource.RLIM_INFINITY and rank == 0 and hard < _STORE_CONNECTIONS * world_size + _OWN_FILES:
+        raise LauncherEnvironmentError(
+            f"{world_size:,} ranks need {_STORE_CONNECTIONS * world_size + _OWN_FILES:,} open files in rank 0, which "
+            f"serves their store, but the limit on {socket.gethostname()} is {hard:,} (`ulimit -Hn`): ask for a higher "
+            "one (LimitNOFILE of slurmd, or limits.conf), or use fewer ranks"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
+        )
+
+
 class ProcessGroup:
     """The default process group of torch.distributed and its store; every attempt has a store of its own."""
 
@@ -108,6 +131,8 @@ class ProcessGroup:
         self.rank, self.world_size = environment.rank, environment.world_size
         self.device, self.backend = device, backend
         self._start_s = start_s
+        if self.world_size > 1:
+            allow_connections(self.rank, self.world_size)
         self._tcp, self._address = self._open(address)
         #: The attempt's namespace in the store, for the main thread.
         self.store = PrefixStore(self._address.digest, self._tcp)

@@ -67,7 +67,7 @@ class Saver:
         #: Whether there is a run directory to save in.
         self.saves = directory is not None
         #: Passes on what this rank logs with ``reduce``, on ranks other than 0.
-        self._sender = Sender(group.store, group.rank) if self.saves and group.rank != 0 else None
+        self._sender = Sender(group.store, group.rank, group.world_size) if self.saves and group.rank != 0 else None
         self._committed: int | None = None
         self._saved_at = time.monotonic()
         self._every_s = FIRST_S if settings.auto else settings.every_s

@@ -8,12 +8,15 @@ import itertools
 import math
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
+from benchmarks.scale.exponents import fitted, store_operations
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import RankStatus, find_hang, find_slow
 from clusterddp.hostlist import expand
@@ -33,6 +36,7 @@ from clusterddp.supervisor.state import (
 )
 from clusterddp.supervisor.verdict import RankEnd, judge
 from clusterddp.training.heartbeat import phase
+from clusterddp.training.log import reduction
 from tests.instructions import Instructions
 
 FEW, MANY = 64, 256
@@ -215,3 +219,38 @@ def test_a_host_list_takes_time_in_proportion_to_its_hosts(kind: str) -> None:
         return min(seconds)
 
     assert cpu_s(16384) < 9 * cpu_s(4096)
+
+
+def test_a_rank_may_open_as_many_connections_as_there_are_ranks() -> None:
+    """Slurm may give ranks a limit of 1,024 open files, which 512 ranks exceed on rank 0."""
+    code = """
+import resource
+from clusterddp.distributed.process_group import allow_connections
+limit = lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+found = []
+for ranks in (16, 500, 1500):
+    allow_connections(0, ranks)
+    found.append(limit())
+print(found)
+allow_connections(1, 2000)
+try:
+    allow_connections(0, 2000)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    first, second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.splitlines()
+    assert first == "[1024, 2256, 4096]"
+    assert second.startswith("LauncherEnvironmentError 2,000 ranks need 4,256 open files in rank 0, which serves their")
+
+
+def test_ranks_pass_on_logged_values_less_often_if_there_are_very_many() -> None:
+    assert [reduction.period_s(ranks) for ranks in (2, 256, 1024, 4096, 16384)] == [0.25, 0.25, 1.0, 4.0, 5.0]
+
+
+def test_a_stop_takes_a_number_of_store_operations_in_proportion_to_the_ranks_and_a_step_none() -> None:
+    counts = {ranks: store_operations(ranks) for ranks in (4, 8, 16)}
+    for ranks, (before, stop) in counts.items():
+        assert before == {"get": ranks}  # each rank's watcher waits for a request
+        assert stop.total() <= 4 * ranks + 4, stop
+    assert 0.8 < fitted({ranks: stop.total() for ranks, (_, stop) in counts.items()}) < 1.05

@@ -39,6 +39,8 @@ from clusterddp.training.log.values import Logged
 
 #: Seconds between two chunks of a rank, and between two looks of rank 0; of a look while somebody waits.
 PERIOD_S, HURRY_S = 0.25, 0.01
+#: With very many ranks the period is longer, at most so many seconds: rank 0 gets so many chunks per second.
+_LONGEST_PERIOD_S, _MOST_PER_S = 5.0, 1024
 #: Periods without the end of a step after which a rank's thread asks the GPU: the training thread may evaluate.
 QUIET_PERIODS = 8
 #: Seconds between the looks of a rank that has reduced nothing whether rank 0 has.
@@ -56,8 +58,8 @@ Row = tuple[int, Mapping[str, tuple[str, float]]]
 class Sender:
     """A rank other than 0: passes on what it logs with ``reduce``."""
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: Store, rank: int, world_size: int = 1) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
         self._steps: deque[tuple[int, Logged]] = deque()
         #: Of these, the values that have not been seen to arrive from a GPU, oldest first.
         self._on_gpus: deque[Logged] = deque()
@@ -107,7 +109,7 @@ class Sender:
         quiet, logged = 0, -1
         with suppress(RuntimeError):  # of the store or CUDA: the training thread finds out by itself
             while not self._ending:
-                hurry = self._wake.wait(PERIOD_S if self._active else IDLE_S)
+                hurry = self._wake.wait(period_s(self._world_size) if self._active else IDLE_S)
                 self._wake.clear()
                 self._look()
                 quiet, logged = quiet + 1 if logged == self._logged else 0, self._logged
@@ -235,7 +237,7 @@ class Receiver:
                     with self._changed:
                         self._changed.notify_all()
                     self._on_news()
-                self._wake.wait(HURRY_S if self._waiting else PERIOD_S)
+                self._wake.wait(HURRY_S if self._waiting else period_s(self._world_size))
                 self._wake.clear()
         except RuntimeError as error:
             say(f"run.log(reduce=...): the store is unreachable, so that only rank 0's values count ({error})")
@@ -294,6 +296,11 @@ class Receiver:
             f"run.log({name}=..., reduce=...): {_ranks(missing)} of {counted(self._world_size, 'rank')} did not log it "
             f"in step {step}; it is reduced over the ranks that did. Call run.log() on every rank"
         )
+
+
+def period_s(world_size: int) -> float:
+    """The seconds between two chunks of a rank."""
+    return max(PERIOD_S, min(_LONGEST_PERIOD_S, world_size / _MOST_PER_S))
 
 
 def reduce_values(how: str, values: Sequence[float]) -> float:
