@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import tarfile
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,15 +140,29 @@ def test_a_sample_with_two_files_of_one_extension_is_named(tmp_path: Path) -> No
 # --- JSON lines
 
 
-def test_lines_are_parsed_and_empty_ones_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100])
+def test_lines_are_parsed_and_empty_ones_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Also where they lie across the pieces in which a file is searched; the last needs no newline."""
-    monkeypatch.setattr(json_lines, "_CHUNK", 7)
+    monkeypatch.setattr(json_lines, "_CHUNK", chunk)
     (tmp_path / "a.jsonl").write_bytes(b'{"n": 0}\n\n{"n": 1}\r\n\r\n7\n')
     (tmp_path / "b.jsonl").write_bytes(b"")
     (tmp_path / "c.jsonl").write_bytes('{"n": "ü"}'.encode())
     data = streams.JsonLines(tmp_path / "*.jsonl")
     assert [data[number] for number in range(len(data))] == [{"n": 0}, {"n": 1}, 7, {"n": "ü"}]
     assert streams.JsonLines(tmp_path / "*.jsonl", decode=len)[0] == 8
+
+
+def test_an_index_of_many_lines_is_built_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows have 16 MB."""
+    monkeypatch.setattr(json_lines, "_CHUNK", 1 << 16)
+    for shard in "ab":
+        (tmp_path / f"{shard}.jsonl").write_bytes(b"1\n" * 500_000)
+    tracemalloc.start()
+    try:
+        assert len(streams.JsonLines(tmp_path / "*.jsonl")) == 10**6
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:

@@ -12,13 +12,15 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import struct
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from tempfile import SpooledTemporaryFile
+from typing import IO, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +30,14 @@ from clusterddp.reporter import counted, say
 from clusterddp.rundir.files import create_file, fsync_directory
 
 Rows: TypeAlias = "npt.NDArray[np.int64]"
-#: Finds the rows of a shard.
-Scan: TypeAlias = Callable[[str], Rows]
+#: Finds the rows of a shard, piece by piece.
+Scan: TypeAlias = Callable[[str], Iterator[Rows]]
 
 #: Length and CRC of the description.
 _TAIL = struct.Struct("<QI4s")
 _MAGIC = b"cdx1"
-#: Shards that are read at the same time; their rows are in memory.
-_AT_ONCE = 8
+#: Shards that are read at the same time, and bytes of the rows of each that are kept in memory meanwhile.
+_AT_ONCE, _IN_MEMORY = 8, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -159,24 +161,42 @@ def _build(path: Path, shards: list[Shard], scan: Scan, old: _Found | None) -> N
 
 def _write(file: BinaryIO, folder: Path, shards: list[Shard], kept: _Kept, scan: Scan) -> None:
     described = []
-    for shard, rows in zip(shards, _all_rows(shards, kept, scan), strict=True):
-        file.write(np.ascontiguousarray(rows, dtype="<i8").data)
-        described.append([os.path.relpath(shard.path, folder), shard.size, shard.mtime, len(rows)])
+    for shard, rows in zip(shards, _all_rows(shards, kept, scan, folder), strict=True):
+        before = file.tell()
+        if isinstance(rows, np.ndarray):
+            file.write(np.ascontiguousarray(rows, dtype="<i8").data)
+        else:
+            with rows:
+                rows.seek(0)
+                shutil.copyfileobj(rows, file, _IN_MEMORY)
+        samples = (file.tell() - before) // 16
+        described.append([os.path.relpath(shard.path, folder), shard.size, shard.mtime, samples])
     text = json.dumps({"shards": described}).encode()
     file.write(text + _TAIL.pack(len(text), zlib.crc32(text), _MAGIC))
 
 
-def _all_rows(shards: list[Shard], kept: _Kept, scan: Scan) -> Iterator[Rows]:
-    """The rows of each shard; some are read ahead, as a network's file system answers slowly."""
+def _all_rows(shards: list[Shard], kept: _Kept, scan: Scan, folder: Path) -> Iterator[Rows | IO[bytes]]:
+    """The rows of each shard, or a file of them; some are read ahead, as a network's file system answers slowly."""
+
+    def of(shard: Shard) -> Rows | IO[bytes]:
+        return kept.rows(shard) if shard in kept else _scanned(shard, scan, folder)
+
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for start in range(0, len(shards), _AT_ONCE):
             group = shards[start : start + _AT_ONCE]
-            yield from pool.map(lambda shard: kept.rows(shard) if shard in kept else _scanned(shard, scan), group)
+            yield from pool.map(of, group)
 
 
-def _scanned(shard: Shard, scan: Scan) -> Rows:
-    with named(shard.path):
-        return scan(shard.path)
+def _scanned(shard: Shard, scan: Scan, folder: Path) -> IO[bytes]:
+    """The rows of a shard, in a temporary file without a name if they are many."""
+    file: IO[bytes] = SpooledTemporaryFile(_IN_MEMORY, dir=str(folder))
+    pieces = scan(shard.path)
+    while True:
+        with named(shard.path):
+            rows = next(pieces, None)
+        if rows is None:
+            return file
+        file.write(np.ascontiguousarray(rows, dtype="<i8").data)
 
 
 class _Kept:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ _FILE, _LONG_NAME, _PAX, _OTHER_HEADERS = (b"0", b"\0", b"7"), b"L", b"x", (b"g"
 _WITHOUT_DATA, _SPARSE = (b"1", b"2", b"3", b"4", b"5", b"6"), b"S"
 #: Bytes of a long name or of pax records: such a header is read into memory.
 _MOST_OF_HEADER = 1 << 24
+#: Samples whose places are in memory.
+_AT_ONCE = 10_000
 #: Reads so many bytes from a position on; fewer at the end.
 Read = Callable[[int, int], bytes]
 
@@ -122,33 +125,40 @@ def split_name(name: str) -> tuple[str, str]:
     return (f"{folder}/{key}" if folder else key), extension.lower() if key else ""
 
 
-def scan(path: str) -> Rows:
-    """Where each sample of an archive is. Raises ValueError for what is not one, or is damaged."""
+def scan(path: str) -> Iterator[Rows]:
+    """Where each sample of an archive is, in pieces. Raises ValueError for what is not an archive, or is damaged."""
     check_uncompressed(path, "unpack it; most images, sounds and videos are compressed already")
-    rows: list[tuple[int, int]] = []
+    try:
+        places = _places(path)
+        while rows := list(islice(places, _AT_ONCE)):
+            yield np.array(rows, dtype=np.int64)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _places(path: str) -> Iterator[tuple[int, int]]:
+    """Of each sample, where it begins, and its size."""
     keys: set[str] = set()
-    last = None
+    last, start, stop = None, 0, 0
     with open(path, "rb", buffering=0) as file:
 
-        def read(start: int, size: int) -> bytes:
-            return os.pread(file.fileno(), size, start)
+        def read(at: int, size: int) -> bytes:
+            return os.pread(file.fileno(), size, at)
 
-        try:
-            for member in members(read, 0, os.fstat(file.fileno()).st_size):
-                key, extension = split_name(member.name)
-                if not extension:
-                    continue
-                if key == last:
-                    rows[-1] = (rows[-1][0], member.stop - rows[-1][0])
-                    continue
+        for member in members(read, 0, os.fstat(file.fileno()).st_size):
+            key, extension = split_name(member.name)
+            if not extension:
+                continue
+            if key != last:
                 if key in keys:
                     raise ValueError(f"the files of sample {key!r} are not next to each other: sort them by name")
-                rows.append((member.start, member.stop - member.start))
+                if last is not None:
+                    yield start, stop - start
                 keys.add(key)
-                last = key
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-    return np.array(rows, dtype=np.int64).reshape(-1, 2)
+                last, start = key, member.start
+            stop = member.stop
+    if last is not None:
+        yield start, stop - start
 
 
 def sample(data: bytes, start: int) -> tuple[str, dict[str, bytes]]:
