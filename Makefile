@@ -28,6 +28,8 @@
 # make bench-peers        the same training under the same faults, by this project and by what people use today
 # make bench-saves        what a save costs training, beside other savers (torchsnapshot too, if it is installed)
 # make measure-math-library  how often the first vector function of a process is wrong, with and without clusterddp.init()
+# make bench-startup      from the start of the ranks to their first step, beside the least DDP script; counts system calls
+#                         where strace is installed (as root on Debian or Ubuntu, it is)
 # make bench-checkpoint   what saving and restoring costs, beside torch, Lightning and accelerate
 # make cluster  a shell as an ordinary user on a real Slurm of 2 nodes, which ends with the shell
 #
@@ -152,6 +154,11 @@ bench-saves: .venv/bench
 
 measure-math-library: .venv/ready
 	.venv/bin/python -m benchmarks.math_library
+
+bench-startup: .venv/ready
+	@command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq strace >/dev/null; } || \
+		echo "strace is missing (apt-get install strace): system calls are not counted" >&2
+	.venv/bin/python -m benchmarks.startup $(STARTUP)
 
 bench-checkpoint: .venv/bench
 	.venv/bin/python -m benchmarks.checkpoint

@@ -81,7 +81,7 @@ class Case:
 CASES = [
     Case("10 MB", partial(make_training, 10_000_000), 80, 20, 5, (40, 6)),
     Case("400 MB", partial(make_training, 400_000_000), 20, 6, 3, (8, 0)),
-    Case("2 GB", partial(make_training, 2_000_000_000), 8, 3, 2),
+    Case("2 GB", partial(make_training, 2_000_000_000), 8, 3, 0),  # eight savers would need 20 GB of memory
     Case("10,000 small tensors", partial(make_small_tensors, 10_000), 50, 10, 3, (20, 0)),
     Case("transformer and its AdamW", partial(make_transformer, 8, 512), 25, 8, 3, (10, 0)),
 ]

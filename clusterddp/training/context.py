@@ -25,7 +25,7 @@ from clusterddp.jobdef.job import Checkpointing
 from clusterddp.jobdef.packages import check_packages
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
-from clusterddp.training import preflight, progress_lines, settings
+from clusterddp.training import progress_lines, settings
 from clusterddp.training.attempt_history import AttemptHistory
 from clusterddp.training.evaluations import Evaluations
 from clusterddp.training.heartbeat import begin_heartbeat
@@ -107,7 +107,11 @@ class Context(Ranks, Loaders):
         self.device = self.devices[0]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        checked_s = preflight.check_node(read, self.devices) if read.preflight else 0.0
+        checked_s = 0.0
+        if read.preflight:
+            from clusterddp.training import preflight
+
+            checked_s = preflight.check_node(read, self.devices)
         self._settings = read
         backend = process_group.choose_backend(read.backend, self.device)
         if self.rank == 0:  # without a supervisor, the attempt has no number before the ranks have met

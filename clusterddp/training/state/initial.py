@@ -12,7 +12,6 @@ import torch
 
 from clusterddp.checkpoint.state import Stateful, load_state, state_of
 from clusterddp.checkpoint.transfer import broadcast
-from clusterddp.checkpoint.weights_file import read_weights
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import counted, say
@@ -71,6 +70,8 @@ def _by_part(files: Files, parts: Mapping[str, Stateful]) -> dict[str, str | os.
 def _load_part(name: str, part: Stateful, file: Path, strict: bool, group: ProcessGroup) -> Loaded:
     state, failure = None, None
     if group.rank == 0:
+        from clusterddp.checkpoint.weights_file import read_weights
+
         try:
             state = read_weights(file, name)
         except CheckpointError as error:

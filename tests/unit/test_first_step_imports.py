@@ -1,0 +1,96 @@
+"""What a rank has imported at its first step: each module takes time in each rank, more so from a shared file system.
+
+A limit that is exceeded: does the first step need the module? If not, it is imported where it is used. If so, raise the
+limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+#: How many modules of each package, the package itself included.
+LIMITS = {
+    "clusterddp": 6,
+    "clusterddp.checkpoint": 16,
+    "clusterddp.data": 24,
+    "clusterddp.distributed": 8,
+    "clusterddp.jobdef": 9,
+    "clusterddp.rundir": 9,
+    "clusterddp.trackers": 2,
+    "clusterddp.training": 36,
+    "clusterddp.worker": 9,
+}
+#: Other packages that ours import in addition to torch's own.
+PACKAGES = {"yaml", "_yaml", "cloudpickle"}
+#: What only some runs need, or other processes.
+LATER = {
+    "clusterddp.checks",
+    "clusterddp.checkpoint.export",
+    "clusterddp.checkpoint.weights_file",
+    "clusterddp.checkpoint.writer",
+    "clusterddp.cli",
+    "clusterddp.failures",
+    "clusterddp.report",
+    "clusterddp.slurm",
+    "clusterddp.supervisor",
+    "clusterddp.sweeps",
+    "clusterddp.training.preflight",
+    "clusterddp.training.resume_check",
+    "rich",
+    "submitit",
+}
+SCRIPT = """
+import json, sys
+import torch, torch._dynamo, torch.distributed, torch.utils.data
+from torch.nn.parallel import DistributedDataParallel
+before = set(sys.modules)
+import clusterddp, clusterddp.worker.rank
+ctx = clusterddp.init(run_dir=sys.argv[1], device="cpu")
+model = ctx.wrap(torch.nn.Linear(4, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+loader = ctx.loader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=4)
+for (batch,) in ctx.run(model=model, optimizer=optimizer, loader=loader).steps(1):
+    model(batch).sum().backward()
+    optimizer.step()
+    print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The modules, in a rank that saves, in addition to what torch imports for DDP and an optimizer."""
+    folder = tmp_path_factory.mktemp("imports")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder / "run")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout.splitlines()[0])
+    return found
+
+
+def test_a_rank_has_imported_no_more_of_clusterddp_than_before(imported: list[str]) -> None:
+    own = Counter(".".join(name.split(".")[:2]) for name in imported if name.partition(".")[0] == "clusterddp")
+    packages = {name: number for name, number in own.items() if number > 1 or name in LIMITS}
+    packages["clusterddp"] = sum(own.values()) - sum(packages.values())
+    print(packages)
+    assert packages.keys() == LIMITS.keys()
+    assert not {name: number for name, number in packages.items() if number > LIMITS[name]}
+
+
+def test_a_rank_has_imported_no_other_package_for_clusterddp(imported: list[str]) -> None:
+    found = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    assert {name for name in found if not name.startswith("_cython")} - {"torch", "numpy", "clusterddp"} <= PACKAGES
+
+
+def test_what_only_some_runs_need_is_not_imported(imported: list[str]) -> None:
+    assert not {name for name in imported if name in LATER or any(name.startswith(f"{one}.") for one in LATER)}
