@@ -57,7 +57,8 @@ def checked_out(revision: str | None, folder: Path) -> Iterator[Side]:
         for name in ("benchmarks", "tests", *(() if revision else ("clusterddp",))):
             shutil.rmtree(folder / name, ignore_errors=True)
             shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        side = Side(f"{revision} ({commit})" if revision else "the work tree", folder)
+        named = commit if revision and revision.startswith(commit) else f"{revision} ({commit})"
+        side = Side(named if revision else "the work tree", folder)
         check_import(side)
         yield side
     finally:
