@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=4, help="cells at a time")
     parser.add_argument("--minutes", type=float, default=240)
     parser.add_argument("--state", type=Path, default=Path("build/peers"), help="where measured cells are kept")
+    parser.add_argument("--note", default="", help="a sentence about this measurement, for the top of the page")
     parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
     schedules = ["none"] if options.quick else options.schedules.split(",")
@@ -156,7 +157,7 @@ def main() -> None:
     if missing:
         measure(missing, options.lanes, options.minutes, results, state)
     words = (state / "cluster").read_text() if (state / "cluster").exists() else ""
-    report.write(options.out, "peers", *describe(results.cells, state, words))
+    report.write(options.out, "peers", *describe(results.cells, state, words, options.note))
 
 
 if __name__ == "__main__":

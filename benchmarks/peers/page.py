@@ -36,7 +36,9 @@ CAVEATS = f"""## Read this first
   another order than the peers', so final values are compared with each peer's own undisturbed run, never across.
 - **Equal patience**: 60 s in a collective (`timeout=`, `ddp_timeout`) and 60 s for clusterddp's watchdog. With their
   defaults, 30 minutes for gloo and 10 minutes for the watchdog, every cell with a hang would be lost.
-- **torchrun's tutorial saves no optimizer**, so its resumed runs differ by design.
+- **torchrun's tutorial saves no optimizer**, so its resumed runs differ by design. It trains on GPUs with NCCL. With
+  gloo the restarted ranks connect to the addresses of the ranks that have ended ("Gloo connectFullMesh failed",
+  torch 2.13), until --max-restarts is used up.
 - A cell ends after {CELL_S:g} s; a run that is not done by then counts as lost, though it might still end."""
 
 COUNTING = """Lines: those with code, of the script and of the batch script or job definition: not blank, no comments,
@@ -44,7 +46,7 @@ no docstrings, and not those of the benchmark (imports of `steplog` and `common`
 The model and the data are imported by all."""
 
 
-def describe(cells: Sequence[dict[str, Any]], state: Path, words: str) -> tuple[str, dict[str, Any]]:
+def describe(cells: Sequence[dict[str, Any]], state: Path, words: str, note: str = "") -> tuple[str, dict[str, Any]]:
     """The report and the raw figures."""
     steps = max((cell["reached"] for cell in cells), default=EPOCHS * PER_EPOCH)
     matrix = Matrix(refreshed(cells, state), state / "finals", steps)
@@ -55,7 +57,7 @@ def describe(cells: Sequence[dict[str, Any]], state: Path, words: str) -> tuple[
 
 The same training under the same faults: {steps} steps of the bundled digits example, 2 nodes x 2 ranks, gloo.
 {report.place(words)} {date.today()}, `make bench-peers`.
-{len(cells)} cells, up to {max((one["run"] for one in found), default=0)} repetitions; medians.
+{len(cells)} cells, up to {max((one["run"] for one in found), default=0)} repetitions; medians. {note}
 
 {CAVEATS}
 
@@ -69,8 +71,8 @@ The same training under the same faults: {steps} steps of the bundled digits exa
 
 Steps x the mean step, over the wall time from the submission to the last step. The step is the cell's own, between
 interruptions: with the undisturbed run's, which is in the JSON file, a machine that was busier in one cell than in the
-other would count as a fault's cost. The last row is a DDP script without checkpoints that continues after its last step
-for free: what Slurm, `import torch` and the rendezvous cost.
+other would count as a fault's cost. The last row, the limit, is a DDP script without checkpoints that continues after
+its last step for free, in a batch script that ends with its ranks: what Slurm, imports and the rendezvous cost.
 
 {matrix_table(by_key)}
 
@@ -186,8 +188,7 @@ def _note(name: str) -> str:
 
 def _wall(one: dict[str, Any]) -> str:
     if not one["completed"]:
-        reached = f" at step {max(one['reached'])}" if one["reached"] else ""
-        return f"**lost**{reached}: {', '.join(one['end'])}"
+        return f"**lost** at step {max(one['reached'])}: {', '.join(one['end'])}"
     alone = f" ({one['undisturbed_s']:.0f})" if one["undisturbed_s"] else ""
     lost = f"; {one['run'] - one['completed']} of {one['run']} lost" if one["completed"] < one["run"] else ""
     return f"{one['wall_s']:.0f} s{alone}{lost}"
