@@ -92,6 +92,7 @@ def figures(cell: dict[str, Any], lines: Sequence[Line]) -> dict[str, Any]:
         "faults": faults,
         "wall_s": _rounded(cell["finished"] - cell["submitted"] if cell["finished"] else None),
         "start_s": _rounded(lines[0].time - cell["submitted"] if lines else None),
+        "last_new_s": _rounded(new_steps(lines)[-1].time - cell["submitted"] if lines else None),
         "reached": max((line.step + 1 for line in lines), default=0),
         "repeated": repeated(lines),
         "processes": len({line.pid for line in lines}),

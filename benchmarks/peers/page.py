@@ -39,7 +39,8 @@ CAVEATS = f"""## Read this first
 - **torchrun's tutorial saves no optimizer**, so its resumed runs differ by design. It trains on GPUs with NCCL. With
   gloo the restarted ranks connect to the addresses of the ranks that have ended ("Gloo connectFullMesh failed",
   torch 2.13), until --max-restarts is used up.
-- A cell ends after {CELL_S:g} s; a run that is not done by then counts as lost, though it might still end."""
+- A cell ends after {CELL_S:g} s. A run that still made new steps then is "not done", else "lost", though it might still
+  continue: after 30 minutes, or when its time limit ends it and a person submits it once more."""
 
 COUNTING = """Lines: those with code, of the script and of the batch script or job definition: not blank, no comments,
 no docstrings, and not those of the benchmark (imports of `steplog` and `common`, calls of `steplog()` and `finish()`).
@@ -116,7 +117,7 @@ def matrix_table(by_key: dict[tuple[str, str], dict[str, Any]]) -> str:
         if not one["run"]:
             return NOT_RUN if peer != LIMIT.name else "-"
         if not one["completed"]:
-            return "**lost**"
+            return "not done" if one["still_training"] else "**lost**"
         lost = f" ({one['run'] - one['completed']} of {one['run']} lost)" if one["completed"] < one["run"] else ""
         return f"{one['ettr']:.2f}{lost}"
 
@@ -188,7 +189,8 @@ def _note(name: str) -> str:
 
 def _wall(one: dict[str, Any]) -> str:
     if not one["completed"]:
-        return f"**lost** at step {max(one['reached'])}: {', '.join(one['end'])}"
+        word = "not done," if one["still_training"] else "**lost**"
+        return f"{word} at step {max(one['reached'])}: {', '.join(one['end'])}"
     alone = f" ({one['undisturbed_s']:.0f})" if one["undisturbed_s"] else ""
     lost = f"; {one['run'] - one['completed']} of {one['run']} lost" if one["completed"] < one["run"] else ""
     return f"{one['wall_s']:.0f} s{alone}{lost}"
@@ -205,7 +207,7 @@ def _middle(one: dict[str, Any]) -> list[str]:
 
 def _bits(one: dict[str, Any]) -> str:
     known = [count for count in one["differing"] if count is not None]
-    if not known:
+    if not known or one["peer"] == LIMIT.name:
         return "-"
     if one["schedule"] == "none" and len(known) == 1:
         return "-"  # it is what the others are compared with

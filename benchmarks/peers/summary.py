@@ -13,12 +13,14 @@ import numpy as np
 
 from benchmarks.peers.cells import bound, ettr, figures, parse
 from benchmarks.peers.peers import LIMIT, PEERS
-from benchmarks.peers.schedules import EPOCHS, PER_EPOCH, SAVE_EPOCHS, SCHEDULES, Schedule
+from benchmarks.peers.schedules import CELL_S, EPOCHS, PER_EPOCH, SAVE_EPOCHS, SCHEDULES, Schedule
 from benchmarks.rows import paired
 
 OURS = "clusterddp"
 #: The effective training time of ours under a preemption every 60 s, over its bound.
 ALLOWED = 0.97
+#: A run that has made a new step so many seconds before the end of its cell is slow, not lost.
+ALIVE_S = 90.0
 LIMIT_IS = "the steps, and what a script that restores and repeats nothing loses"
 
 
@@ -85,6 +87,7 @@ class Matrix:
             "schedule": schedule,
             "run": len(cells),
             "completed": len(done),
+            "still_training": sum(1 for cell in cells if not cell["finished"] and still_training(cell)),
             "end": sorted({_end(cell) for cell in cells if not cell["finished"]}),
             "reached": [cell["reached"] for cell in cells if not cell["finished"]],
             "wall_s": _some([cell["wall_s"] for cell in done]),
@@ -134,10 +137,17 @@ def everything(matrix: Matrix) -> list[dict[str, Any]]:
     return [matrix.figures(peer, schedule) for schedule in SCHEDULES for peer in [*PEERS, LIMIT.name]]
 
 
+def still_training(cell: dict[str, Any]) -> bool:
+    """Whether it made new steps until its time was over: slow, not lost."""
+    last = cell["last_new_s"]
+    return cell["end"] not in ("completed", "no job left") and last is not None and last > CELL_S - ALIVE_S
+
+
 def _end(cell: dict[str, Any]) -> str:
-    """What became of a cell that is lost."""
-    state = cell["slurm"].split()[0]
-    return f"job {state}" if cell["end"] == "no job left" else str(cell["end"])
+    """What became of a cell that is not done."""
+    if cell["end"] == "no job left":
+        return f"job {cell['slurm'].split()[0]}"
+    return f"{cell['end']}{'' if still_training(cell) else ', without progress'}"
 
 
 def _median(values: Sequence[float]) -> float:

@@ -12,8 +12,8 @@ from benchmarks.peers.__main__ import Queue, Results, plan
 from benchmarks.peers.cells import Line, bound, ettr, figures, gaps, parse
 from benchmarks.peers.page import describe
 from benchmarks.peers.peers import LIMIT, PEERS, count
-from benchmarks.peers.schedules import OF_THE_LIMIT, SCHEDULES
-from benchmarks.peers.summary import Matrix
+from benchmarks.peers.schedules import CELL_S, OF_THE_LIMIT, SCHEDULES
+from benchmarks.peers.summary import Matrix, still_training
 
 #: Steps 0 to 3 by one process, interrupted after 13; a checkpoint at 2, and a restart that makes 2 and 3 again.
 INTERRUPTED = [Line(10 + n, n, 1) for n in range(4)] + [Line(20 + n, 2 + n, 2) for n in range(4)]
@@ -52,6 +52,14 @@ def test_a_fault_that_nothing_followed_has_no_first_new_step() -> None:
     """Steps of the processes that the fault met, such as those within a grace, are none."""
     found = cell(lines=INTERRUPTED[:4], finished=None)
     assert found["faults"][0]["first_new_s"] is None and found["wall_s"] is None and gaps(INTERRUPTED[:4]) == []
+
+
+def test_a_run_that_still_makes_new_steps_when_its_time_is_over_is_slow_and_not_lost() -> None:
+    """As under preemptions in short succession; one that hangs has made none for a long time."""
+    late = [Line(8.0 + CELL_S - 10 + n, n, 1) for n in range(4)]
+    assert still_training(cell("torchrun", lines=late, finished=None, end="not done after 345 s"))
+    assert not still_training(cell("torchrun", finished=None, end="not done after 345 s"))
+    assert not still_training(cell("torchrun", lines=late, finished=None, end="no job left"))
 
 
 def test_the_bound_loses_the_start_and_each_interruption() -> None:
