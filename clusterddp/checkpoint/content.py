@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from clusterddp.checkpoint.file_format import Content
+from clusterddp.checkpoint.file_format import Content, Pieces
+from clusterddp.checkpoint.memory.blocks import Blocks, offer
 from clusterddp.checkpoint.state import TORCH_DTYPES, unpack
 from clusterddp.errors import CheckpointError
 
@@ -27,10 +28,17 @@ def unpacked(content: Content) -> Any:
         ) from error
 
 
-def _tensor(entry: dict[str, Any], data: mmap.mmap) -> torch.Tensor:
+def _tensor(entry: dict[str, Any], data: mmap.mmap | Pieces) -> torch.Tensor:
     start, stop = entry["data_offsets"]
     dtype = TORCH_DTYPES[entry["dtype"]]
     if start == stop:
         return torch.empty(0, dtype=dtype).reshape(entry["shape"])
-    view = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=stop - start)
-    return view.view(dtype).reshape(entry["shape"])
+    alone = False
+    if isinstance(data, Blocks):
+        view, alone = data.bytes_of(start, stop)
+    else:
+        view = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=stop - start)
+    found = view.view(dtype).reshape(entry["shape"])
+    if alone:
+        offer(found)
+    return found

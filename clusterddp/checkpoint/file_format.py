@@ -16,12 +16,12 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 FORMAT = "clusterddp 2"
 #: Bytes of data per checksum.
@@ -36,9 +36,15 @@ _CHECKSUMS = "checksums"
 _LONGEST_HEADER = 100_000_000  # the limit of safetensors
 #: Starts a piece of work, here or in another thread; the returned function waits for its result.
 Begin = Callable[[Callable[[], Any]], Callable[[], Any]]
-#: Calls a piece of work that reads, again after some errors, and returns its result.
-Retry = Callable[[Callable[[], int]], int]
+#: What data is read into: memory, in one piece or several, the file of this descriptor, or nothing.
+Into: TypeAlias = "memoryview | Pieces | int | None"
 _LENGTH = struct.Struct("<Q")
+
+
+class Pieces(Protocol):
+    """Memory in several pieces."""
+
+    def views(self, start: int, stop: int) -> Iterable[memoryview]: ...
 
 
 class Damaged(Exception):
@@ -67,7 +73,7 @@ class Content:
     entries: dict[str, dict[str, Any]]
     facts: dict[str, str]
     state: Any
-    data: mmap.mmap
+    data: mmap.mmap | Pieces
 
 
 @dataclass(frozen=True)
@@ -204,7 +210,7 @@ def read_head(path: Path) -> Head:
 
 
 def read_data(
-    path: Path, head: Head, into: memoryview | int | None, retry: Retry = lambda work: work()
+    path: Path, head: Head, into: Into, retry: Callable[[Callable[[], int]], int] = lambda work: work()
 ) -> Iterator[int]:
     """Reads and verifies the data, several chunks at once, into memory, a file (its descriptor), or nowhere.
 
@@ -223,16 +229,17 @@ def read_data(
         with ThreadPoolExecutor(readers, "reader") as pool:
             yield from pool.map(lambda number: retry(partial(reading.chunk, number)), numbers)
     finally:
-        reading.close()
+        for file in reading.opened:
+            os.close(file)
 
 
 class _Reading:
     """Reads a file's chunks in several threads. Each has a descriptor, so that the kernel sees sequential reads."""
 
-    def __init__(self, path: Path, head: Head, into: memoryview | int | None) -> None:
+    def __init__(self, path: Path, head: Head, into: Into) -> None:
         self._path, self._head, self._into = path, head, into
         self._of_thread = threading.local()
-        self._opened: list[int] = []
+        self.opened: list[int] = []
 
     def chunk(self, number: int) -> int:
         """Reads and verifies a chunk; returns its end in the data."""
@@ -251,17 +258,24 @@ class _Reading:
     def _piece(self, at: int, size: int, sum_: int) -> int:
         """Reads a piece of the data and passes it on while it is in the core's cache; returns the new checksum."""
         into = self._into
-        piece = into[at : at + size] if isinstance(into, memoryview) else self._buffer()[:size]
-        _read_into(self._file(), piece, self._head.start + at)
-        if isinstance(into, int):
-            _write_at(into, piece, at)
-        return zlib.crc32(piece, sum_)
+        views: Iterable[memoryview] = [self._buffer()[:size]]
+        if isinstance(into, memoryview):
+            views = [into[at : at + size]]
+        elif into is not None and not isinstance(into, int):
+            views = into.views(at, at + size)
+        for piece in views:
+            _read_into(self._file(), piece, self._head.start + at)
+            sum_ = zlib.crc32(piece, sum_)
+            if isinstance(into, int):
+                _write_at(into, piece, at)
+            at += len(piece)
+        return sum_
 
     def _file(self) -> int:
         found: int | None = getattr(self._of_thread, "file", None)
         if found is None:
             found = self._of_thread.file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            self._opened.append(found)
+            self.opened.append(found)
         return found
 
     def _buffer(self) -> memoryview:
@@ -269,11 +283,6 @@ class _Reading:
         if found is None:
             found = self._of_thread.buffer = memoryview(bytearray(_BUFFER))
         return found
-
-    def close(self) -> None:
-        """Closes all descriptors."""
-        for file in self._opened:
-            os.close(file)
 
 
 def read_facts(path: Path) -> dict[str, str]:

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.content import unpacked
 from clusterddp.checkpoint.file_format import Content, Head
-from clusterddp.checkpoint.memory.host_memory import HostMemory
+from clusterddp.checkpoint.memory.anonymous import free_memory
+from clusterddp.checkpoint.memory.blocks import Blocks
+from clusterddp.checkpoint.memory.host_memory import HostMemory, check_free
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.distributed.collectives import PORTION, all_gather_numbers, broadcast_json
 from clusterddp.distributed.hosts import Hosts
@@ -49,7 +52,7 @@ def restore(
             return None
         entries, facts, state, size = described
         hosts = hosts or Hosts.find(device)
-        data, damage = _fetched(found, size, hosts, device)
+        data, damage = _fetched(found, size, hosts, device) if len(hosts.leader_of) > 1 else _read(found)
         if damage is None:
             return unpacked(Content(entries, facts, state, data)), (place[0], place[1])
         search.report(damage)
@@ -99,6 +102,16 @@ class _Search:
         return None
 
 
+def _read(found: tuple[Checkpoint, Head] | None) -> tuple[Blocks, str | None]:
+    """The data, on a rank that is alone: its parts may keep what lies in a block of its own."""
+    assert found is not None
+    checkpoint, head = found
+    check_free([[free_memory()]], head.size, [0])
+    spans = ((start, stop) for start, stop in (entry["data_offsets"] for entry in head.entries.values()))
+    data = Blocks(spans, head.size, file_format.memory)
+    return data, _read_up_to(head.size, checkpoint.read_data(head, data))
+
+
 def _fetched(
     found: tuple[Checkpoint, Head] | None, size: int, hosts: Hosts, device: torch.device
 ) -> tuple[mmap.mmap, str | None]:
@@ -113,9 +126,8 @@ def _fetched(
                 if damage is None:
                     damage = _read_up_to(stop, reading) if found is not None else None
                 relay.send(start, stop)
-        if len(hosts.leader_of) > 1:
-            all_gather_numbers([0], device)  # All data has arrived on all hosts.
-            (damage,) = broadcast_json([damage], device)
+        all_gather_numbers([0], device)  # All data has arrived on all hosts.
+        (damage,) = broadcast_json([damage], device)
     finally:
         memory.close()
     return memory.data, damage

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from clusterddp.checkpoint.file_format import Tensor
+from clusterddp.checkpoint.memory.blocks import take_over
 from clusterddp.distributed.modules import bare
 from clusterddp.errors import CheckpointError
 
@@ -36,7 +37,13 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
+
 #: What torch's schedulers add to the groups of an optimizer.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
 
@@ -81,7 +88,7 @@ def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
     if not isinstance(part, torch.nn.Module):
         if isinstance(part, torch.optim.Optimizer):
             _check_kind(part, state)
-        part.load_state_dict(copied(state))
+        part.load_state_dict(_taken_over(state) if isinstance(part, torch.optim.Optimizer) else copied(state))
         return
     module = bare(part)
     own = module.state_dict()
@@ -127,6 +134,12 @@ def copied(state: Mapping[str, Any]) -> Any:
     """A copy of a state in which each tensor has its own memory; tied tensors stay tied."""
     plain, tensors = pack(state)
     return unpack(plain, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def _taken_over(state: Mapping[str, Any]) -> Any:
+    """``copied``, but tensors in blocks of their own stay there."""
+    plain, tensors = pack(state)
+    return unpack(plain, {name: tensor if take_over(tensor) else tensor.clone() for name, tensor in tensors.items()})
 
 
 def _bare_name(name: str) -> str:

@@ -55,7 +55,7 @@ class Checkpoint:
         self._check_step(head.facts)
         return head
 
-    def read_data(self, head: file_format.Head, into: memoryview | int) -> Iterator[int]:
+    def read_data(self, head: file_format.Head, into: file_format.Into) -> Iterator[int]:
         """``file_format.read_data``. Raises CheckpointError as ``read``."""
         with self._errors():
             yield from file_format.read_data(self.path, head, into, partial(retrying, self.path))

@@ -49,6 +49,10 @@ def test_damage_anywhere_leads_to_the_previous_checkpoint_with_nothing_loaded(
     assert "header" in outputs[0] and outputs[0].count("trying the previous") == 7
 
 
+def test_an_optimizer_that_keeps_what_was_read_shares_it_with_nobody(saved: Path, tmp_path: Path) -> None:
+    assert restored(saved, tmp_path, "twice", 1) == ["step 2\n"]
+
+
 def test_a_tensor_that_a_rank_keeps_is_no_other_ranks(saved: Path, tmp_path: Path) -> None:
     assert restored(saved, tmp_path, "kept", 2) == ["step 2\n"] * 2
 

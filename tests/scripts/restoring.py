@@ -120,6 +120,21 @@ def kept(folder: Path) -> None:
     assert torch.equal(optimizer.state[model.weight]["exp_avg"], before[3] + RANK)
 
 
+def twice(folder: Path) -> None:
+    """An optimizer may keep what was read, but not a second one, and a tensor that stays keeps no other's memory."""
+    content, model, optimizer = attempt(folder)
+    other = torch.optim.Adam(model.parameters())
+    load_state(other, content["optimizer"])
+    before = bits(model, optimizer)
+    for entry in other.state_dict()["state"].values():
+        for tensor in entry.values():
+            tensor.zero_()
+    assert same(bits(model, optimizer), before)
+    weight = optimizer.state[model.weight]["exp_avg"]
+    assert content["optimizer"]["state"][0]["exp_avg"].data_ptr() == weight.data_ptr()
+    assert weight.data_ptr() % 64 == 0 and weight.untyped_storage().nbytes() == weight.nbytes
+
+
 def refuse(*_: object) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -28,6 +28,7 @@ class HostMemory:
     def __init__(self, size: int, hosts: Hosts, file: int | None) -> None:
         self.size, self.hosts = size, hosts
         self._file = file
+        self.data: mmap.mmap
         if file is None:
             self.data = file_format.memory(size)
         else:
@@ -40,7 +41,7 @@ class HostMemory:
         Raises CheckpointError on all ranks if a host has too little memory.
         """
         shares = size > 0 and len(hosts.leaders) < len(hosts.leader_of)
-        _check_free(all_gather_numbers([free_memory()], device), size, hosts.leaders)
+        check_free(all_gather_numbers([free_memory()], device), size, hosts.leaders)
         if not shares:
             return cls(size, hosts, None)
         file = _create(size) if hosts.is_leader else None
@@ -55,7 +56,7 @@ class HostMemory:
         return cls(size, hosts.apart(), None)
 
     @property
-    def into(self) -> memoryview | int:
+    def into(self) -> file_format.Into:
         """What ``file_format.read_data`` fills: the file, which needs no page faults, or the memory."""
         return memoryview(self.data)[: self.size] if self._file is None else self._file
 
@@ -80,7 +81,8 @@ class HostMemory:
             self._file = None
 
 
-def _check_free(found: Sequence[Sequence[int]], size: int, leaders: Sequence[int]) -> None:
+def check_free(found: Sequence[Sequence[int]], size: int, leaders: Sequence[int]) -> None:
+    """Raises CheckpointError if a leader's host has less than ``size`` bytes; ``found``: what each rank's has."""
     for leader in leaders:
         (free,) = found[leader]
         if free < size:
