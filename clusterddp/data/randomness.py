@@ -14,7 +14,12 @@ import torch
 
 def hash32(*parts: int | str) -> int:
     """A well-mixed 32-bit seed from numbers and names: torch's CPU generator uses only the low 32 bits of a seed."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "big")
+    return hash_of(repr(parts))
+
+
+def hash_of(text: str) -> int:
+    """``hash32`` of parts whose ``repr`` is ``text``."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:
@@ -28,20 +33,6 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
-
-
-#: Any constant: the state of the generators before samples that probably draw nothing.
-_UNUSED = hash32("unused")
-#: As ``random.seed`` sets it, which takes several times as long as setting the state.
-_UNUSED_STATE = random.Random(_UNUSED).getstate()
-
-
-def set_unused() -> None:
-    """``seed_all`` with a constant, in less time."""
-    torch.default_generator.manual_seed(_UNUSED)
-    random.setstate(_UNUSED_STATE)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(_UNUSED)
 
 
 #: The states of torch's CPU generator, ``random``, and numpy's generator if numpy is imported.

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, default_collate
 
-from clusterddp.data import randomness
+from clusterddp.data import generators, randomness
 from clusterddp.data.loader import Loader
 from clusterddp.data.orders.plain import Shuffled
-from clusterddp.data.seeding import Batch, SeededSamples
+from clusterddp.data.seeding import SEEDED, Batch, SeededSamples
+from clusterddp.errors import CheckpointError
 
 DRAWS: dict[str, Callable[[], float]] = {
     "nothing": lambda: 0.0,
@@ -82,12 +83,14 @@ def seeded(dataset: Drawing, seed: int, samples: list[tuple[int, int]]) -> list[
     kinds=st.lists(st.sampled_from(sorted(DRAWS)), min_size=1, max_size=12),
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
     batched=st.booleans(),
+    kind=st.sampled_from(SEEDED),
 )
 def test_samples_and_the_state_for_collate_fn_are_those_of_seeding_each(
-    kinds: list[str], sizes: list[int], batched: bool
+    kinds: list[str], sizes: list[int], batched: bool, kind: str
 ) -> None:
     samples = iter([(epoch, index) for epoch in range(30) for index in range(len(kinds))])
-    read = SeededSamples((Batched if batched else Drawing)(kinds), 7)
+    read = SeededSamples((Batched if batched else Drawing)(kinds), 7, drawing_collate)
+    read.seeded = kind
     for size in sizes:
         batch = list(itertools.islice(samples, size))
         with randomness.preserved():
@@ -106,17 +109,7 @@ def test_the_generators_are_seeded_for_a_collate_fn_of_the_script_only() -> None
             next(loader.batches(0, seeds_steps=True))
             seeds.append(torch.initial_seed())
     assert seeds[0] != seeds[1]
-    with randomness.preserved():
-        randomness.set_unused()
-        assert torch.initial_seed() == seeds[0]
-
-
-def test_setting_the_unused_state_is_seeding_with_it() -> None:
-    with randomness.preserved():
-        randomness.set_unused()
-        state = randomness.states()
-        randomness.seed_all(torch.initial_seed())
-        assert randomness.equal(state, randomness.states())
+    assert seeds[0] == generators._FIXED
 
 
 def test_samples_that_draw_nothing_are_read_once_and_of_others_only_the_first_twice() -> None:
@@ -183,21 +176,44 @@ def test_workers_prefetch_and_persistence_change_nothing(kind: str) -> None:
     assert take(2, kinds, range(3, 7)) == whole[3:]
 
 
-def test_a_run_of_an_older_version_keeps_seeding_every_sample() -> None:
-    class Looking(Drawing):
-        def __getitem__(self, index: int) -> tuple[int, float]:
-            return index, torch.initial_seed()
+class Looking(Drawing):
+    """Samples that draw from nothing or ``random``, and look at torch's generator."""
 
-    def loader() -> Loader:
-        return Loader(Looking(["nothing"] * 4), 2, order=Shuffled(), seed=1, rank=0, world_size=1)
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        super().__getitem__(index)
+        return index, torch.initial_seed()
 
-    def seeds(source: Loader) -> set[int]:
-        return {int(seed) for _, column in itertools.islice(source.batches(0), 2) for seed in column}
 
-    new = loader().progress(1)
-    old = {key: value for key, value in new.items() if key != "seeded"}
-    resumed = {name: loader() for name in ("new", "old")}
-    resumed["new"].restore(new)
-    resumed["old"].restore(old)
-    assert len(seeds(resumed["new"])) == 1 and len(seeds(resumed["old"])) == 4
-    assert resumed["old"].progress(2)["seeded"] == "always"
+def seeds_seen(kind: str, seeded: str | None) -> int:
+    """How many seeds of torch the samples of two batches see, in a run that began with this way of seeding."""
+    loader = Loader(Looking([kind] * 4), 2, order=Shuffled(), seed=1, rank=0, world_size=1)
+    progress = {**loader.progress(1), "seeded": seeded}
+    loader.restore({key: value for key, value in progress.items() if value is not None})
+    assert loader.progress(2)["seeded"] == (seeded or "always")
+    return len({int(seed) for _, column in itertools.islice(loader.batches(0), 2) for seed in column})
+
+
+def test_a_run_of_an_older_version_keeps_seeding_as_it_began() -> None:
+    """Every sample, if the checkpoint does not say, or all generators once a sample has drawn from one."""
+    assert [seeds_seen("nothing", seeded) for seeded in (None, "drawing", "drawn")] == [4, 1, 1]
+    assert [seeds_seen("random", seeded) for seeded in (None, "drawing", "drawn")] == [4, 4, 1]
+
+
+def test_a_way_of_seeding_that_is_not_known_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="the run seeds its samples as 'otherwise', which this version"):
+        seeds_seen("nothing", "otherwise")
+
+
+def test_only_generators_that_samples_draw_from_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three are only watched, in each batch; the third is seeded for each sample."""
+    seeded: list[str] = []
+    for generator, name in zip(generators.ALL, ("torch", "random", "numpy"), strict=True):
+        seed = generator.seed
+        monkeypatch.setattr(generator, "seed", lambda number, seed=seed, name=name: (seed(number), seeded.append(name)))
+    read = SeededSamples(Drawing(["nothing", "torch", "torch"]), 7)
+    with randomness.preserved():
+        read.__getitems__(columns([(0, 0)]))
+        assert not seeded
+        for epoch in (1, 2):
+            read.__getitems__(columns([(epoch, index) for index in range(3)]))
+    assert seeded == ["torch"] * 6

@@ -10,12 +10,18 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
 import clusterddp
+from clusterddp.data import randomness
+from clusterddp.data.loader import Loader
+from clusterddp.data.orders.plain import _AT_ONCE, Shuffled
+from clusterddp.data.training_loader import training_loader
 from clusterddp.training.log.reduction import Sender
 from clusterddp.training.log.values import Values
 from clusterddp.training.timing import BATCH, SAMPLE_STEPS
@@ -26,6 +32,8 @@ WARM, STEPS = 40, math.lcm(BATCH, SAMPLE_STEPS)
 SCALE = 1.0 if sys.version_info[:2] == (3, 11) else 1.2
 TIMING, LOGGING, ALL = (SCALE * count for count in (515, 1115, 2775))
 LOGGED_MODULES = ("training/log/", "training/metrics.py", "training/saving.py")
+#: Of each sample that is read without workers, of a batch of them, and more of each sample that draws from torch.
+SAMPLE_READ, BATCH_READ, SAMPLE_SEEDED = (SCALE * count for count in (7.5, 372, 63))
 #: On a rank other than 0.
 LOGGING_ELSEWHERE = SCALE * 518
 
@@ -83,6 +91,38 @@ def test_logging_on_another_rank_takes_fewer() -> None:
             sender.add(step, values.take(), now=False)
     sender.close()
     assert LOGGING_ELSEWHERE / 2 < per_step(instructions, "training/log/") <= LOGGING_ELSEWHERE
+
+
+class Drawing:
+    """Samples that draw from torch's generator."""
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (torch.rand(()),)
+
+
+def batch_read(dataset: Any, batch_size: int) -> float:
+    """The instructions of a batch, read without workers."""
+    loader = Loader(dataset, batch_size, order=Shuffled(), seed=0, rank=1, world_size=2)
+    batches = training_loader(loader, SimpleNamespace(rank=0, store=HashStore()), 0, True).batches(0, lambda: None)  # type: ignore[arg-type]
+    together = _AT_ONCE // batch_size
+    with randomness.preserved(), Instructions() as instructions:
+        for number in range(3 * together):
+            instructions.counting = together <= number < 2 * together
+            next(batches)
+    return instructions.by_module.total() / together
+
+
+def test_a_batch_without_workers_takes_few_instructions() -> None:
+    """Drawing it from the order, watching the generators, and collating; to read a sample from a list takes none."""
+    plain, drawing = [(torch.zeros(2), torch.zeros(()))] * 10**6, Drawing()
+    small, large, seeded = batch_read(plain, 64), batch_read(plain, 1024), batch_read(drawing, 64)
+    per_sample = (large - small) / (1024 - 64)
+    assert SAMPLE_READ / 2 < per_sample <= SAMPLE_READ
+    assert BATCH_READ / 2 < small - 64 * per_sample <= BATCH_READ
+    assert SAMPLE_SEEDED / 2 < (seeded - small) / 64 <= SAMPLE_SEEDED
 
 
 def test_the_count_includes_what_a_module_calls_and_leaves_a_debuggers_trace_function_alone() -> None:

@@ -1,4 +1,4 @@
-"""What an order of samples is: the protocol that ``ctx.loader`` works with, and a base for orders made of epochs.
+"""What an order of samples is: the class that ``ctx.loader`` works with, and a base for orders made of epochs.
 
 A run takes its samples from one endless stream. Step s with global batch B takes positions s * B to (s + 1) * B - 1,
 and each rank its slice of them. An order says which sample is at a position. It is a pure function of the position,
@@ -7,15 +7,20 @@ so that the position is all that a checkpoint needs, any step is found at once, 
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 #: (epoch, index), or (epoch, index, draw) where an epoch may have a sample twice. Two samples of a stream that are
 #: equal get the same random augmentation: it is seeded from all of this.
 Sample: TypeAlias = tuple[Any, ...]
+
+
+#: Samples, transposed: all epochs, all indices, and all draws if there are some.
+Columns: TypeAlias = Sequence[Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -34,26 +39,29 @@ class Binding:
         return samples // self.global_batch * self.global_batch if self.drop_last else samples
 
 
-class BoundOrder(Protocol):
-    """The endless stream of a run's samples."""
+class BoundOrder(ABC):
+    """The endless stream of a run's samples.
 
-    @property
-    def label(self) -> str:
-        """What a checkpoint records: the same label and length mean the same stream."""
-
-    @property
-    def length(self) -> int:
-        """Samples per epoch; 0 if ``drop_last`` leaves none."""
-
-    def samples(self, start: int, stop: int) -> list[Sample]:
-        """The samples at positions ``start`` to ``stop`` - 1."""
-
-
-class ScheduledOrder(ABC):
-    """A bound order that changes at given steps, of which a resumed run may change those to come."""
+    Attributes:
+        label: what a checkpoint records: the same label and length mean the same stream.
+        length: samples per epoch; 0 if ``drop_last`` leaves none.
+    """
 
     label: str
     length: int
+
+    @abstractmethod
+    def samples(self, start: int, stop: int) -> list[Sample]:
+        """The samples at positions ``start`` to ``stop`` - 1."""
+
+    def shares(self, start: int, size: int, stride: int) -> Iterator[Columns]:
+        """Without end: the ``size`` samples from ``start`` on, those from ``start`` + ``stride`` on, and so forth."""
+        for first in itertools.count(start, stride):
+            yield tuple(zip(*self.samples(first, first + size), strict=True))
+
+
+class ScheduledOrder(BoundOrder):
+    """A bound order that changes at given steps, of which a resumed run may change those to come."""
 
     @property
     @abstractmethod
@@ -67,10 +75,6 @@ class ScheduledOrder(ABC):
         Both have the same samples up to the first change that is another one; None instead of the event's fields if
         there is none. Raises ValueError, which says what to do, if that change is before the position.
         """
-
-    @abstractmethod
-    def samples(self, start: int, stop: int) -> list[Sample]:
-        """As in ``BoundOrder``."""
 
 
 class Order(ABC):
@@ -91,7 +95,7 @@ class Order(ABC):
         """
 
 
-class EpochOrder(ABC):
+class EpochOrder(BoundOrder):
     """A bound order with epochs that all have ``length`` samples."""
 
     #: Whether an epoch may have a sample twice: the number of the draw then makes them different.

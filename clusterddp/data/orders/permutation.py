@@ -83,5 +83,4 @@ def _added(half: Words, other: Words, key: np.uint64, size: np.uint64) -> Words:
     words *= size
     words >>= _32  # the upper 32 bits of a product: a random number below the size
     words += half
-    words %= size
-    return words
+    return np.minimum(words, words - size)  # modulo: the sum is below 2 * size, and a negative difference wraps around
