@@ -32,4 +32,4 @@ def _column(values: tuple[Any, ...]) -> Any:
     first = values[0]
     if type(first) is torch.Tensor and first.layout is torch.strided and not first.is_nested:
         return torch.stack(values)
-    return default_collate(list(values))
+    return default_collate(values)  # type: ignore[arg-type]  # a tuple, which it returns of text
