@@ -1,19 +1,22 @@
 """``python -m benchmarks.gpu_check``: everything that needs a GPU, in one go of less than ten minutes.
 
 Each check is a run, or several, of benchmarks/scripts/gpu_training.py under ``submit --local``: as a user's, with
-supervisor, watchdog and writer. ``--device cpu`` is the dry run: the same with gloo, which says nothing about GPUs.
+supervisor, watchdog and writer. ``costs`` is one of benchmarks/scripts/gpu_costs.py, and has rows of the common table:
+the loop beside DDP alone, the stall of a save and its copies beside torch's own into pinned memory. ``--device cpu`` is
+the dry run: the same with gloo, which says nothing about GPUs.
 A check passes, fails, or is not run, with the reason. The exit code is 1 if one failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import report
+from benchmarks import report, rows
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.checkpoint_files import content_of
@@ -29,6 +32,9 @@ from tests.waiting import flatten
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPT = Path(__file__).with_name("scripts") / "gpu_training.py"
+COSTS = SCRIPT.with_name("gpu_costs.py")
+#: What a step in the loop, and a save, may take of the time of the least that does the same.
+STEP_BAR, STALL_BAR, STALL_MORE_MS, COPY_BAR = 1.02, 1.15, 0.5, 1.05
 #: All checks together; a lease of a GPU is ten minutes.
 BUDGET_S = 540.0
 PRECISIONS = (None, "float16", "bfloat16")
@@ -48,11 +54,13 @@ class Lab:
     deadline: float
     runs: int = 0
 
-    def train(self, *script: object, ranks: int | None = None, options: Sequence[str] = ()) -> RunDirectory:
+    def train(
+        self, *script: object, ranks: int | None = None, options: Sequence[str] = (), program: Path = SCRIPT
+    ) -> RunDirectory:
         """One whole run; AssertionError with the end of what it said if it does not complete."""
         self.runs += 1
         run = RunDirectory(self.folder / f"run-{self.runs}")
-        command = [sys.executable, "-m", "clusterddp", "submit", str(SCRIPT), "--local", "--run-dir", str(run)]
+        command = [sys.executable, "-m", "clusterddp", "submit", str(program), "--local", "--run-dir", str(run)]
         command += ["--device", self.device, "--gpus", str(ranks or self.ranks), *options, "--", *map(str, script)]
         # cuBLAS is deterministic with this alone.
         environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -156,6 +164,37 @@ def _parameters(path: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in content_of(path)["model"].items() if "running" not in name}
 
 
+def costs(lab: Lab, megabytes: int) -> tuple[str, dict[str, Any]]:
+    """Rows of what a step and a save cost; a missed bar is a result, and no failure."""
+    file = lab.folder / "costs.json"
+    often = ["--pairs", 20, "--block", 20] if lab.device == "cuda" else ["--pairs", 4, "--block", 3]
+    lab.train(file, "--megabytes", megabytes, *often, program=COSTS)
+    found = json.loads(file.read_text())
+    if lab.device == "cuda":
+        assert found["pinned"], "the memory of the snapshot is not pinned"
+    made = [row.as_json() for row in cost_rows(found, f"{lab.device}, {lab.ranks} ranks", megabytes)]
+    missed = [row["row"] for row in made if row["met"] is False]
+    return f"{len(made)} rows; missed: {', '.join(missed) or 'none'}", {"rows": made, "megabytes": megabytes}
+
+
+def cost_rows(found: Mapping[str, Any], where: str, megabytes: int) -> list[rows.Row]:
+    """The rows of one run of ``gpu_costs.py``, in milliseconds."""
+    times = {what: {name: [1000 * one for one in values] for name, values in found[what].items()} for what in _TIMES}
+    step, stall, copies = (times[what] for what in _TIMES)
+    state, pinned = f"{where}, {megabytes} MB", "torch's copies into pinned memory"
+    relative = report.median(stall["pinned"]) * (STALL_BAR - 1) > STALL_MORE_MS
+    bar = {"allowed": STALL_BAR} if relative else {"more": STALL_MORE_MS}
+    return [
+        rows.paired(f"step ({where}): loop", "ms", step["ours"], step["DDP"], "DDP alone", allowed=STEP_BAR),
+        rows.paired(f"step ({where}): DDP", "ms", step["DDP"], step["bare"], "the model without DDP"),
+        rows.paired(f"save ({state}): stall", "ms", stall["ours"], stall["pinned"], f"queueing {pinned}", **bar),
+        rows.paired(f"save ({state}): copies", "ms", copies["ours"], copies["pinned"], pinned, allowed=COPY_BAR),
+    ]
+
+
+_TIMES = ("step", "stall", "copies")
+
+
 def hang(lab: Lab, where: str) -> tuple[str, dict[str, Any]]:
     """The last rank is named, its attempt is ended, and the run completes in the next."""
     lab.need("needs a GPU", where == "host" or lab.device == "cuda")
@@ -176,6 +215,7 @@ def checks(lab: Lab, backend: str, megabytes: int) -> Iterator[tuple[str, Check]
         yield f"start-{ranks}", partial(start, ranks=ranks)
     yield "exact", lambda lab: exact(lab, None, None)
     yield "snapshot", lambda lab: snapshot(lab, megabytes)
+    yield "costs", lambda lab: costs(lab, megabytes)
     yield "hang-host", lambda lab: hang(lab, "host")
     yield "hang-device", lambda lab: hang(lab, "device")
     for amp in PRECISIONS[1:]:
@@ -233,10 +273,14 @@ def write(folder: Path, device: str, ranks: int, results: Sequence[Result]) -> N
         name, what = "gpu-check", f"{ranks} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     else:
         name, what = "gpu-check-dry-run", f"{ranks} gloo ranks on CPUs: **this says nothing about GPUs**"
-    rows = [[result.name, result.state, result.words.replace("\n", " "), result.seconds] for result in results]
+    table = [[result.name, result.state, result.words.replace("\n", " "), result.seconds] for result in results]
     head = f"# What needs a GPU\n\n`make gpu-check` on {what}, {time.strftime('%Y-%m-%d')}. {report.place()}\n\n"
-    figures = {"device": device, "what": what, "checks": [vars(result) for result in results]}
-    report.write(folder, name, head + report.table(["check", "result", "finding", "seconds"], rows), figures)
+    made = [row for result in results for row in result.figures.get("rows", [])]
+    text = head + report.table(["check", "result", "finding", "seconds"], table)
+    if made:
+        text += "\n\n" + rows.table(made)
+    figures = {"device": device, "what": what, "rows": made, "checks": [vars(result) for result in results]}
+    report.write(folder, name, text, figures)
 
 
 if __name__ == "__main__":

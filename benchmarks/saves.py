@@ -182,8 +182,8 @@ def cpu_of_writer(saver: Saver) -> float:
 
 def measure_peers(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, trainer: Trainer, rounds: int, part_s: float
-) -> dict[str, dict[str, list[float]]]:
-    """What the other savers take, and we among them; those that are installed."""
+) -> dict[str, Any]:
+    """What the other savers take, and we among them; those that are installed. "failed": why one cannot save this."""
     folder.mkdir()
     savers: list[Saver] = []
     kinds: list[type[Saver]] = [CallsAndCopy, Ours, *PEERS]
@@ -192,14 +192,19 @@ def measure_peers(
             savers.append(kind(folder, model, optimizer))
         except ModuleNotFoundError as error:
             say(f"{kind.name} is left out: {error}")
-    found: dict[str, dict[str, list[float]]] = {saver.name: {"stall": [], "lost": []} for saver in savers}
+    found: dict[str, Any] = {saver.name: {"stall": [], "lost": []} for saver in savers}
     deadline = time.monotonic() + part_s
     for number in range(rounds + 1):
         if number > 1 and time.monotonic() > deadline:
             break
-        for saver in rotated(savers, number):
-            saver.next_path(number)
-            stall, lost, _ = beside_training(saver, trainer)
+        for saver in rotated(list(savers), number):
+            try:
+                saver.next_path(number)
+                stall, lost, _ = beside_training(saver, trainer)
+            except Exception as error:  # of another project: one that cannot save this state is a result
+                savers.remove(saver)
+                found[saver.name] = {"failed": f"{type(error).__name__}: {error}"}
+                continue
             if number:
                 found[saver.name]["stall"].append(stall)
                 found[saver.name]["lost"].append(lost)
@@ -211,11 +216,11 @@ def measure_peers(
 # ---- around it
 
 
-def call(case: Case, quick: bool, with_peers: bool, threads: int, scratch: Path) -> dict[str, Any]:
+def call(case: Case, quick: bool, with_peers: bool, threads: int, part_s: float, scratch: Path) -> dict[str, Any]:
     """The figures of a case, from a process of its own."""
     pairs, beside = case.quick if quick else (case.pairs, case.beside)
     how = {"case": case.name, "pairs": pairs, "beside": beside, "peers": case.peers if with_peers and not quick else 0}
-    how |= {"threads": threads, "part_s": QUICK_PART_S if quick else PART_S}
+    how |= {"threads": threads, "part_s": QUICK_PART_S if quick else part_s}
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         result = Path(folder) / "figures.json"
         command = [sys.executable, "-m", "benchmarks.saves", "--answer", json.dumps({**how, "folder": folder})]
@@ -295,8 +300,9 @@ CPU time of the training thread tells more than the time from start to end of a 
 The time lost is the difference to the same steps without a save."""
 
 
-def peers_table(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+def peers_table(everyone: Mapping[str, Mapping[str, Any]]) -> str:
     """Milliseconds: medians, the worst in parentheses."""
+    figures = {name: one for name, one in everyone.items() if "failed" not in one}
     least = report.median(figures[CALLS_AND_COPY]["stall"])
     lines = [
         [
@@ -309,7 +315,8 @@ def peers_table(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
         for name, one in figures.items()
     ]
     ratios = [report.median(one["stall"]) / least for one in figures.values()]
-    table = [[*line, ratio] for line, ratio in zip(lines, ratios, strict=True)]
+    table: list[list[object]] = [[*line, ratio] for line, ratio in zip(lines, ratios, strict=True)]
+    table += [[name, one["failed"], "-", "-"] for name, one in everyone.items() if "failed" in one]
     return report.table(["saver", "stall, ms", "training time lost with the stall, ms", "stall by the limit"], table)
 
 
@@ -319,6 +326,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="at most 2 minutes: without 2 GB and other savers")
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="default: all")
     parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--seconds", type=float, default=PART_S, help="of each part of a case (default: %(default)g)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: all cores)")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="the folder to save in")
     parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
@@ -336,7 +344,9 @@ def main() -> None:
     cases = {}
     for case in chosen:
         say(case.name)
-        cases[case.name] = call(case, options.quick, not options.without_peers, options.threads, options.scratch)
+        cases[case.name] = call(
+            case, options.quick, not options.without_peers, options.threads, options.seconds, options.scratch
+        )
     found = [row for name, figures in cases.items() for row in rows_of(name, figures)]
     figures = {"rows": [row.as_json() for row in found], "cases": cases, "load": load}
     report.write(options.out, "saves", described(cases, found, load, options.threads), figures)

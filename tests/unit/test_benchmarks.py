@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks import checkpoint, gpu_check, handover, report, runs, savers
+from benchmarks import checkpoint, gpu_check, handover, report, rows, runs, savers
 from benchmarks.soak import __main__ as soak
 from benchmarks.soak import faults, judging
 from benchmarks.steps import agreement, step_timing
@@ -322,6 +322,18 @@ def test_the_dry_run_of_the_gpu_check_passes_fails_and_says_what_is_not_run(
     said = json.loads((tmp_path / "gpu-check-dry-run.json").read_text())
     assert [check["state"] for check in said["checks"]] == ["passed", "failed", "not run"]
     assert "this says nothing about GPUs" in (tmp_path / "gpu-check-dry-run.md").read_text()
+
+
+@pytest.mark.parametrize(("slower", "missed"), [(1.0, []), (1.2, ["step (cuda, 1 ranks): loop"])])
+def test_the_costs_on_gpus_are_rows_beside_the_least_that_does_the_same(slower: float, missed: list[str]) -> None:
+    """What is queued within half a millisecond more than torch's own copies meets its bar."""
+    pair = {"ours": [0.0006] * 4, "pinned": [0.0002] * 4}
+    found = {"step": {"ours": [0.01 * slower] * 4, "DDP": [0.01] * 4, "bare": [0.008] * 4}, "stall": pair}
+    found["copies"] = {"ours": [0.1] * 4, "pinned": [0.1] * 4}
+    made = gpu_check.cost_rows(found, "cuda, 1 ranks", 256)
+    assert not any(rows.problem(row.as_json()) for row in made)
+    assert [row.row for row in made if row.met is False] == missed
+    assert [row.allowed for row in made] == [1.02, None, pytest.approx(3.5), 1.05]
 
 
 def test_the_gpu_check_without_a_gpu_is_refused(

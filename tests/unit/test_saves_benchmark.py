@@ -43,5 +43,7 @@ def test_the_page_has_every_row_and_the_other_savers() -> None:
     made = figures(1.0, 1.0)
     made |= {"bytes": 10_000_000, "tensors": 160}
     made["peers"] = {name: {"stall": [0.001], "lost": [0.002]} for name in (CALLS_AND_COPY, OURS, "async_save, thread")}
+    made["peers"]["torchsnapshot"] = {"failed": "OSError: [Errno 24] Too many open files"}
     text = saves.described({"10 MB": made}, saves.rows_of("10 MB", made), load=1.0, threads=4)
     assert "| save, 10 MB: stall |" in text and "| async_save, thread | 1.0 (1.0) | 2.0 (2.0) | 1.00 |" in text
+    assert "| torchsnapshot | OSError: [Errno 24] Too many open files | - | - |" in text
