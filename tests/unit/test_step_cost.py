@@ -7,9 +7,11 @@ to other instructions; there they are a fifth higher.
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,10 +32,12 @@ from tests.instructions import Instructions
 #: The first steps allocate and connect. Some work is done every BATCH or SAMPLE_STEPS steps.
 WARM, STEPS = 40, math.lcm(BATCH, SAMPLE_STEPS)
 SCALE = 1.0 if sys.version_info[:2] == (3, 11) else 1.2
-TIMING, LOGGING, ALL = (SCALE * count for count in (515, 1115, 2775))
+TIMING, LOGGING, ALL = (SCALE * count for count in (515, 1115, 2480))
 LOGGED_MODULES = ("training/log/", "training/metrics.py", "training/saving.py")
 #: Of each sample that is read without workers, of a batch of them, and more of each sample that draws from torch.
 SAMPLE_READ, BATCH_READ, SAMPLE_SEEDED = (SCALE * count for count in (7.5, 372, 63))
+#: The memory that is held is compared after so many steps, once queues and statistics have their length.
+GROWN_AFTER, GROWTH_STEPS = 400, 1600
 #: On a rank other than 0.
 LOGGING_ELSEWHERE = SCALE * 518
 
@@ -78,6 +82,30 @@ def test_a_step_takes_few_instructions_of_clusterddp(made: Instructions) -> None
     """All but the loader's, most of which are those of torch's DataLoader."""
     others = {name.partition("/")[0] for name in made.by_module} - {"data"}
     assert ALL / 2 < per_step(made, *others) <= ALL
+
+
+def test_the_memory_that_python_holds_does_not_grow_with_the_steps(tmp_path: Path) -> None:
+    """Counted in blocks of Python's allocator, of which nearly every object has one."""
+    held = []
+    with clusterddp.init(run_dir=tmp_path / "run", device="cpu") as ctx:
+        model = ctx.wrap(torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = ctx.loader(torch.utils.data.TensorDataset(torch.ones(64, 4)), batch_size=4)
+        progress = {"samples": 0}
+        run = ctx.run(model=model, optimizer=optimizer, loader=loader, best="score", progress=progress)
+        for (batch,) in run.steps(GROWN_AFTER + GROWTH_STEPS + 1):
+            if run.step in (GROWN_AFTER, GROWN_AFTER + GROWTH_STEPS):
+                gc.collect()
+                held.append(sys.getallocatedblocks())
+            if run.every(steps=200):
+                run.log(score=0.5)
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            progress["samples"] += 4
+            run.log(loss=loss, accuracy=0.5, reduce="mean")
+    assert held[1] - held[0] < GROWTH_STEPS / 4
 
 
 def test_logging_on_another_rank_takes_fewer() -> None:
