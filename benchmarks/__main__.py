@@ -44,9 +44,9 @@ BENCHMARKS = (
     Benchmark("step-timing", "benchmarks.steps.step_timing", 90),
     Benchmark("agreement", "benchmarks.steps.agreement", 90),
     Benchmark("heartbeat", "benchmarks.steps.heartbeat", 90),
-    Benchmark("saves", "benchmarks.saves"),
-    Benchmark("restore", "benchmarks.restore"),
-    Benchmark("startup", "benchmarks.startup"),
+    Benchmark("saves", "benchmarks.saves", 180),
+    Benchmark("restore", "benchmarks.restore", 180),
+    Benchmark("startup", "benchmarks.startup", 180),
     Benchmark("submission", "benchmarks.submission"),
     Benchmark("handover", "benchmarks.handover", 180),
     Benchmark("scale", "benchmarks.scale"),
@@ -99,7 +99,8 @@ def run(
     if code == 0:
         return None
     print("\n".join(lines[-20:]), file=sys.stderr)
-    return f"exit code {code}: {lines[-1] if lines else 'no output'}"
+    last = lines[-1].removeprefix(f"{sys.executable}: ") if lines else "no output"
+    return f"exit code {code}: {last}"
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -143,14 +144,15 @@ def all_measured(chosen: Sequence[Benchmark], minutes: float) -> tuple[list[dict
     return found, seconds
 
 
-def described(found: Sequence[dict[str, Any]], seconds: dict[str, float], load: float) -> str:
+def described(found: Sequence[dict[str, Any]], seconds: Mapping[str, float], load: float) -> str:
     """The page."""
     missed = [row["row"] for row in found if row.get("met") is False]
     failures = [row["row"] for row in found if "failed" in row]
     return f"""# All figures beside their limits
 
-{report.place()} {time.strftime("%Y-%m-%d")}, {sum(seconds.values()) / 60:.0f} minutes, at a load average of {load:.1f}
-before. CPUs and gloo, one machine: no GPU, no network between nodes, no shared file system is in these figures.
+{report.place()} {time.strftime("%Y-%m-%d")}, {sum(seconds.values()) / 60:.0f} minutes, at a load average of
+{load:.0f} when it began, of other programs. CPUs and gloo, one machine: no GPU, no network between nodes, no shared
+file system is in these figures.
 `make bench` writes this page by the short form of each benchmark; the pages of the single benchmarks have longer runs.
 
 Ours and the limit were measured in turns in the same run. Only their ratio tells something about another machine. A bar

@@ -65,7 +65,7 @@ def test_a_benchmark_without_good_rows_is_a_row_with_the_reason(modules: Path, c
 
 def test_a_module_that_does_not_exist_is_a_row(modules: Path) -> None:
     (row,), _ = bench.measured(bench.Benchmark("absent", "benchmarks.absent"), 60)
-    assert "No module named benchmarks.absent" in row["failed"]
+    assert row["failed"] == "exit code 1: No module named benchmarks.absent"
 
 
 def test_a_benchmark_that_takes_too_long_is_ended_and_is_a_row(modules: Path) -> None:

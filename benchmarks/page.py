@@ -1,0 +1,157 @@
+"""The page with all figures: ``python -m benchmarks.page`` writes docs/measurements/README.md.
+
+It is made from the JSON files there. Each row comes from the page of its own benchmark, or, where that has not been
+measured yet, from ``make bench``. The README's table is a choice of these rows; ``tests/unit/test_figures_page.py``
+compares both with the files, so that no figure in them can be older than its measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report, rows
+
+FOLDER = Path("docs/measurements")
+#: The figures that the README shows, and what they are called there.
+CHOICE = {
+    "step of 10 ms: CPU of rank 0's training thread": "CPU of a training step",
+    "step of 10 ms: wall time": "time of a training step of 10 ms",
+    "hand-over: TERM to free nodes": "preemption: from TERM to free nodes",
+    "resume: batch script to first step": "resume: from the batch script to the first step",
+    "submit: until the command returns": "submission",
+}
+BEGIN, END = "<!-- figures: python -m benchmarks.page -->", "<!-- end of figures -->"
+#: Why a bar is missed, by how the row begins.
+REASONS = {
+    "step of 10 ms: CPU": "explained in part: with parts switched off in turn, in one rank on a busy machine without the "
+    "wait, the metrics line with the decision to save took about 80 us, seeding the generators about 80 us, and about "
+    "130 us were left, in the loader and the hooks on gradients and optimizer among others",
+    "step of 100 ms: CPU": "as for 10 ms; the bare loop's CPU time rises with the length of the wait, too",
+}
+NOT_FOR = """\
+## When not to use clusterddp
+
+- **Sharded models** (FSDP, tensor or pipeline parallelism): a checkpoint is rank 0's state, plus a small one per rank.
+- **Without preemptions, time limits and long runs**: plain `srun python` starts sooner and has no supervisor. What
+  clusterddp adds to a launch and to a step is above.
+- **Steps far below 1 ms**: its work in each step would be a large part of them.
+- **Elastic training**, in which ranks come and go within an attempt: a change of nodes is a new attempt here, which
+  continues from a checkpoint.
+- **Schedulers other than Slurm**: `--local` runs on one machine; Kubernetes, LSF and PBS are not supported.
+- **GPUs, until measured**: these figures are of CPUs and gloo. `make gpu-check` runs what needs a GPU.
+"""
+
+
+def gathered(folder: Path) -> list[dict[str, Any]]:
+    """All rows, each with the page it is from (``page``); of ``make bench``, those of benchmarks without one."""
+    found: dict[str, dict[str, Any]] = {}
+    pages = sorted(path for path in folder.glob("*.json") if path.name != "bench.json")
+    for path in pages:
+        found |= {row["row"]: {**row, "page": path.stem} for row in read(path)}
+    measured = {row["page"] for row in found.values()}
+    for row in read(folder / "bench.json"):
+        if row["row"] not in found and row.get("benchmark") not in measured:
+            found[row["row"]] = {**row, "page": "bench"}
+    return list(found.values())
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that have the common form; older files have rows of other forms."""
+    found = rows.read(path) if path.exists() else []
+    return [row for row in found if isinstance(row, dict) and ("failed" in row or rows.problem(row) is None)]
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """All rows, each with its page."""
+    lines = [[*rows.cells(row), f"[{row['page']}]({row['page']}.md)"] for row in found]
+    return report.table([*rows.HEAD, "from"], lines)
+
+
+def choice(found: Sequence[dict[str, Any]]) -> str:
+    """The README's table."""
+    by_name = {row["row"]: row for row in found}
+    lines = []
+    for name, words in CHOICE.items():
+        if (row := by_name.get(name)) is not None and "failed" not in row:
+            _, ours, limit, ratio, _, _ = rows.cells(row)
+            lines.append([words, ours, limit, ratio])
+    return report.table(["", "clusterddp", "limit", "ratio (95% interval)"], lines)
+
+
+def bars(found: Sequence[dict[str, Any]]) -> str:
+    """The bars that are not met, each with its reason."""
+    lines = []
+    for row in found:
+        if row.get("allowed") is not None and not row["met"]:
+            verdict = (
+                "missed"
+                if row["met"] is False
+                else "the bar is within the interval, which more repetitions make narrower"
+            )
+            reason = next((why for name, why in REASONS.items() if row["row"].startswith(name)), "no reason found yet")
+            lines.append(f"- {row['row']}: {verdict}" + (f"; {reason}" if row["met"] is False else ""))
+    return "\n".join(lines) or "All bars are met."
+
+
+def page(folder: Path) -> str:
+    """The whole page."""
+    found = gathered(folder)
+    return f"""# What clusterddp costs
+
+Written by `python -m benchmarks.page` from the JSON files beside it. CPUs and gloo on one busy machine: no GPU, no
+network between nodes, no shared file system. The limit of a row was measured in turns with ours, in the same run. It is
+what the machine, or the least program for the same job, takes. Only the ratio tells something about another machine.
+An interval without width is that of a count, or of a single run, which says nothing of its spread. Rows from `bench` have
+few repetitions: three of the hand-over, on a machine with much other work.
+
+{table(found)}
+
+## Bars that are not met
+
+{bars(found)}
+
+## Beside other libraries
+
+[Under faults](peers.md): the same training with seven launchers and libraries.
+[Saves and restores](checkpoint-bench.md): torch, Lightning, accelerate. [Batches](input.md): torch's and torchdata's
+loaders.
+
+{NOT_FOR}
+## The README's choice
+
+{BEGIN}
+{choice(found)}
+{END}
+"""
+
+
+def fragment(text: str) -> str | None:
+    """What is between the comments in a page; None without them."""
+    if BEGIN not in text:
+        return None
+    return text.partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def filled(text: str, table: str) -> str:
+    """A page with this table between its comments; unchanged without them."""
+    if BEGIN not in text:
+        return text
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    """Writes the page, and the table in the README if it has the comments for it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    options = parser.parse_args()
+    (options.folder / "README.md").write_text(page(options.folder))
+    readme = Path("README.md")
+    readme.write_text(filled(readme.read_text(), choice(gathered(options.folder))))
+
+
+if __name__ == "__main__":
+    main()
