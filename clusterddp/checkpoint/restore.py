@@ -7,7 +7,8 @@ before all data is verified and has arrived everywhere.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from clusterddp.checkpoint.file_format import Content, Head
 from clusterddp.checkpoint.memory.anonymous import free_memory
 from clusterddp.checkpoint.memory.blocks import Blocks
 from clusterddp.checkpoint.memory.host_memory import HostMemory, check_free
+from clusterddp.checkpoint.state import unpack
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.distributed.collectives import PORTION, all_gather_numbers, broadcast_json
 from clusterddp.distributed.hosts import Hosts
@@ -28,10 +30,15 @@ from clusterddp.reporter import say
 #: A checkpoint: the attempt that wrote it, and its step.
 Place = tuple[int, int]
 OnDamaged = Callable[[Checkpoint, str], None]
+#: Gets the plain values of a checkpoint's ``progress``, and its step.
+OnFound = Callable[[Mapping[str, Any], int], None]
 
 
 def restore(
-    checkpoints: Checkpoints | None, device: torch.device, on_damaged: OnDamaged = lambda *_: None
+    checkpoints: Checkpoints | None,
+    device: torch.device,
+    on_damaged: OnDamaged = lambda *_: None,
+    on_found: OnFound = lambda *_: None,
 ) -> tuple[Any, Place] | None:
     """The state of the newest undamaged checkpoint, with tensors on the CPU, and its place; None if there is none.
 
@@ -39,6 +46,9 @@ def restore(
 
     Collective if there is a process group: only rank 0 has ``checkpoints``; it reads the file and broadcasts the
     content through ``device``. Raises CheckpointError on all ranks if there are checkpoints but all are damaged.
+
+    All ranks call ``on_found`` when a checkpoint's head is verified, before any thread reads its tensors; again for an
+    older checkpoint if these are damaged.
     """
     search, hosts = _Search(checkpoints, on_damaged), None
     while True:
@@ -51,11 +61,21 @@ def restore(
         if described is None:
             return None
         entries, facts, state, size = described
+        on_found(_plain(state), place[1])
         hosts = hosts or Hosts.find(device)
         data, damage = _fetched(found, size, hosts, device) if len(hosts.leader_of) > 1 else _read(found)
         if damage is None:
             return unpacked(Content(entries, facts, state, data)), (place[0], place[1])
         search.report(damage)
+
+
+def _plain(state: Any) -> dict[str, Any]:
+    """The entries of a checkpoint's ``progress`` that contain no tensors."""
+    found = {}
+    for name, value in (state.get("progress", {}) if isinstance(state, dict) else {}).items():
+        with suppress(LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            found[name] = unpack(value, {})
+    return found
 
 
 class _Search:

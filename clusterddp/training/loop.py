@@ -71,7 +71,7 @@ class Run(Logging, Steering):
         self._micro = MicroBatches(parts, loader)
         self._optimizer_steps = OptimizerSteps(parts, self._note_optimizer_step)
         self._made = 0  # steps, in this attempt
-        self._state.restore(self._saver.restore())
+        self._state.restore(self._saver.restore(self._state.start_loader))
         if self._state.parent is None and warm_start is not None:
             for loaded in warm_start():
                 self._report("initialized", **loaded.fields())

@@ -13,7 +13,7 @@ from typing import Any
 
 from clusterddp.checkpoint.best import BestSoFar
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved
-from clusterddp.checkpoint.restore import Place, restore
+from clusterddp.checkpoint.restore import OnFound, Place, restore
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, best_of
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup
@@ -90,14 +90,14 @@ class Saver:
         #: Held while taking the writer's answer: by the main thread, or by the one that acts at the deadline.
         self._answering = threading.Lock()
 
-    def restore(self) -> tuple[dict[str, Any], Place] | None:
+    def restore(self, on_found: OnFound = lambda *_: None) -> tuple[dict[str, Any], Place] | None:
         """The newest complete checkpoint and its place, on all ranks; None on a fresh start. Collective.
 
         Only rank 0 reads the disk. Raises CheckpointError, on all ranks, if there are checkpoints but none is complete.
         """
         if not self.saves:
             return None
-        restored = restore(self._checkpoints, self._group.collective_device, self._report_damaged)
+        restored = restore(self._checkpoints, self._group.collective_device, self._report_damaged, on_found)
         if restored is not None:
             self._committed = restored[1][1]
         return restored

@@ -53,6 +53,14 @@ def test_an_optimizer_that_keeps_what_was_read_shares_it_with_nobody(saved: Path
     assert restored(saved, tmp_path, "twice", 1) == ["step 2\n"]
 
 
+def test_a_checkpoints_progress_is_known_before_its_tensors_are_read(saved: Path, tmp_path: Path) -> None:
+    """On all ranks; of the previous one, too, when the newest turns out to be damaged. Entries with tensors wait."""
+    newest, previous = (({"epoch": step, "pair": (1, 2)}, step) for step in (2, 1))
+    first, second = restored(saved, tmp_path, "announced", 2)
+    assert first.splitlines()[-1] == str([newest, "data", previous, "data"])
+    assert second.splitlines()[-1] == str([newest, previous])
+
+
 def test_a_tensor_that_a_rank_keeps_is_no_other_ranks(saved: Path, tmp_path: Path) -> None:
     assert restored(saved, tmp_path, "kept", 2) == ["step 2\n"] * 2
 

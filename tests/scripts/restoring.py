@@ -20,7 +20,7 @@ from clusterddp.checkpoint.checkpoint_folder import CheckpointFolder
 from clusterddp.checkpoint.memory import anonymous, host_memory
 from clusterddp.checkpoint.restore import restore
 from clusterddp.checkpoint.state import load_state
-from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.distributed import hosts
 from clusterddp.errors import CheckpointError
 from clusterddp.jobdef.job import Keep
@@ -135,6 +135,36 @@ def twice(folder: Path) -> None:
     assert weight.data_ptr() % 64 == 0 and weight.untyped_storage().nbytes() == weight.nbytes
 
 
+def announced(folder: Path) -> None:
+    """The progress of each checkpoint that is tried, before its tensors are read; damaged is the newest."""
+    newer = max((folder / "checkpoints").iterdir())
+    flip(newer, newer.stat().st_size - 200)
+    seen: list[object] = []
+    real = Checkpoint.read_data
+
+    def read_data(self: Checkpoint, *arguments: Any) -> Any:
+        seen.append("data")
+        return real(self, *arguments)
+
+    Checkpoint.read_data = read_data  # type: ignore[method-assign]
+    checkpoints = Checkpoints(RunDirectory(folder), 0, Keep()) if RANK == 0 else None
+    restore(checkpoints, CPU, on_found=lambda progress, step: seen.append((progress, step)))
+    flip(newer, newer.stat().st_size - 200)
+    print([one for one in seen if RANK == 0 or one != "data"], flush=True)
+
+
+class Progress:
+    """A part with a tensor and without."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._step, "pair": (1, 2), "gradients": {"a": torch.ones(2)}}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None: ...
+
+
 def refuse(*_: object) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -192,7 +222,7 @@ def save(folder: Path) -> None:
         checkpoints.restore()
         for step in (1, 2):
             model, optimizer = training(step)
-            checkpoints.save(step, model=model, optimizer=optimizer)
+            checkpoints.save(step, model=model, optimizer=optimizer, progress=Progress(step))
 
 
 if __name__ == "__main__":

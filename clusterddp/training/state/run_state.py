@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Literal, get_args
 
@@ -96,6 +96,11 @@ class RunState:
             own = self.gradients.apart(before_step)
             with suppress(transfer.TooLarge, CheckpointError):  # the checkpoint then says that it lacks them
                 self.gradients.gathered = transfer.gather(own, self._group.collective_device)
+
+    def start_loader(self, progress: Mapping[str, Any], step: int) -> None:
+        """Lets the loader's workers read from the place of a checkpoint on, while its tensors are read."""
+        with suppress(CheckpointError):  # ``restore`` raises it, too, once it has checked the parts
+            self._loader.start(progress, step)
 
     def restore(self, found: tuple[dict[str, Any], Place] | None) -> None:
         """Loads a checkpoint's content, and notes its place; nothing if None. Raises CheckpointError."""
