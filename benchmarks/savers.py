@@ -29,10 +29,7 @@ CALLS_AND_COPY = "state_dict() + memory copy"
 
 def make_training(size: int) -> tuple[torch.nn.Module, torch.optim.Adam]:
     """A model and its optimizer whose state is about ``size`` bytes."""
-    torch.manual_seed(0)
-    width = round((size / 12 / LAYERS) ** 0.5)
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
-    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    model, optimizer = make_untrained(size)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -58,6 +55,14 @@ def make_transformer(layers: int, width: int) -> tuple[torch.nn.Module, torch.op
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
+
+
+def make_untrained(size: int) -> tuple[torch.nn.Module, torch.optim.Adam]:
+    """The same as when a script starts: the optimizer has no state yet."""
+    torch.manual_seed(0)
+    width = round((size / 12 / LAYERS) ** 0.5)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
+    return model, torch.optim.Adam(model.parameters(), foreach=False)
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

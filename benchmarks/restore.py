@@ -1,0 +1,373 @@
+"""What a restore costs: ``python -m benchmarks.restore``, about 15 minutes; ``--quick``, at most 2.
+
+A model of 20 layers and its Adam state (160 tensors) of three sizes is restored in 1, 2, 4 and 8 gloo ranks of a host.
+Two ways alternate in the same processes, each into a new model and an optimizer without state:
+
+- clusterddp: ``restore``, then ``load_state`` of both: rank 0 reads, verifies, and shares the data with the others.
+- torch: on every rank, the file's CRC-32 read in pieces of 256 KiB, ``torch.load(weights_only=True)``, and
+  ``load_state_dict`` of both. A third way is the same with ``mmap=True``: it is shown, and no bar.
+
+Seconds are from when all ranks are there until all have loaded. Warm: the file is in the page cache. Cold: it was
+dropped from there (``POSIX_FADV_DONTNEED``), though a virtual disk's host may still have it in memory. Bytes read are
+those of read calls (rchar in /proc/self/io) of all ranks, by the size of the file. Memory is the sum of all ranks'
+proportional shares (PSS) at its peak, above what the ranks have once all is loaded, by the size of the state.
+
+Bars: at most 1.2 times torch's time at one rank, and 1.0 times at 4 and more; the file is read once; memory of at most
+1.2 states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import report, rows
+from benchmarks.savers import make_training, make_untrained, state_of
+from clusterddp.checkpoint.checkpoint_folder import CheckpointFolder
+from clusterddp.checkpoint.memory.anonymous import free_memory
+from clusterddp.checkpoint.restore import restore
+from clusterddp.checkpoint.state import load_state
+from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.jobdef.job import Keep
+from clusterddp.rundir.run_directory import RunDirectory
+from tests.ddp import free_port
+
+OURS, TORCH, MAPPED = "clusterddp", "torch", "torch, mmap=True"
+WAYS = (OURS, TORCH, MAPPED)
+#: Of the ratio of times, by the number of ranks; of bytes read, with what a rank reads of /proc; of memory, in states.
+TIME_BARS = {1: 1.2, 4: 1.0, 8: 1.0}
+READ_BAR, MEMORY_BAR = 1.01, 1.2
+PIECE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Size:
+    """A state of about so many bytes, and how often each of the first ``ways`` restores it, warm and cold."""
+
+    name: str
+    bytes: int
+    rounds: int
+    ways: int = 3
+
+
+SIZES = [Size("10 MB", 10_000_000, 21), Size("400 MB", 400_000_000, 9), Size("2 GB", 2_000_000_000, 3)]
+RANKS = (1, 2, 4, 8)
+QUICK = ([Size("400 MB", 400_000_000, 4, ways=2)], (1, 4))
+
+
+# ---- one of the processes
+
+
+def save(folder: Path, size: Size) -> None:
+    """The files that are restored."""
+    model, optimizer = make_training(size.bytes)
+    with CheckpointFolder(folder / "ours") as checkpoints:
+        checkpoints.restore()
+        checkpoints.save(1, model=model, optimizer=optimizer)
+    torch.save(state_of(model, optimizer), folder / "torch.pt")
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    ours = folder / "ours" / "checkpoints" / "step-000000000001.attempt-0.safetensors"
+    return {OURS: ours, TORCH: folder / "torch.pt", MAPPED: folder / "torch.pt"}
+
+
+class Restorer:
+    """A rank that restores again and again."""
+
+    def __init__(self, folder: Path, size: Size, rank: int) -> None:
+        self._files, self._folder, self._size, self._rank = files_of(folder), folder, size, rank
+        #: Seconds of the last restore until the state was read, and until it was loaded.
+        self.phases = (0.0, 0.0)
+
+    def once(self, way: str, cold: bool, hold: Callable[[], None] = lambda: None) -> tuple[float, int]:
+        """Seconds and bytes read of a restore by this way. ``hold`` is called when most memory is in use."""
+        model, optimizer = make_untrained(self._size.bytes)
+        gc.collect()
+        if self._rank == 0:
+            (drop_from_cache if cold else bring_into_cache)(self._files[way])
+        dist.barrier()
+        read_before, started = bytes_read(), time.perf_counter()
+        content = self._read(way)
+        arrived = time.perf_counter()
+        self._load(way, content, model, optimizer)
+        dist.barrier()
+        seconds, read = time.perf_counter() - started, bytes_read() - read_before
+        self.phases = (arrived - started, seconds - (arrived - started))
+        hold()
+        del content
+        hold()
+        del model, optimizer
+        return seconds, read
+
+    def _read(self, way: str) -> Any:
+        path = self._files[way]
+        if way == OURS:
+            checkpoints = Checkpoints(RunDirectory(self._folder / "ours"), 0, Keep()) if self._rank == 0 else None
+            found = restore(checkpoints, torch.device("cpu"))
+            assert found is not None
+            return found[0]
+        checksum_of(path)
+        return torch.load(path, weights_only=True, mmap=way == MAPPED)
+
+    @staticmethod
+    def _load(way: str, content: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if way == OURS:
+            load_state(model, content["model"])
+            load_state(optimizer, content["optimizer"])
+        else:
+            model.load_state_dict(content["model"])
+            optimizer.load_state_dict(content["optimizer"])
+
+
+def checksum_of(path: Path) -> int:
+    """The CRC-32 of a file."""
+    buffer, found = memoryview(bytearray(PIECE)), 0
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            found = zlib.crc32(buffer[:count], found)
+    return found
+
+
+def measure(folder: Path, size: Size, rank: int, ranks: int, port: int) -> dict[str, Any]:
+    """Seconds, bytes and phases by way and cache, and the memory. Collective."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    initialize_group(rank, ranks, port)
+    restorer, ways = Restorer(folder, size, rank), WAYS[: size.ways]
+    figures: dict[str, Any] = {
+        cache: {way: {"seconds": [], "read": [], "phases": []} for way in ways} for cache in ("warm", "cold")
+    }
+    for number in range(-1, size.rounds):  # the first round is not counted
+        for cache in figures:
+            for way in (*ways[number % len(ways) :], *ways[: number % len(ways)]):
+                seconds, read = restorer.once(way, cache == "cold")
+                total = torch.tensor([read])
+                dist.all_reduce(total)
+                if number >= 0:
+                    of_way = figures[cache][way]
+                    of_way["seconds"].append(seconds)
+                    of_way["read"].append(int(total) / files_of(folder)[way].stat().st_size)
+                    of_way["phases"].append(restorer.phases)
+    figures["memory"] = {way: peak_memory(restorer, way, rank) for way in ways}
+    figures["state_bytes"] = files_of(folder)[OURS].stat().st_size
+    dist.destroy_process_group()
+    return figures
+
+
+# ---- memory
+
+
+def peak_memory(restorer: Restorer, way: str, rank: int) -> int:
+    """The peak of all ranks' memory in a restore, above what they have afterwards, in bytes. Collective."""
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    sampler = Sampler(pids) if rank == 0 else None
+    held: list[int] = []  # while all have loaded, then once the rest is gone
+
+    def hold() -> None:
+        dist.barrier()
+        if sampler is not None:
+            held.append(sampler.now())
+        dist.barrier()
+
+    restorer.once(way, False, hold)
+    return max(sampler.close(), held[0]) - held[1] if sampler is not None else 0
+
+
+class Sampler:
+    """Adds up the memory of processes all the time, in a thread of rank 0."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids, self._peak, self._over = pids, 0, threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._over.wait(0.01):
+            self._peak = max(self._peak, self.now())
+
+    def now(self) -> int:
+        """The memory of all."""
+        return sum(map(share_of, self._pids))
+
+    def close(self) -> int:
+        """Ends the thread; the most that it has seen."""
+        self._over.set()
+        self._thread.join()
+        return self._peak
+
+
+def share_of(pid: int) -> int:
+    """A process's memory, in bytes; of what it shares with others, its part."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def bytes_read() -> int:
+    """The bytes that this process has got from read() and the like so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def drop_from_cache(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+def bring_into_cache(path: Path) -> None:
+    checksum_of(path)
+
+
+def initialize_group(rank: int, ranks: int, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=300))  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
+# ---- around them
+
+
+def in_processes(name: str, ranks: int, folder: Path, size: Size) -> Any:
+    """What a function above returns in processes of its own; rank 0's answer."""
+    port, result = free_port(), folder / "figures.json"
+    # A training process restores once, into memory that it has not used before. glibc would hand out what the restore
+    # before has freed, depending on the sizes of tensors: its threshold grows.
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": "131072"}
+    processes = []
+    for rank in range(ranks):
+        asked = {"name": name, "folder": str(folder), "size": asdict(size), "rank": rank, "ranks": ranks, "port": port}
+        command = [sys.executable, "-m", "benchmarks.restore", "--answer", json.dumps(asked)]
+        processes.append(subprocess.Popen(command, env=environment))
+    try:
+        codes = [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        sys.exit(f"{name}: the processes ended with {codes}")
+    return json.loads(result.read_text())
+
+
+def answer(asked: dict[str, Any]) -> None:
+    """One of those processes."""
+    name, folder, size = asked.pop("name"), Path(asked.pop("folder")), Size(**asked.pop("size"))
+    figures = save(folder, size) if name == "save" else measure(folder, size, **asked)
+    if asked["rank"] == 0:
+        (folder / "figures.json").write_text(json.dumps(figures))
+
+
+def all_figures(sizes: Sequence[Size], counts: Sequence[int], scratch: Path) -> dict[str, dict[str, Any]]:
+    """By size and number of ranks; None where there is too little memory."""
+    found: dict[str, dict[str, Any]] = {}
+    for size in sizes:
+        with tempfile.TemporaryDirectory(dir=scratch) as name:
+            in_processes("save", 1, Path(name), size)
+            of_size = found[size.name] = {}
+            for ranks in counts:
+                print(f"{time.strftime('%H:%M:%S')} {size.name}, {ranks} ranks", file=sys.stderr, flush=True)
+                enough = (1.5 * ranks + 1) * size.bytes < free_memory()
+                of_size[str(ranks)] = in_processes("measure", ranks, Path(name), size) if enough else None
+    return found
+
+
+def rows_of(size: str, ranks: int, figures: dict[str, Any]) -> list[rows.Row]:
+    """The rows of one size and number of ranks."""
+    where = f"restore, {size}, {ranks} rank{'s' * (ranks > 1)}"
+    found = []
+    for cache in ("warm", "cold"):
+        seconds = {way: one["seconds"] for way, one in figures[cache].items()}
+        limit, bar = "crc32 + torch.load + load_state_dict per rank", TIME_BARS.get(ranks)
+        found.append(rows.paired(f"{where}, {cache}", "s", seconds[OURS], seconds[TORCH], limit, allowed=bar))
+        if mapped := seconds.get(MAPPED):
+            row = f"{where}, {cache}, beside mmap"
+            found.append(rows.paired(row, "s", seconds[OURS], mapped, "the same with mmap=True"))
+    read = max(max(figures[cache][OURS]["read"]) for cache in ("warm", "cold"))
+    found.append(rows.counted(f"{where}: bytes read", "files", read, 1.0, "the file once", allowed=READ_BAR))
+    states = figures["memory"][OURS] / figures["state_bytes"]
+    found.append(rows.counted(f"{where}: peak memory", "states", states, 1.0, "the state once", allowed=MEMORY_BAR))
+    return found
+
+
+def describe(figures: dict[str, dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """The page and its rows."""
+    found = [
+        row.as_json()
+        for size, by_ranks in figures.items()
+        for ranks, one in by_ranks.items()
+        if one is not None
+        for row in rows_of(size, int(ranks), one)
+    ]
+    left_out = [f"{size} in {ranks} ranks" for size, one in figures.items() for ranks in one if one[ranks] is None]
+    missed = [row["row"] for row in found if row["met"] is False]
+    text = f"""# What a restore costs
+
+{report.place()} {time.strftime("%Y-%m-%d")}, load average {os.getloadavg()[0]:.0f}.
+One host and one local disk: passing on to other hosts, shared file systems and GPUs are not in these figures. Other
+work ran on the machine at the same time, so that only ratios of alternating restores count: seconds tell little.
+Cold files are dropped from the page cache; the disk of a virtual machine may still be cached by its host. See
+`benchmarks/restore.py` for what is measured.
+
+{rows.table(found)}
+
+Missed: {", ".join(missed) or "none"}. Not measured, for too little memory: {", ".join(left_out) or "none"}.
+
+## Where the time goes
+
+Seconds (medians of rank 0), until the state is read and verified, and until it is loaded; memory above the loaded
+state, in states, at its peak.
+
+{report.table(["size", "ranks", "cache", "way", "read", "load", "memory"], phase_lines(figures))}"""
+    return text, found
+
+
+def phase_lines(figures: dict[str, dict[str, Any]]) -> list[list[object]]:
+    """Of the second table."""
+    lines: list[list[object]] = []
+    for size, by_ranks in figures.items():
+        for ranks, one in by_ranks.items():
+            for cache in ("warm", "cold") if one is not None else ():
+                for way in one[cache]:
+                    read, load = (report.median(part) for part in zip(*one[cache][way]["phases"], strict=True))
+                    memory = one["memory"][way] / one["state_bytes"]
+                    lines.append([size, ranks, cache, way, f"{read:.3f}", f"{load:.3f}", memory])
+    return lines
+
+
+def main() -> None:
+    """The command line; also what each of the processes runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="400 MB in 1 and 4 ranks")
+    parser.add_argument("--sizes", nargs="+", choices=[size.name for size in SIZES], help="default: all")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="the folder to save in")
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    parser.add_argument("--answer", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.answer is not None:
+        answer(options.answer)
+        return
+    sizes = [size for size in SIZES if size.name in (options.sizes or [size.name])]
+    sizes, counts = QUICK if options.quick else (sizes, options.ranks)
+    figures = all_figures(sizes, counts, options.scratch)
+    text, found = describe(figures)
+    report.write(options.out, "restore", text, {"rows": found, "figures": figures})
+
+
+if __name__ == "__main__":
+    main()
