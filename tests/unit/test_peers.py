@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import rows
 from benchmarks.peers.__main__ import Queue, Results, plan
 from benchmarks.peers.cells import Line, bound, ettr, figures, gaps, parse
 from benchmarks.peers.page import describe
@@ -121,5 +122,16 @@ def test_the_page_says_what_is_lost_and_what_was_not_run(tmp_path: Path) -> None
     cells += [cell("torchrun", lines=INTERRUPTED[:4], finished=None, end="no job left", slurm="FAILED 1:0")]
     text, raw = describe(cells, tmp_path, "Slurm 22.05.8")
     assert "| torchrun | **lost** at step 4: job FAILED |" in text and "| submitit | not run |" in text
-    assert [(row["allowed"], row["met"]) for row in raw["rows"]] == [(None, None), (1 / 0.97, True)]
+    assert [(row["allowed"], row["met"]) for row in raw["rows"]] == [(None, None), (1 / 0.97, None), (None, None)]
+    assert all(rows.problem(row) is None for row in raw["rows"])
     json.dumps(raw, allow_nan=False)
+
+
+def test_the_bar_is_judged_from_three_cells_on(tmp_path: Path) -> None:
+    """The limit is ours here, so that it is met; were ours to lose ten seconds more each time, it would not be."""
+    slow = [*INTERRUPTED[:4], *(Line(line.time + 10, line.step, 2) for line in INTERRUPTED[4:])]
+    for ours, met in ((INTERRUPTED, True), (slow, False)):
+        cells = [cell(lines=ours, schedule="preempt-60") for _ in range(3)]
+        cells += [cell("limit", "preempt-60"), cell("limit", "none", INTERRUPTED[:4])]
+        row = next(row for row in Matrix(cells, tmp_path, steps=8).rows() if row["allowed"])
+        assert (row["met"], rows.problem(row)) == (met, None)
