@@ -92,7 +92,7 @@ its last step for free, in a batch script that ends with its ranks: what Slurm, 
             name: {"versions": peer.versions(), "lines": peer.lines(), "promise": peer.promise}
             for name, peer in PEERS.items()
         },
-        "limit": {"start_s": matrix.start(LIMIT.name), "each_s": matrix.each()},
+        "limit": {"start_s": matrix.start(), "each_s": matrix.each()},
         "matrix": found,
         "cells": matrix.cells,
     }
@@ -129,12 +129,13 @@ def matrix_table(by_key: dict[tuple[str, str], dict[str, Any]]) -> str:
 def ours_text(matrix: Matrix, rows: Sequence[dict[str, Any]]) -> str:
     """Ours beside the bound."""
     table = rows_table(rows)
-    start, each = f"{matrix.start(LIMIT.name):.1f} s", f"{matrix.each():.1f} s"
+    start, each = f"{matrix.start():.1f} s", f"{matrix.each():.1f} s"
     return f"""\
 The bound, by the formula of arXiv 2410.21680 with a fixed number of interruptions n: P / (P + u + n q), where P is the
-time of the steps, u the start of the limit ({start}), q what it loses with a preemption ({each}: Slurm's hold, imports,
-rendezvous). Without a notice q is another start and half a checkpoint interval; the time until a dead node or a hang is
-noticed (40 and 60 s) is not in the bound. Both sides with the cell's own mean step.
+time of the steps, u the start of the limit (median {start}), q what it loses with a preemption (median {each}: Slurm's
+hold, imports, rendezvous). Without a notice q is another start and half a checkpoint interval; the time until a dead
+node or a hang is noticed (40 and 60 s) is not in the bound. A cell's u and q are those of the limit's cells within a
+quarter of an hour, if there are any.
 
 {table}
 

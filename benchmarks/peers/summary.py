@@ -21,6 +21,8 @@ OURS = "clusterddp"
 ALLOWED = 0.97
 #: Cells from which on the bar is judged.
 LEAST = 3
+#: Starts take longer on a busier machine: a cell is compared with the limit's of the same quarter of an hour.
+NEAR_S = 900.0
 #: A run that has made a new step so many seconds before the end of its cell is slow, not lost.
 ALIVE_S = 90.0
 LIMIT_IS = "the bound"
@@ -47,23 +49,35 @@ class Matrix:
         cells = [cell for cell in self.cells if (cell["peer"], cell["schedule"]) == (peer, schedule)]
         return [cell for cell in cells if cell["finished"]] if completed else cells
 
+    def common(self, schedule: str) -> set[int]:
+        """The repetitions that all peers have; all, if there are none: what is compared was measured together."""
+        found = [{cell["repetition"] for cell in self.of(peer, schedule)} for peer in PEERS]
+        return set.intersection(*found) or set.union(*found)
+
     def undisturbed_step(self, peer: str) -> float:
         """Its mean step in undisturbed runs, saves included."""
         return _median([cell["pace_s"] for cell in self.of(peer, "none", completed=True)])
 
-    def start(self, peer: str) -> float:
-        """Seconds from the submission to the end of the first step, under any schedule: no fault comes before it."""
-        return _median([cell["start_s"] for cell in self.cells if cell["peer"] == peer and cell["start_s"]])
+    def limits(self, near: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """The limit's cells; those measured within `NEAR_S` of another cell, if there are any."""
+        cells = [cell for cell in self.cells if cell["peer"] == LIMIT.name and cell["finished"]]
+        if near is None:
+            return cells
+        return [cell for cell in cells if abs(cell["submitted"] - near["submitted"]) <= NEAR_S] or cells
 
-    def each(self) -> float:
+    def start(self, near: dict[str, Any] | None = None) -> float:
+        """The limit's seconds from the submission to the end of the first step: no fault comes before it."""
+        return _median([cell["start_s"] for cell in self.limits(near)])
+
+    def each(self, near: dict[str, Any] | None = None) -> float:
         """What the limit loses with a preemption: seconds without progress."""
-        cells = [cell for name in ("preempt", "preempt-60") for cell in self.of(LIMIT.name, name, completed=True)]
-        return _median([gap for cell in cells for gap in cell["gaps_s"]])
+        gaps = [gap for cell in self.limits(near) for gap in cell["gaps_s"]]
+        return _median(gaps) if gaps or near is None else self.each()
 
     def bound_of(self, cell: dict[str, Any], step_s: float) -> float:
         """The bound of a cell's effective training time: as often interrupted as it was."""
         schedule = SCHEDULES[cell["schedule"]]
-        start, each = self.start(LIMIT.name), self.each()
+        start, each = self.start(cell), self.each(cell)
         if schedule.announced:
             return bound(self.steps, step_s, start, each, interruptions(cell, schedule))
         again = SAVE_EPOCHS * PER_EPOCH * step_s / 2
@@ -81,7 +95,8 @@ class Matrix:
 
     def figures(self, peer: str, schedule: str) -> dict[str, Any]:
         """Medians over the repetitions of a cell of the matrix."""
-        cells, done = self.of(peer, schedule), self.of(peer, schedule, completed=True)
+        cells = [cell for cell in self.of(peer, schedule) if cell["repetition"] in self.common(schedule)]
+        done = [cell for cell in cells if cell["finished"]]
         step_s, alone = self.undisturbed_step(peer), [c["wall_s"] for c in self.of(peer, "none", completed=True)]
         handovers = [one for cell in cells for one in cell["handovers"]]
         return {
@@ -121,7 +136,7 @@ class Matrix:
         found = []
         for schedule in list(SCHEDULES)[1:]:
             done = self.of(OURS, schedule, completed=True)
-            if not done or math.isnan(self.each()) or math.isnan(self.start(LIMIT.name)):
+            if not done or math.isnan(self.each()) or math.isnan(self.start()):
                 continue
             limits = [cell["wall_s"] * self.of_bound(cell) for cell in done]
             words = f"wall time, {SCHEDULES[schedule].words}"
