@@ -58,7 +58,8 @@ def describe(cells: Sequence[dict[str, Any]], state: Path, words: str, note: str
 
 The same training under the same faults: {steps} steps of the bundled digits example, 2 nodes x 2 ranks, gloo.
 {report.place(words)} {date.today()}, `make bench-peers`.
-{len(cells)} cells, up to {max((one["run"] for one in found), default=0)} repetitions; medians. {note}
+{len(cells)} cells. The tables of the peers have the medians of the repetitions that all peers have
+({max((one["run"] for one in found), default=0)} at most), the comparison with the bound has all. {note}
 
 {CAVEATS}
 
@@ -132,10 +133,10 @@ def ours_text(matrix: Matrix, rows: Sequence[dict[str, Any]]) -> str:
     start, each = f"{matrix.start():.1f} s", f"{matrix.each():.1f} s"
     return f"""\
 The bound, by the formula of arXiv 2410.21680 with a fixed number of interruptions n: P / (P + u + n q), where P is the
-time of the steps, u the start of the limit (median {start}), q what it loses with a preemption (median {each}: Slurm's
+time of the steps, u the start of the limit (median {start}), q what it loses with a preemption (mean {each}: Slurm's
 hold, imports, rendezvous). Without a notice q is another start and half a checkpoint interval; the time until a dead
-node or a hang is noticed (40 and 60 s) is not in the bound. A cell's u and q are those of the limit's cells within a
-quarter of an hour, if there are any.
+node or a hang is noticed (40 and 60 s) is not in the bound. A cell's u and q are those of the limit's cells that ran
+beside it, else those within a quarter of an hour, else all.
 
 {table}
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,9 @@ OURS = "clusterddp"
 ALLOWED = 0.97
 #: Cells from which on the bar is judged.
 LEAST = 3
-#: Starts take longer on a busier machine: a cell is compared with the limit's of the same quarter of an hour.
-NEAR_S = 900.0
+#: Starts take longer on a busier machine: a cell is compared with the limit's cells that ran beside it for such a share
+#: of its time; where there are none, with those that began within so many seconds.
+BESIDE, NEAR_S = 0.5, 900.0
 #: A run that has made a new step so many seconds before the end of its cell is slow, not lost.
 ALIVE_S = 90.0
 LIMIT_IS = "the bound"
@@ -59,11 +60,12 @@ class Matrix:
         return _median([cell["pace_s"] for cell in self.of(peer, "none", completed=True)])
 
     def limits(self, near: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """The limit's cells; those measured within `NEAR_S` of another cell, if there are any."""
+        """The limit's cells; those that ran beside another cell, else those of the same quarter of an hour, if any."""
         cells = [cell for cell in self.cells if cell["peer"] == LIMIT.name and cell["finished"]]
-        if near is None:
+        if near is None or not near["finished"]:
             return cells
-        return [cell for cell in cells if abs(cell["submitted"] - near["submitted"]) <= NEAR_S] or cells
+        beside = [cell for cell in cells if _overlap(cell, near) >= BESIDE]
+        return beside or [one for one in cells if abs(one["submitted"] - near["submitted"]) <= NEAR_S] or cells
 
     def start(self, near: dict[str, Any] | None = None) -> float:
         """The limit's seconds from the submission to the end of the first step: no fault comes before it."""
@@ -72,7 +74,7 @@ class Matrix:
     def each(self, near: dict[str, Any] | None = None) -> float:
         """What the limit loses with a preemption: seconds without progress."""
         gaps = [gap for cell in self.limits(near) for gap in cell["gaps_s"]]
-        return _median(gaps) if gaps or near is None else self.each()
+        return fmean(gaps) if gaps else math.nan if near is None else self.each()
 
     def bound_of(self, cell: dict[str, Any], step_s: float) -> float:
         """The bound of a cell's effective training time: as often interrupted as it was."""
@@ -165,6 +167,12 @@ def interruptions(cell: dict[str, Any], schedule: Schedule) -> int:
 
 def everything(matrix: Matrix) -> list[dict[str, Any]]:
     return [matrix.figures(peer, schedule) for schedule in SCHEDULES for peer in [*PEERS, LIMIT.name]]
+
+
+def _overlap(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The share of the other's time in which both ran."""
+    both = min(one["finished"], other["finished"]) - max(one["submitted"], other["submitted"])
+    return float(max(0.0, both) / (other["finished"] - other["submitted"]))
 
 
 def still_training(cell: dict[str, Any]) -> bool:
