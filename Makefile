@@ -25,6 +25,8 @@
 # make bench-steady-state what a run costs while it trains, beside a bare DDP loop
 # make bench-heartbeat    what the watchdog costs; make bench-report: what `clusterddp report` costs
 # make bench-step-timing  what timing each step and run.log cost; make bench-orders: what drawing samples costs
+# make bench-scale        what grows with the number of ranks: simulated ranks, a real Slurm of 64 nodes, 32 gloo ranks
+#                         (8 GB); SCALE="--parts hosts,list" measures some parts again
 # make bench-input        how fast batches come, beside other loaders
 # make bench-peers        the same training under the same faults, by this project and by what people use today
 # make bench-saves        what a save costs training, beside other savers (torchsnapshot too, if it is installed)
@@ -45,7 +47,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-input bench-peers bench-saves bench-startup measure-math-library bench-checkpoint bench-report lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-input bench-peers bench-saves bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -150,6 +152,9 @@ bench-heartbeat: .venv/ready
 
 bench-step-timing: .venv/ready
 	.venv/bin/python -m benchmarks.steps.step_timing
+
+bench-scale: .venv/ready slurm
+	.venv/bin/python -m benchmarks.scale $(SCALE)
 
 bench-report: .venv/ready
 	.venv/bin/python -m benchmarks.report_page

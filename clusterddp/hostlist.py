@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 from clusterddp.errors import LauncherEnvironmentError
@@ -12,6 +12,8 @@ from clusterddp.errors import LauncherEnvironmentError
 #: A part of a list up to the comma, or the end, behind it: commas inside brackets separate nothing. A bracket that is
 #: not closed is an ordinary character here, and refused later.
 _PART = re.compile(r"(?:[^,\[]+|\[[^\[\]]*\]|\[)*")
+#: A part with one bracket that lists numbers: a list may consist of thousands of these.
+_LISTED = re.compile(r"([\w.:-]*)\[(\d{1,18}(?:,\d{1,18})*)\]([\w.:-]*)(?=,|\Z)", re.ASCII)
 #: Nothing but names: the list of thousands of nodes with odd names.
 _NAMES = re.compile(r"[\w.:-]+(?:,[\w.:-]+)*", re.ASCII)
 _HOST = re.compile(r"(?:[\w.:-]|\[[^\[\]]*\])+", re.ASCII)
@@ -36,24 +38,20 @@ def expand(hostlist: str) -> list[str]:
         if len(names) > _MOST_HOSTS:
             raise _malformed(hostlist, f"it names more than {_MOST_HOSTS} hosts")
         return names
-    names = []
-    for part in _parts(hostlist):
-        names += _expand_part(part, hostlist)
+    names, at = [], 0
+    while at <= len(hostlist):  # in one pass over the text
+        if match := _LISTED.match(hostlist, at):
+            before, numbers, after = match.groups()
+            names += [f"{before}{number}{after}" for number in numbers.split(",")]
+            at = match.end() + 1
+        else:
+            part = _PART.match(hostlist, at)
+            assert part is not None  # it may be empty
+            names += _expand_part(part[0], hostlist)
+            at = part.end() + 1
         if len(names) > _MOST_HOSTS:
             raise _malformed(hostlist, f"it names more than {_MOST_HOSTS} hosts")
     return names
-
-
-def _parts(hostlist: str) -> Iterator[str]:
-    """The parts between the commas, in one pass over the text."""
-    at = 0
-    while True:
-        part = _PART.match(hostlist, at)
-        assert part is not None  # it may be empty
-        yield part[0]
-        at = part.end() + 1
-        if at > len(hostlist):
-            return
 
 
 def _expand_part(part: str, hostlist: str) -> list[str]:

@@ -40,9 +40,10 @@ def measure(nodes: int = NODES) -> dict[str, Any]:
 
 
 def controls(up: Cluster, folder: Path, nodes: int) -> dict[str, float]:
-    """Seconds of srun with as many tasks as the run has ranks, in one job; ``true``, then Python."""
+    """Seconds of srun with as many tasks as the run has ranks, in one job: ``true``, Python, a rank's imports."""
     size = f"--nodes={nodes} --ntasks-per-node={RANKS_PER_NODE} --cpus-per-task=1"
-    words = {"true": "/bin/true", "python": f"{up.python} -c pass"}
+    imports = f"{up.python} -c 'import clusterddp.worker.rank'"
+    words = {"true": "/bin/true", "python": f"{up.python} -c pass", "imports": imports}
     lines = [f"s=$(date +%s.%N); srun {size} {word} && echo {name} $s $(date +%s.%N)" for name, word in words.items()]
     script = folder / "controls.sbatch"
     script.write_text("\n".join(["#!/bin/bash", *lines, *lines]) + "\n")

@@ -22,7 +22,8 @@ from clusterddp.rundir.run_directory import RunDirectory
 
 #: Strangers that connect while the ranks do, and the heartbeats' period where the job has none of its own.
 FLOOD, BEATS = 2000, 3
-WAIT_S = 180.0
+#: How long to wait for a phase, and for the ranks to leave after a stop.
+WAIT_S, STOP_S = 180.0, 30.0
 
 
 class Child:
@@ -52,17 +53,21 @@ class Child:
 class Driver:
     """The supervisor's process, and the processes of the simulated ranks."""
 
-    def __init__(self, folder: Path, ranks: int, processes: int, *options: str) -> None:
+    def __init__(self, folder: Path, ranks: int, processes: int, module: str, *options: str) -> None:
         self.run, self.ranks = RunDirectory(folder / "run"), ranks
         self.run.create()
         self.log = folder / "supervisor.log"
-        self.supervisor = Child("benchmarks.scale.supervised", str(self.run), str(ranks), *options, errors=self.log)
+        self.supervisor = Child(module, str(self.run), str(ranks), *options, errors=self.log)
         self.stubs = [Child("benchmarks.scale.stubs", errors=folder / "stubs.log") for _ in range(processes)]
         self._share = -(-ranks // processes)
 
-    def join(self) -> float:
-        """All ranks connect as soon as the supervisor wants them; when that was, in unix seconds."""
-        start = self.supervisor.read()["start"]
+    def wanted(self) -> None:
+        """Returns once the supervisor wants ranks."""
+        self._start = self.supervisor.read()["start"]
+
+    def join(self) -> None:
+        """All ranks connect at once."""
+        start = self._start
         for number, stubs in enumerate(self.stubs):
             first = number * self._share
             count = min(self._share, self.ranks - first)
@@ -70,7 +75,6 @@ class Driver:
         for stubs in self.stubs:
             stubs.read()
         self.port, self.token = start["port"], start["token"]
-        return float(start["time"])
 
     def counts(self) -> Counter[str]:
         """What all simulated ranks have counted."""
@@ -106,9 +110,9 @@ class Driver:
 
 
 @contextmanager
-def driver(ranks: int, *options: str) -> Iterator[Driver]:
+def driver(ranks: int, *options: str, module: str = "benchmarks.scale.supervised") -> Iterator[Driver]:
     with tempfile.TemporaryDirectory() as folder:
-        made = Driver(Path(folder), ranks, max(1, min(4, ranks // 1024)), *options)
+        made = Driver(Path(folder), ranks, max(1, min(4, ranks // 1024)), module, *options)
         try:
             yield made
         finally:
@@ -128,6 +132,19 @@ def phase(made: Driver, act: Callable[[], Any], done: Callable[[], bool], what: 
         "files": after["files"],
         "counts": {name: number - counted[name] for name, number in now.items() if number != counted[name]},
     }
+
+
+def join_pair(ranks: int) -> tuple[float, float]:
+    """CPU seconds until so many ranks have joined: of the supervisor, and of the least server that answers."""
+    found = []
+    for module in ("benchmarks.scale.supervised", "benchmarks.scale.bare"):
+        with driver(ranks, module=module) as made:
+            made.wanted()
+            before = made.usage()["cpu_s"]
+            made.join()
+            made.until(all_joined(made), "the join")
+            found.append(made.usage()["cpu_s"] - before)
+    return found[0], found[1]
 
 
 def all_joined(made: Driver) -> Callable[[], bool]:
@@ -155,6 +172,7 @@ def failure(made: Driver) -> dict[str, Any]:
         stubs.ask("leave")
     made.supervisor.tell("ended", exit_code=137, killed=victim)
     over = made.supervisor.read()["over"]
+    made.wanted()
     named = next(event for event in made.run.events() if event["event"] == "rank_failed")
     assert named["rank"] == victim, named
     return {
@@ -167,18 +185,28 @@ def failure(made: Driver) -> dict[str, Any]:
 def stop(made: Driver) -> dict[str, Any]:
     """A preemption: all ranks are told, confirm, and leave."""
     made.supervisor.tell("preempt")
-    made.until(lambda: made.counts()["open"] == 0, "the stop")
-    told = time.time()
+    deadline = time.monotonic() + STOP_S
+    while made.counts()["open"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    told, missed = time.time(), made.counts()["open"]
+    for stubs in made.stubs:
+        stubs.ask("leave")
     made.supervisor.tell("ended", exit_code=0)
     over = made.supervisor.read()["over"]
     lines = made.run.events_file.read_bytes().splitlines()
-    return {"over_s": round(over["time"] - told, 3), "history_lines": len(lines), "log_bytes": made.log.stat().st_size}
+    return {
+        "over_s": round(over["time"] - told, 3),
+        "missed": missed,
+        "history_lines": len(lines),
+        "log_bytes": made.log.stat().st_size,
+    }
 
 
 def measure(ranks: int, profile: Path | None = None) -> dict[str, Any]:
     """All phases of one run, with so many simulated ranks."""
     found: dict[str, Any] = {"ranks": ranks}
     with driver(ranks, *(["profile"] if profile else [])) as made:
+        made.wanted()
         started = made.usage()
         found["empty_mb"] = round(started["rss_mb"], 1)
         found["hello"] = phase(made, made.join, all_joined(made), "the first join")

@@ -64,6 +64,7 @@ def messages(ranks: int) -> dict[str, int]:
     """What one supervisor and its ranks send for each mechanism, and the history's lines."""
     found: dict[str, int] = {}
     with driver(ranks) as made:
+        made.wanted()
         before = made.counts()
 
         def took() -> Counter[str]:

@@ -27,7 +27,7 @@ LEAVE_TIMEOUT_S = 30.0
 GLOO_TIMEOUT_CHANGES = hasattr(dist.ProcessGroup, "set_timeout")
 _OWNER, _LEFT, _ALL_LEFT = "clusterddp/owner", "left", "left/all"
 _CONNECTED, _ALL_CONNECTED = "connected", "connected/all"
-#: Connections of each rank: with rank 0's store, and with other libraries' in addition. Files that a rank opens besides.
+#: A rank's connections with rank 0's store, the most with other libraries' too, and the files that it opens besides.
 _STORE_CONNECTIONS, _MOST_CONNECTIONS, _OWN_FILES = 2, 4, 256
 
 

@@ -142,7 +142,8 @@ def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step
     rank = event.rank
     # A peer that waits for a silent rank may fail before the silence has lasted long enough.
     lost_at = now - SILENCE_S if event.silent else now
-    state = replace(_lose(state, rank, lost_at), watched=False)
+    state = _lose(state, rank, lost_at)
+    state = replace(state, watched=False) if state.watched else state
     state, actions = _abandon(replace(state, saving=False)) if rank == 0 else (state, [])
     if rank in state.ends:
         return state, actions

@@ -35,6 +35,8 @@ from clusterddp.supervisor.state import (
 
 #: How long ranks may take to answer, in seconds. They do it in a thread of their own.
 ANSWER_S = 5.0
+#: Thousands of ranks' stacks take longer to arrive, on a node that also trains.
+_STACKS_PER_S = 800
 
 _STACKS: Schema = {"request": is_text, "place": is_text, "threads": is_threads}
 _WILL_DO: Schema = {"request": is_text, "refused": optional(is_text)}
@@ -123,7 +125,7 @@ def _stacks(state: State, request: Request, now: float) -> Step:
         asked = _there(state) & _wanted(state, request)
     except ValueError as error:
         return _refuse(state, request, str(error))
-    waiting = Pending(request, asked, now + ANSWER_S)
+    waiting = Pending(request, asked, now + max(ANSWER_S, len(asked) / _STACKS_PER_S))
     if not asked:
         return _finish(state, request, _stacks_answer(state, waiting))
     state = _keep(state, waiting)

@@ -254,3 +254,8 @@ def test_a_stop_takes_a_number_of_store_operations_in_proportion_to_the_ranks_an
         assert before == {"get": ranks}  # each rank's watcher waits for a request
         assert stop.total() <= 4 * ranks + 4, stop
     assert 0.8 < fitted({ranks: stop.total() for ranks, (_, stop) in counts.items()}) < 1.05
+
+
+def test_very_many_ranks_get_longer_to_answer_with_their_stacks() -> None:
+    waits = [handled(state(ranks), [ASK])[0].pending[1].until - NOW for ranks in (64, 4000, 16384)]
+    assert waits == pytest.approx([5.0, 5.0, 20.48])

@@ -1,0 +1,128 @@
+"""What commands and ranks read: the host list of 16,384 nodes, and the files of 10,000 runs."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from clusterddp import environment
+from clusterddp.hostlist import expand
+from tests.runs_on_disk import event, recorded_run, started, steps
+
+NODES, REPEATS = 16384, 15
+LISTS: dict[str, Callable[[int], str]] = {
+    "a range": lambda nodes: f"n[00001-{nodes:05}]",
+    "two brackets": lambda nodes: f"rack[001-{nodes // 64:03}]node[01-64]",
+    "every second number": lambda nodes: f"n[{','.join(str(number) for number in range(0, 2 * nodes, 2))}]",
+    "odd names": lambda nodes: ",".join(f"node-{at * 7919 % 100_003}.rack{at % 97}" for at in range(nodes)),
+    "8,192 brackets": lambda nodes: ",".join(f"n[{number},{number + 1}]x" for number in range(0, 2 * nodes, 4)),
+}
+
+
+def ms(work: Callable[[], object], repeats: int) -> list[float]:
+    """CPU milliseconds of this thread."""
+    found = []
+    for _ in range(repeats):
+        began = time.thread_time()
+        work()
+        found.append(1e3 * (time.thread_time() - began))
+    return found
+
+
+def plain(names: list[str]) -> list[str]:
+    """The least that makes as many names."""
+    return [f"n{number:05}" for number in range(len(names))]
+
+
+def step_environment(nodes: str) -> dict[str, str]:
+    """Slurm's variables of a task of 16,384 nodes."""
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "9",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_TASKS": str(8 * NODES),
+        "SLURM_STEP_NUM_NODES": str(NODES),
+        "SLURM_STEP_TASKS_PER_NODE": f"8(x{NODES})",
+        "SLURM_STEP_NODELIST": nodes,
+    }
+
+
+def host_lists() -> list[dict[str, Any]]:
+    """Each form: expanding the list, and reading a rank's whole environment; beside making as many names."""
+    found = []
+    for name, form in LISTS.items():
+        text = form(NODES)
+        names = expand(text)
+        assert len(set(names)) == NODES
+        environ = step_environment(text)
+        one, whole, least = [], [], []
+        for _ in range(REPEATS):
+            one += ms(lambda text=text: expand(text), 1)  # type: ignore[misc]
+            whole += ms(lambda environ=environ: environment.read(environ), 1)  # type: ignore[misc]
+            least += ms(lambda names=names: plain(names), 1)  # type: ignore[misc]
+        found.append({"form": name, "characters": len(text), "expand_ms": one, "read_ms": whole, "least_ms": least})
+    return found
+
+
+def listing(sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+    """CPU seconds of ``list`` for folders of so many runs, beside reading the same files."""
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        for runs in sizes:
+            folder = Path(name) / str(runs)
+            make(folder, runs)
+            ours, least = [], []
+            for _ in range(repeats):
+                ours.append(child_cpu_s(["-m", "clusterddp", "list", str(folder)]))
+                least.append(child_cpu_s(["-c", READ, str(folder)]))
+            found.append({"runs": runs, "ours_s": ours, "least_s": least})
+    return found
+
+
+READ = """
+import sys
+from pathlib import Path
+for run in sorted(Path(sys.argv[1]).iterdir()):
+    for name in ("job.yaml", "events.jsonl", "metrics.jsonl", "outcome.json"):
+        with open(run / name, "rb") as file:
+            file.read()
+    (run / "logs").stat()
+"""
+
+
+def child_cpu_s(words: list[str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def make(folder: Path, runs: int) -> None:
+    """Completed runs of 200 steps, copies of one."""
+    history = [
+        started(),
+        event("training", step=0),
+        event("checkpoint", step=200, blocked_s=0.1, durable_s=0.2, bytes=9),
+    ]
+    history.append(event("completed", step=200, attempts=1, reason="all ranks finished"))
+    metrics = steps(range(0, 200, 10), loss=0.5)
+    first = recorded_run(folder / "run-00000", history, metrics=metrics, outcome={"state": "completed", "step": 200})
+    for number in range(1, runs):
+        shutil.copytree(first.path, folder / f"run-{number:05}", copy_function=shutil.copyfile)
+
+
+def exponent(found: list[dict[str, Any]]) -> float:
+    """With which power of the number of runs the time grows."""
+    from benchmarks.scale.exponents import fitted
+
+    return fitted({entry["runs"]: report.median(entry["ours_s"]) for entry in found})

@@ -1,0 +1,175 @@
+"""The report of ``benchmarks.scale``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks import report, rows
+from benchmarks.scale.commands import exponent
+
+#: Bars: the supervisor's CPU seconds until 4,096 ranks have joined, seconds until a failure is named, milliseconds.
+JOIN_S, NAMED_S, HOSTS_MS = 10.0, 1.0, 10.0
+BAR_RANKS = 4096
+
+
+def table_rows(parts: Mapping[str, Any]) -> list[rows.Row]:
+    """Of the common table."""
+    found = []
+    if "connections" in parts:
+        ours, least = zip(*parts["connections"]["pairs"], strict=True)
+        limit = "a server that only accepts, parses and answers"
+        found.append(
+            rows.paired(f"{BAR_RANKS:,} simulated ranks join", "CPU s", ours, least, limit, allowed=JOIN_S / max(least))
+        )
+    for form in parts.get("hosts", []):
+        name, allowed = f"rank environment, 16,384 nodes: {form['form']}", HOSTS_MS / report.median(form["least_ms"])
+        limit = "making as many names"
+        found.append(rows.paired(name, "CPU ms", form["read_ms"], form["least_ms"], limit, allowed=allowed))
+    for folder in parts.get("list", []):
+        name = f"list of {folder['runs']:,} runs"
+        found.append(rows.paired(name, "CPU s", folder["ours_s"], folder["least_s"], "reading the same files"))
+    if "slurm" in parts:
+        found += slurm_rows(parts["slurm"])
+    return found
+
+
+def slurm_rows(slurm: Mapping[str, Any]) -> list[rows.Row]:
+    """One run: no interval."""
+    control, ranks = slurm["controls"]["imports"], slurm["ranks"]
+    limit = "srun with as many tasks that only import a rank's modules"
+    seconds = {"start": slurm["start"]["all_s"], "are restarted in place": slurm["failure"]["again_all_s"]}
+    return [rows.counted(f"Slurm: {ranks} ranks {what}", "s", value, control, limit) for what, value in seconds.items()]
+
+
+def page(parts: Mapping[str, Any], table: str) -> str:
+    found = {name: part["found"] for name, part in parts.items()}
+    dates = ", ".join(sorted({part["date"] for part in parts.values()}))
+    texts = [
+        "# What grows with the number of ranks",
+        "Simulated ranks are connections that speak the real protocol, many in one process; they train nothing. "
+        "They, the supervisor and other programs share this machine: seconds of wall time are upper bounds, CPU "
+        "seconds are the supervisor's own. Nothing here was measured on thousands of nodes; "
+        "[scale.md](../design/scale.md) says what follows from these figures and what is only argued.",
+        f"{report.place('while other programs ran')} Measured on {dates} by `python -m benchmarks.scale`.",
+        table,
+    ]
+    sections: dict[str, Callable[[Any], str]] = {
+        "connections": simulated,
+        "exponents": counted,
+        "list": listed,
+        "slurm": on_slurm,
+        "gloo": with_gloo,
+    }
+    texts += [write(found[name]) for name, write in sections.items() if name in found]
+    return "\n\n".join(texts)
+
+
+def simulated(part: Mapping[str, Any]) -> str:
+    sizes = part["sizes"]
+    head = ["", *(f"{size['ranks']:,} ranks" for size in sizes)]
+
+    def of(name: str, get: Callable[[Mapping[str, Any]], object]) -> list[object]:
+        return [name, *(get(size) for size in sizes)]
+
+    lines = [
+        of("all joined: CPU s", lambda s: s["hello"]["cpu_s"]),
+        of("all joined: wall s", lambda s: s["hello"]["wall_s"]),
+        of("the same while 2,000 strangers connect: CPU s", lambda s: s["storm"]["cpu_s"]),
+        of("ranks' connections closed unanswered, in both", lambda s: s["hello"]["dropped"] + s["storm"]["dropped"]),
+        of("supervisor's memory, MB (empty, joined, at the end)", memory),
+        of("open files", lambda s: s["hello"]["files"]),
+        of("heartbeats: period s", lambda s: s["heartbeats"]["period_s"]),
+        of("heartbeats per second", lambda s: s["heartbeats"]["per_s"]),
+        of("heartbeats: share of a core", lambda s: f"{100 * s['heartbeats']['cpu_share']:.1f}%"),
+        of("stacks of all ranks: CPU s", lambda s: s["stacks"]["cpu_s"]),
+        of("stacks of all ranks: ranks that answered", lambda s: s["stacks"]["answered"]),
+        of("a killed rank is named after, s", lambda s: s["failure"]["named_s"]),
+        of("a stop: CPU s", lambda s: s["stop"]["cpu_s"]),
+        of("a stop: from the last rank's end to the next start, s", lambda s: s["stop"]["over_s"]),
+        of("a stop: ranks that were not told", lambda s: s["stop"]["missed"]),
+        of("history lines after two attempts", lambda s: s["stop"]["history_lines"]),
+    ]
+    bar = next(size for size in sizes if size["ranks"] == BAR_RANKS)
+    met = bar["hello"]["cpu_s"] < JOIN_S and bar["failure"]["named_s"] < NAMED_S
+    met = met and not bar["hello"]["dropped"] + bar["storm"]["dropped"]
+    return f"""## Simulated ranks
+
+{report.table(head, lines)}
+
+A kill breaks one connection; then the launcher ends all other ranks at once, and the failure is named in the history
+when all connections have ended. The bar for {BAR_RANKS:,} ranks: all joined within {JOIN_S:g} CPU s, the failure named
+within {NAMED_S:g} s, no connection closed unanswered. It is {report.verdict(met)}."""
+
+
+def memory(size: Mapping[str, Any]) -> str:
+    return f"{size['empty_mb']:.0f}, {size['hello']['rss_mb']:.0f}, {size['stop']['rss_mb']:.0f}"
+
+
+def counted(part: list[dict[str, Any]]) -> str:
+    sizes = list(part[0]["counts"])
+    far = 16384
+    lines: list[list[object]] = []
+    for row in part:
+        last = row["counts"][sizes[-1]]
+        bounded = row["mechanism"].startswith("history")
+        ahead = last if bounded else round(last * (far / int(sizes[-1])) ** row["exponent"])
+        lines.append([row["mechanism"], *row["counts"].values(), f"{row['exponent']:.2f}", f"{ahead:,}"])
+    head = ["messages, lines or operations", *(f"N = {size}" for size in sizes), "exponent", f"N = {far:,}, by the fit"]
+    return f"""## Counts
+
+{report.table(head, lines)}
+
+Counted over real connections, and for the store with agreements in threads. In {exponents_steps()} steps without a
+request no rank sent anything to the store or the supervisor, besides heartbeats. The history takes at most 64 events of
+one kind from ranks other than 0: its lines stop growing there."""
+
+
+def exponents_steps() -> int:
+    from benchmarks.scale.exponents import STEPS
+
+    return STEPS
+
+
+def listed(part: list[dict[str, Any]]) -> str:
+    small, large = part[0]["runs"], part[-1]["runs"]
+    return f"""## list
+
+From {small:,} to {large:,} runs in one folder the CPU time of `list` grows with exponent {exponent(part):.2f}."""
+
+
+def on_slurm(slurm: Mapping[str, Any]) -> str:
+    controls, failure, handover, files = (slurm[name] for name in ("controls", "failure", "handover", "files"))
+    lines = [
+        ["`srun true`", controls["true"]],
+        ["`srun python -c pass`", controls["python"]],
+        ["srun of a rank's imports", controls["imports"]],
+        ["start: all ranks run their script", slurm["start"]["all_s"]],
+        ["`clusterddp stacks`, all ranks", slurm["stacks"]["seconds"]],
+        ["`clusterddp logs --rank all`", slurm["logs"]["seconds"]],
+        ["a killed rank is named", failure["named_s"]],
+        ["all ranks run again in place, from the kill on", failure["all_s"]],
+        ["handover: from TERM until all ranks are told", handover["all_told_s"]],
+        ["handover: from TERM until the job is requeued", handover["requeued_s"]],
+        ["handover: from TERM until another job runs on all nodes", handover["nodes_free_s"]],
+    ]
+    beats = slurm["heartbeats"]
+    return f"""## A real Slurm
+
+Slurm {slurm["slurm"]} with {slurm["nodes"]} slurmds on this machine, {slurm["ranks"]} ranks without torch, one run:
+their processes share its cores, which bounds the start. Seconds:
+
+{report.table(["", "s"], lines)}
+
+Heartbeats: {beats["per_s"]:.0f} per second took {100 * beats["cpu_share"]:.1f}% of a core; the supervisor's peak memory
+was {beats["peak_mb"]} MB, with {beats["files"]} open files. Log files: {files["logs"][0]} per attempt, and
+{files["records"]} records of ends; history: {files["history_lines"]} lines."""
+
+
+def with_gloo(gloo: Mapping[str, Any]) -> str:
+    return f"""## Real gloo ranks
+
+{gloo["ranks"]} ranks of DDP on this machine, 120 steps, preempted once: first step after {gloo["start_s"]} s, all ranks
+stopping {gloo["told_to_stopping_s"]} s after the first was told, the next attempt {gloo["told_to_next_start_s"]} s
+after that moment, its first step {gloo["resume_s"]} s later; {gloo["repeated"]} steps repeated. Rank 0 had
+{gloo["sockets_rank_0"]} sockets, others up to {gloo["sockets_others"]}; peak memory {gloo["peak_mb"]} MB."""
