@@ -26,9 +26,9 @@ CHOICE = {
 BEGIN, END = "<!-- figures: python -m benchmarks.page -->", "<!-- end of figures -->"
 #: Why a bar is missed, by how the row begins.
 REASONS = {
-    "step of 10 ms: CPU": "explained in part: with parts switched off in turn, in one rank on a busy machine without the "
-    "wait, the metrics line with the decision to save took about 80 us, seeding the generators about 80 us, and about "
-    "130 us were left, in the loader and the hooks on gradients and optimizer among others",
+    "step of 10 ms: CPU": "explained in part: with parts switched off in turn, in one rank on a busy machine without "
+    "the wait, the metrics line with the decision to save took about 80 us, seeding the generators about 80 us, and "
+    "about 130 us were left, in the loader and the hooks on gradients and optimizer among others",
     "step of 100 ms: CPU": "as for 10 ms; the bare loop's CPU time rises with the length of the wait, too",
 }
 NOT_FOR = """\
@@ -104,8 +104,8 @@ def page(folder: Path) -> str:
 Written by `python -m benchmarks.page` from the JSON files beside it. CPUs and gloo on one busy machine: no GPU, no
 network between nodes, no shared file system. The limit of a row was measured in turns with ours, in the same run. It is
 what the machine, or the least program for the same job, takes. Only the ratio tells something about another machine.
-An interval without width is that of a count, or of a single run, which says nothing of its spread. Rows from `bench` have
-few repetitions: three of the hand-over, on a machine with much other work.
+An interval without width is that of a count, or of a single run, which says nothing of its spread. Rows from `bench`
+have few repetitions, on a machine with much other work.
 
 {table(found)}
 
