@@ -143,14 +143,20 @@ def filled(text: str, table: str) -> str:
     return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
 
 
+def write(folder: Path) -> None:
+    """The page; and the table in the README two folders above, if there is one with the comments for it."""
+    (folder / "README.md").write_text(page(folder))
+    readme = folder.resolve().parents[1] / "README.md"
+    if readme.exists():
+        readme.write_text(filled(readme.read_text(), choice(gathered(folder))))
+
+
 def main() -> None:
-    """Writes the page, and the table in the README if it has the comments for it."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     options = parser.parse_args()
-    (options.folder / "README.md").write_text(page(options.folder))
-    readme = Path("README.md")
-    readme.write_text(filled(readme.read_text(), choice(gathered(options.folder))))
+    write(options.folder)
 
 
 if __name__ == "__main__":

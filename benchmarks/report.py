@@ -79,8 +79,15 @@ def place(more: str = "") -> str:
 
 
 def write(folder: Path, name: str, text: str, figures: Mapping[str, Any]) -> None:
-    """``NAME.md`` and ``NAME.json`` in ``folder``; the text goes to the terminal, too."""
+    """``NAME.md`` and ``NAME.json`` in ``folder``; the text goes to the terminal, too.
+
+    Where the page with all figures is, it is written again.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
     (folder / f"{name}.md").write_text(f"{text}\n\nRaw figures: [{name}.json]({name}.json).\n")
     print(f"{text}\n\nwritten to {folder / name}.md and .json", flush=True)
+    if (folder / "README.md").exists():
+        from benchmarks import page  # which imports this module
+
+        page.write(folder)

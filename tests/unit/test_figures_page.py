@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import page, rows
+from benchmarks import page, report, rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / page.FOLDER
@@ -59,3 +59,13 @@ def test_missed_bars_are_named_with_their_reason(tmp_path: Path) -> None:
     assert f"- {CHOSEN}: missed; {next(iter(page.REASONS.values()))}" in text
     assert "- something new: missed; no reason found yet" in text
     assert "- undecided: the bar is within the interval" in text
+
+
+def test_a_measurement_writes_the_page_and_the_readmes_table_again(tmp_path: Path) -> None:
+    folder, readme = tmp_path / "docs" / "measurements", tmp_path / "README.md"
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text("an older page")
+    readme.write_text(f"# Title\n{page.BEGIN}\nan older table\n{page.END}\n")
+    report.write(folder, "steady-state", "# A page", {"rows": [ROW]})
+    assert (folder / "README.md").read_text() == page.page(folder)
+    assert page.fragment(readme.read_text()) == page.choice([ROW]) and "1.20 us" in readme.read_text()
