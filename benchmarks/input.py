@@ -1,19 +1,20 @@
-"""How fast batches come: ``python -m benchmarks.input`` (``make bench-input``), about 10 minutes.
+"""How fast batches come: ``python -m benchmarks.input`` (``make bench-input``), about 4 minutes.
 
 Three loaders read the same data in two ranks at once: ``ctx.loader``'s, torch's DataLoader with a DistributedSampler,
 and torchdata's StatefulDataLoader with its StatefulDistributedSampler. In each round all of them read so many batches
-in turn, in another order each time; both ranks begin each turn together. What counts is the ratio of two loaders' rates
-in the same round and rank.
+in turn, in another order each time; both ranks begin each turn together. What counts is the ratio of two loaders' times
+in the same round and rank. Without workers it is the thread's CPU time, as that thread does all of the work: other
+programs disturb it less than the time that passes, which is measured with workers.
 
-- cheap: a row of 16 numbers and a label from tensors in memory, in batches of 1024; draws nothing.
-- costly: an image of 160 x 160, cropped and flipped at random and converted to floats, in batches of 32.
+- cheap: a row of 16 numbers and a label from tensors in memory; draws nothing.
+- costly: an image of 160 x 160, cropped and flipped at random and converted to floats.
 
 A resume is timed from making the loader, with what a checkpoint has of it, to its first batch: of ``ctx.loader`` at
 step 1,000,000, of torchdata's at step 1,000, from the state that it had there. Next to them, a DataLoader whose samples
-are numbers, at its beginning: the start of workers alone.
+are numbers, at its beginning: the start of workers alone. Workers are forked, as in a rank of a job.
 
-Bars: the rate is at least that of the better of the others, within the 95% interval of the ratio; a resume takes at
-most 0.2 s more than the loader of numbers.
+Bars: a batch takes at most as long as with the better of the others, within the 95% interval of the ratio; a resume
+takes at most 0.2 s more than the loader of numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ import gc
 import itertools
 import multiprocessing
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from benchmarks import report
+from benchmarks import report, rows
 from clusterddp.data.loader import Loader
 from clusterddp.data.orders.plain import Shuffled
 from clusterddp.data.workers import close
@@ -44,9 +47,8 @@ LATE, RESUME, RESUME_BAR_S = 1_000_000, 1000, 0.2
 
 
 class Cheap(Dataset[Any]):
-    batch_size, batches = 1024, 40
-
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
         self._rows, self._labels = torch.randn(400_000, 16), torch.arange(400_000) % 10
 
     def __len__(self) -> int:
@@ -56,16 +58,9 @@ class Cheap(Dataset[Any]):
         return self._rows[index], self._labels[index]
 
 
-class Small(Cheap):
-    """For resumes, in which starting is to be seen and not reading."""
-
-    batch_size = 64
-
-
 class Costly(Dataset[Any]):
-    batch_size, batches = 32, 20
-
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
         self._images = torch.randint(0, 256, (64, 3, 160, 160), dtype=torch.uint8)
 
     def __len__(self) -> int:
@@ -77,7 +72,30 @@ class Costly(Dataset[Any]):
         return image.flip(-1) if flip < 16 else image, index % 10
 
 
-DATASETS: dict[str, Callable[[], Any]] = {"cheap": Cheap, "costly": Costly}
+@dataclass(frozen=True)
+class Case:
+    """A row of the table. ``batches``: that a loader reads in its turn."""
+
+    kind: str
+    batch_size: int
+    workers: int
+    batches: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, batches of {self.batch_size}, {self.workers} workers"
+
+    def dataset(self) -> Any:
+        return {"cheap": Cheap, "costly": Costly}[self.kind](self.batch_size)
+
+
+CASES = (
+    Case("cheap", 32, 0, 100),
+    Case("cheap", 64, 0, 60),
+    Case("cheap", 1024, 0, 6),
+    Case("costly", 32, 0, 6),
+    *(Case(kind, size, workers, 20) for kind, size in (("cheap", 1024), ("costly", 32)) for workers in WORKERS[1:]),
+)
 
 
 def ours(dataset: Any, rank: int, workers: int, step: int = 0) -> Iterator[Any]:
@@ -114,39 +132,37 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def measure_rates(rank: int, barrier: Any, rounds: int) -> list[dict[str, Any]]:
-    """Samples per second of each loader, in each round."""
+def measure_times(rank: int, barrier: Any, rounds: int) -> list[dict[str, Any]]:
+    """Seconds per batch of each loader, in each round."""
     found = []
-    for (name, make), workers in itertools.product(DATASETS.items(), WORKERS):
-        dataset = make()
+    for case in CASES:
+        dataset = case.dataset()
         streams = {
-            OURS: ours(dataset, rank, workers),
-            TORCH: endless(sampled(dataset, rank, workers)),
-            TORCHDATA: endless(stateful(dataset, rank, workers)),
+            OURS: ours(dataset, rank, case.workers),
+            TORCH: endless(sampled(dataset, rank, case.workers)),
+            TORCHDATA: endless(stateful(dataset, rank, case.workers)),
         }
-        rates: dict[str, list[float]] = {loader: [] for loader in streams}
-        for number in range(-1, rounds):  # one to warm up
+        clock = time.perf_counter if case.workers else time.thread_time
+        times: dict[str, list[float]] = {loader: [] for loader in streams}
+        for number in range(-1, rounds if case.workers else 3 * rounds):  # one to warm up
             for loader in random.Random(number).sample(sorted(streams), len(streams)):  # the same in both ranks
                 barrier.wait()
-                rate = dataset.batch_size * dataset.batches / seconds_of(streams[loader], dataset.batches)
-                rates[loader] += [rate] if number >= 0 else []
-        found.append({"dataset": name, "workers": workers, "rank": rank, "rates": rates})
+                started = clock()
+                for _ in range(case.batches):
+                    next(streams[loader])
+                times[loader] += [(clock() - started) / case.batches] if number >= 0 else []
+        found.append({"case": case.name, "rank": rank, "times": times})
+        if rank == 0:
+            print(f"{case.name}: measured", file=sys.stderr, flush=True)
         del streams
         gc.collect()
     return found
 
 
-def seconds_of(stream: Iterator[Any], batches: int) -> float:
-    started = time.perf_counter()
-    for _ in range(batches):
-        next(stream)
-    return time.perf_counter() - started
-
-
 def measure_resumes(rank: int, barrier: Any, repeats: int) -> list[dict[str, Any]]:
     """Seconds from making a loader to its first batch."""
     found = []
-    dataset = Small()
+    dataset = Cheap(64)
     for workers in WORKERS:
         loader = stateful(dataset, rank, workers)
         for _ in itertools.islice(endless(loader), RESUME):
@@ -183,7 +199,8 @@ def resumed(dataset: Any, rank: int, workers: int, state: Any) -> Iterator[Any]:
 
 def measure(rank: int, barrier: Any, results: Any, rounds: int, repeats: int) -> None:
     torch.set_num_threads(1)
-    results.put((measure_rates(rank, barrier, rounds), measure_resumes(rank, barrier, repeats)))
+    multiprocessing.set_start_method("fork", force=True)  # of workers: spawned processes have inherited "spawn"
+    results.put((measure_times(rank, barrier, rounds), measure_resumes(rank, barrier, repeats)))
 
 
 def run(rounds: int, repeats: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -196,44 +213,39 @@ def run(rounds: int, repeats: int) -> tuple[list[dict[str, Any]], list[dict[str,
     found = [results.get() for _ in ranks]
     for process in ranks:
         process.join()
-    return [one for rates, _ in found for one in rates], [one for _, resumes in found for one in resumes]
+    return [one for times, _ in found for one in times], [one for _, resumes in found for one in resumes]
 
 
-def compared(rates: list[dict[str, Any]], dataset: str, workers: int) -> tuple[list[object], bool]:
-    """A row of the table, and whether the bar is met."""
-    of_case = [one["rates"] for one in rates if (one["dataset"], one["workers"]) == (dataset, workers)]
-    joined = {name: [rate for one in of_case for rate in one[name]] for name in (OURS, TORCH, TORCHDATA)}
-    row: list[object] = [dataset, workers, *(round(report.median(joined[name])) for name in joined)]
-    best = max((TORCH, TORCHDATA), key=lambda name: report.median(joined[name]))
-    ratios = [mine / other for mine, other in zip(joined[OURS], joined[best], strict=True)]
-    low, high = report.bootstrap_interval(ratios)
-    met = high >= 1
-    return [*row, f"{report.median(ratios):.2f} ({low:.2f} to {high:.2f})", report.verdict(met)], met
+def time_row(times: list[dict[str, Any]], case: str) -> rows.Row:
+    """A batch of ours beside the better of the others. The bar is met if the interval includes 1, or is below."""
+    of_case = [one["times"] for one in times if one["case"] == case]
+    joined = {name: [1e6 * value for one in of_case for value in one[name]] for name in (OURS, TORCH, TORCHDATA)}
+    best = min((TORCH, TORCHDATA), key=lambda name: report.median(joined[name]))
+    row = rows.paired(f"a batch: {case}", "us", joined[OURS], joined[best], best)
+    return replace(row, allowed=1.0, met=row.low <= 1)
 
 
-def resume_row(resumes: list[dict[str, Any]], workers: int) -> tuple[list[object], bool]:
-    """A row of the table, and whether the bar is met."""
+def resume_row(resumes: list[dict[str, Any]], workers: int) -> rows.Row:
     of_case = [one["seconds"] for one in resumes if one["workers"] == workers]
-    medians = [report.median([one for taken in of_case for one in taken[name]]) for name in (OURS, TORCHDATA, EMPTY)]
-    met = medians[0] - medians[2] <= RESUME_BAR_S
-    return [workers, *(f"{one:.3f}" for one in medians), report.verdict(met)], met
+    joined = {name: [value for taken in of_case for value in taken[name]] for name in (OURS, EMPTY)}
+    name = f"first batch after a resume, {workers} workers"
+    return rows.paired(name, "s", joined[OURS], joined[EMPTY], EMPTY, more=RESUME_BAR_S)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20, help="with workers; three times as many without")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--folder", type=Path, default=Path("docs/measurements"))
-    arguments = parser.parse_args()
-    rates, resumes = run(arguments.rounds, arguments.repeats)
-    rows = [compared(rates, dataset, workers) for dataset, workers in itertools.product(DATASETS, WORKERS)]
-    resume_rows = [resume_row(resumes, workers) for workers in WORKERS]
-    write(arguments.folder, arguments.rounds, [row for row, _ in rows], [row for row, _ in resume_rows], rates, resumes)
+    parser.add_argument("--quick", action="store_true", help="5 rounds, 3 repeats")
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    options = parser.parse_args()
+    rounds, repeats = (5, 3) if options.quick else (options.rounds, options.repeats)
+    write(options.out, rounds, repeats, *run(rounds, repeats))
 
 
-def write(folder: Path, rounds: int, rows: Any, resume_rows: Any, rates: Any, resumes: Any) -> None:
-    head = ["data", "workers", OURS, TORCH, TORCHDATA, "ratio to the better one (95%)", "at least equal"]
-    resume_head = ["workers", f"{OURS}, step {LATE:,}", f"{TORCHDATA}, step {RESUME:,}", EMPTY, "within 0.2 s"]
+def write(folder: Path, rounds: int, repeats: int, times: Any, resumes: Any) -> None:
+    found = [time_row(times, case.name) for case in CASES]
+    found += [resume_row(resumes, workers) for workers in WORKERS]
     text = f"""# How fast batches come
 
 {report.place("while other programs ran")} {time.strftime("%Y-%m-%d")}, torchdata {version("torchdata")}.
@@ -242,24 +254,31 @@ def write(folder: Path, rounds: int, rows: Any, resume_rows: Any, rates: Any, re
 Only ratios within a row are exact: the machine had less to give in some rows than in others, and two ranks with 4
 workers each are more processes than it has cores. There is no GPU in these figures.
 
-## Samples per second and rank
+{rows.table([row.as_json() for row in found])}
 
-{report.table(head, rows)}
+A ratio above 1 means that ctx.loader takes longer; it is met if its interval includes 1. Medians in each of {RANKS}
+ranks, which read at the same time, of {3 * rounds} rounds without workers (CPU time of the thread that does the work)
+and {rounds} with workers (time that passes), in which the three loaders read in turn. Cheap: a row of 16 numbers and a
+label; costly: an image, cropped and flipped at random. The limit is the faster of torch's DataLoader and torchdata's
+StatefulDataLoader.
 
-Medians of {rounds} rounds in each of {RANKS} ranks, which read at the same time. In each round the loaders read in
-turn, {Cheap.batches} batches of {Cheap.batch_size} (cheap: a row of 16 numbers and a label) or {Costly.batches} of
-{Costly.batch_size} (costly: an image, cropped and flipped at random). The ratio is that of one round and rank.
+Only the costly samples draw random numbers. Those of ctx.loader do not depend on the number of ranks and workers, as
+torch's generator is seeded for each sample, which takes 3 to 4 us.
 
-Only the costly samples draw random numbers, and are seeded one by one by `ctx.loader`.
+A resume is timed from making the loader to its first batch of 64 cheap samples, at step {LATE:,}: {repeats} times per
+rank. The loader of numbers shows what starting workers and one batch take. torchdata's, from its state at step
+{RESUME:,}, took {torchdata_resumes(resumes)} with {", ".join(map(str, WORKERS))} workers."""
+    figures = {"times": times, "resumes": resumes, "rows": [row.as_json() for row in found]}
+    report.write(folder, "input", text, figures)
 
-## Seconds from a resume to the first batch
 
-{report.table(resume_head, resume_rows)}
-
-Medians in {RANKS} ranks, of the cheap samples in batches of {Small.batch_size}, from making the loader to its first
-batch. torchdata's starts from the state that it had at its step. The loader of numbers shows what starting workers and
-one batch take."""
-    report.write(folder, "input", text, {"rates": rates, "resumes": resumes})
+def torchdata_resumes(resumes: list[dict[str, Any]]) -> str:
+    """Median seconds, by the number of workers."""
+    by_workers = [
+        [value for one in resumes if one["workers"] == workers for value in one["seconds"][TORCHDATA]]
+        for workers in WORKERS
+    ]
+    return ", ".join(f"{report.median(values):.3f} s" for values in by_workers)
 
 
 if __name__ == "__main__":
