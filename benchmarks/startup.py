@@ -245,12 +245,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1, 2, 4 and 8 ranks, in at most 2 minutes")
     parser.add_argument("--ranks", type=int, nargs="+", help=f"default: {RANKS}")
+    parser.add_argument("--seconds", type=float, help=f"in which further rounds are begun (default: {BUDGET_S:g})")
     parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
     load = os.getloadavg()[0]
     counts = options.ranks or (QUICK_RANKS if options.quick else RANKS)
     settings = (QUICK_ROUNDS, QUICK_BUDGET_S) if options.quick else (ROUNDS, BUDGET_S)
-    figures = measure(counts, *settings)
+    figures = measure(counts, settings[0], options.seconds or settings[1])
     calls = {kind: system_calls(kind) for kind in (OURS, EMPTY)}
     if all(calls.values()):
         figures["calls"] = {name: {kind: (calls[kind] or {})[name] for kind in calls} for name in CALLS}
