@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,7 @@ from tests.ddp import free_port
 STALL_BAR, STALL_MORE_MS, LOST_BAR = 1.15, 0.5, 1.0
 NO_SAVE = "no save"
 #: Seconds of each part of a case, and repetitions that are made even if they take longer.
-PART_S, QUICK_PART_S, LEAST = 25.0, 10.0, 3
+PART_S, QUICK_PART_S, LEAST = 25.0, 6.0, 3
 PEERS: list[type[Saver]] = [*(one for one in SAVERS if not issubclass(one, (Copy, Ours))), Torchsnapshot]
 LIMIT_IS = CALLS_AND_COPY
 Training = tuple[torch.nn.Module, torch.optim.Optimizer]
@@ -234,6 +235,8 @@ def call(case: Case, quick: bool, with_peers: bool, threads: int, part_s: float,
 
 def answer(request: dict[str, Any]) -> None:
     """That process."""
+    # async_save in a process takes a descriptor for each tensor.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     name = request.pop("case")
     (case,) = (case for case in CASES if case.name == name)
     folder = Path(request.pop("folder"))
@@ -341,15 +344,15 @@ def main() -> None:
         for case in CASES
         if case.name in (options.cases or [case.name]) and not (options.quick and not case.quick[0])
     ]
-    cases = {}
+    cases: dict[str, Any] = {}
     for case in chosen:
         say(case.name)
         cases[case.name] = call(
             case, options.quick, not options.without_peers, options.threads, options.seconds, options.scratch
         )
-    found = [row for name, figures in cases.items() for row in rows_of(name, figures)]
-    figures = {"rows": [row.as_json() for row in found], "cases": cases, "load": load}
-    report.write(options.out, "saves", described(cases, found, load, options.threads), figures)
+        found = [row for name, figures in cases.items() for row in rows_of(name, figures)]
+        figures = {"rows": [row.as_json() for row in found], "cases": cases, "load": load}
+        report.write(options.out, "saves", described(cases, found, load, options.threads), figures)
 
 
 if __name__ == "__main__":
