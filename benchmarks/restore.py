@@ -9,8 +9,9 @@ Two ways alternate in the same processes, each into a new model and an optimizer
 
 Seconds are from when all ranks are there until all have loaded. Warm: the file is in the page cache. Cold: it was
 dropped from there (``POSIX_FADV_DONTNEED``), though a virtual disk's host may still have it in memory. Bytes read are
-those of read calls (rchar in /proc/self/io) of all ranks, by the size of the file. Memory is the sum of all ranks'
-proportional shares (PSS) at its peak, above what the ranks have once all is loaded, by the size of the state.
+those of read calls (rchar in /proc/self/io) of all ranks, by the size of the file. CPU time is that of the ranks'
+processes. Memory is the sum of all ranks' proportional shares (PSS) at its peak, above what the ranks have once all is
+loaded, by the size of the state.
 
 Bars: at most 1.2 times torch's time at one rank, and 1.0 times at 4 and more; the file is read once; memory of at most
 1.2 states.
@@ -96,17 +97,18 @@ class Restorer:
         #: Seconds of the last restore until the state was read, and until it was loaded.
         self.phases = (0.0, 0.0)
 
-    def once(self, way: str, cold: bool, hold: Callable[[], None] = lambda: None) -> tuple[float, int]:
-        """Seconds and bytes read of a restore by this way. ``hold`` is called when most memory is in use."""
+    def once(self, way: str, cold: bool, hold: Callable[[], None] = lambda: None) -> tuple[float, int, float]:
+        """Seconds, bytes read and CPU seconds of a restore. ``hold`` is called when most memory is in use."""
         model, optimizer = make_untrained(self._size.bytes)
         gc.collect()
         if self._rank == 0:
             (drop_from_cache if cold else bring_into_cache)(self._files[way])
         dist.barrier()
-        read_before, started = bytes_read(), time.perf_counter()
+        read_before, cpu_before, started = bytes_read(), time.process_time(), time.perf_counter()
         content = self._read(way)
         arrived = time.perf_counter()
         self._load(way, content, model, optimizer)
+        cpu = time.process_time() - cpu_before
         dist.barrier()
         seconds, read = time.perf_counter() - started, bytes_read() - read_before
         self.phases = (arrived - started, seconds - (arrived - started))
@@ -114,7 +116,7 @@ class Restorer:
         del content
         hold()
         del model, optimizer
-        return seconds, read
+        return seconds, read, cpu
 
     def _read(self, way: str) -> Any:
         path = self._files[way]
@@ -151,18 +153,19 @@ def measure(folder: Path, size: Size, rank: int, ranks: int, port: int) -> dict[
     initialize_group(rank, ranks, port)
     restorer, ways = Restorer(folder, size, rank), WAYS[: size.ways]
     figures: dict[str, Any] = {
-        cache: {way: {"seconds": [], "read": [], "phases": []} for way in ways} for cache in ("warm", "cold")
+        cache: {way: {"seconds": [], "read": [], "cpu": [], "phases": []} for way in ways} for cache in ("warm", "cold")
     }
     for number in range(-1, size.rounds):  # the first round is not counted
         for cache in figures:
             for way in (*ways[number % len(ways) :], *ways[: number % len(ways)]):
-                seconds, read = restorer.once(way, cache == "cold")
-                total = torch.tensor([read])
+                seconds, read, cpu = restorer.once(way, cache == "cold")
+                total = torch.tensor([read, cpu], dtype=torch.float64)
                 dist.all_reduce(total)
                 if number >= 0:
                     of_way = figures[cache][way]
                     of_way["seconds"].append(seconds)
-                    of_way["read"].append(int(total) / files_of(folder)[way].stat().st_size)
+                    of_way["read"].append(total[0].item() / files_of(folder)[way].stat().st_size)
+                    of_way["cpu"].append(total[1].item())
                     of_way["phases"].append(restorer.phases)
     figures["memory"] = {way: peak_memory(restorer, way, rank) for way in ways}
     figures["state_bytes"] = files_of(folder)[OURS].stat().st_size
@@ -294,6 +297,8 @@ def rows_of(size: str, ranks: int, figures: dict[str, Any]) -> list[rows.Row]:
         seconds = {way: one["seconds"] for way, one in figures[cache].items()}
         limit, bar = "crc32 + torch.load + load_state_dict per rank", TIME_BARS.get(ranks)
         found.append(rows.paired(f"{where}, {cache}", "s", seconds[OURS], seconds[TORCH], limit, allowed=bar))
+        cpu, row = {way: one["cpu"] for way, one in figures[cache].items()}, f"{where}, {cache}: CPU time of all ranks"
+        found.append(rows.paired(row, "s", cpu[OURS], cpu[TORCH], limit))
         if mapped := seconds.get(MAPPED):
             row = f"{where}, {cache}, beside mmap"
             found.append(rows.paired(row, "s", seconds[OURS], mapped, "the same with mmap=True"))
