@@ -1,0 +1,1 @@
+"""What large files cost: ``python -m benchmarks.streams``."""
