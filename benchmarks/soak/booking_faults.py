@@ -68,6 +68,8 @@ class Observer(threading.Thread):
             self._look()
 
     def close(self) -> None:
+        """Once the ends of all processes have been seen."""
+        until(lambda: not self._alive, "the end of the run's processes", WAIT_S)
         self._over.set()
         self.join()
 

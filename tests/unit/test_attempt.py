@@ -702,6 +702,41 @@ def test_a_task_that_srun_cannot_launch_does_not_leave_the_others_waiting(
     assert launcher.exit_statuses()[1].not_started == "Slurmd could not connect IO"
 
 
+class NeverStarted(FakeRanks):
+    """Ranks that the launcher does not start, although it returns 0."""
+
+    def __init__(self, run: RunDirectory, reported: Mapping[int, ExitStatus]) -> None:
+        super().__init__(run, {"end": "done"})
+        self._reported = reported
+
+    def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None: ...
+
+    def exit_statuses(self) -> Mapping[int, ExitStatus]:
+        return self._reported
+
+
+@pytest.mark.parametrize(
+    ("reported", "words"),
+    [
+        (
+            dict.fromkeys((0, 1), ExitStatus(not_started="Slurmd could not execve job")),
+            "was not started: Slurmd could not",
+        ),
+        ({}, "never joined: the launcher returned 0, but the process left no record"),
+    ],
+    ids=["named by srun", "unnamed"],
+)
+def test_ranks_that_never_started_have_not_finished_although_the_launcher_returned_0(
+    run: RunDirectory, reported: Mapping[int, ExitStatus], words: str
+) -> None:
+    """Seen on 22.05.8: slurmstepd lost its cgroup, srun reported both tasks and returned 0, the run was "completed"."""
+    attempt = Attempt(run, JOB, run.create_attempt(), NeverStarted(run, reported), FakeController(Cause.NONE))
+    assert attempt.supervise() == recovery.RESTART
+    failed = next(event for event in run.events() if event["event"] == "rank_failed")
+    assert failed["rank"] == 0 and words in failed["error"]
+    assert run.outcome() is None
+
+
 # ---- limits
 
 
