@@ -52,7 +52,9 @@ RANK_EVENTS: Mapping[str, Event] = {
     "no_best": Event("metric logged", "all steps are done, and the metric of the best checkpoint was never logged"),
     "result": Event("step *", "`run.log()` outside a step"),
     "skipped": Event(
-        "step batches batch request?", "`batches` global batches are skipped, so that `step` takes global batch `batch`"
+        "step batches batch request? epoch_steps?",
+        "`batches` global batches are skipped, so that `step` takes global batch `batch`; `epoch_steps`: those of an "
+        "epoch, if more than these are skipped",
     ),
     "profiling": Event("step steps request?", "the rank records a profile of `steps` steps from `step` on"),
     "profiled": Event("step steps file request?", "the rank has stored a profile of `steps` steps in `file`"),

@@ -103,6 +103,14 @@ class TrainingLoader:
         return self._source.steps_in(epochs)
 
     @property
+    def epoch_steps(self) -> int | None:
+        """The number of steps in an epoch; None of a loader without a length."""
+        try:
+            return self._source.steps_in(1)
+        except TypeError:
+            return None
+
+    @property
     def can_skip(self) -> bool:
         """Whether there are batches that can be skipped."""
         return not isinstance(self._source, NoLoader)

@@ -30,7 +30,7 @@ from clusterddp.rundir import records
 from clusterddp.rundir.files import finite
 from clusterddp.rundir.records import is_count, is_time
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.summary import Summary
+from clusterddp.rundir.summary import Summary, best_saved
 from clusterddp.rundir.timing import Timings, read_timings
 from clusterddp.slurm.run_states import OVER, RunState
 
@@ -236,7 +236,7 @@ def _checkpoints(events: Sequence[Event]) -> dict[str, Any]:
     saved = [event for event in events if event["event"] == "checkpoint" and is_count(event.get("step"))]
     failed = [event for event in events if event["event"] in ("checkpoint_failed", "checkpoint_damaged")]
     grid = Grid(event["step"] for event in saved)
-    found: dict[str, Any] = {"number": len(saved), "failed": len(failed), "newest": None}
+    found: dict[str, Any] = {"number": len(saved), "failed": len(failed), "newest": None, "best": best_saved(events)}
     if saved:
         found["newest"] = {name: saved[-1][name] for name in ("step", "attempt", "time")}
     for name in ("blocked_s", "durable_s", "bytes"):

@@ -365,6 +365,9 @@ def checkpoints(run: Run) -> Section | None:
     facts = [counted(found["number"], "checkpoint")]
     if found["newest"]:
         facts.append(f"the newest after step {found['newest']['step']:,}, {when(found['newest']['time'])}")
+    if best := found["best"]:
+        value = f"{best['value']:.4g}" if isinstance(best["value"], float) else best["value"]
+        facts.append(f"the best after step {best['step']:,}, {best['metric']} {value}")
     if found["bytes"]:
         facts.append(f"{size(found['bytes']['newest'])} each")
     if found["failed"]:

@@ -12,6 +12,9 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.protocol import RUNS
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 
+#: What a submission creates before job.yaml, and what is left of a run from which a user has deleted some of it.
+_OF_RUNS = ("private", "logs", "checkpoints", "events.jsonl", "outcome.json", "job.sbatch")
+
 
 def runs_folder(environ: Mapping[str, str]) -> Path:
     """The folder for new runs: $CLUSTERDDP_RUNS, else ./runs."""
@@ -53,7 +56,7 @@ def _named(word: str) -> Iterator[RunDirectory]:
         yield from [run] if run.exists() else _runs_in(run.path)
         return
     for match in sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))):
-        yield from [RunDirectory(match)] if os.path.lexists(match / "job.yaml") else _runs_in(match)
+        yield from [RunDirectory(match)] if _is_run(str(match)) else _runs_in(match)
 
 
 def _runs_in(folder: Path, deeper: bool = True) -> Iterator[RunDirectory]:
@@ -67,10 +70,15 @@ def _runs_in(folder: Path, deeper: bool = True) -> Iterator[RunDirectory]:
     except OSError:
         return
     for path in folders:
-        if os.path.lexists(f"{path}/job.yaml"):
+        if _is_run(path):
             yield RunDirectory(path)
         elif deeper:
             yield from _runs_in(Path(path), deeper=False)
+
+
+def _is_run(path: str) -> bool:
+    """Whether a folder that nobody named is a run: it has more than a job definition, which may be the user's own."""
+    return os.path.lexists(f"{path}/job.yaml") and any(os.path.lexists(f"{path}/{name}") for name in _OF_RUNS)
 
 
 def _proposal(path: Path) -> str:

@@ -35,11 +35,12 @@ class QueuedJob:
         return self.state in slurm.LIVE_STATES
 
 
-def queued_jobs(ids: Collection[str]) -> dict[str, QueuedJob]:
+def queued_jobs(ids: Collection[str], timeout_s: float = slurm.TIMEOUT_S) -> dict[str, QueuedJob]:
     """The jobs with these ids that the controller knows, also those that ended minutes ago. One call of squeue."""
     chosen = ["-j", ",".join(sorted(ids))] if len(ids) <= _MOST_IDS else []
     try:
-        text = slurm.run("squeue", "--all", "--noheader", "--array", "--states=all", *chosen, "-o", _FIELDS)
+        every = ("--all", "--noheader", "--array", "--states=all")
+        text = slurm.run("squeue", *every, *chosen, "-o", _FIELDS, timeout_s=timeout_s)
     except SlurmError as error:
         if "Invalid job id" in str(error):  # a single id, which the controller does not know, is an error
             return {}

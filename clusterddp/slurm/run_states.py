@@ -40,17 +40,19 @@ class RunState:
     """Slurm's record of the newest job, if it has one."""
 
 
-def run_states(summaries: Sequence[Summary], patience_s: float = 0.0) -> list[RunState]:
+def run_states(
+    summaries: Sequence[Summary], patience_s: float = 0.0, timeout_s: float = slurm.TIMEOUT_S
+) -> list[RunState]:
     """The state of each run. Calls squeue once, and not at all if no run can have a job.
 
-    ``patience_s``: seconds for which a controller that does not answer is asked again.
+    ``patience_s``: seconds for which a controller that does not answer is asked again. ``timeout_s``: for each answer.
     """
     cluster = slurm.cluster_name(os.environ)
     ids = {claim["job"] for summary in summaries for claim in _jobs(summary) if _reachable(claim, cluster)}
     jobs: Mapping[str, QueuedJob] = {}
     away = ""
     try:
-        jobs = slurm.patiently(lambda: queued_jobs(ids), patience_s) if ids else {}
+        jobs = slurm.patiently(lambda: queued_jobs(ids, timeout_s), patience_s) if ids else {}
     except SlurmError as error:
         away = str(error)
     return [_state(summary, jobs, away, cluster) for summary in summaries]

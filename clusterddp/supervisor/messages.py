@@ -139,6 +139,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "waits_for_data": lambda e: f"rank 0 waited for data in {e['percent']}% of the last steps' time: {e['advice']}",
     "skipped": lambda e: (
         f"{counted(e['batches'], 'batch', 'batches')} skipped: step {e['step']} takes global batch {e['batch']}"
+        + (f"; that is more than an epoch, which has {counted(e['epoch_steps'], 'step')}" if "epoch_steps" in e else "")
     ),
     "profiled": lambda e: (
         f"rank {e['rank']} recorded a profile of {counted(e['steps'], 'step')} from step {e['step']}: {e['file']}"

@@ -40,7 +40,7 @@ def reports(folder: Path) -> dict[str, Path]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         for name, own in runs.items():
-            patch.setattr(slurm, "run", lambda *_, answer=RUNNING if name == "live" else "": answer)
+            patch.setattr(slurm, "run", lambda *_, answer=RUNNING if name == "live" else "", **__: answer)
             found[name] = folder / f"{name}.html"
             made = BEGAN + (2000 if name == "live" else 1e6)
             found[name].write_text(page(collected(own, made)))

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from clusterddp.checkpoint.store import of_run
-from clusterddp.cli.runs.report import best_saved
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.summary import best_saved
 from tests import ddp
 from tests.checkpoint_files import content_of
 from tests.trainings import events_of

@@ -15,11 +15,11 @@ from clusterddp.checkpoint.best import BestSoFar, with_best
 from clusterddp.checkpoint.store import Checkpoints, choose, with_recorded_best
 from clusterddp.cli import export, fork
 from clusterddp.cli.command_line import command
-from clusterddp.cli.runs.report import best_saved
 from clusterddp.cli.runs.status import described
 from clusterddp.errors import CheckpointError, UsageError
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.summary import best_saved
 from clusterddp.slurm import commands as slurm
 from tests.checkpoint_files import save
 from tests.runs_on_disk import event, recorded_run, started
@@ -134,8 +134,11 @@ def test_status_and_list_name_the_best_by_the_number_that_export_takes(
     resumed = event("resumed", 1, step=10, parent={"attempt": 0, "step": 10}, inexact=[])
     assert best_saved([*events, resumed]) == {"step": 10, "metric": "f1", "value": 0.5}
     assert best_saved([*events, event("training", 1, step=0)]) is None
+    (page,) = [run.path.parent / "page.html"]
+    assert command(["report", str(run.path), "--output", str(page)]) == 0
+    assert "the best after step 20, f1 0.875" in page.read_text()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm, "run", lambda *_: "")
+    monkeypatch.setattr(slurm, "run", lambda *_, **__: "")
     (run.path / "outcome.json").write_text(
         json.dumps({"state": "completed", "step": 30, "reason": "all ranks finished"})
     )

@@ -73,7 +73,7 @@ def test_a_wrong_path_of_a_run_to_continue_does_not_start_the_example(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
     run = tmp_path / "runs" / "train-0"
-    run.mkdir(parents=True)
+    (run / "private").mkdir(parents=True)
     (run / "job.yaml").write_text("module: net\n")
     with pytest.raises(UsageError, match=r"mean runs/train-0\?; to start a new run, name SCRIPT.py or JOB.yaml"):
         command(["submit", "--run-dir", "runs/tarin-0"])

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from clusterddp.checkpoint import transfer
 from clusterddp.data.training_loader import TrainingLoader, training_loader
 from clusterddp.errors import CheckpointError
+from tests.letters import Letters
 from tests.packages import require
 
 
@@ -39,25 +40,6 @@ class Plain:
         order = torch.randperm(5).tolist()
         for number in order:
             yield number, random.random(), float(np.random.rand())
-
-
-class Letters:
-    """Five batches per pass, and a state."""
-
-    def __init__(self) -> None:
-        self.place = 0
-
-    def __iter__(self) -> Iterator[str]:
-        while self.place < 5:
-            self.place += 1
-            yield "abcde"[self.place - 1]
-        self.place = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
 
 
 def made(loader: Any, progress: dict[str, Any] | None = None, **of_group: int) -> TrainingLoader:

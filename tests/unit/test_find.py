@@ -10,13 +10,18 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.rundir.find import find_runs, open_run, runs_folder
 
 
+def make_run(folder: Path) -> None:
+    (folder / "private").mkdir(parents=True)
+    (folder / "job.yaml").touch()
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current folder with two runs, a sweep of two, and a folder that is no run."""
     for name in ("runs/train-0", "runs/train-1", "runs/lr/lr=0.1", "runs/lr/lr=0.2", "runs/logs/deep/er"):
         (tmp_path / name).mkdir(parents=True)
         if "logs" not in name:
-            (tmp_path / name / "job.yaml").touch()
+            make_run(tmp_path / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
     return tmp_path
@@ -28,8 +33,19 @@ def names(*words: str) -> list[str]:
 
 def test_without_words_all_runs_of_the_runs_folder_are_found_with_those_of_sweeps(here: Path) -> None:
     """One level down, and no deeper."""
-    (here / "runs/logs/deep/er/job.yaml").touch()
+    make_run(here / "runs/logs/deep/er")
     assert names() == ["lr=0.1", "lr=0.2", "train-0", "train-1"]
+
+
+@pytest.mark.parametrize("words", [(), ("runs",), ("runs/*",)])
+def test_a_folder_with_nothing_but_a_job_definition_is_no_run_unless_it_is_named(
+    here: Path, words: tuple[str, ...]
+) -> None:
+    """It may be the user's own."""
+    (here / "runs/mine").mkdir()
+    (here / "runs/mine/job.yaml").touch()
+    assert names(*words) == ["lr=0.1", "lr=0.2", "train-0", "train-1"]
+    assert names("runs/mine") == ["mine"]
 
 
 def test_the_runs_folder_is_the_one_of_new_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

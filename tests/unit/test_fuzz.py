@@ -254,7 +254,7 @@ def test_any_output_about_a_partition_is_read_or_a_slurm_error(
     """Other versions' forms are an error that names the command."""
     answers = {"config": config, "partition": partition, "sinfo": nodes, "qos": qos}
 
-    def run(*command: str) -> str:
+    def run(*command: str, **_: float) -> str:
         return answers[next(word for word in answers if word in command)]
 
     with pytest.MonkeyPatch.context() as patch:

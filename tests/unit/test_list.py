@@ -52,7 +52,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ended = {"state": "failed", "step": 3, "reason": "rank 1 (n2) failed:\nRuntimeError: " + "x" * 200}
     recorded_run(folder / "failed", [started(job="8"), *BEGUN, requeued, started(1, job="8")], outcome=ended)
     recorded_run(folder / "stopped", [started(job="7")], holder=of_job("7"), metrics=steps([0], loss=float("nan")))
-    monkeypatch.setattr(slurm, "run", lambda *_: QUEUE)
+    monkeypatch.setattr(slurm, "run", lambda *_, **__: QUEUE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
     return folder
@@ -254,7 +254,7 @@ def test_a_list_opens_at_most_five_files_of_a_run_and_no_job_definition(
         history = [line for attempt in range(4) for line in (started(attempt), event("training", attempt, step=0))]
         more = {"outcome": {"state": "completed"}} if number % 2 else {"submitted": of_job("9"), "loop": of_job("9")}
         recorded_run(folder / f"net-{number}", history, holder=of_job(), metrics=steps(range(100)), **more)
-    monkeypatch.setattr(slurm, "run", lambda *_: QUEUE)
+    monkeypatch.setattr(slurm, "run", lambda *_, **__: QUEUE)
     opened.clear()
     assert len(json.loads(said(capsys, "list", "--json", str(folder)))) == 50
     of_runs = [Path(path) for path in opened if path.startswith(str(folder))]

@@ -117,7 +117,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     history = [started(), event("progress", step=0, steps=400, rank=0), event("training", step=0)]
     losses = [line | {"loss": 2.0 - line["step"] / 100, "acc": 0.25} for line in steps(range(101))]
     recorded_run(tmp_path / "runs/net-0", history, holder=of_job(), metrics=losses)
-    monkeypatch.setattr(slurm, "run", lambda *_: "41|RUNNING|n[1-2]|2026-11-22T08:00:00|1:00:00|gpu|None\n")
+    monkeypatch.setattr(slurm, "run", lambda *_, **__: "41|RUNNING|n[1-2]|2026-11-22T08:00:00|1:00:00|gpu|None\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CLUSTERDDP_RUNS", "runs")
     return tmp_path / "runs/net-0"

@@ -29,7 +29,7 @@ NOW = BEGAN + 1e6
 
 @pytest.fixture(autouse=True)
 def _no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "run", lambda *_: "")
+    monkeypatch.setattr(slurm, "run", lambda *_, **__: "")
 
 
 def data_of(run: RunDirectory) -> dict[str, Any]:

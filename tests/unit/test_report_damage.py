@@ -75,7 +75,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copied(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A copy of it, whose job Slurm has forgotten."""
-    monkeypatch.setattr(slurm, "run", lambda *_: "")
+    monkeypatch.setattr(slurm, "run", lambda *_, **__: "")
     shutil.copytree(whole, tmp_path / "some" / "sweep")  # deeper than where all tests' histories are checked
     return RunDirectory(tmp_path / "some" / "sweep" / "net")
 

@@ -34,7 +34,7 @@ def squeue(monkeypatch: pytest.MonkeyPatch) -> Squeue:
     def answer(text: str) -> list[tuple[str, ...]]:
         calls: list[tuple[str, ...]] = []
 
-        def run(*command: str) -> str:
+        def run(*command: str, **_: float) -> str:
             calls.append(command)
             if text.startswith("error: "):
                 raise SlurmError(text)
@@ -243,7 +243,7 @@ def test_a_controller_that_does_not_answer_is_asked_again_if_there_is_time(
     """By `status`, for 20 s; a list of many runs does not wait."""
     answers = ["", "41|RUNNING|n1|N/A|1:00|gpu|None\n"]
 
-    def run(*_: str) -> str:
+    def run(*_: str, **__: float) -> str:
         if not (answer := answers.pop(0)):
             raise SlurmUnavailable("no answer")
         return answer

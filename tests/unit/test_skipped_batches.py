@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from clusterddp.data.external_loader import ExternalLoader
 from clusterddp.data.loader import Loader
 from clusterddp.data.no_loader import NoLoader
 from clusterddp.data.training_loader import TrainingLoader
+from clusterddp.training.steps.steering import Steering
+from tests.letters import Letters
 
 LENGTH, GLOBAL_BATCH = 10, 4
 
@@ -77,25 +78,6 @@ def test_an_evaluation_is_due_after_each_epoch_that_ended_also_within_a_skip() -
     whole.skip(4, 6)  # step 4 takes batch 10, the first of epoch 4
     assert [step for step in range(8) if whole.epochs_before(step, 1)] == [3, 4, 7]
     assert [step for step in range(8) if whole.epochs_before(step, 2)] == [4]
-
-
-class Letters:
-    """A loader with a position: five batches per pass."""
-
-    def __init__(self) -> None:
-        self.place = 0
-
-    def __iter__(self) -> Iterator[str]:
-        while self.place < 5:
-            self.place += 1
-            yield "abcde"[self.place - 1]
-        self.place = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
 
 
 class Group:
@@ -163,3 +145,15 @@ def test_only_a_number_of_batches_can_be_skipped(batches: Any) -> None:
     assert "expected a number of steps from 1 to 1,000,000,000, got" in (loader().why_not_skip(batches) or "")
     assert loader().why_not_skip(5) is None
     assert TrainingLoader(NoLoader()).why_not_skip(5) == "the run has no loader whose batches could be skipped"
+
+
+def test_a_skip_of_more_than_an_epoch_is_reported_with_the_epochs_length() -> None:
+    """It is done all the same."""
+    told: list[dict[str, Any]] = []
+    run = Steering()
+    run._loader = loader()
+    run._report = lambda _, **values: told.append(values)
+    for batches in (3, 4):
+        run._skip(2, batches)
+    assert [values.get("epoch_steps") for values in told] == [None, 3]
+    assert run._loader.batch(2) == 2 + 3 + 4

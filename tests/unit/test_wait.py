@@ -27,6 +27,7 @@ class World:
         self.states: dict[str, str] = {}
         #: When it was asked about which runs.
         self.asked: list[tuple[float, list[str]]] = []
+        self.blocked = False
 
     def add(self, name: str, state: str = "running") -> RunDirectory:
         """A run."""
@@ -48,8 +49,10 @@ class World:
             self.events.pop(second - 1000, lambda: None)()
         assert self.now < 10_000, "waits for ever"
 
-    def run_states(self, summaries: Sequence[Summary]) -> list[RunState]:
-        """Stands for squeue."""
+    def run_states(self, summaries: Sequence[Summary], timeout_s: float) -> list[RunState]:
+        """Stands for squeue, which answers at once unless ``blocked``."""
+        if self.blocked:
+            self.sleep(timeout_s)
         names = [summary.run.path.name for summary in summaries]
         self.asked.append((self.now - 1000, names))
         return [RunState(self.states[name], "reason") for name in names]
@@ -113,6 +116,13 @@ def test_the_time_is_up(world: World, capsys: Captured) -> None:
     assert command(["wait", "--timeout", "0.5h", "r*"]) == 124
     assert 1800 <= world.now - 1000 < 1802
     assert capsys.readouterr().err.endswith("timed out: 6 of 7 runs have not ended: r1, r2, r3, r4, r5, ...\n")
+
+
+def test_a_controller_that_does_not_answer_delays_no_timeout(world: World) -> None:
+    world.add("a", "unknown")
+    world.blocked = True
+    assert command(["wait", "--timeout", "15s", "a"]) == 124
+    assert 15 <= world.now - 1000 < 17
 
 
 def test_the_controller_is_asked_once_for_all_and_not_often(world: World) -> None:

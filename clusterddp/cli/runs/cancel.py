@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``cancel``."""
     parser.add_argument("run", nargs="+", metavar="RUN", help="run directories, folders of runs, or quoted patterns")
-    parser.add_argument("--yes", action="store_true", help="cancel several runs without asking")
+    parser.add_argument("--yes", action="store_true", help="cancel several runs, or those of a folder, without asking")
 
 
 def run(arguments: argparse.Namespace, _: object) -> int:
@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace, _: object) -> int:
             live.append(run)
         else:
             print(over_already(run, outcome))
-    if live and len(runs) > 1 and not arguments.yes and not _confirmed(live):
+    named = len(runs) == 1 and RunDirectory(arguments.run[0]).path == runs[0].path
+    if live and not named and not arguments.yes and not _confirmed(live):
         show("nothing was cancelled")
         return FAILED
     return 0 if _cancel(live) else FAILED

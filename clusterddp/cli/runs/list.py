@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.cli.runs import live
-from clusterddp.cli.runs.report import best_saved, report, values
+from clusterddp.cli.runs.report import report, values
 from clusterddp.cli.runs.screen import LEAST_EVENTS, Size, composed
 from clusterddp.cli.runs.table import LEFT_OUT_WATCHED, Column, Row, columns, heading, ordered, table
 from clusterddp.errors import UsageError
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.find import as_typed, find_runs, runs_folder
-from clusterddp.rundir.summary import summarize
+from clusterddp.rundir.summary import best_saved, summarize
 from clusterddp.slurm.run_states import WORDS, run_states
 
 if TYPE_CHECKING:

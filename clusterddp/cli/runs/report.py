@@ -50,18 +50,6 @@ def report(summary: Summary, state: RunState) -> dict[str, Any]:
     }
 
 
-def best_saved(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The best checkpoint of the history that counts: its step, the metric and the value; None if there is none."""
-    found: list[dict[str, Any]] = []
-    for event in events:
-        step, best = event.get("step"), event.get("best")
-        if event["event"] in ("training", "resumed"):
-            found = [one for one in found if one["step"] <= (step or 0)]
-        elif event["event"] == "checkpoint" and isinstance(best, Mapping):
-            found += [{"step": step, "metric": metric, "value": value} for metric, value in best.items()]
-    return found[-1] if found else None
-
-
 def booked(
     summary: Summary, state: RunState, events: Sequence[Mapping[str, Any]], now: float
 ) -> tuple[Booking, Spent | None]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterddp.cli.runs import live
-from clusterddp.cli.runs.report import best_saved, booked, left_s, moment, report, values
+from clusterddp.cli.runs.report import booked, left_s, moment, report, values
 from clusterddp.cli.runs.screen import INDENT, Fact, Size, composed, fact_lines
 from clusterddp.cli.runs.sparkline import labelled
 from clusterddp.cli.runs.text import clipped, one_line
@@ -26,7 +26,7 @@ from clusterddp.reporter import counted, duration, speed
 from clusterddp.rundir.curve import curve, main_metric
 from clusterddp.rundir.find import as_typed, open_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.summary import Summary, summarize
+from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.rundir.timing import read_timings
 from clusterddp.slurm.run_states import OVER, RunState, run_states
 from clusterddp.supervisor.limits import attempts_made

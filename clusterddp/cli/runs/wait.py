@@ -12,6 +12,7 @@ from clusterddp.reporter import show
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
+from clusterddp.slurm.commands import TIMEOUT_S
 from clusterddp.slurm.run_states import RunState, run_states
 from clusterddp.supervisor.messages import how_it_ended, readable
 
@@ -92,7 +93,8 @@ def wait(runs: Sequence[RunDirectory], timeout_s: float | None, for_any: bool) -
         for one in _left(waits):
             one.look()
         if len(waits) - len(_left(waits)) < enough and time.monotonic() >= ask_at:
-            _ask(_left(waits))
+            left_s = TIMEOUT_S if deadline is None else deadline - time.monotonic()
+            _ask(_left(waits), min(TIMEOUT_S, max(LOOK_S, left_s)))
             ask_at = time.monotonic() + (LOOK_S if any(one.about_to_end for one in waits) else ASK_S)
         left = _left(waits)
         if len(waits) - len(left) >= enough:
@@ -108,9 +110,9 @@ def _left(waits: Sequence[_Wait]) -> list[_Wait]:
     return [one for one in waits if one.end is None]
 
 
-def _ask(left: Sequence[_Wait]) -> None:
+def _ask(left: Sequence[_Wait], timeout_s: float) -> None:
     """Finds the states of the runs that have not ended, by one call of squeue for all."""
-    states = run_states([summarize(one.run) for one in left])
+    states = run_states([summarize(one.run) for one in left], timeout_s=timeout_s)
     now = time.monotonic()
     if doubts := [state.reason for one, state in zip(left, states, strict=True) if one.newly_unknown(state)]:
         show(f"state unknown, retrying: {doubts[0]}")

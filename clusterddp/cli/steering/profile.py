@@ -7,22 +7,11 @@ from typing import Any
 
 from clusterddp.errors import UsageError
 from clusterddp.hostlist import ranks_in
-from clusterddp.jobdef.job import MOST_PROFILED_RANKS, MOST_PROFILED_STEPS, ProfiledSteps
+from clusterddp.jobdef.job import MOST_PROFILED_RANKS
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.trace_file import table_file
 
 HOW_TO_OPEN = "open a trace at https://ui.perfetto.dev, or its folder with TensorBoard (pip install torch-tb-profiler)"
-
-
-def steps_in(order: str) -> int:
-    """The steps of the order ``profile=20``, or ``profile``. UsageError if it is not of this form."""
-    _, equals, text = order.partition("=")
-    steps = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
-    if not equals:
-        return ProfiledSteps.steps
-    if not 1 <= steps <= MOST_PROFILED_STEPS:
-        raise UsageError(f"{order}: expected a number of steps from 1 to {MOST_PROFILED_STEPS}, such as profile=20")
-    return steps
 
 
 def check_ranks(text: str) -> None:

@@ -11,7 +11,7 @@ from clusterddp.cli.steering import profile
 from clusterddp.cli.steering.asking import await_end, backwards, request
 from clusterddp.errors import FAILED, INTERRUPTED, RunDirectoryError, UsageError
 from clusterddp.hostlist import ranks_in
-from clusterddp.jobdef.job import MOST_SKIPPED
+from clusterddp.jobdef.job import MOST_PROFILED_STEPS, MOST_SKIPPED, ProfiledSteps
 from clusterddp.jobdef.values import did_you_mean
 from clusterddp.reporter import show
 from clusterddp.rundir.find import open_run
@@ -42,14 +42,15 @@ def run(arguments: argparse.Namespace, _: object) -> int:
 def order(text: str, ranks: str | None) -> Callable[[RunDirectory], int]:
     """What carries out an order. UsageError for one that is unknown."""
     if text == "profile" or text.startswith("profile="):
-        steps = profile.steps_in(text)
+        given = text != "profile"
+        steps = steps_in(text, MOST_PROFILED_STEPS, "profile=20") if given else ProfiledSteps.steps
         ranks = "0" if ranks is None else ranks
         profile.check_ranks(ranks)
         return partial(record, steps=steps, ranks=ranks)
     if ranks is not None:
         raise UsageError(f"--rank: only {PROFILE} is for some of the ranks, {text} is for the whole run")
     if text.startswith("skip="):
-        return partial(skip, batches=batches_in(text))
+        return partial(skip, batches=steps_in(text, MOST_SKIPPED, "skip=500"))
     if text not in ORDERS:
         known = [*ORDERS, *NUMBERED]
         raise UsageError(f"unknown order {text!r}{did_you_mean(text, known)}; expected {', '.join(known)}")
@@ -87,13 +88,13 @@ def record(run: RunDirectory, steps: int, ranks: str) -> int:
     return 0 if len(stored) == len(wanted) else FAILED
 
 
-def batches_in(order: str) -> int:
+def steps_in(order: str, most: int, example: str) -> int:
     """The number in the order ``skip=500``. UsageError if it is not of this form."""
     text = order.partition("=")[2]
-    batches = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
-    if not 1 <= batches <= MOST_SKIPPED:
-        raise UsageError(f"{order}: expected a number of steps from 1 to {MOST_SKIPPED:,}, such as skip=500")
-    return batches
+    steps = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
+    if not 1 <= steps <= most:
+        raise UsageError(f"{order}: expected a number of steps from 1 to {most:,}, such as {example}")
+    return steps
 
 
 def skip(run: RunDirectory, batches: int) -> int:

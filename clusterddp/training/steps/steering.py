@@ -60,4 +60,6 @@ class Steering(Position):
     def _skip(self, step: int, batches: int, **named: str) -> None:
         self._loader.skip(step, batches)
         self._may_be_due = True
-        self._report("skipped", step=step, batches=batches, batch=self._loader.batch(step), **named)
+        epoch = self._loader.epoch_steps
+        more = {"epoch_steps": epoch} if epoch is not None and batches > epoch else {}
+        self._report("skipped", step=step, batches=batches, batch=self._loader.batch(step), **named, **more)
