@@ -345,7 +345,7 @@ class Attempt:
             return RankEnd.from_record(rank, host, lost_at, state.ends[rank])
         end = RankEnd.read(rank, host, lost_at, self._run.rank_record(self._number, rank), status)
         if end.end == "died" and state.exit_code == 0 and state.hosts.get(rank) is None:
-            # srun returns 0 for tasks that it could not launch (seen on 22.05.8 when slurmstepd lost its cgroup).
+            # srun returns 0 for tasks that it could not launch (seen on 22.05.8: slurmstepd did not find its cgroup).
             if status is not None and status.not_started:
                 return end
             words = "the launcher returned 0, but the process left no record"
