@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from clusterddp.protocol import ATTEMPT_ENDS, BY_SLURM, PHASES, RUN_ENDS
+from clusterddp.report.intervals import Interval, Wait, laid_over, measured, shared
 from clusterddp.rundir.records import is_count, is_time
 
 Event = Mapping[str, Any]
@@ -39,23 +40,10 @@ CATEGORIES: Mapping[str, str] = {
 _OF_PHASE = {"after_loop": "unknown", "ending": "launching"}
 #: What the end of a run's records is followed by, by its state (``slurm/run_states.py``) unless it is over.
 _OF_STATE = {"pending": "queued", "held": "held", "running": "", "stopped": "down"}
+#: By heartbeats it is known to within so many seconds when the last step before a hang ended; by the metrics exactly.
+BEAT_S = 2.0
 #: During these, evaluations and saves are possible.
 _IN_LOOP = frozenset(("first_step", "training", "repeating"))
-
-
-@dataclass(frozen=True)
-class Interval:
-    """``attempt`` is None before the first and between two attempts. Times are unix seconds."""
-
-    begin: float
-    end: float
-    category: str
-    attempt: int | None = None
-
-    @property
-    def seconds(self) -> float:
-        """How long it lasts."""
-        return self.end - self.begin
 
 
 @dataclass(frozen=True)
@@ -76,14 +64,6 @@ class Booking:
         for interval in self.intervals:
             sums[interval.category] += interval.seconds
         return sums
-
-
-class Wait(NamedTuple):
-    """From ``begin`` to ``end`` (unix seconds), the share of a step for which ranks waited for a straggler."""
-
-    begin: float
-    end: float
-    share: float
 
 
 def book(
@@ -285,8 +265,11 @@ def _book_attempt(
         end = min(end, after.launch["time"])
     trouble = attempt.trouble()
     trouble_at = end if trouble is None else min(end, max(trouble[0], attempt.launch["time"]))
-    if trouble is not None and trouble[1] == "hung" and is_time(seen) and trouble_at < seen <= end:
-        trouble_at = seen  # rank 0 made steps after the last heartbeat from the rank at fault
+    # Rank 0 may have made steps after the last heartbeat from the rank at fault.
+    earliest = trouble_at - (BEAT_S if attempt.first("hung") else 0.0)
+    if trouble is not None and trouble[1] == "hung" and is_time(seen) and earliest < seen <= end:
+        evaluated = [event["time"] for event in attempt.events if event["event"] == "evaluated"]
+        trouble_at = max([seen, attempt.launch["time"], *(time for time in evaluated if time <= trouble_at)])
     category = "launching"
     for time, following in attempt.changes():
         line.until(min(time, trouble_at), category, attempt.number)
@@ -339,36 +322,11 @@ def _with_details(
                 begun = event["time"] - max(blocked, _seconds(event, "durable_s"))
                 saves.append((begun, begun + blocked))
         slow += _slow(attempt.events, end if following is None else following.launch["time"])
-    slow = list(_measured(slow, waited))
-    intervals = _laid_over(intervals, evaluations, "evaluating", _IN_LOOP | {"importing", "unknown"})
-    intervals = _laid_over(intervals, saves, "saving", _IN_LOOP | {"evaluating"})
-    marked = _laid_over(intervals, [(one.begin, one.end) for one in slow], "straggler", frozenset(("training",)))
-    return _shared(marked, slow)
-
-
-def _laid_over(
-    intervals: Iterable[Interval], spans: Iterable[tuple[float, float]], category: str, onto: frozenset[str]
-) -> list[Interval]:
-    """The parts of ``intervals`` of the categories ``onto`` that lie in ``spans`` become ``category``."""
-    waiting = sorted(spans)
-    found: list[Interval] = []
-    next_span = 0
-    for whole in intervals:
-        while next_span < len(waiting) and waiting[next_span][1] <= whole.begin:
-            next_span += 1
-        at = whole.begin
-        for index in range(next_span, len(waiting)) if whole.category in onto else ():
-            begin, end = waiting[index]
-            if begin >= whole.end:
-                break
-            begin, end = max(begin, at), min(end, whole.end)
-            if end > begin:
-                found += [Interval(at, begin, whole.category, whole.attempt)] if begin > at else []
-                found.append(Interval(begin, end, category, whole.attempt))
-                at = end
-        if whole.end > at:
-            found.append(Interval(at, whole.end, whole.category, whole.attempt))
-    return found
+    slow = list(measured(slow, waited))
+    intervals = laid_over(intervals, evaluations, "evaluating", _IN_LOOP | {"importing", "unknown"})
+    intervals = laid_over(intervals, saves, "saving", _IN_LOOP | {"evaluating"})
+    marked = laid_over(intervals, [(one.begin, one.end) for one in slow], "straggler", frozenset(("training",)))
+    return shared(marked, slow)
 
 
 def _slow(events: Iterable[Event], end: float) -> Iterator[Wait]:
@@ -382,34 +340,3 @@ def _slow(events: Iterable[Event], end: float) -> Iterator[Wait]:
     for (begin, share), (until, _) in pairwise([*changes, (end, 0.0)]):
         if share > 0 and until > begin:
             yield Wait(begin, until, share)
-
-
-def _measured(estimated: Iterable[Wait], waited: Sequence[Wait]) -> Iterator[Wait]:
-    """What was measured, and estimates for the time in which nothing was."""
-    known = sorted(waited)
-    yield from (one for one in known if one.share > 0)
-    for begin, end, share in estimated:
-        for one in known:
-            if begin < one.begin:
-                yield Wait(begin, min(end, one.begin), share)
-            begin = max(begin, one.end)
-            if begin >= end:
-                break
-        else:
-            yield Wait(begin, end, share)
-
-
-def _shared(intervals: Iterable[Interval], slow: Iterable[Wait]) -> list[Interval]:
-    """Of the time in which a rank was slow, only a share was waited: it is booked at the beginning."""
-    found: list[Interval] = []
-    spans = sorted(slow)
-    for one in intervals:
-        if one.category == "straggler":
-            while spans and spans[0][1] <= one.begin:
-                del spans[0]
-            waited = one.begin + one.seconds * (spans[0][2] if spans else 0.0)
-            found.append(Interval(one.begin, waited, "straggler", one.attempt))
-            one = Interval(waited, one.end, "training", one.attempt)
-        if one.seconds > 0:
-            found.append(one)
-    return found

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from clusterddp.report.axes import Axis, number, time_axis
-from clusterddp.report.booking import CATEGORIES, Interval
+from clusterddp.report.booking import CATEGORIES
 from clusterddp.report.charts import (
     DASHES,
     Curve,
@@ -22,6 +22,7 @@ from clusterddp.report.charts import (
     zoomable,
 )
 from clusterddp.report.curves import Point
+from clusterddp.report.intervals import Interval
 from clusterddp.report.markup import Markup, clipped, tag, with_code
 from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES
 from clusterddp.report.timeline import spans

@@ -14,7 +14,7 @@ from statistics import mean, median_low
 from typing import Any, NamedTuple
 
 from clusterddp.failures.hangs import SLOW_RATIO, SLOW_SHARE
-from clusterddp.report.booking import Wait
+from clusterddp.report.intervals import Wait
 from clusterddp.reporter import counted
 from clusterddp.rundir.timing import PHASES, TimedInterval
 

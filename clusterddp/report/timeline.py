@@ -10,7 +10,8 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.hostlist import expand
 from clusterddp.protocol import ATTEMPT_ENDS, RUN_ENDS
-from clusterddp.report.booking import Booking, Interval
+from clusterddp.report.booking import Booking
+from clusterddp.report.intervals import Interval
 from clusterddp.report.markup import clipped
 from clusterddp.reporter import counted
 from clusterddp.rundir.records import is_count

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from clusterddp.protocol import BY_SLURM
-from clusterddp.report.booking import CATEGORIES, Booking, Wait, book
+from clusterddp.report.booking import CATEGORIES, Booking, book
+from clusterddp.report.intervals import Wait
 from clusterddp.report.ratios import spent
 from clusterddp.rundir.records import EVENT, read_lines
 from clusterddp.training import evaluations
@@ -394,8 +395,13 @@ def test_a_run_hangs_from_the_last_step_of_any_rank() -> None:
             {"time": 50.0, "attempt": 0, "event": "hung", "seconds": 32.0, **known},
         ]
         assert book(events, 50.0, state="running").seconds()["hung"] == hung
-    events.append({"time": 60.0, "attempt": 1, "event": "started", "job": "7", "seen": 21.0})
-    assert book(events, 60.0, state="running").seconds()["hung"] == 29, "its last step was recorded"
+    for seen, hung in ((21.0, 29), (18.0, 32), (15.0, 32)):
+        later = [*events, {"time": 60.0, "attempt": 1, "event": "started", "job": "7", "seen": seen}]
+        assert book(later, 60.0, state="running").seconds()["hung"] == hung, "its last step was recorded"
+    events[-1]["stalled_s"] = 31.0
+    for seen, hung in ((18.0, 32), (16.0, 31)):  # a heartbeat may be 2 s younger than the step; more is no error of its
+        later = [*events, {"time": 60.0, "attempt": 1, "event": "started", "job": "7", "seen": seen}]
+        assert book(later, 60.0, state="running").seconds()["hung"] == hung
 
 
 def test_a_run_that_slurm_requeues_by_itself_is_held_not_down() -> None:

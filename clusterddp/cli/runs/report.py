@@ -8,7 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from clusterddp.report.booking import Booking, Wait, book
+from clusterddp.report.booking import Booking, book
+from clusterddp.report.intervals import Wait
 from clusterddp.report.ratios import Spent, spent
 from clusterddp.report.stragglers import waits
 from clusterddp.rundir.files import finite
