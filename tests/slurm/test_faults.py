@@ -90,14 +90,16 @@ def test_an_unreachable_controller_and_a_restarted_slurmd_cost_nothing(
     moments = ",".join(["first step", *["last step"] * 4])
     training = Training.submit(cluster, runs, "--moments", moments, "--pause", "0.3", env={"PATH": path})
     training.wait_at_moment(0)
-    training.preempt()
+    high = training.preempt()
     training.go(0)
     wait_until(lambda: (runs / "requeueing").exists(), f"the requeue\n{story(training.run)}")
     cluster.stop_controller()
     (runs / "away").touch()
     wait_until(lambda: "retrying in 0.5 s" in log_of(training), "the requeue to fail", 30)
     cluster.start_controller()
-    wait_for_steps_of(training, 1)  # the second one, where the job in `high` starts after the requeue only
+    training.wait(lambda: cluster.job(high)["JobState"] == "COMPLETED", "the job in `high` to be over")
+    # It may have started after the requeue only, and have preempted attempt 1, too.
+    wait_for_steps_of(training, len(events_of(training.run, "requeued")))
     cluster.stop_controller()
     command = [cluster.python, "-m", "clusterddp", "status", training.run.path]
     status = cluster.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
