@@ -123,7 +123,7 @@ class _Search:
 
 
 def _read(found: tuple[Checkpoint, Head] | None) -> tuple[Blocks, str | None]:
-    """The data, on a rank that is alone: its parts may keep what lies in a block of its own."""
+    """The data, on a rank that is alone: its parts may keep what lies in a separate block."""
     assert found is not None
     checkpoint, head = found
     check_free([[free_memory()]], head.size, [0])

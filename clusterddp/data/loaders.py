@@ -68,7 +68,7 @@ class Loaders:
             options: of torch's DataLoader, such as ``num_workers``.
 
         Raises TypeError for a dataset without a length, for unknown options, two orders and a DistributedSampler;
-        ValueError for an empty dataset, an order that does not fit it, a sampler with a state of its own, and a global
+        ValueError for an empty dataset, an order that does not fit it, a sampler with hidden state, and a global
         batch that the ranks cannot share evenly.
         """
         return Loader(

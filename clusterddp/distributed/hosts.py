@@ -1,4 +1,4 @@
-"""Which ranks share a host's memory: those of one machine and one container, whatever the launcher calls a node."""
+"""Which ranks share a host's memory: those of one machine and one container, however the launcher counts nodes."""
 
 from __future__ import annotations
 

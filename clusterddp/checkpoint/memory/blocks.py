@@ -1,4 +1,4 @@
-"""Memory for a checkpoint's data in which each large tensor has a block of its own, so that a part can keep it."""
+"""Memory for a checkpoint's data in which each large tensor has a separate block, so that a part can keep it."""
 
 from __future__ import annotations
 
