@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.peers.peers import LIMIT, PEERS, Peer
 from benchmarks.peers.schedules import CELL_S, EPOCHS, HIGH_S, PER_EPOCH, SAVE_EPOCHS, SCHEDULES
-from benchmarks.peers.summary import ALLOWED, LEAST, OURS, Matrix, everything, refreshed
+from benchmarks.peers.summary import ALLOWED, LEAST, OURS, Matrix, everything, leads, refreshed
 from benchmarks.rows import table as rows_table
 
 NOT_RUN = "not run"
@@ -78,6 +78,8 @@ its last step for free, in a batch script that ends with its ranks: what Slurm, 
 
 {matrix_table(by_key)}
 
+{leads_table(by_key)}
+
 {ours_text(matrix, rows)}
 
 ## Each schedule
@@ -120,11 +122,30 @@ def matrix_table(by_key: dict[tuple[str, str], dict[str, Any]]) -> str:
         if not one["completed"]:
             return "not done" if one["still_training"] else "**lost**"
         lost = f" ({one['run'] - one['completed']} of {one['run']} lost)" if one["completed"] < one["run"] else ""
-        return f"{one['ettr']:.2f}{lost}"
+        each = one["ettr_of_each"]
+        return f"{one['ettr']:.2f}{f' ({min(each):.2f} to {max(each):.2f})' if len(each) > 1 else ''}{lost}"
 
     head = ["", *SCHEDULES]
     rows = [[peer, *(cell(peer, schedule) for schedule in SCHEDULES)] for peer in [*PEERS, LIMIT.name]]
     return report.table(head, rows)
+
+
+def leads_table(by_key: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """Ours beside the best peer, repetition by repetition."""
+    rows = [
+        [f"`{schedule}`", f"{ours:.2f}", f"{theirs:.2f} ({peer})", f"{report.median(ratios):.2f}", _span(ratios)]
+        for schedule, ours, peer, theirs, ratios in leads(by_key)
+    ]
+    table = report.table(["", "clusterddp", "the best peer", "ratio", "of each repetition"], rows)
+    return f"""\
+Beside the best of the peers that completed all cells of a schedule (above 1: clusterddp trained for a larger share of
+the time). Under the schedules that are not here, no peer completed.
+
+{table}"""
+
+
+def _span(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
 
 
 def ours_text(matrix: Matrix, rows: Sequence[dict[str, Any]]) -> str:

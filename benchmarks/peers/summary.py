@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -92,12 +92,16 @@ class Matrix:
             return None
         if cell["final"] == reference:
             return 0
-        one, other = (np.fromfile(self._finals / f"{name}.bin", np.uint32) for name in (cell["final"], reference))
+        files = [self._finals / f"{name}.bin" for name in (cell["final"], reference)]
+        if not all(file.exists() for file in files):
+            return None
+        one, other = (np.fromfile(file, np.uint32) for file in files)
         return int((one != other).sum())
 
     def figures(self, peer: str, schedule: str) -> dict[str, Any]:
         """Medians over the repetitions of a cell of the matrix."""
         cells = [cell for cell in self.of(peer, schedule) if cell["repetition"] in self.common(schedule)]
+        cells.sort(key=lambda cell: cell["repetition"])
         done = [cell for cell in cells if cell["finished"]]
         step_s, alone = self.undisturbed_step(peer), [c["wall_s"] for c in self.of(peer, "none", completed=True)]
         handovers = [one for cell in cells for one in cell["handovers"]]
@@ -119,6 +123,7 @@ class Matrix:
             "first_new_s": _some([fault["first_new_s"] for cell in cells for fault in cell["faults"]]),
             "gap_s": _some([gap for cell in cells for gap in cell["gaps_s"]]),
             "ettr": _some([ettr(self.steps, cell["pace_s"], cell["wall_s"]) for cell in done]),
+            "ettr_of_each": [round(ettr(self.steps, cell["pace_s"], cell["wall_s"]), 4) for cell in done],
             "ettr_by_undisturbed_step": _some([ettr(self.steps, step_s, cell["wall_s"]) for cell in done]),
             "bound": _some([self.bound_of(cell, cell["pace_s"]) for cell in done]),
             "of_bound": _some([self.of_bound(cell) for cell in done]),
@@ -158,6 +163,22 @@ class Matrix:
             return []
         words = "no progress around a preemption, GraceTime=0"
         return [unpaired(words, "s", ours, limit, "the same of a script that restores and repeats nothing").as_json()]
+
+
+def leads(by_key: Mapping[tuple[str, str], dict[str, Any]]) -> list[tuple[str, float, str, float, list[float]]]:
+    """Under each schedule: ours, the best peer that completed all its cells, and the ratios of equal repetitions."""
+    found = []
+    for schedule in SCHEDULES:
+        ours = by_key[OURS, schedule]
+        peers = [by_key[peer, schedule] for peer in PEERS if peer != OURS]
+        whole = [one for one in peers if one["completed"] == one["run"] > 0]
+        if whole and ours["completed"] == ours["run"] > 0:
+            best = max(whole, key=lambda one: float(one["ettr"]))
+            pairs = zip(ours["ettr_of_each"], best["ettr_of_each"], strict=True)
+            found.append(
+                (schedule, ours["ettr"], best["peer"], best["ettr"], sorted(one / other for one, other in pairs))
+            )
+    return found
 
 
 def interruptions(cell: dict[str, Any], schedule: Schedule) -> int:

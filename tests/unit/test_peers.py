@@ -14,7 +14,7 @@ from benchmarks.peers.cells import Line, bound, ettr, figures, gaps, parse
 from benchmarks.peers.page import describe
 from benchmarks.peers.peers import LIMIT, PEERS, count
 from benchmarks.peers.schedules import CELL_S, OF_THE_LIMIT, SCHEDULES
-from benchmarks.peers.summary import Matrix, still_training
+from benchmarks.peers.summary import Matrix, everything, leads, still_training
 
 #: Steps 0 to 3 by one process, interrupted after 13; a checkpoint at 2, and a restart that makes 2 and 3 again.
 INTERRUPTED = [Line(10 + n, n, 1) for n in range(4)] + [Line(20 + n, 2 + n, 2) for n in range(4)]
@@ -112,6 +112,8 @@ def test_final_values_are_compared_with_the_peers_own_undisturbed_run(tmp_path: 
     cells = [cell(schedule="none", final="a"), cell(final="a"), cell(final="b"), cell("torchrun", final="b")]
     matrix = Matrix(cells, tmp_path)
     assert [matrix.differing(one) for one in cells] == [0, 0, 1, None]
+    (tmp_path / "b.bin").unlink()
+    assert matrix.differing(cells[2]) is None, "values that were not kept are not compared"
 
 
 def test_the_page_says_what_is_lost_and_what_was_not_run(tmp_path: Path) -> None:
@@ -135,3 +137,24 @@ def test_the_bar_is_judged_from_three_cells_on(tmp_path: Path) -> None:
         cells += [cell("limit", "preempt-60"), cell("limit", "none", INTERRUPTED[:4])]
         row = next(row for row in Matrix(cells, tmp_path, steps=8).rows() if row["allowed"])
         assert (row["met"], rows.problem(row)) == (met, None)
+
+
+def test_ours_is_compared_with_the_best_peer_that_completed_all_its_cells(tmp_path: Path) -> None:
+    """Repetition by repetition, in whichever order the cells ended; a peer that lost a cell is no best one."""
+    slow = [*INTERRUPTED[:4], *(Line(line.time + 10, line.step, 2) for line in INTERRUPTED[4:])]
+    cells = [
+        cell(repetition=1),
+        cell(repetition=0),
+        cell("submitit", repetition=0),
+        cell("submitit", lines=slow, repetition=1),
+    ]
+    cells += [cell(peer, lines=slow, repetition=n) for peer in ("handwritten", "Lightning") for n in range(2)]
+    cells += [cell("torchrun", repetition=0), cell("torchrun", finished=None, end="no job left", repetition=1)]
+    cells += [
+        cell(peer, finished=None, end="no job left", repetition=n) for peer in ("accelerate", "Trainer") for n in (0, 1)
+    ]
+    matrix = Matrix(cells, tmp_path, steps=6)
+    found = leads({(one["peer"], one["schedule"]): one for one in everything(matrix)})
+    assert [(schedule, peer) for schedule, _, peer, _, _ in found] == [("preempt", "submitit")]
+    ratios = found[0][-1]
+    assert ratios[0] == pytest.approx(1) and ratios[1] == pytest.approx(25 / 15)
