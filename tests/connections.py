@@ -15,6 +15,13 @@ def connection_to(port: int) -> socket.socket:
     return connection
 
 
+def accepted_from(peer: socket.socket) -> socket.socket:
+    """A duplicate of the other end of a connection, which this process has accepted."""
+    # socket.dup() would make both block.
+    (number,) = (os.dup(each.fileno()) for each in _connections() if each.getpeername() == peer.getsockname())
+    return socket.socket(fileno=number)
+
+
 def accepted_at(port: int) -> int:
     """The number of connections that this process has accepted at a port."""
     return sum(each.getsockname()[1] == port for each in _connections())

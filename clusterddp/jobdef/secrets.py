@@ -114,9 +114,11 @@ def masked(text: str, secrets: Iterable[str]) -> str:
 
     Values that are wrapped over two lines are found, and so are the single lines of a value of several lines.
     """
+    if not text or not (forms := _forms(tuple(secrets))):
+        return text
     plain, places = _unbroken(text)
     spans = []
-    for form in _forms(tuple(secrets)):
+    for form in forms:
         start = plain.find(form)
         while start >= 0:
             spans.append((start, start + len(form)))

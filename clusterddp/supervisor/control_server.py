@@ -21,7 +21,8 @@ from typing import Any
 
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.reporter import counted, say
-from clusterddp.worker.control_channel import LONGEST_LINE, keep_alive, send_line
+from clusterddp.supervisor.channel.outbox import Outbox
+from clusterddp.worker.control_channel import LONGEST_LINE, encoded, keep_alive, send_line
 
 # Limits for strangers: connections that have not sent the token yet, which a rank does at once.
 _LONGEST_HELLO = 4096
@@ -41,8 +42,6 @@ _LAST_WORDS_S = 1.0
 _MOST_WORDS_S = 10.0
 #: The most requests of the user that are answered at a time, and how long one may take to read its answer, in seconds.
 _MOST_CLIENTS, _READ_S = 16, 10.0
-#: So many unanswered keepalive probes in a row mean that a rank is falling silent; one may just be in flight.
-_FALLING_SILENT = 2
 
 
 @dataclass
@@ -105,6 +104,7 @@ class ControlServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._outbox = Outbox(self._selector)
         self._thread = threading.Thread(target=self._serve, name="link", daemon=True)
         self._thread.start()
 
@@ -115,7 +115,7 @@ class ControlServer:
     def broadcast(self, ranks: Collection[int] | None = None, /, **words: Any) -> None:
         """Sends a message to these ranks, or to all, if they have joined.
 
-        Never waits: a rank that cannot take it at once is skipped.
+        Never waits: a rank that cannot take it at once gets it as soon as it can.
         """
         self._request(lambda: self._send_to_all(words, ranks))
 
@@ -132,12 +132,10 @@ class ControlServer:
     def _send_to_all(self, words: Mapping[str, Any], ranks: Collection[int] | None) -> None:
         if self._store is None and "stop" in words:
             return  # all wait for rank 0, and expect its address or the order to exit; USR2 tells them to stop
+        line = encoded(words)
         for rank in list(self._joined) if ranks is None else ranks:
-            if (peer := self._joined.get(rank)) is not None:
-                with suppress(OSError):
-                    # With data in flight to a rank that is falling silent, the kernel would begin to count again.
-                    if _unanswered_probes(peer.connection) < _FALLING_SILENT:
-                        send_line(peer.connection, words)
+            if (peer := self._joined.get(rank)) is not None and not self._outbox.send(peer.connection, line):
+                say(f"rank {rank} does not read its connection: it is not told {line[:200]!r}")
 
     def close(self) -> None:
         """Reads the last reports of ranks that have exited, then closes all connections.
@@ -151,12 +149,11 @@ class ControlServer:
         deadline: float | None = None
         while deadline is None or self._joined:
             over_s = -1.0 if deadline is None else time.monotonic() - deadline
-            look_s = 0.1 if deadline else _HELLO_S / 10  # the deadlines of unauthenticated connections wake no thread
-            ready = self._selector.select(look_s if deadline or self._strangers else None)
+            ready = self._selector.select(self._wait_s(deadline))
             if over_s >= 0 and (over_s >= _MOST_WORDS_S or not any(map(self._of_rank, ready))):
                 break
             self._carry_out_requests()
-            for key, _ in ready:
+            for key, mask in ready:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._wake_read:
@@ -164,13 +161,22 @@ class ControlServer:
                         deadline = time.monotonic() + _LAST_WORDS_S
                         self._selector.unregister(self._wake_read)
                 elif (peer := self._peers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
-                    self._receive(peer)
+                    if mask & selectors.EVENT_WRITE:
+                        self._outbox.on_writable(peer.connection)
+                    if mask & selectors.EVENT_READ:
+                        self._receive(peer)
+            self._outbox.retry()
             self._drop_slow()
         self._listener.close()  # first, so that a rank whose connection breaks cannot reconnect
         for peer in self._peers.values():
             peer.connection.close()
         self._wake_read.close()
         self._selector.close()
+
+    def _wait_s(self, deadline: float | None) -> float | None:
+        """How long to wait for events at most: the deadlines of strangers' connections wake no thread."""
+        look_s = 0.1 if deadline else _HELLO_S / 10 if self._strangers else None
+        return min((seconds for seconds in (look_s, self._outbox.retry_s) if seconds is not None), default=None)
 
     def _carry_out_requests(self) -> None:
         """In their order among the ranks that join."""
@@ -329,9 +335,8 @@ class ControlServer:
             self._store = {"host": peer.address, "port": port}
         if self._store is not None:
             for joined in self._joined if first else [rank]:
-                with suppress(OSError):  # exited meanwhile: the next read of its connection shows that
-                    answer = {**self._told, **self._store, "known": self._known[joined]}
-                    send_line(self._joined[joined].connection, answer)
+                answer = {**self._told, **self._store, "known": self._known[joined]}
+                self._outbox.send(self._joined[joined].connection, encoded(answer))
         values = {"host": str(hello["host"]), "pid": hello["pid"], "address": peer.address}
         self._on_event(rank, "rejoined" if back else "joined", values)
         return True
@@ -347,6 +352,7 @@ class ControlServer:
         return None
 
     def _drop(self, peer: _Peer, silent: bool = False) -> None:
+        self._outbox.forget(peer.connection)
         self._selector.unregister(peer.connection)
         del self._peers[peer.connection]
         self._recognize(peer)
@@ -384,8 +390,3 @@ def _most_strangers(ranks: int | None) -> int:
             "use fewer ranks"
         )
     return min(most, limit - _OWN_DESCRIPTORS - (ranks or 0))
-
-
-def _unanswered_probes(connection: socket.socket) -> int:
-    """The number of unanswered keepalive probes: tcpi_probes, the fourth byte of linux/tcp.h's tcp_info."""
-    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)[3]

@@ -74,7 +74,7 @@ def step(state: State, event: Event, now: float) -> Step:
 def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     rank, values = event.rank, event.values
     if event.name == "joined":
-        return replace(state, hosts=state.hosts.put(rank, values["host"])), []
+        return state.but(hosts=state.hosts.put(rank, values["host"])), []
     if event.name == "alive":
         return state, [Heartbeat(rank, state.hosts[rank], values)]
     if event.name == "left":
@@ -96,7 +96,7 @@ def _record(state: State, name: str, values: Mapping[str, Any]) -> Step:
     if values["rank"] == 0:
         return state, [Record(name, values)]
     before = state.reported.get(name, 0)
-    state = replace(state, reported={**state.reported, name: before + 1})
+    state = state.but(reported={**state.reported, name: before + 1})
     if before < MOST_RECORDED:
         return state, [Record(name, values)]
     text = f"{MOST_RECORDED} ranks have reported {name!r} in this attempt: the history leaves out those of the others"
@@ -113,7 +113,7 @@ def _note(state: State, event: RankEvent) -> Step:
     if event.name == "progress":
         return _abandon(replace(state, unfinished=values["step"] < values["steps"], saving=False))
     if event.name in ("signal", "notified"):
-        return replace(state, told=True, heard=True), []
+        return state.but(told=True, heard=True), []
     if event.name == "checkpoint":
         return requests.on_checkpoint(replace(state, last_save_s=float(values["durable_s"])), values)
     if event.name == "checkpoint_failed":
@@ -129,7 +129,7 @@ def _on_left(state: State, event: RankEvent, now: float) -> Step:
     """A rank's last report is the record of its end."""
     check_record(event.values)
     if event.rank not in state.ends:
-        state = replace(state, ends=state.ends.put(event.rank, event.values))
+        state = state.but(ends=state.ends.put(event.rank, event.values))
     if event.values["end"] in ("done", "stopped"):
         return state, []
     # A rank that exits with 0 in its loop may do so for a signal that only the controller knows of; so may its peers.
@@ -159,7 +159,7 @@ def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step
 
 def _lose(state: State, rank: int, at: float) -> State:
     """The first sign that a rank is lost counts."""
-    return state if rank in state.lost_at else replace(state, lost_at=state.lost_at.put(rank, at))
+    return state if rank in state.lost_at else state.but(lost_at=state.lost_at.put(rank, at))
 
 
 def _on_rejoined(state: State, rank: int) -> Step:

@@ -115,7 +115,10 @@ class RankEnd:
 
     def without(self, secrets: Sequence[str]) -> RankEnd:
         """The same with these values masked, which must not appear in the history or in logs."""
-        return dataclasses.replace(self, error=masked(self.error, secrets), traceback=masked(self.traceback, secrets))
+        error, traceback = masked(self.error, secrets), masked(self.traceback, secrets)
+        if (error, traceback) == (self.error, self.traceback):
+            return self
+        return dataclasses.replace(self, error=error, traceback=traceback)
 
     @property
     def failed(self) -> bool:

@@ -194,7 +194,7 @@ class ControlChannel:
 
     def send(self, event: str, **values: Any) -> None:
         """Reports an event. Errors are ignored: training continues without a supervisor."""
-        if (line := _encoded({"event": event, **values})) is None:
+        if (line := _short_line({"event": event, **values})) is None:
             return
         with self._lock, suppress(OSError):
             self._last.append(line)
@@ -222,13 +222,13 @@ def report(event: str, **values: Any) -> None:
         current.send(event, **values)
 
 
-def _encoded(message: Mapping[str, Any]) -> bytes | None:
+def _short_line(message: Mapping[str, Any]) -> bytes | None:
     """A message as one line. None, with a warning on stderr, if it is too long even with truncated texts."""
     try:
-        line = _line(message)
+        line = encoded(message)
         if len(line) > LONGEST_LINE:
             clipped = {name: clip(value, _CLIPPED) for name, value in message.items() if isinstance(value, str)}
-            line = _line({**message, **clipped})
+            line = encoded({**message, **clipped})
         if len(line) <= LONGEST_LINE:
             return line
         problem = f"{len(line):,} bytes, the limit is {LONGEST_LINE:,}"
@@ -238,7 +238,8 @@ def _encoded(message: Mapping[str, Any]) -> bytes | None:
     return None
 
 
-def _line(message: Mapping[str, Any]) -> bytes:
+def encoded(message: Mapping[str, Any]) -> bytes:
+    """A message as one line."""
     return (json.dumps(message) + "\n").encode()
 
 
@@ -372,4 +373,4 @@ def keep_alive(connection: socket.socket) -> None:
 
 def send_line(connection: socket.socket, message: Mapping[str, Any]) -> None:
     """Sends one message."""
-    connection.sendall(_line(message))
+    connection.sendall(encoded(message))

@@ -6,7 +6,6 @@ import ast
 import json
 import queue
 import re
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,12 +78,12 @@ def test_the_messages_of_the_control_channel_are_listed(monkeypatch: pytest.Monk
     sent: list[dict[str, Any]] = []
     heard: list[tuple[str, set[str]]] = []
 
-    def send_line(connection: socket.socket, message: dict[str, Any]) -> None:
+    def encoded(message: dict[str, Any]) -> bytes:
         sent.append(message)
-        connection.sendall((json.dumps(message) + "\n").encode())
+        return (json.dumps(message) + "\n").encode()
 
     for module in (control_channel, control_server):
-        monkeypatch.setattr(module, "send_line", send_line)
+        monkeypatch.setattr(module, "encoded", encoded)
     server = control_server.ControlServer(
         "token",
         lambda rank, event, values: heard.append((event, set(values))),

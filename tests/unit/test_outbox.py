@@ -1,0 +1,147 @@
+"""Orders to ranks that cannot take them at once, over real sockets on loopback."""
+
+from __future__ import annotations
+
+import json
+import queue
+import selectors
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from clusterddp.supervisor.channel import outbox
+from clusterddp.supervisor.channel.outbox import Outbox
+from clusterddp.supervisor.control_server import ControlServer
+from clusterddp.worker.control_channel import send_line
+from tests.connections import accepted_from
+
+TOKEN, WAIT_S = "secret of this attempt", 20
+
+
+def little_room(connection: socket.socket) -> socket.socket:
+    """Before it connects. Segments are small, too: their sender waits for room for half of one."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+    return connection
+
+
+class Pair:
+    """A connection with little room on its way from ``ours`` to ``theirs``, and an outbox for it."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.outbox = Outbox(self.selector)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+            self.theirs = little_room(socket.socket())
+            self.theirs.settimeout(WAIT_S)
+            self.theirs.connect(listener.getsockname())
+            self.ours, _ = listener.accept()
+        self.ours.setblocking(False)
+        self.selector.register(self.ours, selectors.EVENT_READ)
+
+    def fill(self) -> list[bytes]:
+        """Sends different lines until some are kept."""
+        lines: list[bytes] = []
+        while self.selector.get_key(self.ours).events == selectors.EVENT_READ:
+            assert len(lines) < 1000, "lines are lost"
+            lines.append(b"line %d %s\n" % (len(lines), b"." * 99))
+            assert self.outbox.send(self.ours, lines[-1])
+        return lines
+
+    def close(self) -> None:
+        self.outbox.forget(self.ours)
+        for each in (self.ours, self.theirs, self.selector):
+            each.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def test_a_slow_reader_gets_every_line_whole_and_in_order(pair: Pair) -> None:
+    lines = pair.fill()
+    for number in range(50):
+        lines.append(b"later %d %s\n" % (number, b"." * 99))
+        assert pair.outbox.send(pair.ours, lines[-1])
+    received = b""
+    while len(received) < sum(map(len, lines)):
+        received += pair.theirs.recv(4096)
+        for key, mask in pair.selector.select(0):
+            assert (key.fileobj, mask) == (pair.ours, selectors.EVENT_WRITE)
+            pair.outbox.on_writable(pair.ours)
+    assert received == b"".join(lines)
+    assert pair.selector.get_key(pair.ours).events == selectors.EVENT_READ
+    assert pair.outbox.retry_s is None
+
+
+def test_a_line_that_is_kept_is_not_added_again_and_there_is_a_limit(pair: Pair) -> None:
+    """The order to stop is repeated until a rank has confirmed it."""
+    pair.fill()
+    for _ in range(10_000):
+        assert pair.outbox.send(pair.ours, b'{"stop": "preemption"}\n')
+    assert sum(map(len, pair.outbox._kept[pair.ours])) < 1000
+    assert not pair.outbox.send(pair.ours, b"." * outbox.MOST_BYTES)
+    assert pair.outbox.send(pair.ours, b'{"leave": "rank 2 (n1) failed"}\n')
+
+
+def test_a_connection_that_is_writable_and_takes_nothing_is_tried_again_later(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the kernel has no memory: the selector would return at once, for ever."""
+    lines = pair.fill()
+    pair.outbox.on_writable(pair.ours)
+    assert pair.selector.get_key(pair.ours).events == selectors.EVENT_READ
+    assert pair.outbox.retry_s is not None and 0 < pair.outbox.retry_s <= outbox.RETRY_S
+    received = b""
+    monkeypatch.setattr(outbox, "RETRY_S", 0.0)
+    pair.outbox._retry_at = 0.0
+    while len(received) < sum(map(len, lines)):
+        received += pair.theirs.recv(4096)
+        pair.outbox.retry()
+        if pair.selector.get_key(pair.ours).events != selectors.EVENT_READ:
+            pair.outbox.on_writable(pair.ours)
+    assert received == b"".join(lines)
+
+
+def test_a_broken_connection_keeps_nothing(pair: Pair) -> None:
+    pair.fill()
+    pair.theirs.close()  # with unread data: a reset
+    pair.selector.select(WAIT_S)
+    pair.outbox.on_writable(pair.ours)
+    assert not pair.outbox._kept and pair.selector.get_key(pair.ours).events == selectors.EVENT_READ
+
+
+def test_a_rank_that_reads_late_delays_no_other_and_gets_the_order_to_stop() -> None:
+    """It is one of thousands, on a node whose memory is short: the server skipped it before, or tore a line."""
+    events: queue.Queue[tuple[int, str]] = queue.Queue()
+    server = ControlServer(TOKEN, lambda rank, event, _: events.put((rank, event)), host="127.0.0.1", ranks=2)
+    slow, quick = socket.socket(), socket.create_connection(("127.0.0.1", server.port))
+    with little_room(slow), quick:
+        slow.connect(("127.0.0.1", server.port))
+        for rank, connection in enumerate((quick, slow)):
+            connection.settimeout(WAIT_S)
+            port = 1 if rank == 0 else None
+            send_line(connection, {"token": TOKEN, "rank": rank, "port": port, "host": "n1", "pid": 7, "process": "a"})
+            assert events.get(timeout=WAIT_S) == (rank, "joined")
+        reader = quick.makefile("rb")
+        orders = [{"flight_record": f"{number} {'.' * 990}"} for number in range(60)]
+        with accepted_from(slow) as served:
+            served.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        for order in [*orders, {"stop": "preemption"}]:
+            server.broadcast(**order)
+        assert json.loads(reader.readline())["port"] == 1  # the answer to its hello
+        assert [json.loads(reader.readline()) for _ in range(61)] == [*orders, {"stop": "preemption"}]
+        assert len(server._outbox._kept) == 1
+        send_line(quick, {"event": "notified"})
+        assert events.get(timeout=WAIT_S) == (0, "notified")
+        late = slow.makefile("rb")
+        late.readline()
+        assert [json.loads(late.readline()) for _ in range(61)] == [*orders, {"stop": "preemption"}]
+        reader.close()
+        late.close()
+    server.close()
