@@ -19,10 +19,10 @@ from clusterddp.checkpoint.content import unpacked
 from clusterddp.checkpoint.file_format import Content, Head
 from clusterddp.checkpoint.memory.anonymous import free_memory
 from clusterddp.checkpoint.memory.blocks import Blocks
-from clusterddp.checkpoint.memory.host_memory import HostMemory, check_free
+from clusterddp.checkpoint.memory.host_memory import HostMemory, too_little
 from clusterddp.checkpoint.state import unpack
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
-from clusterddp.distributed.collectives import PORTION, all_gather_numbers, broadcast_json
+from clusterddp.distributed.collectives import PORTION, all_gather_numbers, broadcast_json, gather_numbers
 from clusterddp.distributed.hosts import Hosts
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import say
@@ -50,20 +50,24 @@ def restore(
     All ranks call ``on_found`` when a checkpoint's head is verified, before any thread reads its tensors; again for an
     older checkpoint if these are damaged.
     """
-    search, hosts = _Search(checkpoints, on_damaged), None
+    search, alone = _Search(checkpoints, on_damaged), not dist.is_initialized() or dist.get_world_size() == 1
     while True:
         found = search.next()
         described = found and (found[1].entries, found[1].facts, found[1].state, found[1].size)
         place = found and (found[0].attempt, found[0].step)
-        reason, place, described = broadcast_json([search.failure, place, described], device)
+        memory = None if found is None or alone else HostMemory.create(found[1].size)
+        offered = memory and memory.address
+        reason, place, described, offered = broadcast_json([search.failure, place, described, offered], device)
         if reason is not None:
             raise CheckpointError(reason)
         if described is None:
             return None
         entries, facts, state, size = described
         on_found(_plain(state), place[1])
-        hosts = hosts or Hosts.find(device)
-        data, damage = _fetched(found, size, hosts, device) if len(hosts.leader_of) > 1 else _read(found)
+        if alone:
+            data, damage = _read(_Source(found), entries, size)
+        else:
+            data, damage = _fetched(_Source(found), memory or HostMemory.open(size, offered), device)
         if damage is None:
             return unpacked(Content(entries, facts, state, data)), (place[0], place[1])
         search.report(damage)
@@ -122,53 +126,97 @@ class _Search:
         return None
 
 
-def _read(found: tuple[Checkpoint, Head] | None) -> tuple[Blocks, str | None]:
+class _Source:
+    """On rank 0, the data of the file that was found, read and verified up to some place; nothing on other ranks."""
+
+    def __init__(self, found: tuple[Checkpoint, Head] | None) -> None:
+        self._found = found
+        self._reading: Iterator[int] = iter(())
+        self._verified = 0
+        #: What is wrong with the data, as far as it was read.
+        self.damage: str | None = None
+
+    def read_into(self, into: file_format.Into) -> None:
+        """Where the data belongs."""
+        if self._found is not None:
+            checkpoint, head = self._found
+            self._reading = checkpoint.read_data(head, into)
+
+    def read_up_to(self, stop: int) -> None:
+        """Continues until so many bytes are verified, or damage is found."""
+        try:
+            while self._found is not None and self._verified < stop and self.damage is None:
+                self._verified = next(self._reading)
+        except CheckpointError as error:
+            self.damage = str(error)
+
+
+def _read(source: _Source, entries: Mapping[str, Any], size: int) -> tuple[mmap.mmap | Blocks, str | None]:
     """The data, on a rank that is alone: its parts may keep what lies in a separate block."""
-    assert found is not None
-    checkpoint, head = found
-    check_free([[free_memory()]], head.size, [0])
-    spans = ((start, stop) for start, stop in (entry["data_offsets"] for entry in head.entries.values()))
-    data = Blocks(spans, head.size, file_format.memory)
-    return data, _read_up_to(head.size, checkpoint.read_data(head, data))
+    if (failure := too_little([free_memory()], size, [0])) is not None:
+        raise CheckpointError(failure)
+    spans = ((start, stop) for start, stop in (entry["data_offsets"] for entry in entries.values()))
+    data = Blocks(spans, size, file_format.memory)
+    source.read_into(data)
+    source.read_up_to(size)
+    return data, source.damage
 
 
-def _fetched(
-    found: tuple[Checkpoint, Head] | None, size: int, hosts: Hosts, device: torch.device
-) -> tuple[mmap.mmap, str | None]:
-    """The data of the file that rank 0 has found, on every rank; and how it is damaged, if it is."""
-    memory = HostMemory.allocate(size, hosts, device)
-    damage: str | None = None
+def _fetched(source: _Source, memory: HostMemory, device: torch.device) -> tuple[mmap.mmap, str | None]:
+    """The data on every rank, and how it is damaged, if it is.
+
+    On one host, two small collectives: for a small state, each takes as long as a part of the reading. Rank 0 reads the
+    first portion while the others come to the first one.
+    """
     try:
-        reading = found[0].read_data(found[1], memory.into) if found is not None else iter(())
-        with _Relay(memory, device) as relay:
-            for start in range(0, size, PORTION):
-                stop = min(start + PORTION, size)
-                if damage is None:
-                    damage = _read_up_to(stop, reading) if found is not None else None
-                relay.send(start, stop)
-        all_gather_numbers([0], device)  # All data has arrived on all hosts.
-        (damage,) = broadcast_json([damage], device)
+        if dist.get_rank() == 0:
+            source.read_into(memory.into)
+            source.read_up_to(min(PORTION, memory.size))
+        facts = gather_numbers(memory.facts, device)
+        failure, ranks, damage = broadcast_json(_conclusion(source, memory, facts), device)
+        if failure is not None:
+            raise CheckpointError(failure)
+        if ranks is not None:
+            memory, hosts = memory.spread(Hosts.of(ranks, dist.get_rank()), device)
+            damage = _passed_on(source, memory, hosts, device)
+        return memory.data, damage
     finally:
         memory.close()
-    return memory.data, damage
 
 
-def _read_up_to(stop: int, reading: Iterator[int]) -> str | None:
-    """Continues until so many bytes are verified; returns what is wrong with them."""
-    try:
-        for verified in reading:
-            if verified >= stop:
-                break
-    except CheckpointError as error:
-        return str(error)
-    return None
+def _conclusion(source: _Source, memory: HostMemory, facts: list[list[int]] | None) -> list[Any]:
+    """Rank 0's answer to all ranks: why they cannot restore, else their facts if some need the data sent, else damage.
+
+    Reads all data if rank 0's host is the only one.
+    """
+    if facts is None:
+        return []
+    ranks = [one[:2] for one in facts]
+    hosts = Hosts.of(ranks, 0)
+    failure = too_little([one[2] for one in facts], memory.size, hosts.leaders)
+    if failure is not None or not all(one[3] for one in facts):
+        return [failure, ranks, None]
+    source.read_up_to(memory.size)
+    return [None, None, source.damage]
+
+
+def _passed_on(source: _Source, memory: HostMemory, hosts: Hosts, device: torch.device) -> str | None:
+    """Sends the data to the other leaders while it is read; returns how it is damaged, if it is. Collective."""
+    with _Relay(memory, hosts, device) as relay:
+        for start in range(0, memory.size, PORTION):
+            stop = min(start + PORTION, memory.size)
+            source.read_up_to(stop)
+            relay.send(start, stop)
+    all_gather_numbers([0], device)  # All data has arrived on all hosts.
+    (damage,) = broadcast_json([source.damage], device)
+    return damage  # type: ignore[no-any-return]
 
 
 class _Relay:
     """Passes data on from rank 0 to the first ranks of the other hosts; it does nothing if there is one host."""
 
-    def __init__(self, memory: HostMemory, device: torch.device) -> None:
-        self._memory, self._hosts, self._device = memory, memory.hosts, device
+    def __init__(self, memory: HostMemory, hosts: Hosts, device: torch.device) -> None:
+        self._memory, self._hosts, self._device = memory, hosts, device
         self._group: Any = None
         leaders = self._hosts.leaders
         # NCCL would have to connect another group: all ranks take part, and the others drop what they get.

@@ -5,13 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
-
-from clusterddp.distributed.collectives import all_gather_numbers
 
 
 @dataclass(frozen=True)
@@ -26,12 +22,11 @@ class Hosts:
     """The process id of each rank, as the ranks of its host see it."""
 
     @classmethod
-    def find(cls, device: torch.device) -> Hosts:
-        """Collective if there is a process group, through ``device``."""
-        found = all_gather_numbers([_host(), os.getpid()], device)
+    def of(cls, facts: Sequence[Sequence[int]], rank: int) -> Hosts:
+        """From each rank's ``own_facts``."""
         first: dict[int, int] = {}
-        leaders = tuple(first.setdefault(host, rank) for rank, (host, _) in enumerate(found))
-        return cls(dist.get_rank() if dist.is_initialized() else 0, leaders, tuple(pid for _, pid in found))
+        leaders = tuple(first.setdefault(host, other) for other, (host, _) in enumerate(facts))
+        return cls(rank, leaders, tuple(pid for _, pid in facts))
 
     def apart(self) -> Hosts:
         """The same ranks, as if each had a host for itself."""
@@ -51,6 +46,11 @@ class Hosts:
     def is_leader(self) -> bool:
         """Whether this rank is its host's leader."""
         return self.leader == self.rank
+
+
+def own_facts() -> list[int]:
+    """This rank's host, as a number, and process id."""
+    return [_host(), os.getpid()]
 
 
 def _host() -> int:

@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from clusterddp.checkpoint.restore import restore
 from clusterddp.checkpoint.state import load_state
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.distributed import hosts
+from clusterddp.distributed.collectives import _AT_ONCE, broadcast_json
 from clusterddp.errors import CheckpointError
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
@@ -151,6 +153,56 @@ def announced(folder: Path) -> None:
     restore(checkpoints, CPU, on_found=lambda progress, step: seen.append((progress, step)))
     flip(newer, newer.stat().st_size - 200)
     print([one for one in seen if RANK == 0 or one != "data"], flush=True)
+
+
+def counted(folder: Path) -> None:
+    """The collectives of a restore, then what a process that is forked meanwhile has of the memory."""
+    calls: list[str] = []
+    for name in ("broadcast", "gather", "all_gather", "all_reduce", "barrier"):
+        setattr(dist, name, counting(name, calls))
+    checkpoints = Checkpoints(RunDirectory(folder), 0, Keep()) if RANK == 0 else None
+    assert restore(checkpoints, CPU) is not None
+    print(" ".join(calls), flush=True)
+
+
+def counting(name: str, calls: list[str]) -> Callable[..., Any]:
+    real = getattr(dist, name)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls.append(name)
+        return real(*arguments, **named)
+
+    return call
+
+
+def forked(folder: Path) -> None:
+    """A process, such as a loader's worker, is forked once the head is there, when rank 0 has made the memory."""
+    answer, into = os.pipe()
+    before: list[int] = []
+
+    def fork(*_: object) -> None:
+        before.append(open_memory())
+        if not os.fork():
+            os.write(into, b"%d" % open_memory())
+            os._exit(0)
+
+    checkpoints = Checkpoints(RunDirectory(folder), 0, Keep()) if RANK == 0 else None
+    restore(checkpoints, CPU, on_found=fork)
+    print([*before, int(os.read(answer, 1)), open_memory()], flush=True)
+
+
+def open_memory() -> int:
+    """How many files of this process are a checkpoint's memory."""
+    names = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    return sum("memfd:clusterddp" in name for name in names)
+
+
+def lengths(_: Path) -> None:
+    """JSON that just fits into the first message, that just does not, and that takes two long ones."""
+    for length in (0, _AT_ONCE - 2, _AT_ONCE - 1, 3 * _AT_ONCE):
+        text = "a" * length
+        assert broadcast_json(text if RANK == 0 else None, CPU) == text
+    print("the same", flush=True)
 
 
 class Progress:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from heapq import nlargest
 from itertools import pairwise
 
 import torch
 
 #: Bytes of the smallest tensor with its own block: of smaller ones a copy costs little.
-LARGE = 1 << 20
+LARGE = 1 << 16
+#: Blocks at most, those of the largest tensors: a process may have 65,530 mappings (``vm.max_map_count``).
+MOST = 1 << 12
 _OFFERED = "_clusterddp_offered"
 
 
@@ -18,7 +21,7 @@ class Blocks:
     """``size`` bytes, cut at both ends of each large span (start, stop). A block is freed once nobody needs it."""
 
     def __init__(self, spans: Iterable[tuple[int, int]], size: int, allocate: Callable[[int], mmap.mmap]) -> None:
-        large = [span for span in spans if span[1] - span[0] >= LARGE]
+        large = nlargest(MOST, (span for span in spans if span[1] - span[0] >= LARGE), lambda span: span[1] - span[0])
         cuts = sorted({0, size, *(end for span in large for end in span)})
         self._starts = cuts[:-1] or [0]
         self._blocks = [memoryview(allocate(stop - start)) for start, stop in pairwise(cuts)]

@@ -13,9 +13,12 @@ import torch
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.memory.anonymous import anonymous_file, free_memory
 from clusterddp.distributed.collectives import all_gather_numbers
-from clusterddp.distributed.hosts import Hosts
+from clusterddp.distributed.hosts import Hosts, own_facts
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import say
+
+#: The open files of this process.
+_FILES: set[int] = set()
 
 
 class HostMemory:
@@ -25,35 +28,64 @@ class HostMemory:
     tensor that keeps pointing there is no other rank's, and writing to it changes nothing for others.
     """
 
-    def __init__(self, size: int, hosts: Hosts, file: int | None) -> None:
-        self.size, self.hosts = size, hosts
-        self._file = file
-        self.data: mmap.mmap
-        if file is None:
-            self.data = file_format.memory(size)
-        else:
-            self.data = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    def __init__(self, size: int, file: int | None = None, created: bool = False) -> None:
+        self.size = size
+        self._file, self._created = file, created
+        self._data: mmap.mmap | None = None
+        if file is not None:
+            _FILES.add(file)
 
     @classmethod
-    def allocate(cls, size: int, hosts: Hosts, device: torch.device) -> HostMemory:
-        """Collective. Where the ranks of a host cannot share memory, each rank gets its own, and is its own leader.
+    def create(cls, size: int) -> HostMemory:
+        """On a leader; with memory for this rank alone, and a message, if no file can be made."""
+        return cls(size, _create(size), created=True)
 
-        Raises CheckpointError on all ranks if a host has too little memory.
+    @classmethod
+    def open(cls, size: int, address: Sequence[int]) -> HostMemory:
+        """On another rank: what a leader has created, if it is of this host and can be opened."""
+        host, pid, number, inode = address
+        return cls(size, _open(pid, number, inode) if host == own_facts()[0] else None)
+
+    @property
+    def address(self) -> list[int]:
+        """Where other ranks of the host find the file: host, process id, descriptor and inode."""
+        place = [-1, 0] if self._file is None else [self._file, os.fstat(self._file).st_ino]
+        return [*own_facts(), *place]
+
+    @property
+    def facts(self) -> list[int]:
+        """What rank 0 must know of this rank: ``own_facts``, the host's free memory, and whether it has the file."""
+        return [*own_facts(), free_memory(), int(self._file is not None)]
+
+    def spread(self, hosts: Hosts, device: torch.device) -> tuple[HostMemory, Hosts]:
+        """The same on all hosts, once rank 0's has it. Collective.
+
+        Where the ranks of a host cannot share memory, each rank gets its own, and is its own leader.
         """
-        shares = size > 0 and len(hosts.leaders) < len(hosts.leader_of)
-        check_free(all_gather_numbers([free_memory()], device), size, hosts.leaders)
-        if not shares:
-            return cls(size, hosts, None)
-        file = _create(size) if hosts.is_leader else None
-        told = all_gather_numbers([-1, 0] if file is None else [file, os.fstat(file).st_ino], device)
-        if not hosts.is_leader:
-            file = _open(hosts.pid_of[hosts.leader], *told[hosts.leader])
-        found = all_gather_numbers([int(file is not None)], device)
-        if all(one for (one,) in found):
-            return cls(size, hosts, file)
-        if file is not None:
-            os.close(file)
-        return cls(size, hosts.apart(), None)
+        memory, shares = self, len(hosts.leaders) < len(hosts.leader_of)
+        if shares and hosts.is_leader and hosts.rank != 0:
+            memory = HostMemory.create(self.size)
+        addresses = all_gather_numbers(memory.address, device)
+        if hosts.leader not in (0, hosts.rank):
+            memory = HostMemory.open(self.size, addresses[hosts.leader])
+        found = all_gather_numbers([int(memory._file is not None)], device)
+        if shares and all(one for (one,) in found):
+            return memory, hosts
+        if not memory._created:
+            memory.close()
+        return memory, hosts.apart()
+
+    @property
+    def data(self) -> mmap.mmap:
+        """The memory as this rank sees it: mapped by the first call."""
+        if self._data is not None:
+            return self._data
+        if self._file is None:
+            self._data = file_format.memory(self.size)
+        else:
+            prot = mmap.PROT_READ | mmap.PROT_WRITE
+            self._data = mmap.mmap(self._file, max(self.size, 1), flags=mmap.MAP_PRIVATE, prot=prot)
+        return self._data
 
     @property
     def into(self) -> file_format.Into:
@@ -77,20 +109,31 @@ class HostMemory:
     def close(self) -> None:
         """Closes the file; what is mapped stays until no tensor needs it."""
         if self._file is not None:
+            _FILES.discard(self._file)
             os.close(self._file)
             self._file = None
 
 
-def check_free(found: Sequence[Sequence[int]], size: int, leaders: Sequence[int]) -> None:
-    """Raises CheckpointError if a leader's host has less than ``size`` bytes; ``found``: what each rank's has."""
+def _close_all() -> None:
+    for file in _FILES:
+        os.close(file)
+    _FILES.clear()
+
+
+# A loader's workers, which start while a checkpoint is read, would keep its memory for as long as they live.
+os.register_at_fork(after_in_child=_close_all)
+
+
+def too_little(free: Sequence[int], size: int, leaders: Sequence[int]) -> str | None:
+    """The message if a leader's host has less than ``size`` bytes; ``free``: what each rank's host has."""
     for leader in leaders:
-        (free,) = found[leader]
-        if free < size:
-            raise CheckpointError(
+        if free[leader] < size:
+            return (
                 f"restoring the checkpoint needs {size / 2**30:.1f} GiB of memory on each node, but "
-                f"{free / 2**30:.1f} GiB are free on the node of rank {leader}: request more (--mem), or use fewer "
-                "ranks or loader workers per node"
+                f"{free[leader] / 2**30:.1f} GiB are free on the node of rank {leader}: request more (--mem), or use "
+                "fewer ranks or loader workers per node"
             )
+    return None
 
 
 def _create(size: int) -> int | None:
@@ -100,7 +143,7 @@ def _create(size: int) -> int | None:
     except CheckpointError as error:
         _say_apart(str(error))
         return None
-    os.ftruncate(file, size)
+    os.ftruncate(file, max(size, 1))
     return file
 
 
