@@ -150,6 +150,27 @@ def test_other_samplers_are_refused_with_the_reason(order: Any, message: str) ->
         loader(**order)
 
 
+class Rotating:
+    """No Sampler of torch's: all samples, in epoch e from sample e on."""
+
+    def __init__(self) -> None:
+        self.epoch, self.parent = 0, self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(index + self.epoch) % 12 for index in range(12)])
+
+    def __len__(self) -> int:
+        return 12
+
+
+def test_a_sampler_within_a_batch_sampler_is_told_the_epoch_whatever_its_class() -> None:
+    source = loader(batch_sampler=BatchSampler(Rotating(), 4, drop_last=True))
+    assert [indices(source, 12 * epoch, 12 * epoch + 3) for epoch in (0, 1, 5)] == [[0, 1, 2], [1, 2, 3], [5, 6, 7]]
+
+
 def test_a_sampler_that_changes_its_length_later_is_refused_then() -> None:
     class Growing(Told):
         def __iter__(self) -> Iterator[int]:

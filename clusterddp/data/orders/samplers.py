@@ -108,12 +108,16 @@ class _Drawn(EpochOrder):
         return self._epoch(epoch)[start:stop]
 
 
-def _parts(sampler: Any) -> Iterator[Any]:
-    """A sampler and those within it, as in a BatchSampler."""
-    yield sampler
-    for part in list(getattr(sampler, "__dict__", {}).values()):
-        if isinstance(part, Sampler):
-            yield from _parts(part)
+def _parts(sampler: Any) -> list[Any]:
+    """A sampler and those within it, as in a BatchSampler, each once: torch's, and others that take an epoch."""
+    found = [sampler]
+    for part in found:  # also over those that are appended
+        for inner in list(getattr(part, "__dict__", {}).values()):
+            takes_epoch = hasattr(inner, "set_epoch") and not hasattr(inner, "__getitem__")  # which a dataset has
+            is_sampler = isinstance(inner, Sampler) or takes_epoch
+            if is_sampler and not any(inner is other for other in found):
+                found.append(inner)
+    return found
 
 
 def _plain(index: Any) -> Any:
