@@ -132,7 +132,7 @@ def mixture(
 
     Args:
         weights: of each dataset: by name for a dict of datasets, else in their order; need not sum to 1. Shares are
-            kept to one in a million.
+            rounded to multiples of 1/100,000.
         changes: the weights from given steps on, such as ``{10_000: {"web": 1, "books": 3}}``; batches that
             ``run.skip`` leaves out count, too. A resumed run may have other changes in steps to come.
         shuffle: whether each pass through a dataset has its own random order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, TensorDataset
 
 from clusterddp import orders
 from clusterddp.data import randomness
@@ -178,6 +179,9 @@ def test_shares_of_a_mixture_are_kept_in_every_block() -> None:
     assert counts(6000, 12_000) == [0, 0, 6000]
 
 
+_FLOAT: Any = 1.5
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -189,12 +193,17 @@ def test_shares_of_a_mixture_are_kept_in_every_block() -> None:
         (lambda: orders.weighted(["a", "b"]), "weights: expected numbers in one dimension, got list of type <U1"),
         (lambda: orders.weighted([1, 1], [0.0, 1.0]), "labels: expected the number of each sample's class"),
         (lambda: orders.weighted([1, 1], num_samples=0), "num_samples is 0"),
+        (lambda: orders.weighted([1, 1], num_samples=_FLOAT), "num_samples is 1.5: .* a whole number"),
+        (lambda: orders.weighted([1e308, 1e308]), "weights: their sum is too large for a float"),
         (
             lambda: orders.bucketed([[1], [2]]),
             r"lengths: expected numbers in one dimension, got list of shape \(2, 1\)",
         ),
         (lambda: orders.bucketed([1, 2, 3]), "lengths: expected one per sample, got 3 for a dataset of 2"),
         (lambda: orders.bucketed([1, 2], buckets=0), "buckets is 0"),
+        (lambda: orders.bucketed([1, 2], buckets=_FLOAT), "buckets is 1.5: .* a whole number"),
+        (lambda: orders.bucketed([1.0, float("nan")]), "lengths: that of sample 1 is nan"),
+        (lambda: orders.by_shard(window=True), "window is True: expected a number of samples, a whole number"),
         (lambda: orders.shuffled(version=3), r"shuffled\(version=3\): expected 1 or 2"),
         (lambda: orders.mixture([1]), "a mixture needs several datasets, such as ctx.loader"),
     ],
@@ -202,6 +211,9 @@ def test_shares_of_a_mixture_are_kept_in_every_block() -> None:
 def test_what_fits_no_dataset_is_refused(make: Callable[[], Order], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Loader(TensorDataset(torch.zeros(2)), 1, order=make(), seed=0, rank=0, world_size=1)
+
+
+_WITH_EMPTY: list[Any] = [[1], [], [1]]
 
 
 @pytest.mark.parametrize(
@@ -214,12 +226,23 @@ def test_what_fits_no_dataset_is_refused(make: Callable[[], Order], message: str
         ([[1], [1]], [1, 1], {5: [1, -1]}, "expected 0 or more, and not all 0; got [1, -1]"),
         ([[1], [1]], [1, 1e-9], {}, "the smallest share of a dataset is one in 100000"),
         ([[1], [1]], [1, 1], {0: [1, 2]}, "changes: 0 is not the number of a step, 1 or more"),
+        ([[1], [1]], [1, 1], {True: [1, 2]}, "changes: True is not the number of a step, 1 or more"),
+        ([[1], [1]], [1e308, 1e308], {}, "weights: their sum is too large for a float"),
         ({"a": [1], "b": []}, {"a": 1, "b": 1}, {}, "dataset b has no samples"),
+        (ConcatDataset(_WITH_EMPTY), [1, 1, 1], {}, "dataset 1 has no samples"),
+        ([[1], iter([1])], [1, 1], {}, "dataset 1 (list_iterator) has no length"),
     ],
 )
 def test_weights_that_fit_no_mixture_are_refused(datasets: Any, weights: Any, changes: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         Loader(datasets, 1, order=orders.mixture(weights, changes=changes), seed=0, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("make", [orders.weighted, orders.mixture])
+def test_a_number_of_samples_from_numpy_can_be_recorded_in_a_checkpoint(make: Any) -> None:
+    data = [[1, 2], [3]] if make is orders.mixture else [1, 2]
+    source = Loader(data, 1, order=make([1, 1], num_samples=np.int64(8)), seed=0, rank=0, world_size=1)
+    assert json.loads(json.dumps(source.progress(9)))["epoch"] == 1
 
 
 def test_several_datasets_without_a_mixture_are_refused_and_a_dict_of_samples_is_not() -> None:

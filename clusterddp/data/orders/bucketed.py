@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from clusterddp.data.orders.order import Binding, BoundOrder, EpochOrder, Order
 from clusterddp.data.orders.permutation import Permutation, keys, mixed
-from clusterddp.data.orders.values import array_of, check_length, short_hash
+from clusterddp.data.orders.values import array_of, check_length, count_of, short_hash
 
 #: The fewest global batches of a bucket, if there are as many.
 _BATCHES = 4
@@ -29,8 +29,9 @@ class Bucketed(Order):
 
     def __init__(self, lengths: Any, buckets: int) -> None:
         values = array_of(lengths, "lengths")
-        if buckets < 1:
-            raise ValueError(f"buckets is {buckets}: expected 1 or more")
+        buckets = count_of(buckets, "buckets", "the number of buckets")
+        if np.isnan(values).any():
+            raise ValueError(f"lengths: that of sample {np.flatnonzero(np.isnan(values))[0]} is nan")
         # Samples of equal length are in a random order: else neighbours in the dataset would share a bucket.
         self._sorted = np.lexsort((mixed(np.arange(values.size, dtype=np.uint64)), values))
         self._buckets = buckets

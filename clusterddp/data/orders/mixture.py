@@ -16,11 +16,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, IterableDataset
 
 from clusterddp.data.orders.order import Binding, BoundOrder, Order, Sample, ScheduledOrder
 from clusterddp.data.orders.permutation import Permutation
-from clusterddp.data.orders.values import short_hash
+from clusterddp.data.orders.values import optional_count, short_hash
 
 #: Samples per round: the finest share of a dataset is 1 / _ROUND. And per block.
 _ROUND, _BLOCK = 100_000, 4000
@@ -39,16 +39,16 @@ class Mixture(Order):
     def __init__(
         self, weights: Weights, changes: Mapping[int, Weights], shuffle: bool, num_samples: int | None
     ) -> None:
-        if wrong := [step for step in changes if not isinstance(step, int) or step < 1]:
+        if wrong := [step for step in changes if type(step) is not int or step < 1]:
             raise ValueError(f"changes: {wrong[0]!r} is not the number of a step, 1 or more")
-        if num_samples is not None and num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}: expected the number of samples per epoch, 1 or more")
         self._weights = [(0, weights), *sorted(changes.items())]
-        self._shuffle, self._num_samples = shuffle, num_samples
+        self._num_samples = optional_count(num_samples, "num_samples", "the number of samples per epoch")
+        self._shuffle = shuffle
 
     def dataset(self, given: Any) -> ConcatDataset[Any]:
         """All datasets, one after another."""
         if isinstance(given, ConcatDataset):
+            _check_samples(given.datasets, None)
             return given
         names = list(given) if isinstance(given, Mapping) else None
         datasets = list(given.values()) if isinstance(given, Mapping) else given
@@ -57,8 +57,7 @@ class Mixture(Order):
                 f"a mixture needs several datasets, such as ctx.loader({{'web': web, 'books': books}}, ...); got "
                 f"{type(given).__name__}"
             )
-        if empty := [number for number, dataset in enumerate(datasets) if not len(dataset)]:
-            raise ValueError(f"dataset {names[empty[0]] if names else empty[0]} has no samples")
+        _check_samples(datasets, names)
         return _Joined(datasets, names)
 
     def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
@@ -67,6 +66,17 @@ class Mixture(Order):
         given = [(step * to.global_batch, _shares(weights, names).tolist()) for step, weights in self._weights]
         length = to.of_epoch(self._num_samples or to.length)
         return _Mixed(lengths, given, self._shuffle, length, to.seed, _Words(list(map(str, names)), to.global_batch))
+
+
+def _check_samples(datasets: Sequence[Any], names: Sequence[Any] | None) -> None:
+    """Raises TypeError for a dataset without a length, ValueError for one without samples."""
+    for name, dataset in zip(names or range(len(datasets)), datasets, strict=True):
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise TypeError(
+                f"dataset {name} ({type(dataset).__name__}) has no length: a mixture needs datasets with one"
+            )
+        if not len(dataset):
+            raise ValueError(f"dataset {name} has no samples: leave it out")
 
 
 class _Joined(ConcatDataset[Any]):
@@ -86,9 +96,15 @@ def _shares(weights: Weights, names: Sequence[Any]) -> Indices:
     values = np.asarray(weights, dtype=np.float64)
     if values.shape != (len(names),):
         raise ValueError(f"weights: expected one for each of {len(names)} datasets, got {weights!r}")
-    if not (np.isfinite(values).all() and (values >= 0).all() and values.sum() > 0):
+    if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
         raise ValueError(f"weights: expected 0 or more, and not all 0; got {weights!r}")
-    shares = _split(_ROUND, values / values.sum())
+    with np.errstate(over="ignore"):
+        total = values.sum()
+    if not np.isfinite(total):
+        raise ValueError(
+            f"weights: their sum is too large for a float; divide all of them by the largest; got {weights!r}"
+        )
+    shares = _split(_ROUND, values / total)
     if (shares[values > 0] == 0).any():
         raise ValueError(f"weights: the smallest share of a dataset is one in {_ROUND}, got {weights!r}")
     return shares

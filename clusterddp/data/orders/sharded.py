@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from clusterddp.data.orders.order import Binding, BoundOrder, EpochOrder, Order
 from clusterddp.data.orders.permutation import Permutation, keys
-from clusterddp.data.orders.values import short_hash
+from clusterddp.data.orders.values import count_of, short_hash
 
 Indices = npt.NDArray[np.int64]
 
@@ -23,9 +23,7 @@ class ByShard(Order):
     """``window``: in samples."""
 
     def __init__(self, window: int) -> None:
-        if type(window) is not int or window < 1:
-            raise ValueError(f"window is {window!r}: expected a number of samples, 1 or more")
-        self._window = window
+        self._window = count_of(window, "window", "a number of samples")
 
     def bind(self, to: Binding, label: str | None = None) -> BoundOrder:  # noqa: ARG002
         lengths = getattr(to.dataset, "shard_lengths", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +19,8 @@ def array_of(values: Any, name: str) -> Array:
     Raises TypeError for anything else.
     """
     if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().numpy()
+        values = values.detach().cpu()
+        values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     found = np.asanyarray(values)
     if found.ndim != 1 or found.dtype.kind not in "biuf":
         raise TypeError(f"{name}: expected numbers in one dimension, got {type(values).__name__} of {_shape(found)}")
@@ -27,6 +29,24 @@ def array_of(values: Any, name: str) -> Array:
 
 def _shape(values: Array) -> str:
     return f"shape {values.shape}" if values.ndim != 1 else f"type {values.dtype}"
+
+
+def optional_count(value: Any, name: str, meaning: str) -> int | None:
+    """``count_of``, or None for None."""
+    return None if value is None else count_of(value, name, meaning)
+
+
+def count_of(value: Any, name: str, meaning: str) -> int:
+    """A number of at least 1 as Python's int, which a checkpoint can record. Raises TypeError or ValueError."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} is {value!r}: expected {meaning}, a whole number")
+    if number < 1:
+        raise ValueError(f"{name} is {number}: expected {meaning}, 1 or more")
+    return number
 
 
 def check_length(values: Array, length: int, name: str) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from clusterddp.data.orders.order import Binding, BoundOrder, EpochOrder, Order
 from clusterddp.data.orders.permutation import keys, mixed
-from clusterddp.data.orders.values import Array, array_of, check_length, short_hash
+from clusterddp.data.orders.values import Array, array_of, check_length, optional_count, short_hash
 
 #: The most blocks; below, a block is one sample.
 _BLOCKS = 1 << 23
@@ -35,9 +35,7 @@ class Weighted(Order):
         self._labels = None if labels is None else _labels(labels)
         if self._labels is not None:
             _check_labels(self._labels, self._weights.size)
-        if num_samples is not None and num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}: expected the number of draws per epoch, 1 or more")
-        self._num_samples = num_samples
+        self._num_samples = optional_count(num_samples, "num_samples", "the number of draws per epoch")
         self._table: _Table | None = None
 
     def bind(self, to: Binding, label: str | None = None) -> BoundOrder:
@@ -82,10 +80,13 @@ class _Table:
             padded = np.zeros(-(-values.size // self._block) * self._block)
             padded[: values.size] = values
             sums.append(np.cumsum(padded.reshape(-1, self._block), axis=1)[:, -1].copy())
-        self._ends = np.cumsum(np.concatenate(sums))
+        with np.errstate(over="ignore"):
+            self._ends = np.cumsum(np.concatenate(sums))
         self.hash = short_hash(*checksums)
         if not self._ends[-1] > 0:
             raise ValueError("weights: all are 0")
+        if not np.isfinite(self._ends[-1]):
+            raise ValueError("weights: their sum is too large for a float; divide all of them by the largest")
 
     def _weights(self, of: Array) -> Floats:
         """Of what is stored per sample: the weights themselves, or labels."""
