@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+#: So many steps' seeds are made at once: in a step's cold caches, one takes as long as ten more.
+_AT_ONCE = 64
 
 
 def hash32(*parts: int | str) -> int:
@@ -20,6 +24,12 @@ def hash32(*parts: int | str) -> int:
 def hash_of(text: str) -> int:
     """``hash32`` of parts whose ``repr`` is ``text``."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+
+
+def step_seeds(seed: int, rank: int, step: int) -> Iterator[int]:
+    """A rank's seeds for each step of a run from ``step`` on, without end."""
+    for first in itertools.count(step, _AT_ONCE):
+        yield from [hash32("step", seed, number, rank) for number in range(first, first + _AT_ONCE)]
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:

@@ -99,6 +99,7 @@ class Run(Logging, Steering):
     def _steps(self, total: int) -> Iterator[Any]:
         self._begin(total)
         self._goal = total
+        self._seeds = randomness.step_seeds(self._job.seed, self._group.rank, self.step)
         self._done = self._over()
         if self._done:
             return
@@ -239,8 +240,7 @@ class Run(Logging, Steering):
 
     def _start_step(self) -> None:
         if self._rng == "step":
-            seed = randomness.hash32("step", self._job.seed, self.step, self._group.rank)
-            randomness.seed_all(seed, self._group.device)
+            randomness.seed_all(next(self._seeds), self._group.device)
         self._state.gradients.begin_step()
         self._state.buffers.begin_step()
         self._optimizer_steps.begin_step()

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from clusterddp.data.collation import collated, is_torchs
+from clusterddp.data.collation import Rows, collated, is_torchs
 
 Pair = namedtuple("Pair", "one two")
 MAKE: dict[str, Callable[[int], Any]] = {
@@ -69,3 +69,33 @@ def test_functions_that_a_script_has_registered_with_torch_are_used(monkeypatch:
     assert is_torchs(None) and is_torchs(default_collate) and not is_torchs(list)
     monkeypatch.setitem(default_collate_fn_map, object, lambda batch, **_: batch)
     assert not is_torchs(None)
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 3, 2), (5, 1, 4, 4), (5, 3, 1, 1), (5, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32], ids=str)
+def test_rows_of_tensors_are_what_torch_makes_of_the_samples(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    numbers = torch.arange(5 * 48)[: torch.Size(shape).numel()].reshape(shape).to(dtype)
+    dataset = TensorDataset(numbers, torch.arange(5))
+    rows = Rows.of(dataset)
+    assert rows is not None
+    for indices in ((3,), (4, 0, 0, 2)):
+        found, expected = rows.batch(indices), default_collate([dataset[index] for index in indices])
+        assert told(found) == told(expected)
+        assert [one.stride() for one in found or ()] == [one.stride() for one in expected]
+
+
+def test_rows_laid_out_in_another_way_are_left_to_torch() -> None:
+    images = torch.zeros(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    for tensor in (images, torch.zeros(4, requires_grad=True), torch.zeros(4, dtype=torch.complex64)):
+        assert Rows.of(TensorDataset(torch.zeros(4), tensor)) is None
+    assert Rows.of([torch.zeros(4)]) is None
+    assert Rows.of(type("Own", (TensorDataset,), {})(torch.zeros(4))) is None
+
+
+def test_a_dataset_that_gets_other_tensors_is_read_by_its_samples() -> None:
+    dataset = TensorDataset(torch.zeros(4))
+    rows = Rows.of(dataset)
+    assert rows is not None
+    assert rows.batch([1]) is not None
+    dataset.tensors = (torch.ones(4),)
+    assert rows.batch([1]) is None
