@@ -28,7 +28,7 @@ def choose_run_directory(run_dir: str | None, job: Job) -> RunDirectory:
     if run_dir:
         return RunDirectory(run_dir)
     parent = runs_folder(os.environ)
-    return RunDirectory(next(path for n in count() if not (path := parent / f"{job.name}-{n}").exists()))
+    return RunDirectory(next(path for n in count() if not os.path.lexists(path := parent / f"{job.name}-{n}")))
 
 
 def claim(run_dir: str | None, job: Job) -> tuple[RunDirectory, bool]:

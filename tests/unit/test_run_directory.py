@@ -15,6 +15,7 @@ import pytest
 from clusterddp.api import Handle
 from clusterddp.checkpoint.store import lineage
 from clusterddp.cli.progress import Progress
+from clusterddp.cli.recording import claim
 from clusterddp.cli.runs.cancel import cancel_run
 from clusterddp.cli.runs.status import show
 from clusterddp.errors import RunDirectoryError
@@ -302,3 +303,12 @@ def test_a_reader_skips_a_line_that_is_not_json(run: RunDirectory, capsys: pytes
     run.metrics_file.write_text('{"step": []}\n{"step": 4, "attempt": 0}\n')
     progress.update()
     assert (progress.steps_done, capsys.readouterr().err) == (5, "attempt 0: submitted as job 7\n")
+
+
+def test_a_dangling_link_with_the_name_of_a_new_run_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a run that was moved to another file system and deleted there."""
+    monkeypatch.setenv("CLUSTERDDP_RUNS", str(tmp_path))
+    (tmp_path / "x-0").symlink_to(tmp_path / "nowhere")
+    assert claim(None, Job(name="x", module="x"))[0].path == tmp_path / "x-1"
