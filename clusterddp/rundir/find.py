@@ -55,7 +55,11 @@ def _named(word: str) -> Iterator[RunDirectory]:
         run = RunDirectory(path)
         yield from [run] if run.exists() else _runs_in(run.path)
         return
-    for match in sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))):
+    try:
+        matches = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    except ValueError as error:  # such as a** before Python 3.13
+        raise RunDirectoryError(f"{word}: no such run, and not a pattern: {error}") from error
+    for match in matches:
         yield from [RunDirectory(match)] if _is_run(str(match)) else _runs_in(match)
 
 

@@ -70,6 +70,12 @@ def test_a_folder_that_looks_like_a_pattern_is_itself(here: Path) -> None:
     assert names("runs/lr[1] ä") == ["lr[1] ä"]
 
 
+def test_a_pattern_that_is_none_is_reported_as_such(here: Path) -> None:
+    """Before Python 3.13 two stars are a folder's whole name; later they find nothing."""
+    with pytest.raises(RunDirectoryError, match=r"runs/x\*\*: no "):
+        names("runs/x**")
+
+
 def test_a_sweep_is_no_run_and_its_links_to_members_are_no_other_runs(here: Path) -> None:
     """Also for a pattern, which matches the folder of its arrays."""
     (here / "runs/lr/sweep.yaml").touch()

@@ -76,6 +76,17 @@ def test_a_run_is_a_line_with_all_that_is_asked_for(runs: Path, capsys: pytest.C
     assert "x" * 200 in "\n".join(lines)
 
 
+def test_a_column_that_is_there_is_not_replaced_by_a_metric_that_nobody_logged(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("step", "state", "run"):
+        assert said(capsys, "list", "--show", name) == said(capsys, "list")
+    assert said(capsys, "list", "--show", "step,acc,speed") == said(capsys, "list", "--show", "acc")
+    capsys.readouterr()
+    command(["list", "--show", "step,loss"])
+    assert capsys.readouterr().err == ""
+
+
 def test_newest_runs_are_first_or_those_with_the_lowest_value(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a column or a metric, which is shown then; runs without a value, or with NaN, are last."""
 

@@ -21,7 +21,7 @@ from clusterddp.cli.runs.table import LEFT_OUT_WATCHED, Column, Row, columns, he
 from clusterddp.errors import UsageError
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.find import as_typed, find_runs, runs_folder
-from clusterddp.rundir.summary import best_saved, summarize
+from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.slurm.run_states import WORDS, run_states
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
 def _tell_unknown(found: _Found, names: list[str]) -> None:
     """Names the metrics of ``--show`` that no run has a value of: they have no column."""
     known = sorted({name for row in found.rows for name in values(row.summary)})
-    if missing := [name for name in names if name not in known]:
+    if missing := [name for name in names if name not in known and name not in found.shown]:
         show(f"--show {','.join(missing)}: no run has a value of it; logged: {', '.join(known) or 'nothing yet'}")
 
 
@@ -113,6 +113,7 @@ def _chosen(arguments: argparse.Namespace) -> _Found:
     wanted = [*metrics, by] if by and by not in columns(metrics) else metrics
     summaries = [summarize(run, wanted) for run in find_runs(arguments.run)]
     pairs = list(zip(summaries, run_states(summaries), strict=True))
+    metrics, wanted = ([name for name in names if _is_metric(name, summaries)] for names in (metrics, wanted))
     sweep = _compared(pairs, wanted)
     if sweep and by not in metrics and f"{by}=" in sweep.values:
         by = f"{by}="
@@ -127,6 +128,13 @@ def _chosen(arguments: argparse.Namespace) -> _Found:
     rows = [row for row in rows if not states or row.state.word in states]
     rows = ordered(rows, shown[by] if by else None, arguments.reverse)
     return _Found(rows, shown, metrics, keys, sweep.sentence if sweep and metrics else None)
+
+
+def _is_metric(name: str, summaries: Sequence[Summary]) -> bool:
+    """Whether a name in ``--show`` or ``--sort`` is a metric's: those of other columns only if it was logged."""
+    if name not in columns([]):
+        return True
+    return name not in ("run", "state") and any(name in values(summary) for summary in summaries)
 
 
 def _compared(pairs: list[Found], metrics: list[str]) -> Comparison | None:
