@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import NoReturn
 
 from clusterddp.errors import BROKEN_PIPE, FAILED, INTERNAL_ERROR, INTERRUPTED, ClusterddpError
 from clusterddp.protocol import DEBUG
-from clusterddp.reporter import say
+from clusterddp.reporter import say, what_failed
 
 
 def exit_with(command: Callable[[], int], records: Path | None = None) -> NoReturn:
@@ -26,12 +25,12 @@ def exit_with(command: Callable[[], int], records: Path | None = None) -> NoRetu
     ``records``: the folder for the traceback of an unexpected error; if None or not writable, the system's temporary
     folder.
     """
+    _replace_closed_streams()
     _print_any_text()
     try:
         code = command()
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # closed by the parent process
-                stream.flush()
+            stream.flush()
     except BrokenPipeError:
         _discard_output()
         code = BROKEN_PIPE
@@ -48,6 +47,13 @@ def exit_with(command: Callable[[], int], records: Path | None = None) -> NoRetu
     sys.exit(code)
 
 
+def _replace_closed_streams() -> None:
+    """Discards what is written to a stream that the parent process has closed, as in ``clusterddp list >&-``."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+
+
 def _print_any_text() -> None:
     """Escapes characters that the terminal's encoding lacks, such as non-ASCII letters of a path under LANG=C."""
     for stream in (sys.stdout, sys.stderr):
@@ -62,10 +68,7 @@ def _message(error: Exception, records: Path | None) -> str:
     if not isinstance(error, OSError):
         text = " ".join(str(error).split())
         return f"internal error: {type(error).__name__}: {text[:300]}{kept}"
-    if error.filename is None:
-        return f"{error.strerror or error}{kept}"
-    path = re.sub(r"/\.([^/]+)\.[0-9a-f]{8}\.tmp$", r"/\1", str(error.filename))  # write_atomically's
-    return f"{path}: {error.strerror}{kept}"
+    return f"{what_failed(error)}{kept}"
 
 
 def _working_directory_deleted() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -43,6 +44,16 @@ def counted(number: int, one: str, many: str | None = None) -> str:
 def in_words(error: BaseException) -> str:
     """What an error says, on one line of at most 500 characters; its class if it says nothing."""
     return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def what_failed(error: BaseException) -> str:
+    """What an error says; of an OSError, the file and the reason."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    if error.filename is None:
+        return error.strerror
+    path = re.sub(r"/\.([^/]+)\.[0-9a-f]{8}\.tmp$", r"/\1", str(error.filename))  # write_atomically's
+    return f"{path}: {error.strerror}"
 
 
 def duration(seconds: float) -> str:

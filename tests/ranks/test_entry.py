@@ -129,6 +129,16 @@ def test_output_that_cannot_be_written_is_reported() -> None:
     assert closed.returncode in (0, 141)
 
 
+@pytest.mark.parametrize("words", [["list"], ["logs", "RUN"], ["status", "RUN"]])
+def test_a_closed_stream_is_no_error(run: RunDirectory, words: list[str]) -> None:
+    """``>&-``, as of a daemon."""
+    (run.attempt_logs(run.create_attempt()) / "rank-0.out").write_text("printed\n")
+    command = [*CLI, *(str(run) if word == "RUN" else word for word in words)]
+    for redirected in (">&-", "2>&-", ">&- 2>&-"):
+        done = subprocess.run(["bash", "-c", f'"$@" {redirected}', "bash", *command], capture_output=True, timeout=60)
+        assert done.returncode == 0 and b"Traceback" not in done.stderr, (redirected, done)
+
+
 def test_an_internal_error_leaves_its_traceback_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

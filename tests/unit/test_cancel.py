@@ -9,7 +9,7 @@ import pytest
 
 from clusterddp.cli.command_line import command
 from clusterddp.cli.runs import cancel
-from clusterddp.errors import SlurmError, UsageError
+from clusterddp.errors import FAILED, SlurmError, UsageError
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import JobInfo
@@ -112,3 +112,16 @@ def test_all_jobs_are_cancelled_before_any_is_waited_for(
     assert said in capsys.readouterr().err
     assert [what for what in done if "show" not in what] == ["cancel 41", "cancel 42", "cancel 43"]
     assert done[-2:] == ["show 41", "show 43"]
+
+
+@pytest.mark.parametrize("fault", ["damaged outcome", "no mark can be written"])
+def test_a_run_that_cannot_be_cancelled_does_not_keep_the_others_from_it(
+    three: list[RunDirectory], fault: str, capsys: Captured
+) -> None:
+    if fault == "damaged outcome":
+        three[0].outcome_file.write_text("garbage")
+    else:
+        (three[0].path / "cancelled").mkdir()
+    assert command(["cancel", "a", "b", "c", "--yes"]) == FAILED
+    assert states(three[2:]) == ["cancelled"]
+    assert f"{three[0]} was not cancelled: {three[0]}/" in capsys.readouterr().err

@@ -297,3 +297,13 @@ def test_two_that_delete_at_once_do_not_disturb_each_other(
 def test_a_run_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="no run there"):
         command(["prune", str(tmp_path / "none")])
+
+
+def test_a_run_that_is_deleted_in_the_meantime_does_not_keep_the_others_from_being_pruned(
+    run: RunDirectory, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted = RunDirectory(run.path.with_name("deleted"))
+    monkeypatch.setattr(prune, "find_runs", lambda _: [deleted, run])
+    assert command(["prune", str(run), "--yes"]) == 1
+    assert steps(run) == [2, 6]
+    assert f"clusterddp: {deleted}: No such file or directory" in capsys.readouterr().err

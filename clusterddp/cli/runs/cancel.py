@@ -11,7 +11,7 @@ from typing import Any
 from clusterddp.cli.runs.confirmation import agreed, can_ask
 from clusterddp.errors import FAILED, ClusterddpError, RunDirectoryError, SlurmError, UsageError
 from clusterddp.process import process_start, signal_ranks
-from clusterddp.reporter import counted, say, show
+from clusterddp.reporter import counted, say, show, what_failed
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -33,9 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, _: object) -> int:
     """Cancels the runs, and prints the final state of each; returns 0 if all are over."""
     runs = find_runs(arguments.run)
-    live = []
+    live, unreadable = [], False
     for run in runs:
-        outcome = run.outcome()
+        try:
+            outcome = run.outcome()
+        except (ClusterddpError, OSError) as error:
+            if len(runs) == 1:
+                raise
+            unreadable = True
+            say(f"{run} was not cancelled: {what_failed(error)}")
+            continue
         if outcome is None:
             live.append(run)
         else:
@@ -44,7 +51,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     if live and not named and not arguments.yes and not _confirmed(live):
         show("nothing was cancelled")
         return FAILED
-    return 0 if _cancel(live) else FAILED
+    return 0 if _cancel(live) and not unreadable else FAILED
 
 
 def _confirmed(runs: Sequence[RunDirectory]) -> bool:
@@ -72,6 +79,11 @@ def _cancel(runs: Sequence[RunDirectory]) -> bool:
                     if begun
                     else str(error)
                 )
+            except OSError as error:  # another user's run, a full disk: the other runs are cancelled all the same
+                if len(runs) == 1:
+                    raise
+                failed.append(run)
+                say(f"{run} was not cancelled: {what_failed(error)}")
     return not failed
 
 

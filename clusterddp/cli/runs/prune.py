@@ -13,7 +13,7 @@ from clusterddp.cli.runs.confirmation import agreed, can_ask
 from clusterddp.errors import FAILED, CheckpointError, ClusterddpError, RunDirectoryError
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.reporter import counted, say, show
+from clusterddp.reporter import counted, say, show, what_failed
 from clusterddp.rundir.deletion import delete_folder, old_logs, size_of
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.run_directory import RunDirectory
@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     for run in find_runs(arguments.run):
         try:
             plan = plan_for(run, arguments.keep_checkpoints, arguments.logs, arguments.profiles)
-        except ClusterddpError as error:
-            say(str(error))
+        except (ClusterddpError, OSError) as error:  # such as a run that was deleted in the meantime
+            say(what_failed(error))
             refused += 1
             continue
         _print(plan)
