@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -317,6 +318,17 @@ def test_following_one_attempt_ends_with_it(
     meanwhile(lambda: over(run, "completed"))
     assert logs(run, "-f", "--attempt", "all") == 0
     assert capsys.readouterr().out == "a\nb\n"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_following_a_run_ends_when_its_directory_is_deleted(
+    run: RunDirectory, begun: bool, meanwhile: Callable[..., None]
+) -> None:
+    if begun:
+        attempt(run, r0="a\n")
+    meanwhile(lambda: shutil.rmtree(run.path))
+    with pytest.raises(RunDirectoryError, match="was deleted"):
+        logs(run, "-f")
 
 
 def test_the_failed_ranks_of_a_live_run_cannot_be_followed(run: RunDirectory) -> None:

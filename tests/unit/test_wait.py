@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -192,3 +193,20 @@ def test_a_word_that_names_no_run_is_refused(world: World) -> None:
     world.add("a")
     with pytest.raises(RunDirectoryError, match="b: no run there"):
         command(["wait", "a", "b"])
+
+
+def test_a_damaged_record_of_one_run_leaves_it_unknown_and_the_others_are_waited_for(
+    world: World, capsys: Captured
+) -> None:
+    a, b = world.add("a", "unknown"), world.add("b")
+    a.outcome_file.write_text("garbage")
+    world.events = {3: lambda: world.over("b", "completed")}
+    assert command(["wait", "a", "b"]) == 13
+    assert capsys.readouterr().err.splitlines()[1:] == [f"{b}: completed at step 7: why", f"{a}: unknown: reason"]
+
+
+def test_a_run_directory_that_is_deleted_is_not_called_stopped(world: World, capsys: Captured) -> None:
+    a = world.add("a", "stopped")
+    world.events = {1: lambda: shutil.rmtree(a.path)}
+    assert command(["wait", "a"]) == 13
+    assert capsys.readouterr().err == f"{a}: unknown: its run directory was deleted\n"

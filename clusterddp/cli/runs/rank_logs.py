@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterddp.errors import RunDirectoryError
 from clusterddp.reporter import show
 from clusterddp.rundir.run_directory import RunDirectory
 
@@ -125,7 +126,7 @@ class Follower:
         ``number``: its number; None: the first, for which it waits.
         """
         while number is None and self._run.outcome() is None:
-            time.sleep(LOOK_S)
+            self._pause(LOOK_S)
             number = min(self._run.attempts(), default=None)
         while number is not None:
             following = self._follow_one(number)
@@ -147,7 +148,13 @@ class Follower:
             if ended and not any(more):
                 return following
             if not any(more):
-                time.sleep(max(LOOK_S, LOOK_PER_FILE_S * len(more)))
+                self._pause(max(LOOK_S, LOOK_PER_FILE_S * len(more)))
+
+    def _pause(self, seconds: float) -> None:
+        """Waits for more. Raises RunDirectoryError if there can be none any more."""
+        if not os.path.lexists(self._run.path):
+            raise RunDirectoryError(f"{self._run} was deleted")
+        time.sleep(seconds)
 
     def _print_new(self, log: Log, kind: str, ended: bool) -> bool:
         """Prints a file's new complete lines, and its incomplete last one if the attempt has ended; at most a block.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
-from clusterddp.errors import TIMED_OUT, WAITED
+from clusterddp.errors import TIMED_OUT, WAITED, RunDirectoryError
 from clusterddp.reporter import show
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.run_directory import RunDirectory
@@ -66,8 +68,9 @@ class _Wait:
 
     def look(self) -> None:
         """Reads the run's outcome."""
-        if (outcome := self.run.outcome()) is not None:
-            self._ended(outcome["state"], how_it_ended(outcome))
+        with suppress(RunDirectoryError, OSError):  # its state is unknown then
+            if (outcome := self.run.outcome()) is not None:
+                self._ended(outcome["state"], how_it_ended(outcome))
 
     def update(self, state: RunState, now: float) -> None:
         """Takes the run's state at the time ``now``."""
@@ -76,7 +79,9 @@ class _Wait:
         elif self._doubt is None or self._doubt[0] != state.word:
             self._doubt = (state.word, now)
         elif now - self._doubt[1] >= (UNKNOWN_S if state.word == "unknown" else SETTLE_S):
-            self._ended(state.word, f"{state.word}: {state.reason}")
+            deleted = state.word == "stopped" and not os.path.lexists(self.run.path)
+            word, reason = ("unknown", "its run directory was deleted") if deleted else (state.word, state.reason)
+            self._ended(word, f"{word}: {reason}")
 
     def _ended(self, word: str, sentence: str) -> None:
         self.end = word
