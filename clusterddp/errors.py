@@ -79,6 +79,12 @@ class NotRepeatable(ResumeDiffers):
     exit_code = NOT_REPEATABLE
 
 
+class CheckUnfinished(ClusterddpError):
+    """``submit --check-resume`` was stopped before it knew the result; the message says by what. Start it again."""
+
+    exit_code = STOPPED
+
+
 class RunFailed(ClusterddpError):
     """The run failed, was cancelled or stopped; the message has the first failure. Raised by ``Handle.result()``."""
 

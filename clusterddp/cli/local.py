@@ -28,6 +28,7 @@ from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.controller import give_notice
 
 POLL_S = 0.05
+INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,8 @@ class AllocatedRun(LocalRun):
 
 
 @contextmanager
-def interrupts_counted(act: Callable[[], None]) -> Iterator[None]:
-    """Calls ``act`` on Ctrl-C, hang-up and TERM."""
-    signals = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+def interrupts_counted(act: Callable[[], None], signals: Sequence[signal.Signals] = INTERRUPTS) -> Iterator[None]:
+    """Calls ``act`` on Ctrl-C, hang-up and TERM, or other ``signals``."""
     before = [signal.signal(signum, lambda *_: act()) for signum in signals]
     try:
         yield

@@ -84,16 +84,16 @@ def add_arguments(
     submission.add_argument(
         "--here", action="store_true", help="run in this shell's allocation (salloc, or an sbatch script)"
     )
+    submission.add_argument(
+        "--check-resume", type=int, metavar="N",
+        help="run the first N steps without and with resumes, in temporary run directories, and name the first "
+        "difference: in a job that is waited for, or with --local or --here",
+    )  # fmt: skip
     local = parser.add_argument_group("without Slurm")
     local.add_argument("--local", action="store_true", help="start the ranks as processes on this machine, and wait")
     local.add_argument(
         "--preempt-after", action="append", default=[], metavar="STEP|SECONDSs",
         help="simulate a preemption after a step (120) or after seconds (2.5s); repeatable, once per attempt",
-    )  # fmt: skip
-    local.add_argument(
-        "--check-resume", type=int, metavar="N",
-        help="run the first N steps without and with resumes, in temporary run directories, and name the first "
-        "difference",
     )  # fmt: skip
     local.add_argument(
         "--debug", nargs="?", type=int, const=0, metavar="RANK",
@@ -155,12 +155,7 @@ def check_combinations(arguments: argparse.Namespace) -> None:
 
 
 def _check_check_resume(arguments: argparse.Namespace) -> None:
-    """Refuses, with ``--check-resume``, what is about a run that remains, and another place than this machine."""
-    if not arguments.local:
-        raise UsageError(
-            "--check-resume requires --local: it starts and stops the ranks several times on one machine. For GPUs, "
-            "run it on a node of an allocation, as in `srun --gpus=2 clusterddp submit --local --check-resume N ...`"
-        )
+    """Refuses, with ``--check-resume``, what is about a run that remains."""
     if arguments.check_resume < LEAST_STEPS:
         raise UsageError(
             f"--check-resume {arguments.check_resume}: expected at least {LEAST_STEPS} steps, for two resumes"
@@ -169,6 +164,7 @@ def _check_check_resume(arguments: argparse.Namespace) -> None:
         "--sweep": arguments.sweep, "--fork": arguments.fork, "--take-over": arguments.take_over,
         "--change": arguments.change, "--preempt-after": arguments.preempt_after,
         "--debug": arguments.debug is not None, "--wait": arguments.wait, "-f": arguments.follow,
+        "--dry-run": arguments.dry_run,
     }  # fmt: skip
     if given := [option for option, value in others.items() if value]:
         raise UsageError(f"{', '.join(given)} cannot be combined with --check-resume, of which no run remains")

@@ -40,11 +40,8 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
 
         return run_options(arguments, job)
     if arguments.check_resume is not None:
-        from clusterddp.cli.resume_check.check import check_resume
-
-        check(job, None, place="--local")
-        return check_resume(job, arguments.check_resume)
-    place = "--local" if arguments.local else "--here" if arguments.here else None
+        return submit_check(arguments, job)
+    place = place_of(arguments)
     differences = check(job, arguments.run_dir, change=arguments.change, place=place)
     if differences is None:
         return 0
@@ -55,6 +52,23 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
     if arguments.local:
         return submit_local(arguments, job)
     return submit_slurm(arguments, job)
+
+
+def place_of(arguments: argparse.Namespace) -> str | None:
+    """The option that names the place of the ranks; None for a Slurm job: nothing else decides."""
+    return "--local" if arguments.local else "--here" if arguments.here else None
+
+
+def submit_check(arguments: argparse.Namespace, job: Job) -> int:
+    """Checks the resume on this machine, in the surrounding allocation, or in a job for it, and waits."""
+    from clusterddp.cli.resume_check.check import check_resume
+
+    check(job, None, place=place_of(arguments))
+    if arguments.local or arguments.here:
+        return check_resume(job, arguments.check_resume, allocated=arguments.here)
+    from clusterddp.cli.resume_check.slurm_job import check_in_job
+
+    return check_in_job(job, arguments.check_resume)
 
 
 def submit_local(arguments: argparse.Namespace, job: Job) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 #: Of a value or a tensor: its text if it is short, else a hash. Equal for equal contents.
 Digest = str
 Digests = Mapping[str, Digest]
+#: The reason of a stop that the check wants.
+WHY = "check of the resume"
 
 
 @dataclass(frozen=True)

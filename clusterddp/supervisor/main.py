@@ -54,7 +54,7 @@ def supervise_slurm(run_directory: str) -> int:
     run = RunDirectory(run_directory)
     _open_own_log(run)
     job = as_started(with_snapshot(run, load_trusted(run)), os.environ)
-    if in_batch_step(os.environ):
+    if in_batch_step(os.environ) and CHECK_RESUME not in os.environ:  # a check's job is not its runs' own
         return supervise(run, job, lambda: SlurmLauncher(job), SlurmController(os.environ, run, job))
     run.notice_file.unlink(missing_ok=True)  # of a previous attempt
     return supervise(run, job, lambda: SlurmLauncher(job), AllocationController(os.environ, run, job))

@@ -428,7 +428,8 @@ def error_page() -> str:
         errors.RESUME_DIFFERS: "of `submit --check-resume`: a resume makes a difference",
         errors.NOT_REPEATABLE: "of `submit --check-resume`: the run differs even without a resume",
         errors.INTERNAL_ERROR: "an internal error; the message names the file with the traceback",
-        errors.STOPPED: "of a script without a supervisor: stopped, not completed; start it again (EX_TEMPFAIL)",
+        errors.STOPPED: "of a script without a supervisor, and of `submit --check-resume`: stopped before its end; "
+        "start it again (EX_TEMPFAIL)",
         errors.INTERRUPTED: "interrupted by Ctrl-C; a local run has been saved and can be continued",
         errors.BROKEN_PIPE: "the reader of the output closed it, such as `head`",
         "128 + N": "with `--local` and `--here`: signal N killed the supervisor, and the ranks ended with it",

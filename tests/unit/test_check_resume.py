@@ -233,11 +233,11 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--check-resume", "9"], "--check-resume requires --local: .* `srun --gpus=2 "),
-        (["--check-resume", "9", "--here"], "--check-resume requires --local"),
         (["--check-resume", "2", "--local"], "--check-resume 2: expected at least 3 steps"),
         (["--check-resume", "9", "--local", "--preempt-after", "3"], "--preempt-after cannot be combined"),
         (["--check-resume", "9", "--local", "--sweep", "seed=0..2"], "--sweep cannot be combined"),
+        (["--check-resume", "9", "--dry-run"], "--dry-run cannot be combined with --check-resume"),
+        (["--check-resume", "9", "--wait"], "--wait cannot be combined with --check-resume"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(words: list[str], message: str) -> None:

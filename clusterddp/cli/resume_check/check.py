@@ -1,4 +1,4 @@
-"""``submit --local --check-resume N``: runs the first N steps of a job without and with resumes, and compares them.
+"""``submit --check-resume N``: runs the first N steps of a job without and with resumes, and compares them.
 
 The runs have run directories of their own, in a folder that is deleted at the end.
 """
@@ -8,59 +8,46 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
-from clusterddp.cli.local import LocalRun, interrupts_counted
-from clusterddp.cli.progress import Progress
 from clusterddp.cli.resume_check import verdict
 from clusterddp.cli.resume_check.comparison import epochs_of
 from clusterddp.cli.resume_check.plan import LEAST_STEPS, choose_stops
-from clusterddp.cli.submission import record_local
-from clusterddp.errors import INTERRUPTED, STOPPED, ClusterddpError
+from clusterddp.cli.resume_check.trials import AllocatedTrials, Interrupted, LocalTrials, Trials
+from clusterddp.errors import INTERRUPTED, ClusterddpError
 from clusterddp.jobdef.job import Job, Limits
-from clusterddp.protocol import CHECK_RESUME
 from clusterddp.reporter import counted, say, show
 from clusterddp.rundir.find import runs_folder
-from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.rundir.step_records import Recording, Trial, read_trial
-
-#: The events of its runs that the user wants to know of.
-_SHOWN = ("resumed", "diverged", "slow", "rank_failed", "hung")
 
 
-class Interrupted(Exception):
-    """The user pressed Ctrl-C."""
+def check_resume(job: Job, steps: int, allocated: bool) -> int:
+    """Runs the check here; returns the exit code. Nothing is left of it.
 
-
-def check_resume(job: Job, steps: int) -> int:
-    """Runs the check on this machine; returns the exit code. Nothing is left of it.
-
-    Raises ResumeDiffers, with the first difference, ClusterddpError when the script fails or makes too few steps.
+    ``allocated``: in the surrounding allocation, with srun, instead of as processes of this machine. Raises what
+    ``result`` raises.
     """
-    with _temporary_folder() as folder:
+    with temporary_folder() as folder:
         try:
-            check = compare(LocalTrials(folder, _without_side_effects(job)), steps)
+            place = AllocatedTrials if allocated else LocalTrials
+            show(result(place(folder, without_side_effects(job)), steps))
         except Interrupted:
             say("interrupted: nothing was found out")
             return INTERRUPTED
-    if check.differs:
-        raise verdict.failure(check)
-    show(verdict.success(check))
     return 0
 
 
-class Trials(Protocol):
-    """How a script is run."""
+def result(trials: Trials, steps: int) -> str:
+    """What is known of a script whose resumes make no difference.
 
-    def run(self, name: str, untils: Sequence[int], output: bool = False) -> Trial:
-        """Runs it from the beginning, up to each of ``untils`` steps in a fresh process; returns what was recorded."""
-
-    def inexact(self, name: str) -> list[str]:
-        """Why the resumes of a trial are not exact, as it says itself."""
+    Raises ResumeDiffers, with the first difference, ClusterddpError when the script fails or makes too few steps.
+    """
+    check = compare(trials, steps)
+    if check.differs:
+        raise verdict.failure(check)
+    return verdict.success(check)
 
 
 def compare(trials: Trials, steps: int) -> verdict.Check:
@@ -87,67 +74,15 @@ def compare(trials: Trials, steps: int) -> verdict.Check:
     return replace(check, again=trials.run("again", [steps]))
 
 
-@dataclass(frozen=True)
-class LocalTrials:
-    """Starts of a job on this machine, in run directories below ``folder``."""
-
-    folder: Path
-    job: Job
-
-    def run(self, name: str, untils: Sequence[int], output: bool = False) -> Trial:
-        """See ``Trials``. Raises ClusterddpError when the ranks do not end as wanted, Interrupted on Ctrl-C."""
-        records = self.folder / f"{name}-steps"
-        records.mkdir(mode=0o700)
-        run = record_local(self.job, str(self.folder / name), None, told=False)
-        local = _Interruptions(run, self.job)
-        shown = Progress(run, untils[-1], bar=False, output=output, events=_SHOWN)
-        with shown as progress, interrupts_counted(local.interrupted):
-            for until in untils:
-                if not local.make(Recording(until, records.absolute()), progress):
-                    break
-        return read_trial(records)
-
-    def inexact(self, name: str) -> list[str]:
-        """See ``Trials``."""
-        events = RunDirectory(self.folder / name).events()
-        return list(dict.fromkeys(why for event in events for why in event.get("inexact", [])))
-
-
-class _Interruptions(LocalRun):
-    """A local run whose attempts stop where they are told."""
-
-    def interrupted(self) -> None:
-        """On Ctrl-C: nothing of this run is worth saving."""
-        self.interrupts += 1
-        self._kill()
-
-    def make(self, recording: Recording, progress: Progress) -> bool:
-        """Makes an attempt; whether the run is not over. Raises as ``LocalTrials.run`` does."""
-        self.environment = {CHECK_RESUME: str(recording)}
-        code = self._attempt(progress)
-        if self.interrupts:
-            raise Interrupted
-        outcome = self.run.outcome()
-        if outcome is None and code in (STOPPED, INTERRUPTED):  # as nobody but the check wanted it to stop
-            return True
-        if outcome is None or outcome["state"] != "completed":
-            reason = outcome["reason"] if outcome else f"its supervisor ended with exit code {code}"
-            raise ClusterddpError(
-                f"the script failed, so that its resume cannot be checked: {reason}; start it without "
-                "--check-resume to keep its logs"
-            )
-        return False
-
-
-def _without_side_effects(job: Job) -> Job:
+def without_side_effects(job: Job) -> Job:
     """The job without what would tell others of it, or end it early."""
     return replace(job, hook=(), tensorboard=False, wandb=None, profile=None, preflight=False, limits=Limits())
 
 
 @contextmanager
-def _temporary_folder() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """A folder beside the runs, which are where the ranks can write; deleted at the end."""
-    runs = runs_folder(os.environ)
+    runs = runs_folder(os.environ).absolute()
     existed = runs.is_dir()
     runs.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".check-resume-", dir=runs))

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from clusterddp.checkpoint.state import Stateful
 from clusterddp.data import randomness
 from clusterddp.data.training_loader import TrainingLoader
-from clusterddp.rundir.step_records import Recording, States, StepRecord
+from clusterddp.rundir.step_records import WHY, Recording, States, StepRecord
 from clusterddp.training.log import values as logged
 from clusterddp.training.loop import Run
 from clusterddp.training.resume_check.digests import of_batch, of_part, of_value
@@ -22,9 +22,6 @@ from clusterddp.training.state.initial import Loaded
 from clusterddp.training.state.per_rank import PerRank
 from clusterddp.training.state.run_state import Randomness
 from clusterddp.training.state.values import Values
-
-#: The reason of a stop that the check wants.
-WHY = "check of the resume"
 
 
 class CheckedRun(Run):
