@@ -70,8 +70,7 @@ def launch(
         device: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo). Default: the job definition's, else ``"cuda"``.
         local: Start the ranks as processes on this machine instead of in a Slurm job. They outlive this process.
         run_dir: The run directory. Default: a new one, ``$CLUSTERDDP_RUNS/NAME-N`` or ``./runs/NAME-N``.
-        **job_definition: Any other key of a job definition, such as ``time="8:00:00"`` or
-            ``checkpoint={"every": "500 steps"}``.
+        **job_definition: Any other key of a job definition: ``time="8:00:00"``, ``checkpoint={"every": "500 steps"}``.
 
     Returns:
         A handle for the run. For a run that completed earlier, nothing is started.
@@ -122,9 +121,8 @@ def sweep(
     Args:
         target: A script, a job definition (``.yaml`` or ``.yml``), or a function, as for ``launch()``.
         grid: The values of each key, such as ``{"lr": [1e-3, 1e-4], "seed": range(5)}``, for all combinations, or a
-            list of mappings, one for each run. With a function the keys are its keyword arguments, and the values
-            numbers, text, or lists of them. Otherwise they are keys of the job definition, or arguments of the script:
-            ``lr`` or ``args.lr`` for ``--lr``.
+            list of mappings, one per run. Keys are a function's keyword arguments (values: numbers, text, lists of
+            them), or keys of the job definition and arguments of the script (``lr`` or ``args.lr`` for ``--lr``).
         *args: Arguments that all runs have: those of the function, or command-line arguments of the script.
         nodes: As for ``launch()``.
         gpus_per_node: As for ``launch()``.
@@ -253,7 +251,7 @@ class Handle:
             RunDirectoryError: The run has not started yet, or has no such rank or attempt.
         """
         _, path = find_log(self._run, rank, attempt)
-        return path.read_text(errors="replace") + path.with_suffix(".err").read_text(errors="replace")
+        return "".join(file.read_text(errors="replace") for file in (path, path.with_suffix(".err")) if file.exists())
 
     def cancel(self) -> None:
         """End the run for good, and return once nothing trains it. Does nothing if the run is over.

@@ -312,3 +312,9 @@ def test_a_dangling_link_with_the_name_of_a_new_run_is_left_alone(
     monkeypatch.setenv("CLUSTERDDP_RUNS", str(tmp_path))
     (tmp_path / "x-0").symlink_to(tmp_path / "nowhere")
     assert claim(None, Job(name="x", module="x"))[0].path == tmp_path / "x-1"
+
+
+def test_the_logs_of_a_rank_are_its_stdout_before_slurm_has_created_its_stderr(run: RunDirectory) -> None:
+    run.job_file.write_text("module: x\n")
+    (run.attempt_logs(run.create_attempt()) / "rank-0.out").write_text("printed\n")
+    assert Handle(run.path).logs() == "printed\n"
