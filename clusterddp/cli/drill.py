@@ -90,7 +90,7 @@ def _await_end(job_id: str, folder: Path) -> float | None:
     lifted_at, hold = None, Hold()
     deadline = time.monotonic() + QUEUE_S
     while time.monotonic() < deadline and not (folder / "second.json").exists():
-        job = slurm.show_job(job_id)
+        job = slurm.patiently(lambda: slurm.show_job(job_id))
         if job is None or not job.live:
             break
         if hold.lift_when_safe(job):

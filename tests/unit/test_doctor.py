@@ -161,6 +161,17 @@ def test_what_is_missing_of_accounting_is_told(
     assert accounts.state == state and words in accounts.found
 
 
+def test_a_user_without_a_name_is_a_row(answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container."""
+
+    def unknown() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr("getpass.getuser", unknown)
+    (accounts,) = (check for check in cluster.slurm_checks(None, None)[0] if check.name == "accounts")
+    assert accounts.state == "warning" and "has no name on this host" in accounts.found
+
+
 @pytest.mark.parametrize(
     ("command", "error", "name", "state", "rows"),
     [

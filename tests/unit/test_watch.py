@@ -10,7 +10,7 @@ import pytest
 
 from clusterddp.cli.runs import watch
 from clusterddp.cli.runs.watch import Hold, Watcher
-from clusterddp.errors import SlurmError
+from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -194,6 +194,23 @@ def test_a_hold_is_lifted_only_after_slurmd_accepts_a_new_credential(
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2)), "the next requeue, unseen in between"
     assert not hold.lift_when_safe(info("PENDING", "Resources", restarts=1))
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=0)), "the user's own --begin"
+
+
+def test_a_run_that_cannot_be_read_does_not_end_the_watch_of_the_others(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = RunDirectory(run.path.with_name("damaged"))
+    damaged.create()
+    damaged.outcome_file.write_text("garbage")
+    for one in (damaged, run):
+        one.job_file.write_text("module: x\n")
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: info("RUNNING"))
+    over = {"state": "completed", "step": 7, "reason": "why"}
+    monkeypatch.setattr(watch.time, "sleep", lambda _: write_json(run.outcome_file, over))
+    assert watch.watch([damaged, run]) == 1
+    assert f"damaged: no longer watched: {damaged.outcome_file} is not JSON" in capsys.readouterr().err
+    with pytest.raises(RunDirectoryError, match="is not JSON"):
+        watch.watch([damaged])
 
 
 def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(

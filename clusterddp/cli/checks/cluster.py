@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import time
 from collections.abc import Sequence
 
@@ -37,7 +38,7 @@ def slurm_checks(partition: str | None, qos: str | None) -> tuple[list[Check], s
         checks.append(judge_accounts(config, associations, default))
     except SlurmError as error:
         advice = "submit with -A ACCOUNT if the cluster needs an account"
-        checks.append(warning("accounts", f"sacctmgr does not answer: {error}", advice))
+        checks.append(warning("accounts", f"unknown: {error}", advice))
     try:
         partitions = configuration.read_partitions()
         of_qos = policy(config.text, "", "", qos) if config.values.get("PreemptType") == "preempt/qos" else None
@@ -74,7 +75,10 @@ def read_accounts(config: Configuration) -> tuple[list[Association], str]:
     """The user's associations and default account; none without accounting."""
     if not config.accounting:
         return [], ""
-    user = getpass.getuser()
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError) as error:  # KeyError before Python 3.13
+        raise SlurmError(f"user {os.getuid()} has no name on this host") from error
     return configuration.read_associations(user), configuration.read_default_account(user)
 
 

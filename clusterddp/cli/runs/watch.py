@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from clusterddp.cli.progress import Progress
 from clusterddp.cli.runs.status import state_of
-from clusterddp.errors import INTERRUPTED, SlurmError
+from clusterddp.errors import FAILED, INTERRUPTED, ClusterddpError, RunDirectoryError, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.reporter import show
+from clusterddp.reporter import show, what_failed
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.records import read_json
@@ -92,6 +92,11 @@ class Watcher:
                 waiting = self._say(f"retrying: {error}")
             self._ask_at = time.monotonic() + (ASK_WAITING_S if waiting else ASK_RUNNING_S)
         return self.result is not None
+
+    def give_up(self, why: str) -> None:
+        """Watches no longer, for this reason."""
+        self.result = FAILED
+        self._say(f"no longer watched: {why}")
 
     def leave(self) -> None:
         """Says, if the run is not over, that it continues without this process."""
@@ -175,13 +180,24 @@ class Watcher:
         return True
 
 
+def _look(watcher: Watcher, alone: bool) -> None:
+    """A run whose records cannot be read, or that belongs to another user, does not end the watch of the others."""
+    try:
+        watcher.look()
+    except (ClusterddpError, OSError) as error:
+        if alone:
+            raise
+        watcher.give_up(what_failed(error))
+
+
 def watch(runs: list[RunDirectory], follow: bool = False) -> int:
     """Watches until all runs are over; 0 if all completed. ``follow`` also shows rank 0's output."""
     jobs = [load_resolved(run.job_file) for run in runs]
     watchers = [Watcher(run, job) for run, job in zip(runs, jobs, strict=True)]
     for run in runs:
-        if outcome := run.outcome():
-            show(over_already(run, outcome))
+        with suppress(RunDirectoryError, OSError):  # which the first look reports
+            if outcome := run.outcome():
+                show(over_already(run, outcome))
     with ExitStack() as stack:
         shown = [
             stack.enter_context(Progress(run, job.steps, bar=len(runs) == 1, output=follow, every_s=job.progress))
@@ -191,7 +207,7 @@ def watch(runs: list[RunDirectory], follow: bool = False) -> int:
             while any(watcher.result is None for watcher in watchers):
                 for watcher, progress in zip(watchers, shown, strict=True):
                     if watcher.result is None:
-                        watcher.look()
+                        _look(watcher, alone=len(runs) == 1)
                     progress.update()
                 time.sleep(LOOK_S)
         except KeyboardInterrupt:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from clusterddp.cli.runs.status import state_of
@@ -97,7 +98,10 @@ def _holders(run: RunDirectory) -> list[dict[str, Any]]:
     try:
         return lease.holders(run)
     except PermissionError as error:
-        raise RunDirectoryError(f"{run} belongs to {run.path.owner()}, who alone can give it orders") from error
+        owner = f"user {run.path.stat().st_uid}"
+        with suppress(KeyError):  # a user without a name, as in a container
+            owner = run.path.owner()
+        raise RunDirectoryError(f"{run} belongs to {owner}, who alone can give it orders") from error
 
 
 def find_address(run: RunDirectory) -> tuple[int, Address]:
