@@ -182,6 +182,18 @@ def failure(made: Driver) -> dict[str, Any]:
     }
 
 
+def failures(ranks: int, number: int) -> list[float]:
+    """Seconds until a killed rank is named, in so many attempts of a run each."""
+    found = []
+    for _ in range(number):
+        with driver(ranks) as made:
+            made.wanted()
+            made.join()
+            made.until(all_joined(made), "the join")
+            found.append(float(failure(made)["named_s"]))
+    return found
+
+
 def stop(made: Driver) -> dict[str, Any]:
     """A preemption: all ranks are told, confirm, and leave."""
     made.supervisor.tell("preempt")

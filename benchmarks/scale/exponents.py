@@ -16,7 +16,7 @@ from benchmarks.scale.connections import all_joined, driver, failure, stacks, st
 from benchmarks.steps.agreement import CountingStore, wait_for_watcher
 from clusterddp.training.agreement import Agreement
 
-SIZES = (8, 32, 128, 512)
+SIZES = (4, 8, 32, 128, 512)
 #: Steps without a request, in which nothing may be sent.
 STEPS = 50
 
@@ -78,12 +78,20 @@ def messages(ranks: int) -> dict[str, int]:
         taken = took()
         found["hello and its answer"] = taken["sent hello"] + taken["heard answer"]
         found["connections at the supervisor"] = taken["open"]
+        for stubs in made.stubs:
+            stubs.ask("beat_once")
+        made.until(lambda: made.usage()["beaten"] == ranks, "the heartbeats")
+        taken = took()
+        found["heartbeats of a period, which have the steps' times"] = taken["sent alive"]
         stacks(made)
         taken = took()
         found["stacks"] = taken["heard stacks"] + taken["sent stacks"]
         failure(made)
         lines = made.run.events_file.read_bytes().count(b"\n")
         found["history lines of an attempt with a failure"] = lines
+        timing = (made.run.path / "timing.jsonl").read_bytes()
+        found["lines of timing.jsonl, of an attempt shorter than 10 s"] = timing.count(b"\n")
+        found["their bytes"] = len(timing)
         took()
         made.join()
         made.until(lambda: made.counts()["open"] == ranks and made.usage()["joined"] == ranks, "the restart")

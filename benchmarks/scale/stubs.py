@@ -120,6 +120,12 @@ class Stubs:
         self._beat_s, self._next_beat = every_s, time.monotonic()
         return {}
 
+    def do_beat_once(self) -> dict[str, Any]:
+        """Each rank sends a heartbeat now."""
+        for stub in self._stubs.values():
+            self._send_beat(stub)
+        return {}
+
     def do_fail(self, rank: int) -> dict[str, Any]:
         """Breaks a rank's connection, as a kill does; when."""
         self._close(self._stubs[rank])
@@ -225,15 +231,14 @@ class Stubs:
         ranks = sorted(self._stubs)
         share = max(1, len(ranks) // 50)
         for rank in [ranks[(self._beaten + number) % len(ranks)] for number in range(share)] if ranks else ():
-            timing = [100, 1.25, 8.5, 0.25, None]
-            beat = {"event": "alive", "count": 100, "step": 99, "age_s": 0.0, "allowed_s": 600.0}
-            self._send(
-                self._stubs[rank],
-                "alive",
-                {**beat, "own_s": round(random.uniform(0.08, 0.09), 6), "step_s": 0.1, "timing": timing},
-            )
+            self._send_beat(self._stubs[rank])
         self._beaten += share
         self._next_beat = now + self._beat_s * share / max(1, len(ranks))
+
+    def _send_beat(self, stub: Stub) -> None:
+        own_s = round(random.uniform(0.08, 0.09), 6)
+        beat = {"event": "alive", "count": 100, "step": 99, "age_s": 0.0, "allowed_s": 600.0, "own_s": own_s}
+        self._send(stub, "alive", {**beat, "step_s": 0.1, "timing": [100, 1.25, 8.5, 0.25, None]})
 
 
 if __name__ == "__main__":

@@ -113,12 +113,13 @@ class Supervised:
 
     def __init__(self, path: str, ranks: int, threads: Mapping[str, cProfile.Profile]) -> None:
         self._run, self._ranks, self._profiles = RunDirectory(path), ranks, threads
-        self._launcher, self._controller = Launcher(), Controller(ranks // 8)
+        self._nodes, self._per_node = max(1, ranks // 8), min(8, ranks)
+        self._launcher, self._controller = Launcher(), Controller(self._nodes)
         self._attempt: Attempt | None = None
 
     def supervise(self) -> None:
         """Attempt after attempt, until one does not restart in place."""
-        job = Job(name="x", module="x", nodes=self._ranks // 8, gpus_per_node=8, device="cpu")
+        job = Job(name="x", module="x", nodes=self._nodes, gpus_per_node=self._per_node, device="cpu")
         code = RESTART
         while code == RESTART:
             self._launcher = Launcher()
@@ -155,6 +156,7 @@ class Supervised:
             "joined": len(state.hosts) if state else 0,
             "files": len(os.listdir("/proc/self/fd")),
             "lost": len(state.lost_at) if state else 0,
+            "beaten": len(self._attempt._timing._totals) if self._attempt else 0,
             "queued": self._attempt._events.qsize() if self._attempt else 0,
         }
 

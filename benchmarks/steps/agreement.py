@@ -66,6 +66,10 @@ class CountingStore(Store):
         self.calls["multi_get"] += 1
         return self._store.multi_get(keys)
 
+    def check(self, keys: list[str]) -> bool:
+        self.calls["check"] += 1
+        return self._store.check(keys)
+
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         self.calls["compare_set"] += 1
         return self._store.compare_set(key, expected, desired)

@@ -12,11 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from benchmarks.scale.exponents import fitted, store_operations
+from benchmarks.steps.agreement import CountingStore
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import RankStatus, find_hang, find_slow
 from clusterddp.hostlist import expand
@@ -37,6 +40,8 @@ from clusterddp.supervisor.state import (
 from clusterddp.supervisor.verdict import RankEnd, judge
 from clusterddp.training.heartbeat import phase
 from clusterddp.training.log import reduction
+from clusterddp.training.log.reduction import Receiver
+from clusterddp.training.state.divergence import Divergence
 from tests.instructions import Instructions
 
 FEW, MANY = 64, 256
@@ -254,6 +259,47 @@ def test_a_stop_takes_a_number_of_store_operations_in_proportion_to_the_ranks_an
         assert before == {"get": ranks}  # each rank's watcher waits for a request
         assert stop.total() <= 4 * ranks + 4, stop
     assert 0.8 < fitted({ranks: stop.total() for ranks, (_, stop) in counts.items()}) < 1.05
+
+
+def test_rank_0_finds_few_missing_values_with_few_messages() -> None:
+    """While a save waits for them it looks a hundred times per second."""
+    store, ranks = CountingStore(HashStore()), range(1, 1025)
+    receiver = Receiver(store, 1025, lambda: None)
+    receiver._waiting = 1
+    for rank in set(ranks) - {700}:
+        store.set(f"log/{rank}/0", "")
+    assert set(receiver._arrived(ranks)) == set(ranks) - {700}
+    assert store.calls["check"] <= 2 * math.log2(1024) + 1
+    before = store.calls["check"]
+    assert not receiver._arrived(ranks)
+    assert store.calls["check"] == before + 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 1500])
+def test_rank_0_gets_the_states_of_many_ranks_with_one_message(ranks: int) -> None:
+    """They are compared in the first steps of each attempt."""
+    store = CountingStore(HashStore())
+    parts = {"progress": Progress(7)}
+    group = lambda rank: SimpleNamespace(rank=rank, world_size=ranks, store=store)  # noqa: E731
+    for rank in range(1, ranks):
+        state = {"progress": Progress(8)} if rank == ranks - 1 else parts
+        assert Divergence(state, group(rank)).compare(10) == []  # type: ignore[arg-type]
+    store.calls.clear()
+    assert Divergence(parts, group(0)).compare(10) == ["progress"]  # type: ignore[arg-type]
+    assert store.calls == {"multi_get": math.ceil((ranks - 1) / 512)}
+
+
+class Progress:
+    """A part of a run's state."""
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self._value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._value = state["value"]
 
 
 def test_very_many_ranks_get_longer_to_answer_with_their_stacks() -> None:

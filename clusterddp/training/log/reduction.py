@@ -27,6 +27,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -165,6 +166,7 @@ class Receiver:
         self._thread: threading.Thread | None = None
         self._wake, self._changed = threading.Event(), threading.Condition()
         self._ending, self._waiting = False, 0
+        self._next_search = 0.0  # when to ask again which ranks' chunks are missing
         #: The steps that are not complete, in order; all below ``_complete`` are, or were given up.
         self._awaited: deque[int] = deque()
         self._complete = 0
@@ -266,12 +268,23 @@ class Receiver:
 
     def _arrived(self, ranks: Sequence[int]) -> Sequence[int]:
         """Those whose next chunk is there: none before all are, except while somebody waits, who may give up."""
-        keys = [_key(rank, self._next[rank]) for rank in ranks]
-        if self._store.check(keys):
+        if self._store.check([_key(rank, self._next[rank]) for rank in ranks]):
             return ranks
-        if not self._waiting or len(ranks) == 1:
+        if not self._waiting or len(ranks) == 1 or time.monotonic() < self._next_search:
             return []
-        return [rank for rank, key in zip(ranks, keys, strict=True) if self._store.check([key])]
+        self._next_search = time.monotonic() + PERIOD_S
+        return self._search(ranks)
+
+    def _search(self, ranks: Sequence[int]) -> list[int]:
+        """The same when some are missing: asks for halves of them, so that few messages find a few missing ranks."""
+        halves = ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :]
+        found = list[int]()
+        for half in halves:
+            if self._store.check([_key(rank, self._next[rank]) for rank in half]):
+                found += half
+            elif len(half) > 1:
+                found += self._search(half)
+        return found
 
     def _merge(self, ranks: Sequence[int], chunks: Sequence[bytes]) -> None:
         with self._changed:
