@@ -68,9 +68,18 @@ def short_keys(keys: Iterable[str]) -> dict[str, str]:
 
 
 def named(members: Sequence[Values]) -> dict[str, Values]:
-    """The members by name; a member that is given twice counts once."""
-    short = short_keys(keys_of(members))
-    return {member_name({short[key]: text_of(node) for key, node in values.items()}): values for values in members}
+    """The members by name; a member that is given twice counts once. JobDefinitionError for two of one name."""
+    short, texts = short_keys(keys_of(members)), dict[str, dict[str, str]]()
+    found: dict[str, Values] = {}
+    for values in members:
+        own = {short[key]: text_of(node) for key, node in values.items()}
+        name = member_name(own)
+        if texts.setdefault(name, own) != own:
+            raise JobDefinitionError(
+                f"two members would have the name {name!r}, {texts[name]} and {own}: expected values without commas"
+            )
+        found[name] = values
+    return found
 
 
 def member_name(texts: Mapping[str, str]) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from clusterddp.errors import JobDefinitionError, UsageError
 from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.yaml12 import node_of
 from clusterddp.sweeps.definition import of_options, of_python, read_definition
 from clusterddp.sweeps.folder import Record, SweepFolder, default_name, read_record
 from clusterddp.sweeps.jobs import jobs_of
@@ -88,6 +89,13 @@ def test_names_are_safe_bounded_and_different() -> None:
         name = member_name({"data": value})
         assert re.fullmatch(r"[A-Za-z0-9_.+=,-]+", name) and len(name) <= LONGEST_NAME
         assert name == "data=" or re.search("-[0-9a-f]{8}$", name) or value in name
+
+
+def test_different_members_of_one_name_are_refused() -> None:
+    members = [{"a": node_of("1,b=2", "x")}, {"a": node_of(1, "x"), "b": node_of(2, "x")}]
+    with pytest.raises(JobDefinitionError, match="two members would have the name 'a=1,b=2'"):
+        named(members)
+    assert len(named([members[1], members[1]])) == 1
 
 
 def test_keys_that_end_alike_are_named_in_full() -> None:
