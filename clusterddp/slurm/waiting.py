@@ -29,11 +29,11 @@ _HELD_AFTER_REQUEUE = Why(
 
 #: By Slurm's reason, in any version; a reason that is not here is shown as it is.
 _REASONS: dict[str, Why] = {
-    "None": Why("Slurm has not looked at it yet"),
-    "SchedDefer": Why("Slurm has not looked at it yet"),
+    "None": Why("the scheduler has not considered it yet"),
+    "SchedDefer": Why("the scheduler has not considered it yet"),
     "Priority": Why("jobs with a higher priority are first"),
     "Resources": Why("next in the queue, waiting for nodes to become free"),
-    "BeginTime": Why("its begin time is later", _START_NOW),
+    "BeginTime": Why("its begin time is in the future", _START_NOW),
     "Dependency": Why("waits for another job to end"),
     "DependencyNeverSatisfied": Why(
         "waits for a job that ended in another way than required: it will never start",
@@ -42,7 +42,7 @@ _REASONS: dict[str, Why] = {
     "JobHeldUser": Why("held by its owner", _RELEASE),
     "JobHeldAdmin": Why("held by an administrator", _ADMIN),
     "JobHoldMaxRequeue": Why("held: Slurm requeued it more often than it allows (MaxBatchRequeue)", _RELEASE),
-    "JobArrayTaskLimit": Why("as many members of its sweep are running as may run at a time"),
+    "JobArrayTaskLimit": Why("its sweep has reached its limit of running members (--max-running)"),
     "Licenses": Why("waits for a license"),
     "Reservation": Why("waits for its reservation to begin"),
     "ReservationDeleted": Why("its reservation was deleted", _changed("another reservation")),

@@ -59,7 +59,7 @@ def state_of(run: RunDirectory) -> RunState:
         ("41|CONFIGURING|n1|2026-11-22T08:00:00|1:00:00|gpu|None", "running", ""),
         ("41|SUSPENDED|n1|2026-11-22T08:00:00|1:00:00|gpu|None", "running", "suspended"),
         (f"{PENDING}Priority", "pending", "jobs with a higher priority are first"),
-        (f"{PENDING}BeginTime", "pending", "its begin time is later"),
+        (f"{PENDING}BeginTime", "pending", "its begin time is in the future"),
         (f"{PENDING}JobHeldUser", "held", "held by its owner"),
         ("41|REQUEUE_HOLD||N/A|1:00:00|gpu|job requeued in held state", "held", "held: it was requeued with a hold"),
         ("41|TIMEOUT|n1|2026-11-22T08:00:00|1:00:00|gpu|TimeLimit", "stopped", "job 41 ended: TIMEOUT"),

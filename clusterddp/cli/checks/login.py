@@ -188,5 +188,5 @@ def judge_commands(found: Mapping[str, str | None]) -> Check:
     if needed := [name for name in missing if name in NEEDED]:
         return failed("commands", f"not on PATH: {', '.join(needed)}", "load the site's Slurm module")
     if missing:
-        return ok("commands", f"all that are needed; not on PATH: {', '.join(missing)}")
+        return ok("commands", f"all required commands are on PATH; missing optional ones: {', '.join(missing)}")
     return ok("commands", f"{', '.join(found)} are on PATH")
