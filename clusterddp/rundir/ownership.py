@@ -19,6 +19,14 @@ def check_run(run: RunDirectory) -> None:
         check_own(path, closed)
 
 
+def owner_of(path: Path) -> str:
+    """The name of a path's owner, or ``user 1234`` for one without a name, as in a container."""
+    try:
+        return path.owner()
+    except KeyError:
+        return f"user {path.stat().st_uid}"
+
+
 def check_own(path: Path, closed: bool = False) -> None:
     """Raises RunDirectoryError unless a file or folder belongs to this user or root and nobody else may write it.
 

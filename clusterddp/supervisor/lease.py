@@ -13,9 +13,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_namespace, process_start
 from clusterddp.rundir.claims import on_this_machine, process_alive, read_claim, write_claim
 from clusterddp.rundir.files import remove, write_json
+from clusterddp.rundir.ownership import owner_of
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -100,11 +102,14 @@ def started(run: RunDirectory, job_id: str) -> bool:
 
 
 def holders(run: RunDirectory) -> list[dict[str, Any]]:
-    """Who may hold the run, the newest claim first."""
-    pending = read_claim(run.submitted_file, run)
-    # An attempt that is just being claimed has no entry yet: then the previous one counts.
-    taken = (read_claim(run.holder_file(number), run) for number in reversed(run.attempts()))
-    newest = next(filter(None, taken), {})
+    """Who may hold the run, the newest claim first. RunDirectoryError for another user's run."""
+    try:
+        pending = read_claim(run.submitted_file, run)
+        # An attempt that is just being claimed has no entry yet: then the previous one counts.
+        taken = (read_claim(run.holder_file(number), run) for number in reversed(run.attempts()))
+        newest = next(filter(None, taken), {})
+    except PermissionError as error:
+        raise RunDirectoryError(f"{run} belongs to {owner_of(run.path)}, who alone can control it") from error
     return [entry for entry in (pending, newest) if entry and not entry.get("let_go")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,15 @@ def test_a_run_that_cannot_be_cancelled_does_not_keep_the_others_from_it(
     assert command(["cancel", "a", "b", "c", "--yes"]) == FAILED
     assert states(three[2:]) == ["cancelled"]
     assert f"{three[0]} was not cancelled: {three[0]}/" in capsys.readouterr().err
+
+
+def test_another_users_run_is_not_marked_as_cancelled(
+    three: list[RunDirectory], capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(lease, "read_claim", closed)
+    assert command(["cancel", "a"]) == FAILED
+    assert re.search(r"a belongs to \w+, who alone can control it\n$", capsys.readouterr().err)
+    assert not three[0].cancelled

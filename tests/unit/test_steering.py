@@ -428,20 +428,24 @@ def test_requeue_of_a_failed_run_says_how_to_continue_it(run: RunDirectory) -> N
         command(["requeue", str(run), "--exclude", "n1"])
 
 
-def test_another_users_run_takes_no_orders(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(_: RunDirectory) -> None:
-        raise PermissionError(13, "Permission denied")
+@pytest.mark.parametrize("words", [["tell", "RUN", "save"], ["requeue", "RUN"], ["watch", "RUN"]])
+def test_another_users_run_takes_no_orders(
+    run: RunDirectory, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner has no name in a container."""
 
-    monkeypatch.setattr(lease, "holders", closed)
-    with pytest.raises(RunDirectoryError, match=r"run belongs to \w+, who alone can give it orders"):
-        command(["tell", str(run), "save"])
+    def closed(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
 
     def unknown(_: Path) -> str:
         raise KeyError("getpwuid(): uid not found")
 
-    monkeypatch.setattr(Path, "owner", unknown)  # as in a container
-    with pytest.raises(RunDirectoryError, match=r"run belongs to user \d+, who alone can give it orders"):
-        command(["tell", str(run), "save"])
+    monkeypatch.setattr(lease, "read_claim", closed)
+    with pytest.raises(RunDirectoryError, match=r"run belongs to \w+, who alone can control it"):
+        command([str(run) if word == "RUN" else word for word in words])
+    monkeypatch.setattr(Path, "owner", unknown)
+    with pytest.raises(RunDirectoryError, match=r"run belongs to user \d+, who alone can control it"):
+        command([str(run) if word == "RUN" else word for word in words])
 
 
 def test_a_run_that_waits_already_is_not_requeued_again(

@@ -11,7 +11,6 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from clusterddp.cli.runs.status import state_of
@@ -64,7 +63,7 @@ def check_trains(run: RunDirectory, kind: str) -> None:
         may_start = kind == "stop" and job.reason != "JobHeldUser"
         hold = f"; `scontrol hold {job.job_id}` keeps it from starting" if may_start else ""
         raise RunDirectoryError(f"{run} waits in the queue (job {job.job_id}, {job.reason}): it has no ranks{hold}")
-    for entry in _holders(run):
+    for entry in lease.holders(run):
         if not lease.reachable(entry):
             where = f"on {entry['host']}" if entry["kind"] == "local" else f"on cluster {entry.get('cluster')}"
             raise RunDirectoryError(f"{run} is {lease.held_by_other(run)}: give this command {where}")
@@ -83,7 +82,7 @@ def check_trains(run: RunDirectory, kind: str) -> None:
 
 def waiting_job(run: RunDirectory) -> JobInfo | None:
     """The job of the run that waits in the queue; None if none does, or that is unknown."""
-    for entry in _holders(run):
+    for entry in lease.holders(run):
         if entry["kind"] == "slurm" and lease.reachable(entry):
             try:
                 job = slurm.show_job(entry["job"])
@@ -92,16 +91,6 @@ def waiting_job(run: RunDirectory) -> JobInfo | None:
             if job is not None and job.live:
                 return job if job.state == "PENDING" else None
     return None
-
-
-def _holders(run: RunDirectory) -> list[dict[str, Any]]:
-    try:
-        return lease.holders(run)
-    except PermissionError as error:
-        owner = f"user {run.path.stat().st_uid}"
-        with suppress(KeyError):  # a user without a name, as in a container
-            owner = run.path.owner()
-        raise RunDirectoryError(f"{run} belongs to {owner}, who alone can give it orders") from error
 
 
 def find_address(run: RunDirectory) -> tuple[int, Address]:
