@@ -12,7 +12,9 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from clusterddp.data.collation import Rows, collated, is_torchs
+from clusterddp.data.batches import collation
+from clusterddp.data.batches.collation import collated, is_torchs
+from clusterddp.data.batches.rows import Rows
 
 Pair = namedtuple("Pair", "one two")
 MAKE: dict[str, Callable[[int], Any]] = {
@@ -30,10 +32,14 @@ MAKE: dict[str, Callable[[int], Any]] = {
 }
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def told(value: Any) -> Any:
     """Types, values and dtypes of all parts."""
     if isinstance(value, torch.Tensor):
-        return type(value), value.dtype, value.requires_grad, value.tolist()
+        return type(value), value.dtype, value.requires_grad, value.shape, bytes_of(value)
     if isinstance(value, dict):
         return type(value), {key: told(one) for key, one in value.items()}
     return (type(value), [told(one) for one in value]) if isinstance(value, (list, tuple)) else value
@@ -99,3 +105,48 @@ def test_a_dataset_that_gets_other_tensors_is_read_by_its_samples() -> None:
     assert rows.batch([1]) is not None
     dataset.tensors = (torch.ones(4),)
     assert rows.batch([1]) is None
+
+
+LARGE = collation._LARGE // 4  # floats
+READ: dict[str, Callable[[int], Any]] = {
+    "tensor": lambda i: torch.full((LARGE,), 1.0 * i),
+    "tuple": lambda i: (torch.full((2, LARGE // 2), 1.0 * i), i, torch.tensor([i])),
+    "dict": lambda i: {"image": torch.full((LARGE,), 1.0 * i), "name": str(i), "label": i},
+    "transposed": lambda i: (torch.arange(LARGE).view(2, -1).t() + i, i),
+    "another type at last": lambda i: (torch.full((LARGE,), 1.0 * i, dtype=torch.float64 if i == 4 else None), i),
+    "no tensor at last": lambda i: (torch.full((LARGE,), 1), i) if i < 4 else [torch.full((LARGE,), 1), i],
+    "other keys": lambda i: {"a": torch.full((LARGE,), 1), **({"b": i} if i == 2 else {})},
+}
+NO_BATCH: dict[str, Callable[[int], Any]] = {
+    "another shape": lambda i: (torch.zeros(LARGE + (i == 3)), i),
+    "another length": lambda i: (torch.zeros(LARGE), i) if i < 3 else (torch.zeros(LARGE),),
+    "no key": lambda i: {"a": torch.zeros(LARGE), **({"b": i} if i < 3 else {})},
+}
+
+
+def joined(make: Callable[[int], Any]) -> Any:
+    return collated(collation.joined(map(make, range(5)), 5))
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_a_batch_that_is_made_while_samples_are_read_is_that_of_torch(kind: str) -> None:
+    samples = [READ[kind](i) for i in range(5)]
+    assert collation.has_large(samples[0])
+    assert told(joined(READ[kind])) == told(default_collate(samples)) == told(collated(samples))
+
+
+@pytest.mark.parametrize("kind", NO_BATCH)
+def test_samples_that_differ_while_they_are_read_are_the_same_error(kind: str) -> None:
+    errors = []
+    for make in (lambda of: default_collate([*map(of, range(5))]), joined):
+        with pytest.raises((RuntimeError, KeyError)) as caught:
+            make(NO_BATCH[kind])
+        errors.append(repr(caught.value))
+    assert errors[0] == errors[1]
+
+
+def test_only_alike_samples_with_a_large_tensor_are_made_into_a_batch_while_they_are_read() -> None:
+    assert not collation.has_large((torch.zeros(4), 1)) and not collation.has_large(1)
+    assert not collation.has_large((torch.zeros(LARGE, requires_grad=True),))
+    kinds = [type(collation.joined(map(make, range(5)), 5)) for make in (READ["tuple"], READ["other keys"])]
+    assert kinds == [collation.Joined, list]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +98,23 @@ def test_loading_in_this_process_leaves_the_users_generators_alone() -> None:
     assert before == torch.default_generator.initial_seed()
     batches.close()  # type: ignore[attr-defined]
     assert random.random() == expected[1]
+
+
+@pytest.mark.parametrize("seeds_steps", [True, False])
+def test_a_batch_is_not_kept_while_the_next_is_made(seeds_steps: bool) -> None:
+    """Its memory is used again: twice as much does not fit into the CPU's cache."""
+    last: list[weakref.ref[torch.Tensor]] = []
+    kept: list[bool] = []
+
+    class Looking(Numbers):
+        def __getitem__(self, index: int) -> tuple[int, float, float]:
+            kept.extend(batch() is not None for batch in last)
+            return super().__getitem__(index)
+
+    batches = Loader(Looking(9), 3, order=Shuffled(), seed=1, rank=0, world_size=1).batches(0, seeds_steps)
+    for _ in range(3):
+        last[:] = [weakref.ref(next(batches)[0])]
+    assert len(kept) == 6 and not any(kept)
 
 
 def test_epochs_and_steps() -> None:

@@ -1,0 +1,109 @@
+"""Batches of workers are those that the rank itself would read, whichever way they are sent."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from clusterddp.data.batches.memory import SMALL
+from clusterddp.data.batches.message import InMessage
+from clusterddp.data.loader import Loader
+from clusterddp.data.orders.plain import Shuffled
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "many": lambda i: {
+        "small": (torch.tensor([i, i]), torch.tensor(i), i, 0.5 * i, str(i)),
+        "dtypes": [torch.tensor([i % 2]).to(dtype) for dtype in (torch.bool, torch.bfloat16, torch.complex64)],
+        "large": torch.full((SMALL,), i, dtype=torch.uint8),
+        "empty": torch.zeros(0, 3),
+        "nothing": (),
+    },
+    "large": lambda i: (torch.full((3, SMALL // 8), 1.0 * i) + torch.rand(()), i),
+}
+
+
+class Made(Dataset[Any]):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> Any:
+        return KINDS[self.kind](index)
+
+
+def told(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride(), value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: told(one) for key, one in value.items()}
+    return (type(value), [told(one) for one in value]) if isinstance(value, (list, tuple)) else value
+
+
+def batches(kind: str, workers: int, **options: Any) -> list[Any]:
+    loader = Loader(Made(kind), 3, order=Shuffled(), seed=1, rank=0, world_size=1, num_workers=workers, **options)
+    stream = loader.batches(0)
+    found = [told(batch) for batch in itertools.islice(stream, 5)]
+    stream.close()  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_workers_are_the_same(kind: str) -> None:
+    assert batches(kind, 1) == batches(kind, 0)
+
+
+def collate_of_a_script(samples: list[Any]) -> Any:
+    whole = default_collate(samples)[0]
+    return {"whole": whole, "same": whole, "others": (whole, "text", list(range(100)))}
+
+
+def test_batches_of_a_collate_fn_are_the_same() -> None:
+    options: dict[str, Any] = {"collate_fn": collate_of_a_script}
+    assert batches("large", 1, **options) == batches("large", 0, **options)
+
+
+def sent(batch: Any) -> Any:
+    """What the rank gets, of a batch without shared memory."""
+    return pickle.loads(ForkingPickler.dumps(InMessage(lambda _: batch)(None)))
+
+
+def test_a_small_tensor_is_in_the_message_and_can_be_written_to() -> None:
+    tensor = torch.arange(6)
+    message = bytes(ForkingPickler.dumps(InMessage(lambda _: [tensor])(None)))
+    assert tensor.numpy().tobytes() in message
+    (found,) = sent([tensor])
+    found += 1
+    assert type(found) is torch.Tensor and found.equal(tensor + 1)
+
+
+def test_a_tensor_that_a_batch_has_twice_is_one_tensor_in_the_rank() -> None:
+    tensor = torch.zeros(3)
+    one, same, other = sent((tensor, tensor, torch.zeros(3)))
+    one += 1
+    assert same.tolist() == [1, 1, 1] and other.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(SMALL + 1, dtype=torch.uint8),
+        torch.zeros(2, 3).t(),
+        torch.zeros(4)[1:],
+        torch.zeros(2, requires_grad=True),
+        torch.nn.Parameter(torch.zeros(2)),
+        torch.zeros(2).to_sparse(),
+        torch.zeros(0),
+    ],
+    ids=["large", "transposed", "a view", "with a gradient", "parameter", "sparse", "empty"],
+)
+def test_other_tensors_are_left_to_torch(tensor: torch.Tensor) -> None:
+    assert InMessage(lambda _: [tensor])(None)[0] is tensor
