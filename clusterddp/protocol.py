@@ -158,7 +158,7 @@ ORDERS: Mapping[str, str] = {
 CHANNEL_EVENTS: Mapping[str, Event] = {
     "joined": Event("host pid address", "made by the supervisor from a rank's first message"),
     "alive": Event(
-        "count step age_s allowed_s own_s? step_s? timing? timing_age_s? histograms? place? waits? still_s?",
+        "count step age_s allowed_s own_s? step_s? timing? timing_age_s? histograms? place? waits? line? still_s?",
         "the rank's heartbeat; `timing`: the steps timed `timing_age_s` ago, and the seconds of each phase in them",
     ),
     "stacks": Event("request place threads", "a rank's stacks, for a request"),

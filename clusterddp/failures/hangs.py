@@ -25,7 +25,7 @@ SILENCE_BEATS = 4
 NAMED = 4
 #: A rank is slow if its compute time is so many times the others', and the difference such a fraction of a step.
 SLOW_RATIO, SLOW_SHARE = 1.5, 0.1
-_TOLD = ("count", "step", "allowed_s", "place", "waits", "own_s", "step_s", "still_s")
+_TOLD = ("count", "step", "allowed_s", "place", "waits", "line", "own_s", "step_s", "still_s")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class RankStatus:
 
     ``count``: the boundaries it has reached. ``step``: the steps it has completed. ``allowed_s``: the timeout to the
     next boundary; None before training, infinity while the watchdog is suspended. ``place``: where its main thread is,
-    '' while it makes progress. ``waits``: whether it waits there for other ranks. ``own_s``, ``step_s``: its compute
-    time in a step, and the whole step. ``still_s``: for how long its main thread has been at one place.
+    '' while it makes progress. ``waits``: whether it waits there for other ranks. ``line``: of the script, then.
+    ``own_s``, ``step_s``: its compute time in a step, and the whole step. ``still_s``: for how long its main thread has
+    been at one place.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class RankStatus:
     heard: float
     place: str = ""
     waits: bool = False
+    line: str = ""
     own_s: float | None = None
     step_s: float | None = None
     still_s: float = math.inf
@@ -124,7 +126,8 @@ def _hang(late: Sequence[RankStatus], seconds: float, what: str, statuses: Seque
 
 
 def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) -> Hang | None:
-    """A hang because the ranks call different collectives: some wait in one whose step others have already passed.
+    """A hang because the ranks call different collectives: some wait in one whose step others have already passed, or
+    all wait in the same step, but in different places.
 
     All ranks take part in a collective, so that those ahead skipped it, or those behind call one too many: the smaller
     group is at fault, or nobody knows which.
@@ -132,17 +135,34 @@ def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) ->
     least = min(status.count for status in statuses)
     behind, ahead = [s for s in statuses if s.count == least], [s for s in statuses if s.count > least]
     timed_out = {status.rank for status in over}
-    if not ahead or not all(status.waits and status.rank in timed_out for status in behind):
+    if not all(status.waits and status.rank in timed_out for status in behind):
         return None
-    first, second = (behind, ahead) if len(behind) < len(ahead) else (ahead, behind)
-    late = first if len(first) < len(second) else statuses
+    groups = sorted([behind, ahead] if ahead else _by_place(behind), key=len)
+    if len(groups) == 1:
+        return None
+    if ahead and len(behind) == len(ahead):
+        groups = [ahead, behind]
+    few = [status for group in groups[:-1] for status in group]
+    late = few if len(few) < len(groups[-1]) else statuses
     seconds = now - min(status.moved for status in behind)
-    groups = ", ".join(
-        f"{_names(group)} at step {group[0].step}" + (f" in {place}" if (place := _most_common(group)) else "")
-        for group in (first, second)
-    )
-    what = f"{groups}, for {seconds:.0f} s: the ranks called different collectives"
+    where = ", ".join(map(_where, groups[-NAMED:]))
+    same = not ahead and len({status.place for status in statuses}) == 1
+    said = "the ranks wait in different calls" if same else "the ranks called different collectives"
+    what = f"{where}, for {seconds:.0f} s: {said}; every rank must call the same ones in the same order"
     return _hang(late, seconds, what, statuses, now)
+
+
+def _by_place(statuses: Iterable[RankStatus]) -> list[list[RankStatus]]:
+    groups: dict[tuple[str, str], list[RankStatus]] = {}
+    for status in statuses:
+        groups.setdefault((status.place, status.line), []).append(status)
+    return list(groups.values())
+
+
+def _where(group: list[RankStatus]) -> str:
+    """``ranks 0 (n0), 1 (n0) at step 100 in barrier at train.py:40``."""
+    place, line = _most_common(group), next((status.line for status in group if status.line), "")
+    return f"{_names(group)} at step {group[0].step}{f' in {place}' if place else ''}{f' at {line}' if line else ''}"
 
 
 def _silent(status: RankStatus, now: float, beat_s: float) -> bool:
@@ -274,6 +294,7 @@ _BEAT: Schema = {
     "age_s": _is_seconds,
     "allowed_s": optional(_is_seconds),
     "place": optional(is_text),
+    "line": optional(is_text),
     "own_s": optional(_is_seconds),
     "step_s": optional(_is_seconds),
     "still_s": optional(_is_seconds),

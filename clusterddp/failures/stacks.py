@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 #: The frames below every script: those of the rank's entry point, a launched function, and runpy.
 _BELOW = re.compile(
@@ -11,6 +12,40 @@ _BELOW = re.compile(
 )
 #: The number of frames, and of log lines, that are shown.
 MOST_FRAMES, MOST_LINES = 20, 12
+#: The most ranks that a sentence names.
+_NAMED = 4
+
+#: A frame of a traceback or of faulthandler's stacks: file, line and function.
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
+#: Files of code that is not the user's.
+_NOT_THE_USERS = re.compile(
+    r"/(site|dist)-packages/|/lib/python3\.\d+/|^<|/clusterddp/(\w+\.py|(checkpoint|data|distributed|training|worker)/)"
+)
+#: What torch says if ranks are in different collectives; of a timeout, one of them may also be late.
+_MISMATCH = re.compile(r"collective mismatch|mismatch between collectives|op\.preamble\.length <= op\.nbytes")
+_TIMEOUT = re.compile(r"Timed out waiting \d+ms for|collective operation timeout")
+
+
+def users_line(text: str) -> str | None:
+    """The innermost frame of the user's code in a traceback, or in the first of faulthandler's stacks."""
+    frames = [found for found in _FRAME.findall(text) if not _NOT_THE_USERS.search(found[0])]
+    if not frames:
+        return None
+    file, line, function = frames[0 if "(most recent call first)" in text else -1]
+    return f"{file.rpartition('/')[2]}:{line} ({function})"
+
+
+def different_calls(error: str, texts: Mapping[int, str]) -> str:
+    """A sentence if ``error`` comes of ranks in different collectives; '' if not. ``texts``: the ranks' tracebacks."""
+    lines = {rank: line for rank, text in texts.items() if (line := users_line(text))}
+    apart = len(set(lines.values())) > 1
+    where = ", ".join(f"rank {rank} in {line}" for rank, line in list(lines.items())[:_NAMED])
+    if _MISMATCH.search(error):
+        order = "every rank must call the same ones in the same order"
+        return f"the ranks called different collectives{f' ({where})' if apart else ''}: {order}"
+    if apart and _TIMEOUT.search(error):
+        return f"the ranks waited in different calls ({where}): one was late, or they called different collectives"
+    return ""
 
 
 def end_of_log(text: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterddp.failures.stacks import end_of_log
+from clusterddp.failures.stacks import different_calls, end_of_log
 from clusterddp.jobdef.secrets import masked
 from clusterddp.protocol import HANDLER_REPLACED
 from clusterddp.reporter import counted
@@ -218,7 +218,8 @@ def failure_box(
     body = failure.traceback or end_of_log(masked(_end_of(log), secrets))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(failure.lost_at, now)))
     lines = [failure.sentence(), f"attempt {attempt}{at_step(step)}, {when}", "", *body.rstrip().splitlines(), ""]
-    lines += [*_who_waited(failure, others), f"log: {log}", *_other_ends(failure, others)]
+    lines += [*_who_waited(failure, others), *_different_calls(failure, others, body)]
+    lines += [f"log: {log}", *_other_ends(failure, others)]
     wrapped = [piece for line in lines for piece in (textwrap.wrap(line, 116, drop_whitespace=False) or [""])]
     rule = "-" * 118
     return "\n".join([f"+{rule}", *(f"| {line}" for line in wrapped), f"+{rule}"])
@@ -239,6 +240,13 @@ def _who_waited(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:
     exited = failure.end in ("early", "unfinished")
     waiting = next((end for end in others if end.traceback), None) if exited else None
     return [f"rank {waiting.rank} waited for it:", *waiting.traceback.splitlines(), ""] if waiting else []
+
+
+def _different_calls(failure: RankEnd, others: Sequence[RankEnd], body: str) -> list[str]:
+    """Where the ranks were, if they were in different collectives."""
+    texts = {failure.rank: body, **{end.rank: end.traceback for end in others}}
+    said = different_calls(f"{failure.error}\n{body}", texts)
+    return [said, ""] if said else []
 
 
 def _other_ends(failure: RankEnd, others: Sequence[RankEnd]) -> list[str]:

@@ -26,7 +26,7 @@ from clusterddp.process import RunningClock
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_atomically
 from clusterddp.worker import control_channel
-from clusterddp.worker.stacks import main_thread_place, outward
+from clusterddp.worker.stacks import main_thread_line, main_thread_place, outward
 
 if TYPE_CHECKING:
     from clusterddp.training.settings import Settings
@@ -180,6 +180,7 @@ class Heartbeat:
                 self._recording = None
             else:
                 beat["place"], beat["waits"] = main_thread_place()
+                beat |= {"line": main_thread_line()} if beat["waits"] else {}
                 before, stood = stood, positions_of(threading.main_thread().ident or 0)
                 still_since = still_since if len(stood) == 1 and stood == before else clock.now
                 beat["still_s"] = clock.now - still_since

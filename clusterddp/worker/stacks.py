@@ -68,6 +68,12 @@ def main_thread_place() -> tuple[str, bool]:
     return place_of(frame, sleeping(os.getpid()))  # Linux: the main thread has the process's id
 
 
+def main_thread_line() -> str:
+    """The line of the script that the main thread is in, such as ``train.py:40``."""
+    theirs = _of_the_user(list(outward(sys._current_frames()[threading.main_thread().ident or 0])))
+    return f"{Path(theirs.f_code.co_filename).name}:{theirs.f_lineno}"
+
+
 def place_of(frame: FrameType, sleeping: bool) -> tuple[str, bool]:
     """Where a thread with this innermost ``frame`` is, and whether it waits there for other ranks.
 
@@ -81,10 +87,15 @@ def place_of(frame: FrameType, sleeping: bool) -> tuple[str, bool]:
     code = frames[0].f_code
     if sleeping and code.co_filename.endswith(_BACKWARD[0]) and code.co_name == _BACKWARD[1]:
         return "the all_reduce of backward", True
-    others = _others(getattr(sys.modules.get("torch"), "__file__", None))
-    theirs = next((one for one in frames if not one.f_code.co_filename.startswith(others)), frames[-1])
+    theirs = _of_the_user(frames)
     line = f"{Path(theirs.f_code.co_filename).name}:{theirs.f_lineno} ({theirs.f_code.co_name})"
     return (line if theirs is frames[0] else f"{line}, {code.co_name}"), False
+
+
+def _of_the_user(frames: list[FrameType]) -> FrameType:
+    """The innermost frame of the user's code; the outermost one if there is none."""
+    others = _others(getattr(sys.modules.get("torch"), "__file__", None))
+    return next((one for one in frames if not one.f_code.co_filename.startswith(others)), frames[-1])
 
 
 @functools.cache

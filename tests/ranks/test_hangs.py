@@ -141,8 +141,8 @@ def test_a_rank_that_skips_a_collective_is_named_rather_than_those_that_wait_in_
     said = finished(start(run, "skip", "--gpus", "3", "--set", "watchdog.on_hang=end"), run, code=1)
     (hung,) = events_of(run, "hung")
     assert (hung["late"], hung["step"]) == ([2], 101)
-    ahead = r"rank 2 \(\S+\) at step 101 in the all_reduce of backward"
-    behind = r"ranks 0 \(\S+\), 1 \(\S+\) at step 100 in barrier"
+    ahead = r"rank 2 \(\S+\) at step 101 in the all_reduce of backward at hanging.py:\d+"
+    behind = r"ranks 0 \(\S+\), 1 \(\S+\) at step 100 in barrier at hanging.py:\d+"
     assert re.search(rf"{ahead}, {behind}, for \d+ s: the ranks called different collectives", said), said
     assert re.search(r"log: \S+rank-2.err", said), said
 
@@ -187,7 +187,8 @@ def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
     past, before = (
         [sign(rank, 610, count=count, **at) for rank in range(3)] for count, at in ((90, IN_BACKWARD), (89, barrier))
     )
-    different = "for 610 s: the ranks called different collectives"
+    order = "every rank must call the same ones in the same order"
+    different = f"for 610 s: the ranks called different collectives; {order}"
     two = "ranks 1 (n1), 2 (n2) at step"
     skipped = f"rank 0 (n0) at step 89 in the all_reduce of backward, {two} 88 in barrier, {different}"
     assert what(past[0], *before[1:]) == skipped
@@ -195,6 +196,19 @@ def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
     assert what(before[0], *past[1:]) == surplus
     hang = find_hang([past[0], before[1]], NOW, beat_s=2.0)
     assert hang and hang.late == (0, 1)  # one of the two; it is unknown which
+    alone = sign(0, 610, place="barrier", waits=True, line="x.py:40")
+    reduce: dict[str, Any] = {"place": "all_reduce", "waits": True}
+    others = [sign(rank, 610, line="x.py:52", **reduce) for rank in (1, 2)]
+    assert what(alone, *others) == (
+        "rank 0 (n0) at step 89 in barrier at x.py:40, ranks 1 (n1), 2 (n2) at step 89 in all_reduce at x.py:52, "
+        + different
+    )
+    assert find_hang([alone, *others], NOW, beat_s=2.0).late == (0,)  # type: ignore[union-attr]
+    assert find_hang([alone, *others[1:]], NOW, beat_s=2.0).late == (0, 2)  # type: ignore[union-attr]
+    assert "for 610 s: the ranks wait in different calls; " in (
+        what(sign(0, 610, line="x.py:40", **reduce), *others) or ""
+    )
+    assert what(*others) == "ranks 1 (n1), 2 (n2) last at step 89, 610 s ago, in all_reduce"
     many = what(*[sign(rank, 620, silent=620) for rank in range(100)])
     assert many == f"ranks 0 (n0), 1 (n1), 2 (n2), 3 (n3) and 96 more last at step 89, 620 s ago, {silent}"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from clusterddp.failures.exit_status import ExitStatus
-from clusterddp.failures.stacks import MOST_FRAMES, end_of_log
+from clusterddp.failures.stacks import MOST_FRAMES, different_calls, end_of_log, users_line
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.messages import failure_box, sentence
 from clusterddp.supervisor.verdict import RankEnd
@@ -77,3 +79,47 @@ def test_the_last_line_of_a_failed_run_has_the_reason() -> None:
 def test_repeated_steps_are_singular_or_plural(steps: int, words: str) -> None:
     event = {"event": "resumed", "attempt": 1, "step": 5, "redone": steps}
     assert sentence(event) == f"attempt 1: resumed from step 5, {words}"
+
+
+RAISED = """Traceback (most recent call last):
+  File "/home/me/train.py", line 99, in <module>
+    step()
+  File "/home/me/train.py", line 40, in step
+    dist.barrier()
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 5356, in barrier
+    work.wait()
+RuntimeError: Timed out waiting 20000ms for recv operation to complete
+"""
+CRASHED = """Fatal Python error: Aborted
+
+Thread 0x1 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/autograd/graph.py", line 979 in _engine_run_backward
+  File "/home/me/train.py", line 52 in train
+  File "/home/me/train.py", line 99 in <module>
+"""
+GLOO = "gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 8 vs 4. Is there a distributed collective mismatch"
+
+
+def test_ranks_in_different_collectives_are_named_with_their_lines() -> None:
+    """Of a crash in gloo, and of torch's timeout, which may also mean that one of them was late."""
+    assert (users_line(RAISED), users_line(CRASHED)) == ("train.py:40 (step)", "train.py:52 (train)")
+    order = "every rank must call the same ones in the same order"
+    where = "(rank 1 in train.py:52 (train), rank 0 in train.py:40 (step))"
+    texts = {1: CRASHED, 0: RAISED}
+    assert different_calls(GLOO, texts) == f"the ranks called different collectives {where}: {order}"
+    assert different_calls(GLOO, {1: CRASHED, 0: ""}) == f"the ranks called different collectives: {order}"
+    late = f"the ranks waited in different calls {where}: one was late, or they called different collectives"
+    assert different_calls(RAISED, texts) == late
+    assert different_calls(RAISED, {1: RAISED, 0: RAISED}) == ""
+    assert different_calls("ValueError: boom", texts) == ""
+
+
+def test_the_box_of_a_crash_in_mismatched_collectives_says_what_to_do(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.attempt_logs(0).mkdir(parents=True)
+    (run.attempt_logs(0) / "rank-1.err").write_text(f"terminate called\n  what(): {GLOO}\n{CRASHED}")
+    failure = RankEnd(1, "n1", "died", 1.0, error="killed by signal 6 (SIGABRT)")
+    other = RankEnd(0, "n0", "exception", 1.1, error="RuntimeError: Connection reset", traceback=RAISED)
+    box = failure_box(run, 0, failure, [other], 4, 2.0)
+    said = " ".join(line.strip("|").strip() for line in box.splitlines())
+    assert "the ranks called different collectives (rank 1 in train.py:52 (train), rank 0 in train.py:40" in said, box
