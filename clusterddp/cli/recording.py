@@ -51,7 +51,7 @@ def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> No
         if "cannot be reached from here" in held:
             remedy = "if it has ended, continue the run with --take-over; if it is still training, it will then exit"
         else:
-            remedy = f"wait for it, or end the run for good with `clusterddp cancel {run}`"
+            remedy = f"wait for it, or end the run for good with `clusterddp cancel {run.quoted}`"
         raise RunDirectoryError(f"{run} is {held}: {remedy}")
 
 

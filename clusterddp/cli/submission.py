@@ -78,8 +78,8 @@ def check_continues(run: RunDirectory, job: Job, change: bool) -> list[str]:
     if differences and not change and not failed_before_first_step(run):
         raise RunDirectoryError(
             f"{run} was started with other arguments: {'; '.join(differences)}. "
-            f"Use the recorded arguments (`clusterddp submit --run-dir {run}` alone does), add --change to record the "
-            "new ones, or choose another --run-dir"
+            f"Use the recorded arguments (`clusterddp submit --run-dir {run.quoted}` alone does), add --change to "
+            "record the new ones, or choose another --run-dir"
         )
     check_frozen(run, recorded, job)
     return differences

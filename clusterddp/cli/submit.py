@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -84,7 +85,7 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
         code = LocalRun(run, job, moments, arguments.debug).loop(progress)
     with suppress(OSError):  # the disk is full: the entry names a process that no longer runs
         lease.loop_ended(run)
-    return ended(run, code, f"clusterddp submit --local --run-dir {run}")
+    return ended(run, code, f"clusterddp submit --local --run-dir {run.quoted}")
 
 
 def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
@@ -111,7 +112,9 @@ def submit_here(job: Job, run_dir: str | None, changed: bool) -> int:
     show(f"run directory: {run}")
     with Progress(run, job.steps, every_s=job.progress) as progress:
         code = AllocatedRun(run, job).loop(progress)
-    return ended(run, code, f"clusterddp submit --here --run-dir {run}, or sbatch {run.batch_script}")
+    return ended(
+        run, code, f"clusterddp submit --here --run-dir {run.quoted}, or sbatch {shlex.quote(str(run.batch_script))}"
+    )
 
 
 def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
@@ -125,7 +128,7 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
     run, job_id = submit_to_slurm(job, arguments.run_dir, fork_of(arguments))
     if not sys.stdout.isatty():
         print(job_id, flush=True)
-    show(f"see its state with: clusterddp status {run}")
+    show(f"see its state with: clusterddp status {run.quoted}")
     if arguments.wait or arguments.follow:
         from clusterddp.cli.runs.watch import watch
 

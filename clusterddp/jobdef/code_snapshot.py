@@ -81,7 +81,7 @@ def present(run: RunDirectory) -> Snapshot | None:
     if snapshot is not None and not snapshot.folder(run).is_dir():
         raise RunDirectoryError(
             f"{snapshot.folder(run)}, the snapshot of the code that this run was submitted with, does not exist: "
-            f"clusterddp submit --run-dir {run} takes a new one of {snapshot.checkout}"
+            f"clusterddp submit --run-dir {run.quoted} takes a new one of {snapshot.checkout}"
         )
     return snapshot
 

@@ -4,6 +4,7 @@ wrong path."""
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -88,7 +89,7 @@ def _is_run(path: str) -> bool:
 def _proposal(path: Path) -> str:
     """What to say about a path that is no run: the run that contains it, or the run with the most similar name."""
     if os.path.lexists(path / SWEEP_FILE):
-        return f"; it is a sweep, whose members `clusterddp list {as_typed(path.absolute())}` shows"
+        return f"; it is a sweep, whose members `clusterddp list {shlex.quote(as_typed(path.absolute()))}` shows"
     # Not the current folder, nor one around it: its job.yaml may be the user's own job definition.
     around = {Path.cwd(), *Path.cwd().parents}
     parents = (folder for folder in path.absolute().parents if folder not in around)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +51,11 @@ class RunDirectory:
 
     def __str__(self) -> str:
         return str(self.path)
+
+    @property
+    def quoted(self) -> str:
+        """The path as a word of a shell's command line, for messages with a command to copy."""
+        return shlex.quote(str(self.path))
 
     def exists(self) -> bool:
         """Whether the folder holds a run: it has a job definition. Raises RunDirectoryError if access is denied."""

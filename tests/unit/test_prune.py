@@ -127,10 +127,10 @@ def test_the_answer_on_the_terminal_counts(run: RunDirectory, monkeypatch: pytes
     ("answer", "yes"), [("y\n", True), ("YES\n", True), ("\n", False), ("", False), ("n\n", False)]
 )
 def test_only_yes_is_yes(answer: str, yes: bool, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    """The end of the input is not."""
+    """The end of the input is not, and ends the line."""
     monkeypatch.setattr(confirmation.sys.stdin, "readline", lambda: answer)
     assert confirmation.agreed("end it?") is yes
-    assert capsys.readouterr() == ("", "end it? [y/N] ")
+    assert capsys.readouterr() == ("", f"end it? [y/N] {'' if answer else chr(10)}")
 
 
 def test_live_runs_are_refused_and_others_pruned(run: RunDirectory, capsys: Captured) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import re
+import shlex
 import socket
 import stat
 import threading
@@ -417,6 +418,15 @@ def test_a_run_that_takes_no_orders_says_why(
     for order in (["stacks"], ["tell", "stop"]):
         with pytest.raises(RunDirectoryError, match=words):
             command([order[0], str(run), *order[1:]])
+
+
+def test_a_command_in_a_message_can_be_copied_also_for_a_path_with_blanks(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = RunDirectory(run.path.rename(run.path.with_name("it's my run")))
+    assert command(["status", str(moved)]) == 0
+    line = capsys.readouterr().out.partition("continue with: ")[2].partition("\n")[0]
+    assert shlex.split(line) == ["clusterddp", "submit", "--run-dir", str(moved)]
 
 
 def test_requeue_of_a_failed_run_says_how_to_continue_it(run: RunDirectory) -> None:

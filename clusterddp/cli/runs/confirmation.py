@@ -13,4 +13,7 @@ def can_ask() -> bool:
 def agreed(question: str) -> bool:
     """Asks on the terminal; only y and yes agree."""
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    answer = sys.stdin.readline()
+    if not answer.endswith("\n"):  # Ctrl-D: what follows begins a line
+        print(file=sys.stderr)
+    return answer.strip().lower() in ("y", "yes")

@@ -6,6 +6,7 @@ import argparse
 import csv
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -190,7 +191,7 @@ def _lines(found: _Found, metric: str | None) -> list[str]:
 
 def _how_to_export(winner: Best) -> str:
     """The command, and which checkpoint it takes if the run keeps its best one by the same metric."""
-    command = f"clusterddp export {as_typed(winner.run.path)}"
+    command = f"clusterddp export {shlex.quote(as_typed(winner.run.path))}"
     kept = best_saved(winner.run.events())
     if kept is None or kept["metric"] != winner.metric:
         return f"export it with: {command} model.safetensors"

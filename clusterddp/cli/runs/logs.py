@@ -125,7 +125,9 @@ def find_log(run: RunDirectory, rank: int, attempt: int | None) -> tuple[int, Pa
 
 def _started(run: RunDirectory, attempt: int | None) -> int:
     if attempt is None:
-        raise RunDirectoryError(f"{run} has not started yet: no output; `clusterddp status {run}` shows its state")
+        raise RunDirectoryError(
+            f"{run} has not started yet: no output; `clusterddp status {run.quoted}` shows its state"
+        )
     return attempt
 
 
@@ -165,7 +167,7 @@ def _failed_logs(run: RunDirectory, attempt: int | str | None) -> list[Log]:
     found = [(int(number), failed_ranks(run, int(number), events)) for number in numbers]
     if not any(ranks for _, ranks in found):
         where = "" if attempt in (_ALL, None) else f" in attempt {attempt}"
-        raise RunDirectoryError(f"no rank of {run} failed{where}; `clusterddp status {run}` shows its history")
+        raise RunDirectoryError(f"no rank of {run} failed{where}; `clusterddp status {run.quoted}` shows its history")
     return [log for number, ranks in found for log in logs_of(run, number, ranks.__contains__)]
 
 
@@ -193,6 +195,6 @@ def _show_failure(run: RunDirectory) -> bool:
         return False
     print(box(run, failure), flush=True)
     rank, attempt = failure["rank"], failure["attempt"]
-    show(f"the whole output of rank {rank}: clusterddp logs {run} --rank {rank} --attempt {attempt}")
+    show(f"the whole output of rank {rank}: clusterddp logs {run.quoted} --rank {rank} --attempt {attempt}")
     show("of others: --rank failed, --rank 0,4-7 or --rank all; of all attempts: --attempt all")
     return True

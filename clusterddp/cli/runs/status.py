@@ -211,7 +211,7 @@ def _sentence(summary: Summary, state: RunState) -> str:
     if state.word == "stopped":
         how = "--local --run-dir" if summary.run.loop_file.exists() else "--run-dir"
         ended = f" ({state.reason})" if state.reason else ""
-        return f"stopped{ended}; continue with: clusterddp submit {how} {summary.run}"
+        return f"stopped{ended}; continue with: clusterddp submit {how} {summary.run.quoted}"
     if state.job is None:
         return state.reason
     return f"job {state.job_id} ({state.job.state}{f' on {state.nodes}' if state.nodes else ''})"

@@ -101,7 +101,9 @@ class Watcher:
     def leave(self) -> None:
         """Says, if the run is not over, that it continues without this process."""
         if self.result is None:
-            self._say(f"no longer watching; the run continues; watch it again with: clusterddp watch {self._run}")
+            self._say(
+                f"no longer watching; the run continues; watch it again with: clusterddp watch {self._run.quoted}"
+            )
 
     def _help(self) -> bool:
         """Does what the run needs; returns whether it is waiting for something."""
@@ -122,7 +124,7 @@ class Watcher:
         if self._should_continue(job):
             return self._resubmit(ended)
         self.result = 1
-        return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run}")
+        return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run.quoted}")
 
     def _look_on(self) -> bool:
         """Handles a run that needs no help: it trains as local processes, or is stopped."""

@@ -57,7 +57,7 @@ def check_trains(run: RunDirectory, kind: str) -> None:
     """
     if outcome := run.outcome():
         options = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
-        how = f"; continue with: clusterddp submit {options} {run}" if outcome["state"] == "failed" else ""
+        how = f"; continue with: clusterddp submit {options} {run.quoted}" if outcome["state"] == "failed" else ""
         raise RunDirectoryError(f"{over_already(run, outcome)}: nothing trains it{how}")
     if job := waiting_job(run):
         may_start = kind == "stop" and job.reason != "JobHeldUser"
@@ -204,5 +204,5 @@ def await_end(run: RunDirectory, attempt: int) -> dict[str, Any]:
         time.sleep(LOOK_S)
     raise RunDirectoryError(
         f"{run}: all ranks have exited, and attempt {attempt} has not ended yet: the supervisor waits for Slurm, or "
-        f"was killed; see its state with: clusterddp status {run}"
+        f"was killed; see its state with: clusterddp status {run.quoted}"
     )

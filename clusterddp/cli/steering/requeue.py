@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         attempt, _ = request(run, "requeue", **({"nodes": nodes} if nodes else {}))
         end = await_end(run, attempt)
     except KeyboardInterrupt:
-        show(f"no longer waiting; the run is still requeued, which clusterddp status {run} will show")
+        show(f"no longer waiting; the run is still requeued, which clusterddp status {run.quoted} will show")
         return INTERRUPTED
     print(sentence(end))
     return 0 if end["event"] in ("requeued", "resubmitted", "completed") else FAILED
@@ -60,7 +60,7 @@ def tell_waiting(run: RunDirectory, job: slurm.JobInfo, exclude: str | None) -> 
             f"{run} waits in the queue (job {job.job_id}, {job.reason}); exclude nodes from it with: "
             f"scontrol update JobId={job.job_id} ExcNodeList={exclude}"
         )
-    held = f"; clusterddp watch {run} releases Slurm's hold" if job.reason == "BeginTime" else ""
+    held = f"; clusterddp watch {run.quoted} releases Slurm's hold" if job.reason == "BeginTime" else ""
     print(f"{run} waits in the queue already (job {job.job_id}, {job.reason}){held}")
     return 0
 

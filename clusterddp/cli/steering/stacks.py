@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     run = open_run(arguments.run)
     _, answer = request(run, "stacks", ranks=None if ranks == "all" else ranks)
     if not answer:
-        raise RunDirectoryError(f"{run}: its supervisor has exited; see its state with: clusterddp status {run}")
+        raise RunDirectoryError(f"{run}: its supervisor has exited; see its state with: clusterddp status {run.quoted}")
     if arguments.json:
         print(json.dumps(answer))
     else:

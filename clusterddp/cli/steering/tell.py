@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     try:
         return give(run)
     except KeyboardInterrupt:
-        show(f"no longer waiting; the order may still be carried out, which clusterddp status {run} will show")
+        show(f"no longer waiting; the order may still be carried out, which clusterddp status {run.quoted} will show")
         return INTERRUPTED
 
 
@@ -72,7 +72,7 @@ def record(run: RunDirectory, steps: int, ranks: str) -> int:
     """Returns once the profiles are stored; 1 if a rank has none."""
     attempt, answer = request(run, "profile", steps=steps, ranks=ranks)
     if not answer:
-        raise RunDirectoryError(f"{run}: its supervisor has exited; see its state with: clusterddp status {run}")
+        raise RunDirectoryError(f"{run}: its supervisor has exited; see its state with: clusterddp status {run.quoted}")
     profiles: dict[str, Mapping[str, Any]] = answer["profiles"]
     if "ended" in answer:  # some may have been stored as the last thing in the attempt
         show(sentence(await_end(run, attempt)) or "")
@@ -101,7 +101,7 @@ def skip(run: RunDirectory, batches: int) -> int:
     """Returns once a checkpoint has the skip; 1 if there is none."""
     attempt, answer = request(run, "skip", batches=batches)
     if not answer:
-        raise RunDirectoryError(f"{run}: its supervisor has exited; see its state with: clusterddp status {run}")
+        raise RunDirectoryError(f"{run}: its supervisor has exited; see its state with: clusterddp status {run.quoted}")
     if "checkpoint" in answer:
         skipped = sentence({**answer["skipped"], "event": "skipped", "attempt": attempt})
         print(f"{skipped}; checkpoint {answer['checkpoint']} committed")
@@ -122,7 +122,7 @@ def stop(run: RunDirectory) -> int:
     print(sentence(end))
     if end["event"] == "stopped":
         how = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
-        show(f"continue it with: clusterddp submit {how} {run}")
+        show(f"continue it with: clusterddp submit {how} {run.quoted}")
         return 0 if end.get("checkpoint") == (end.get("step") or None) else FAILED
     return 0 if end["event"] == "completed" else FAILED
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,7 +102,7 @@ def submit(sweep: Sweep) -> int:
     if done.members:
         ids = ", ".join(done.job_ids)
         show(f"submitted {counted(len(done.members), 'member')} as job {ids}")
-    show(f"see them with: clusterddp list {as_typed(sweep.folder.path)}")
+    show(f"see them with: clusterddp list {shlex.quote(as_typed(sweep.folder.path))}")
     if done.refused:
         left = counted(len(plan.submit) - len(done.members), "member")
         show(f"{left} not submitted: {done.refused}; the same command submits the rest")
