@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,3 +248,15 @@ def test_members_of_a_sweep_have_their_values(tmp_path: Path) -> None:
     text = page(found)
     assert "2 runs" in text and text.count(">lr/lr=0.1<") >= 2
     assert ">0.2</td>" in text
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """Nor is a device: root's ``-o /dev/null`` must not make it a file."""
+    recorded_run(tmp_path / "net-0", [started()])
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
+    assert command(["report", str(tmp_path / "net-0"), "-o", str(tmp_path / "pipe")]) == 0
+    assert (tmp_path / "pipe").is_fifo()
+    assert os.read(reader, 1 << 20).startswith(b"<!doctype html>")
+    os.close(reader)

@@ -53,7 +53,11 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         sys.stdout.write(text)
         return 0
     output = output or _file(f"{_name(arguments.run, runs)}-report.html")
-    write_atomically(output, text.encode(errors="replace"))
+    content = text.encode(errors="replace")
+    if output.exists() and not output.is_file():  # a pipe or a device, such as /dev/null, which must not be replaced
+        output.write_bytes(content)
+    else:
+        write_atomically(output, content)
     missing = [entry for entry in data["runs"] if entry["notes"]]
     if missing:
         say(f"the records of {counted(len(missing), 'run')} are incomplete: see 'Missing' in the report")
