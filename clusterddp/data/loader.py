@@ -63,7 +63,7 @@ class Loader:
         **options: Any,
     ) -> None:
         source = order.dataset(dataset)
-        self.length, self.batch_size = checked(source, batch_size, options)
+        self.length, self.batch_size = checked(source, batch_size, {**options, "drop_last": drop_last})
         self.dataset = dataset
         if global_batch is not None and global_batch % world_size:
             raise ValueError(f"global_batch is {global_batch}, which {world_size} ranks cannot share evenly")

@@ -9,9 +9,21 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+#: Arguments that are True or False. None is the default of ``shuffle``.
+_SWITCHES = ("shuffle", "drop_last", "to_device", "pin_memory", "persistent_workers", "in_order")
+
+
+def check_switches(**given: Any) -> None:
+    """Raises TypeError where a switch is neither True nor False: text and numbers would count as one of them."""
+    for name in _SWITCHES:
+        value = given.get(name, False)
+        if not isinstance(value, bool) and not (name == "shuffle" and value is None):
+            raise TypeError(f"{name} is {value!r}: expected True or False")
+
 
 def checked(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> tuple[int, int]:
     """The length of the dataset and the batch size. Raises TypeError or ValueError."""
+    check_switches(**options)
     known = inspect.signature(DataLoader.__init__).parameters.keys() | {"order"}
     for name in sorted(options.keys() - known):
         nearest = "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from clusterddp.data.eval_loader import EvalLoader
 from clusterddp.data.loader import Loader
+from clusterddp.data.loader_options import check_switches
 from clusterddp.data.orders.choice import chosen
 from clusterddp.data.orders.order import Order
 
@@ -67,10 +68,12 @@ class Loaders:
                 dicts are copied. Pass False for batches that the script reads on the CPU.
             options: of torch's DataLoader, such as ``num_workers``.
 
-        Raises TypeError for a dataset without a length, for unknown options, two orders and a DistributedSampler;
+        Raises TypeError for a dataset without a length, for unknown options, switches that are neither True nor False,
+        two orders and a DistributedSampler;
         ValueError for an empty dataset, an order that does not fit it, a sampler with hidden state, and a global
         batch that the ranks cannot share evenly.
         """
+        check_switches(shuffle=shuffle, to_device=to_device)
         return Loader(
             dataset,
             batch_size,
@@ -102,6 +105,7 @@ class Loaders:
 
         Raises TypeError and ValueError as ``loader`` does.
         """
+        check_switches(to_device=to_device)
         return EvalLoader(
             dataset,
             batch_size,

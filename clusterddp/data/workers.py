@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -65,10 +67,46 @@ def close(iterator: Any) -> None:
 
 
 def _start(loader: DataLoader[Any], known: weakref.WeakSet[Any]) -> Any:
-    with signals.blocked(loader):
+    with signals.blocked(loader), _ending_with_the_rank(loader):
         iterator = _iter_of_torch(loader)
     known.add(iterator)
     return iterator
+
+
+@contextmanager
+def _ending_with_the_rank(loader: DataLoader[Any]) -> Iterator[None]:
+    """Workers that are started inside and not forked end when their rank is killed.
+
+    torch's end when they have another parent than at first. The parent of a fork server's workers is that server, which
+    lives as long as they do; a spawned one may lose its parent before it looks for the first time.
+    """
+    if not loader.num_workers or signals.start_method(loader) == "fork":
+        yield
+        return
+    given = loader.worker_init_fn
+    loader.worker_init_fn = _Watching(given)
+    try:
+        yield
+    finally:
+        loader.worker_init_fn = given
+
+
+class _Watching:
+    """A ``worker_init_fn``: a thread waits for the rank's end. Then calls the given one."""
+
+    def __init__(self, given: Callable[[int], None] | None) -> None:
+        self._given = given
+
+    def __call__(self, worker: int) -> None:
+        threading.Thread(target=_end_with_the_rank, name="rank", daemon=True).start()
+        if self._given is not None:
+            self._given(worker)
+
+
+def _end_with_the_rank() -> None:
+    if (rank := multiprocessing.parent_process()) is not None:
+        rank.join()
+        os._exit(1)
 
 
 def _close_all(iterators: weakref.WeakSet[Any]) -> None:

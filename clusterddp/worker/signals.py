@@ -41,7 +41,7 @@ def blocked(loader: object = None) -> Iterator[None]:
     ``loader``: the one whose workers are started inside. Workers that are not forked need Python's resource tracker,
     whose start unblocks TERM in the calling thread (Python 3.11), so it is started before.
     """
-    if getattr(loader, "num_workers", 0) and _start_method(loader) != "fork":
+    if getattr(loader, "num_workers", 0) and start_method(loader) != "fork":
         resource_tracker.ensure_running()
     shielded, _thread.shielded = _thread.shielded, True
     try:
@@ -51,7 +51,7 @@ def blocked(loader: object = None) -> Iterator[None]:
         _thread.shielded = shielded
 
 
-def _start_method(loader: object) -> str:
+def start_method(loader: object) -> str:
     """The start method of a DataLoader's workers."""
     context = getattr(loader, "multiprocessing_context", None) or multiprocessing
     return context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]

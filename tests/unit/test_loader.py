@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import time
 import weakref
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from clusterddp.data.eval_loader import EvalLoader
 from clusterddp.data.loader import Loader
+from clusterddp.data.loaders import Loaders
 from clusterddp.data.orders.choice import chosen
 from clusterddp.data.orders.plain import Sequential, Shuffled
 from clusterddp.data.training_loader import training_loader
@@ -185,6 +188,41 @@ def test_workers_that_are_not_forked_ignore_a_term_too(method: str, tmp_path: Pa
     assert done.returncode == 0 and done.stdout == "2 workers, 20 batches\n", done.stdout + done.stderr
 
 
+KILLED = """
+import multiprocessing, os, signal, sys
+
+from tests.unit.test_loader import Numbers
+from clusterddp.data.loader import Loader
+from clusterddp.data.orders.plain import Sequential
+
+if __name__ == "__main__":
+    options = {"order": Sequential(), "seed": 1, "rank": 0, "world_size": 1, "num_workers": 1}
+    iterator = Loader(Numbers(1000), 4, multiprocessing_context=sys.argv[1], **options)._iterator(0)
+    print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_are_not_forked_end_when_their_rank_is_killed(method: str, tmp_path: Path) -> None:
+    """Even if that happens while they start, as here."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(script), method]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as rank:
+        assert rank.stdout is not None
+        (worker,) = map(int, rank.stdout.readline().split())
+        with suppress(ProcessLookupError):
+            ended = os.pidfd_open(worker)
+            try:
+                assert select.select([ended], [], [], 60)[0], f"the {method} worker is still there"
+            finally:
+                signal.pidfd_send_signal(ended, signal.SIGKILL)
+                os.close(ended)
+    assert rank.returncode == -signal.SIGKILL
+
+
 def test_a_stuck_worker_does_not_delay_the_end() -> None:
     others = children()
     source = Loader(
@@ -219,11 +257,22 @@ def children() -> set[int]:
         (Numbers(0), {}, r"the dataset \(Numbers\) has no samples"),
         (Numbers(5), {"ordr": Shuffled()}, "'ordr' is not an option .*; did you mean order"),
         (Numbers(5), {"batch_size": 0}, "batch_size is 0"),
+        (Numbers(5), {"drop_last": "no"}, "drop_last is 'no': expected True or False"),
+        (Numbers(5), {"pin_memory": 1}, "pin_memory is 1: expected True or False"),
+        (Numbers(5), {"persistent_workers": "yes", "num_workers": 1}, "persistent_workers is 'yes': expected True"),
     ],
 )
 def test_what_cannot_be_ordered_is_refused(dataset: Any, options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Loader(dataset, **{"batch_size": 2, "order": Shuffled(), "seed": 0, "rank": 0, "world_size": 1, **options})
+
+
+def test_switches_are_true_or_false() -> None:
+    """Else ``shuffle=0`` would shuffle."""
+    of = Loaders()
+    for make, name, value in ((of.loader, "shuffle", 0), (of.loader, "to_device", 1), (of.eval_loader, "to_device", 1)):
+        with pytest.raises(TypeError, match=f"{name} is {value}: expected True or False"):
+            make(Numbers(5), 2, **{name: value})  # type: ignore[arg-type]
 
 
 def test_an_evaluation_takes_no_order() -> None:

@@ -17,8 +17,8 @@ from clusterddp.data.streams.index_file import Rows
 from clusterddp.data.streams.shards import check_uncompressed
 
 _BLOCK = 512
-#: Types of members: ordinary files; headers that say more about the next member; those without data, whatever their
-#: size is; and what is not supported.
+#: Types of members: ordinary files; headers that say more about the next member; those without data, even if their
+#: size is not 0; and what is not supported.
 _FILE, _LONG_NAME, _PAX, _OTHER_HEADERS = (b"0", b"\0", b"7"), b"L", b"x", (b"g", b"K")
 _WITHOUT_DATA, _SPARSE = (b"1", b"2", b"3", b"4", b"5", b"6"), b"S"
 #: Bytes of a long name or of pax records: such a header is read into memory.
