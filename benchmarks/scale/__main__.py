@@ -32,8 +32,8 @@ def simulated(quick: bool) -> dict[str, Any]:
     """Each number of ranks once, failures more often; the join of 4,096 also beside the least server, alternating."""
     sizes, failures = (QUICK_SIZES, QUICK_FAILURES) if quick else (SIZES, FAILURES)
     pairs = [connections.join_pair(BARE) for _ in range(2 if quick else 5)]
-    named = {str(ranks): connections.failures(ranks, failures) for ranks in sizes}
-    return {"sizes": [connections.measure(ranks) for ranks in sizes], "pairs": pairs, "named_s": named}
+    failed = {str(ranks): connections.failures(ranks, failures) for ranks in sizes}
+    return {"sizes": [connections.measure(ranks) for ranks in sizes], "pairs": pairs, "failures": failed}
 
 
 def slurm(_: bool) -> dict[str, Any]:

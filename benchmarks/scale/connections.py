@@ -170,6 +170,7 @@ def failure(made: Driver) -> dict[str, Any]:
     at = made.of(victim).ask("fail", rank=victim)["at"]
     for stubs in made.stubs:
         stubs.ask("leave")
+    ended = time.time()
     made.supervisor.tell("ended", exit_code=137, killed=victim)
     over = made.supervisor.read()["over"]
     made.wanted()
@@ -177,20 +178,21 @@ def failure(made: Driver) -> dict[str, Any]:
     assert named["rank"] == victim, named
     return {
         "named_s": round(named["time"] - at, 3),
+        "all_ended_s": round(ended - at, 3),
         "over_s": round(over["time"] - at, 3),
         "restarts": over["code"] == -1,
     }
 
 
-def failures(ranks: int, number: int) -> list[float]:
-    """Seconds until a killed rank is named, in so many attempts of a run each."""
+def failures(ranks: int, number: int) -> list[dict[str, Any]]:
+    """``failure`` in so many runs, each with nothing before it but the join."""
     found = []
     for _ in range(number):
         with driver(ranks) as made:
             made.wanted()
             made.join()
             made.until(all_joined(made), "the join")
-            found.append(float(failure(made)["named_s"]))
+            found.append(failure(made))
     return found
 
 
