@@ -60,7 +60,7 @@ def page(parts: Mapping[str, Any], table: str) -> str:
         "exponents": counted,
         "counted": counted_by_kernels,
         "list": listed,
-        "slurm": on_slurm,
+        "slurm": lambda slurm: on_slurm(slurm, counts_for(found.get("exponents", []), slurm["ranks"])),
         "gloo": with_gloo,
     }
     texts += [write(found[name]) for name, write in sections.items() if name in found]
@@ -142,6 +142,11 @@ def counts_table(part: list[dict[str, Any]], bounded: Callable[[str], bool]) -> 
     return report.table(head, lines)
 
 
+def counts_for(part: list[dict[str, Any]], ranks: int) -> dict[str, int]:
+    """The counts of each mechanism for so many ranks, where they were counted."""
+    return {row["mechanism"]: row["counts"][str(ranks)] for row in part if str(ranks) in row["counts"]}
+
+
 def counted(part: list[dict[str, Any]]) -> str:
     return f"""## Counts
 
@@ -189,28 +194,33 @@ def listed(part: list[dict[str, Any]]) -> str:
 From {small:,} to {large:,} runs in one folder the CPU time of `list` grows with exponent {exponent(part):.2f}."""
 
 
-def on_slurm(slurm: Mapping[str, Any]) -> str:
+def on_slurm(slurm: Mapping[str, Any], counts: Mapping[str, int]) -> str:
+    """``counts``: the messages of each mechanism for as many simulated ranks."""
     controls, failure, handover, files = (slurm[name] for name in ("controls", "failure", "handover", "files"))
-    lines = [
-        ["`srun true`", controls["true"]],
-        ["`srun python -c pass`", controls["python"]],
-        ["srun of a rank's imports", controls["imports"]],
-        ["start: all ranks run their script", slurm["start"]["all_s"]],
-        ["`clusterddp stacks`, all ranks", slurm["stacks"]["seconds"]],
-        ["`clusterddp logs --rank all`", slurm["logs"]["seconds"]],
-        ["a killed rank is named", failure["named_s"]],
-        ["all ranks run again in place, from the kill on", failure["all_s"]],
-        ["handover: from TERM until all ranks are told", handover["all_told_s"]],
-        ["handover: from TERM until the job is requeued", handover["requeued_s"]],
-        ["handover: from TERM until another job runs on all nodes", handover["nodes_free_s"]],
+    joins, stacks = counts.get("hello and its answer", "-"), counts.get("stacks", "-")
+    again, stops = counts.get("restart in place", "-"), counts.get("stop: orders, confirmations, ends", "-")
+    timed: list[tuple[str, float, object]] = [
+        ("`srun true`", controls["true"], ""),
+        ("`srun python -c pass`", controls["python"], ""),
+        ("srun of a rank's imports", controls["imports"], ""),
+        ("start: all ranks run their script", slurm["start"]["all_s"], joins),
+        ("`clusterddp stacks`, all ranks", slurm["stacks"]["seconds"], stacks),
+        ("`clusterddp logs --rank all`", slurm["logs"]["seconds"], 0),
+        ("a killed rank is named", failure["named_s"], slurm["ranks"]),
+        ("all ranks run again in place, from the kill on", failure["all_s"], again),
+        ("handover: from TERM until all ranks are told", handover["all_told_s"], ""),
+        ("handover: from TERM until the job is requeued", handover["requeued_s"], stops),
+        ("handover: from TERM until another job runs on all nodes", handover["nodes_free_s"], ""),
     ]
+    lines = [[what, seconds, f"{seconds / controls['true']:.2f}", sent] for what, seconds, sent in timed]
     beats = slurm["heartbeats"]
     return f"""## A real Slurm
 
 Slurm {slurm["slurm"]} with {slurm["nodes"]} slurmds on this machine, {slurm["ranks"]} ranks without torch, one run:
-their processes share its cores, which bounds the start. Seconds:
+their processes share its cores, which bounds the start. Messages are those counted above for as many simulated ranks;
+a killed rank is named once all connections have ended, of which each counts as one.
 
-{report.table(["", "s"], lines)}
+{report.table(["", "s", "times `srun true`", "messages"], lines)}
 
 Heartbeats: {beats["per_s"]:.0f} per second took {100 * beats["cpu_share"]:.1f}% of a core; the supervisor's peak memory
 was {beats["peak_mb"]} MB, with {beats["files"]} open files. Log files: {files["logs"][0]} per attempt, and

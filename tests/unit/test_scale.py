@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+import benchmarks.scale.__main__ as scale
 from benchmarks.scale.exponents import fitted, store_operations
 from benchmarks.steps.agreement import CountingStore
 from clusterddp.failures.exit_status import ExitStatus
@@ -305,3 +307,33 @@ class Progress:
 def test_very_many_ranks_get_longer_to_answer_with_their_stacks() -> None:
     waits = [handled(state(ranks), [ASK])[0].pending[1].until - NOW for ranks in (64, 4000, 16384)]
     assert waits == pytest.approx([5.0, 5.0, 20.48])
+
+
+def test_an_interrupted_measurement_continues_with_the_parts_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All parts take a quarter of an hour; the page is only written once all are there."""
+    measured: list[str] = []
+    written: list[list[str]] = []
+
+    def part(name: str, fails: int) -> Callable[[bool], str]:
+        def measure(_: bool) -> str:
+            measured.append(name)
+            if measured.count(name) <= fails:
+                raise RuntimeError("interrupted")
+            return f"figures of {name}"
+
+        return measure
+
+    monkeypatch.setattr(scale, "STATE", tmp_path / "state")
+    monkeypatch.setattr(scale, "PARTS", {"one": part("one", 0), "two": part("two", 1), "three": part("three", 0)})
+    monkeypatch.setattr(scale, "write", lambda _, found: written.append([part["found"] for part in found.values()]))
+    monkeypatch.setattr(sys, "argv", ["scale"])
+    with pytest.raises(RuntimeError, match="interrupted"):
+        scale.main()
+    assert not written
+    scale.main()
+    assert measured == ["one", "two", "two", "three"]
+    assert written == [["figures of one", "figures of two", "figures of three"]]
+    scale.main()  # measures all again
+    assert measured[4:] == ["one", "two", "three"]
