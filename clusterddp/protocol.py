@@ -40,6 +40,10 @@ RANK_EVENTS: Mapping[str, Event] = {
     "not_finite": Event("step metrics count", "metrics became NaN or infinite"),
     "tracker": Event("tracker problem", "TensorBoard or W&B does not get all values; training continues"),
     "media_left_out": Event("step kind name reason", "an image, histogram or text was not written; said once"),
+    "uneven_calls": Event("step explanation", "some ranks call `run.every()` more often than others; said once"),
+    "per_rank_grows": Event(
+        "step names bytes limit", "the per-rank state takes more than half of what a checkpoint holds; said once"
+    ),
     "diverged": Event("step parts explanation", "the state differs between ranks"),
     "handler_replaced": Event("signal handler", "the script replaced a signal handler of clusterddp"),
     "signal": Event("signal", "a stop signal reached the rank"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,16 +73,18 @@ def digest(state: Any) -> bytes:
     return found.digest()
 
 
-def gather(state: Any, device: torch.device) -> list[Any] | None:
+def gather(state: Any, device: torch.device, on_size: Callable[[int], None] = lambda _: None) -> list[Any] | None:
     """The states of all ranks on rank 0, in rank order; None on the other ranks. Fast if all are empty.
 
-    Raises, on all ranks and before anything is sent, TooLarge, and CheckpointError if a rank's state cannot be saved.
+    ``on_size`` gets the bytes that they take, unless all are empty. Raises, on all ranks and before anything is sent,
+    TooLarge, and CheckpointError if a rank's state cannot be saved.
     """
     own, all_sizes = _agreed(state, device)
     if not any(map(any, all_sizes)):
         return [{} for _ in all_sizes] if _is_first() else None
     if (total := sum(map(sum, all_sizes))) > MOST_BYTES:
         raise TooLarge(total)
+    on_size(total)
     described, data = (_gather_bytes(part, [size[at] for size in all_sizes], device) for at, part in enumerate(own))
     if described is None or data is None:
         return None

@@ -151,6 +151,11 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"{e['reason']}"
     ),
     "diverged": lambda e: str(e["explanation"]),
+    "uneven_calls": lambda e: str(e["explanation"]),
+    "per_rank_grows": lambda e: (
+        f"the per-rank state of all ranks ({', '.join(e['names'])}) takes {e['bytes'] / 1e6:,.0f} MB, more than half "
+        f"of the {e['limit'] / 1e6:,.0f} MB that a checkpoint holds; beyond that the run fails: save less of it"
+    ),
     "left_loop": _left_loop,
     "no_best": lambda e: (
         f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"

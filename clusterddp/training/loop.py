@@ -23,7 +23,7 @@ from clusterddp.reporter import say
 from clusterddp.training.log import values as logged
 from clusterddp.training.log.media import Media
 from clusterddp.training.optimizer_steps import OptimizerSteps
-from clusterddp.training.state.divergence import COMPARED_AFTER, explanation
+from clusterddp.training.state.divergence import COMPARED_AFTER, explanation, explanation_of_calls
 from clusterddp.training.state.initial import Loaded
 from clusterddp.training.state.per_rank import PerRank
 from clusterddp.training.state.run_state import Randomness, RunState
@@ -277,10 +277,19 @@ class Run(Logging, Steering):
     def _compare(self) -> None:
         """Compares the ranks' states. Rank 0 waits for the others."""
         with self._times.aside():
-            parts = self._state.divergence.compare(self._made)
+            parts = self._state.divergence.compare(self._made, self._asked)
+        if uneven := self._state.divergence.uneven:
+            self._tell_uneven(explanation_of_calls(uneven))
         if parts:
             say(explanation(parts))
             self._report("diverged", step=self.step, parts=parts, explanation=explanation(parts))
+
+    def _tell_uneven(self, words: str) -> None:
+        """Some ranks only call ``run.every``. Where all save together, they would wait for different things."""
+        if self._together and self._best_metric:
+            raise RuntimeError(words)
+        say(words)
+        self._report("uneven_calls", step=self.step, explanation=words)
 
     def _end_special(self, made: Step) -> None:
         """What few steps have: an evaluation, skipped batches, the end."""
@@ -305,6 +314,8 @@ class Run(Logging, Steering):
             self._loader.gather()
             if self._saver.saves:
                 self._state.gather(before_step=self._making is not None)
+        if (near := self._state.per_rank.near_limit()) is not None:
+            self._report("per_rank_grows", step=self.step, **near)
 
     def _commit(self) -> tuple[int | None, str | None]:
         self._gather()

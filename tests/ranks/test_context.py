@@ -206,3 +206,19 @@ def test_a_checkpoint_folder_refuses_a_part_without_a_state_and_an_invalid_step(
         for step in (-1, 1.5, "3"):
             with pytest.raises(ValueError, match="expected the number of completed steps, an integer of at least 0"):
                 folder.save(step, model=torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_a_schedule_over_steps_in_ends_with_the_last_epoch() -> None:
+    """Where epochs are not whole steps, `epochs * len(loader)` is more."""
+    with clusterddp.init(device="cpu") as ctx:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loader = ctx.loader(torch.utils.data.TensorDataset(torch.ones(10, 1)), batch_size=4)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=loader.steps_in(2))
+        run = ctx.run(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
+        for (batch,) in run.epochs(2):
+            model(batch).sum().backward()
+            optimizer.step()
+            scheduler.step()
+    assert (run.step, 2 * len(loader)) == (5, 6)
+    assert scheduler.get_last_lr() == [0.0]

@@ -118,3 +118,43 @@ def test_a_best_value_behind_the_loop_is_in_the_history(tmp_path: Path) -> None:
     ddp.run_alone(script, run, folder=tmp_path / "out")
     assert best_saved(run.events()) == {"step": 3, "metric": "score", "value": 0.75}
     assert {one.step: one.metric("score") for one in of_run(run).candidates()} == {2: 0.5, 3: 0.75}
+
+
+ONLY_RANK_0 = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+import clusterddp
+
+run_dir, how = sys.argv[1:]
+ctx = clusterddp.init(device="cpu", run_dir=run_dir)
+model = ctx.wrap(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = ctx.loader(TensorDataset(torch.ones(40, 1)), batch_size=2)
+more = {"per_rank": torch.Generator(), "best": "score"} if how == "together" else {}
+run = ctx.run(model=model, optimizer=optimizer, loader=loader, **more)
+for (batch,) in run.steps(4):
+    if ctx.is_main and run.every(steps=2):
+        run.log(score=run.step)
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.step()
+"""
+SAID = (
+    "run.every() was called by some ranks more often than by others (rank 0 1 time, rank 1 0 times): all ranks must "
+    "call it in the same steps"
+)
+
+
+@pytest.mark.parametrize(("how", "code"), [("together", 1), ("alone", 0)])
+def test_a_place_that_only_rank_0_asks_for_is_noticed_before_ranks_disagree(
+    how: str, code: int, tmp_path: Path
+) -> None:
+    """With state per rank and a best checkpoint, rank 0 alone would begin a save of all ranks."""
+    script, run = tmp_path / "train.py", RunDirectory(tmp_path / "run")
+    script.write_text(ONLY_RANK_0)
+    ranks = ddp.start(script, run, how, ranks=2, folder=tmp_path / "out")
+    ranks.wait()
+    assert (ranks.codes[0], SAID in ranks.output(0)) == (code, True), ranks.text()
+    told = [event["explanation"].startswith(SAID) for event in events_of(run, "uneven_calls")]
+    assert told == ([] if code else [True])

@@ -12,6 +12,7 @@ import torch
 
 from clusterddp.checkpoint import transfer
 from clusterddp.errors import CheckpointError
+from clusterddp.supervisor.messages import sentence
 from clusterddp.training.state.per_rank import PerRank
 
 
@@ -76,6 +77,22 @@ def test_too_large_states_are_refused_with_their_size_and_the_remedy(monkeypatch
         r"leave out of state_dict\(\) .* such as a replay buffer's newest entries",
     ):
         own.gather()
+
+
+def test_a_state_beyond_half_of_the_limit_is_told_once_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is refused."""
+    monkeypatch.setattr(transfer, "MOST_BYTES", 1_000_000)
+    numbers = Numbers(*range(1000))
+    own = PerRank({"env": numbers}, group())
+    own.gather()
+    assert own.near_limit() is None
+    numbers.numbers += [1_000_000] * 60_000
+    own.gather()
+    near = own.near_limit()
+    assert near is not None and near["names"] == ["env"] and 500_000 < near["bytes"] < 1_000_000
+    assert own.near_limit() is None
+    said = sentence({"event": "per_rank_grows", "attempt": 0, "step": 7, **near, "bytes": 612_000_000, "limit": 2**30})
+    assert said and "the per-rank state of all ranks (env) takes 612 MB, more than half of the 1,074 MB" in said
 
 
 def test_a_change_since_the_place_for_an_evaluation_is_noticed() -> None:

@@ -1,4 +1,7 @@
-"""Finds parts whose state differs between ranks: a checkpoint has only rank 0's, so that a resume is not exact."""
+"""Finds parts whose state differs between ranks: a checkpoint has only rank 0's, so that a resume is not exact.
+
+With the states the ranks compare how often the script has called ``run.every``: all ranks must, in the same steps.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 from clusterddp.checkpoint.state import Stateful, bits_of, pack, parameters_of, state_of
 from clusterddp.distributed.modules import ddp_modules
 from clusterddp.distributed.process_group import ProcessGroup
+from clusterddp.reporter import counted
 
 #: The steps of an attempt after which states are compared: some differ from the start, others only once in use.
 COMPARED_AFTER = (1, 10, 100)
@@ -19,6 +23,10 @@ COMPARED_AFTER = (1, 10, 100)
 _SMALL = 1 << 16
 #: The ranks whose states rank 0 gets with one message.
 _AT_ONCE = 512
+#: The key, besides the names of parts, of the number of calls.
+_ASKED = ""
+#: The most ranks that a message lists.
+_NAMED = 4
 
 
 class Divergence:
@@ -28,23 +36,34 @@ class Divergence:
         self._parts, self._group = parts, group
         #: The parts known to differ, in this attempt or an earlier one; new ones are known only to rank 0.
         self.parts: set[str] = set()
+        #: How often each rank has called ``run.every``, on rank 0, when that is first seen to differ.
+        self.uneven: dict[int, int] = {}
+        self._even = True
 
-    def compare(self, steps: int) -> list[str]:
-        """After the attempt's first ``steps`` steps, on all ranks: the parts newly found to differ, on rank 0."""
+    def compare(self, steps: int, asked: int = 0) -> list[str]:
+        """After the attempt's first ``steps`` steps, on all ranks: the parts newly found to differ, on rank 0.
+
+        ``asked``: how often this rank has called ``run.every``.
+        """
         if steps not in COMPARED_AFTER or self._group.world_size == 1:
             return []
-        own = {name: _digest(part) for name, part in self._parts.items() if name not in self.parts}
+        own: dict[str, Any] = {name: _digest(part) for name, part in self._parts.items() if name not in self.parts}
+        own[_ASKED] = asked
         key = f"states/{steps}"
         if self._group.rank != 0:
             self._group.store.set(f"{key}/{self._group.rank}", json.dumps(own))
             return []
         found: set[str] = set()
+        counts = {0: own.pop(_ASKED)}
         keys = [f"{key}/{rank}" for rank in range(1, self._group.world_size)]
         for first in range(0, len(keys), _AT_ONCE):
             for text in self._group.store.multi_get(keys[first : first + _AT_ONCE]):  # waits until all are set
                 others = json.loads(text)
+                counts[len(counts)] = others.pop(_ASKED)
                 found |= {n for n, digest in own.items() if digest and others.get(n, digest) not in (digest, None)}
         self.parts |= found
+        self.uneven = counts if self._even and len(set(counts.values())) > 1 else {}
+        self._even = self._even and not self.uneven
         return sorted(found)
 
 
@@ -54,6 +73,19 @@ def explanation(parts: Iterable[str]) -> str:
         f"the state of {', '.join(parts)} differs between ranks, and a checkpoint has only rank 0's: a resume will not "
         "be exact. Wrap models with ctx.wrap(); derive per-rank values from run.step and ctx.rank, or pass them by "
         "ctx.run(per_rank=...), which saves them for every rank"
+    )
+
+
+def explanation_of_calls(counts: Mapping[int, int]) -> str:
+    """The message about ``run.every`` on some ranks only."""
+    usual = max(set(counts.values()), key=list(counts.values()).count)
+    shown = dict(list({rank: n for rank, n in counts.items() if n != usual or rank == 0}.items())[:_NAMED])
+    if len(set(shown.values())) == 1:
+        shown[next(rank for rank, n in counts.items() if n == usual)] = usual
+    said = ", ".join(f"rank {rank} {counted(n, 'time')}" for rank, n in sorted(shown.items()))
+    return (
+        f"run.every() was called by some ranks more often than by others ({said}): all ranks must call it in the same "
+        "steps, so that they agree on evaluations and saves; put it first, as in `if run.every(...) and ctx.is_main:`"
     )
 
 

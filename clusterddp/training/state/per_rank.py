@@ -28,6 +28,8 @@ class PerRank:
         self._group = group
         self._states: list[dict[str, Any]] = []
         self._kept: bytes | None = None
+        #: Of all ranks' states, when they were last gathered; and whether ``near_limit`` has told of it.
+        self._bytes, self._told = 0, False
         others = broadcast_json(sorted(self._parts), group.collective_device)
         if others != sorted(self._parts):
             raise TypeError(
@@ -66,7 +68,7 @@ class PerRank:
         if not self._parts:
             return
         try:
-            self._states = transfer.gather(self._own(), self._group.collective_device) or []
+            self._states = transfer.gather(self._own(), self._group.collective_device, self._note_size) or []
         except transfer.TooLarge as error:
             raise CheckpointError(
                 f"the per-rank state of all {self._group.world_size} ranks ({_listed(self._parts)}) takes "
@@ -74,6 +76,16 @@ class PerRank:
                 "it: leave out of state_dict() what can be computed again or read from elsewhere, or save less of it, "
                 "such as a replay buffer's newest entries"
             ) from error
+
+    def _note_size(self, size: int) -> None:
+        self._bytes = size
+
+    def near_limit(self) -> dict[str, Any] | None:
+        """Once, when the states as last gathered take more than half of the limit: names, bytes and the limit."""
+        if self._told or 2 * self._bytes <= transfer.MOST_BYTES:
+            return None
+        self._told = True
+        return {"names": sorted(self._parts), "bytes": self._bytes, "limit": transfer.MOST_BYTES}
 
     def progress(self) -> dict[str, Any]:
         """The states as last gathered, for a checkpoint."""

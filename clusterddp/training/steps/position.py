@@ -32,6 +32,8 @@ class Position:
     _loader: TrainingLoader
     #: Between two steps, and outside the loop, there is none.
     _making: Step | None
+    #: How often the script has asked for a place, in this attempt.
+    _asked = 0
 
     @property
     def step(self) -> int:
@@ -90,6 +92,7 @@ class Position:
         """Keeps the state before the step, if an evaluation is due."""
         if self._making is None:
             raise RuntimeError("run.every() and run.at_start_of_epoch say where an evaluation is due: ask in the loop")
+        self._asked += 1
         if due and not self._making.evaluates and not self._making.optimizer_stepped:
             self._making.evaluates = self._making.special = True
             self._state.before.keep()
