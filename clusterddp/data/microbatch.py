@@ -55,8 +55,11 @@ class MicroBatches:
         self._modules = [part for part in parts.values() if isinstance(part, torch.nn.Module)]
         self._in_ddp = [module for part in parts.values() for module in ddp_modules(part)]
         self._optimizers = [*optimizers(parts).values()]
-        self._optimizer_steps = 0
+        #: How often an optimizer has stepped, for whoever notices it.
+        self.optimizer_steps = 0
         self._used = self._unfinished = self._said = False
+        #: Whether the share is larger than the rank can take at once; known once the loader has its global batch.
+        self._too_large: bool | None = None
 
     def pieces(self, batch: Any) -> Iterator[Any]:
         """See ``Run.micro``."""
@@ -74,15 +77,11 @@ class MicroBatches:
                 last = i == len(pieces) - 1
                 if last:
                     unsynchronized.close()
-                steps, gradients = self._optimizer_steps, self._samples()
+                steps, gradients = self.optimizer_steps, self._samples()
                 yield piece
                 self._check_body(steps, gradients)
                 self._scale(parts[i] / (sum(parts) if last else parts[i + 1]))
         self._unfinished = False
-
-    def note_optimizer_step(self) -> None:
-        """An optimizer has stepped."""
-        self._optimizer_steps += 1
 
     def end_step(self) -> bool:
         """Ends a step: whether it is the first with more than ``batch_size`` samples per rank that were not split."""
@@ -90,7 +89,9 @@ class MicroBatches:
             raise RuntimeError(
                 "the loop over run.micro(batch) was left before its end: the gradients cover only part of the batch"
             )
-        whole = not self._used and self._loader.share > self._loader.batch_size
+        if self._too_large is None:
+            self._too_large = self._loader.share > self._loader.batch_size
+        whole = not self._used and self._too_large
         first = whole and not self._said
         self._used, self._said = False, self._said or whole
         return first
@@ -102,7 +103,7 @@ class MicroBatches:
 
     def _check_body(self, optimizer_steps: int, gradients: list[torch.Tensor | None]) -> None:
         """Mistakes that matter only with several pieces are errors with one piece too."""
-        if self._optimizer_steps != optimizer_steps:
+        if self.optimizer_steps != optimizer_steps:
             raise RuntimeError(
                 "the optimizer stepped inside the loop over run.micro(batch): call optimizer.step() after the loop"
             )

@@ -173,6 +173,20 @@ class RunDirectory:
         """The last metrics line, whether or not it counts; None before the first."""
         return next(records.read_backwards(self.metrics_file, records.METRICS), None)
 
+    def most_steps(self) -> int:
+        """The most steps that an attempt has made, saved or not; 0 if the records cannot be read.
+
+        The last line of the metrics is the last attempt's; earlier ones may have come further.
+        """
+        try:
+            made: list[int] = [(self.last_metrics() or {"step": -1})["step"] + 1]
+            for event in self.events():
+                if event["event"] in ("training", "resumed") and records.is_count(event.get("redone")):
+                    made.append((event.get("step") or 0) + event["redone"])
+            return max(made)
+        except OSError:
+            return 0
+
     def _counts(self, lines: Iterable[Mapping[str, Any]] = ()) -> Callable[[Mapping[str, Any]], bool]:
         return records.counts(self.first_steps(lines))
 

@@ -119,7 +119,7 @@ class Run(Logging, Steering):
                 yield batch
                 self._finish_step()
                 self._boundary()
-                if not self._over():
+                if (self._together or not self._saver.is_idle(self.step)) and not self._over():
                     with self._heartbeat.pause():  # may wait for the previous save, on a slow disk
                         self._save_if_due()
         except GeneratorExit:
@@ -254,7 +254,8 @@ class Run(Logging, Steering):
         made, step = self._making, self._state.step
         assert made is not None
         self._making = None
-        self._saver.log_media(step, self._media.take())
+        if self._media:
+            self._saver.log_media(step, self._media.take())
         self._saver.log(step, self._values.take(), made.best_before)
         self._state.step = step + 1
         if made.special:
@@ -373,7 +374,7 @@ class Run(Logging, Steering):
         """An optimizer has stepped: from now on, the state is the one after the current step."""
         if self._making:
             self._making.optimizer_stepped = True
-        self._micro.note_optimizer_step()
+        self._micro.optimizer_steps += 1
         self._state.gradients.stepped(optimizer)
         self._state.buffers.share(optimizer)
 

@@ -76,14 +76,15 @@ class Metrics:
         """Takes the values of a completed step. For the training thread."""
         if self.receiver is not None and logged.reduced:
             self.receiver.expect(step)
-        self._pending.append(_Line(step, time.time(), logged))
+        line = _Line(step, time.time(), logged)
+        self._pending.append(line)
         if logged.copied:
             self._on_gpus.append(logged)
         if self._on_gpus:
             self.take_arrived()
         if len(self._pending) > MOST_PENDING:
             self.settle(self._pending[0].step + 1, WAIT_S)
-        else:
+        elif not self._awaits_ranks(line):  # otherwise the receiver's thread writes it, with those before it
             self.drain()
 
     def take_arrived(self) -> None:
@@ -156,9 +157,10 @@ class Metrics:
         self._file = -1
 
     def _is_complete(self, line: _Line, below: int) -> bool:
-        if line.logged.reduced and self.receiver is not None and not self.receiver.has(line.step):
-            return False
-        return line.step < below or not line.logged.copied
+        return not self._awaits_ranks(line) and (line.step < below or not line.logged.copied)
+
+    def _awaits_ranks(self, line: _Line) -> bool:
+        return bool(line.logged.reduced) and self.receiver is not None and not self.receiver.has(line.step)
 
     def _complete(self, line: _Line) -> None:
         """Adds the line to those to write. The first time that a metric is not finite is recorded in the history."""

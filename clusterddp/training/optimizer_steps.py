@@ -28,7 +28,7 @@ class OptimizerSteps:
         self._before: dict[str, None] = {}
         for part in dict.fromkeys(optimizers(parts).values()):
             if isinstance(part, torch.optim.Optimizer):
-                part.register_step_post_hook(lambda optimizer, *_: self._note(optimizer))
+                part.register_step_post_hook(self._note)
             else:
                 part.step = _then(part.step, lambda *_, part=part, **__: self._note(part))
         for part in parts.values():

@@ -20,7 +20,6 @@ from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.reporter import say
-from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.training.log.media import Medium
 from clusterddp.training.log.media_file import MediaFile
@@ -105,7 +104,7 @@ class Saver:
     def record_resume(self, parent: Place | None) -> None:
         """Rank 0 records, before the first step, what this attempt resumed from."""
         if self._checkpoints is not None:
-            self.steps_before = most_steps(self._directory)
+            self.steps_before = self._directory.most_steps()
             self._checkpoints.record_resume(parent)
             if (best := best_of(self._checkpoints.candidates(), self._settings.keep)) is not None:
                 self._best.resume(best[1])
@@ -145,7 +144,8 @@ class Saver:
         self._best.value = None
         if best is None:
             return
-        self._logged.update(logged.values)
+        if not self._best.found:
+            self._logged.update(logged.values)
         if best in logged.values and not best_is_older:  # the decision to save this very step cannot wait for the value
             self._metrics.settle(step + 1, WAIT_S)
             value = self._metrics.newest.get(best)
@@ -169,6 +169,12 @@ class Saver:
             self._save(step, state, urgent=last)
             if last:
                 self._take_answer(wait=True)
+
+    def is_idle(self, step: int) -> bool:
+        """Whether ``save_if_due`` would do nothing here, as after most steps, and nobody has to."""
+        if self._checkpoints is None:
+            return True
+        return not (self._postponed or self._wants_this(step) or self._is_time() or self._checkpoint_client.busy)
 
     def save_if_due(self, step: int, state: State, due: bool = False, later: bool = False) -> None:
         """Rank 0 saves if a checkpoint is due; the other ranks continue and need not know.
@@ -355,21 +361,6 @@ class Saver:
         say(f"step {step} was not saved: {reason}")
         self._report("checkpoint_failed", step=step, reason=reason)
         return reason
-
-
-def most_steps(directory: RunDirectory) -> int:
-    """The most steps that an attempt of a run has made; 0 if the records cannot be read.
-
-    The last line of the metrics is the last attempt's; earlier ones may have come further.
-    """
-    try:
-        made: list[int] = [(directory.last_metrics() or {"step": -1})["step"] + 1]
-        for event in directory.events():
-            if event["event"] in ("training", "resumed") and is_count(event.get("redone")):
-                made.append((event.get("step") or 0) + event["redone"])
-        return max(made)
-    except OSError:
-        return 0
 
 
 def interval_s(stall_s: float, durable_s: float, between_s: float) -> float:

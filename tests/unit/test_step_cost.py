@@ -32,14 +32,14 @@ from tests.instructions import Instructions
 #: The first steps allocate and connect. Some work is done every BATCH or SAMPLE_STEPS steps.
 WARM, STEPS = 40, math.lcm(BATCH, SAMPLE_STEPS)
 SCALE = 1.0 if sys.version_info[:2] == (3, 11) else 1.2
-TIMING, LOGGING, ALL = (SCALE * count for count in (515, 1115, 2480))
+TIMING, LOGGING, ALL = (SCALE * count for count in (515, 1005, 2150))
 LOGGED_MODULES = ("training/log/", "training/metrics.py", "training/saving.py")
 #: Of each sample that is read without workers, of a batch of them, and more of each sample that draws from torch.
 SAMPLE_READ, BATCH_READ, SAMPLE_SEEDED = (SCALE * count for count in (7.5, 380, 63))
 #: The memory that is held is compared after so many steps, once queues and statistics have their length.
 GROWN_AFTER, GROWTH_STEPS = 400, 1600
 #: On a rank other than 0.
-LOGGING_ELSEWHERE = SCALE * 518
+LOGGING_ELSEWHERE = SCALE * 480
 
 
 def per_step(instructions: Instructions, *modules: str) -> float:

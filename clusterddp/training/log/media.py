@@ -55,6 +55,10 @@ class Media:
             raise ValueError(f"run.log_media(): {size:,} bytes in one step, and the limit is {MOST_BYTES:,}")
         self._media |= {key: _copied(medium) for key, medium in named.items()}
 
+    def __bool__(self) -> bool:
+        """Whether there are some."""
+        return bool(self._media)
+
     def take(self) -> list[Medium]:
         """Returns all, and clears them."""
         media, self._media = self._media, {}

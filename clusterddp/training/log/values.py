@@ -146,16 +146,21 @@ class Values:
     def add(self, values: Mapping[str, Any], reduce: str | None = None) -> None:
         """Raises TypeError for a value that is not a number, ValueError for too large values or another ``reduce``."""
         keeps = self._keeps_own or reduce is not None
-        numbers = {name: _read(name, value, keeps) for name, value in values.items()}
+        logged, size, sizes = self._logged, self._bytes, self._sizes
+        numbers: dict[str, Any] = {}
+        on_gpus = False
+        for name, value in values.items():
+            if type(value) is not float:
+                value = _read(name, value, keeps)
+                on_gpus |= isinstance(value, torch.Tensor)
+            numbers[name] = value
+            if name not in logged.values:
+                size += sizes.get(name) or self._size(name)
         if reduce is not None and reduce not in _REDUCTIONS:
             raise ValueError(
                 f"run.log(reduce={reduce!r:.60}): expected one of {', '.join(map(repr, _REDUCTIONS))}; no metric can "
                 "be called 'reduce'"
             )
-        logged, size = self._logged, self._bytes
-        for name in numbers:
-            if name not in logged.values:
-                size += self._sizes.get(name) or self._size(name)
         if size > MOST_BYTES:
             raise ValueError(_too_large(values, size))
         if reduce is not None:
@@ -166,8 +171,9 @@ class Values:
         if keeps:
             logged.values.update(numbers)
             self._bytes = size
-            if on_gpus := {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}:
-                logged.values.update(self._copies.begin(on_gpus))
+            if on_gpus:
+                tensors = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
+                logged.values.update(self._copies.begin(tensors))
                 logged.copied = True
 
     def take(self) -> Logged:

@@ -42,7 +42,10 @@ class Values:
         if self._given is None:
             return {}
         if isinstance(self._given, dict):
-            copied: dict[str, Any] = _copied(dict(self._given), "progress")
+            values = dict(self._given)
+            if all(map(_is_plain, values, values.values())):
+                return values
+            copied: dict[str, Any] = _copied(values, "progress")
             return copied
         names = [field.name for field in dataclasses.fields(self._given)]
         return {name: _copied(getattr(self._given, name), f"progress.{name}") for name in names}
@@ -67,6 +70,11 @@ class Values:
                     "the field, or start a new run"
                 )
             setattr(self._given, name, value)
+
+
+def _is_plain(name: object, value: Any) -> bool:
+    """Whether a member of a dict need not be copied: so are most, in each step."""
+    return type(name) is str and type(value) in _PLAIN
 
 
 def _copied(value: Any, path: str) -> Any:
