@@ -1,4 +1,4 @@
-"""What a run costs while it trains: ``python -m benchmarks.steady_state``, 6 minutes (``make bench-steady-state``).
+"""What a run costs while it trains: ``python -m benchmarks.steady_state``, 10 minutes (``make bench-steady-state``).
 
 Two gloo ranks of a run under ``submit --local`` with everything on: two calls of ``run.log`` per step with one reduced
 value, step timing, the watchdog, a checkpoint and an evaluation every 100 steps, ``best=``, ``progress=``. Beside them,
@@ -7,7 +7,8 @@ turn, while the others wait; two blocks of the bare loop in each round show the 
 
 A step is a small model's forward, backward and optimizer's step, and then waits 10 or 100 ms, as a step on a GPU does:
 what clusterddp does comes on top. Counted per step: the training thread's CPU time, that of all threads of the rank,
-wall time, the Python instructions of the training thread, and the blocks of memory that Python has more.
+wall time, the Python instructions of the training thread, and the blocks of memory that Python has more. Then the
+training thread's CPU time in each part of a step, and in our steps without each of the services.
 
 The bar: at most 150 us of the training thread's CPU per step more than the bare loop, on each rank.
 """
@@ -38,6 +39,18 @@ SAVED_EVERY = f"{EVALUATED_EVERY} steps"
 BLOCKS = {10: 100, 100: 10}
 ORDER = ("ours", "bare", "again")
 COUNTED_STEPS = 100
+#: The parts of a step, and what it can be measured without; as in the script.
+PARTS = ("between two steps", "forward", "backward", "optimizer's step", "sleep", "run.log")
+SERVICES = (
+    "run.log and metrics.jsonl",
+    "step timing",
+    "seeding the generators",
+    "stops and signal handlers",
+    "saves, and whether one is due",
+    "the script's values before the step",
+    "whether gradients accumulate",
+    "all of a TensorDataset's batch at once",
+)
 #: The loop's allocations are compared over so many steps.
 GROWTH_STEPS = 1000
 
@@ -51,11 +64,17 @@ class Loops:
     def __init__(self, connections: dict[tuple[str, int], Connection]) -> None:
         self._connections = connections
 
-    def block(self, who: str, steps: int, pause_ms: float, count: bool = False) -> Measured:
-        """Lets the ranks of a loop make a block. Each figure is of the whole block."""
+    def block(
+        self, who: str, steps: int, pause_ms: float, *, count: bool = False, parts: bool = False, without: str = ""
+    ) -> Measured:
+        """Lets the ranks of a loop make a block. Each figure is of the whole block.
+
+        ``count``: with the Python instructions. ``parts``: with the CPU time of a step's parts. ``without``: a service.
+        """
         ranks = [self._connections[who, rank] for rank in range(RANKS)]
+        command = {"steps": steps, "pause": pause_ms / 1000, "count": count, "parts": parts, "without": without}
         for connection in ranks:
-            connection.send({"steps": steps, "pause": pause_ms / 1000, "count": count})
+            connection.send(command)
         return [connection.recv() for connection in ranks]
 
     def end(self) -> None:
@@ -112,9 +131,24 @@ def measure(rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
         for number in range(rounds):
             for pause in lengths:
                 blocks[str(pause)].append(one_round(loops, number, BLOCKS[pause], pause))
-        counted = {who: loops.block(who, COUNTED_STEPS, 0.1, True) for who in ("bare", "ours")}
+        profile = profiled(loops, max(3, rounds // 2), lengths)
+        counted = {who: loops.block(who, COUNTED_STEPS, 0.1, count=True) for who in ("bare", "ours")}
         growth = {who: [loops.block(who, GROWTH_STEPS, 0.1) for _ in range(2)] for who in ("bare", "ours")}
-    return {"blocks": blocks, "counted": counted, "growth": growth}
+    return {"blocks": blocks, "profile": profile, "counted": counted, "growth": growth}
+
+
+def profiled(loops: Loops, rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
+    """Where a step's time goes: its parts in both loops; and our steps without each of the services, in turn."""
+    parts: dict[str, list[dict[str, Measured]]] = {str(pause): [] for pause in lengths}
+    without: list[dict[str, Measured]] = []
+    pause = min(lengths)
+    for _ in range(rounds):
+        for pause_ms in lengths:
+            both = {who: loops.block(who, BLOCKS[pause_ms], pause_ms, parts=True) for who in ("bare", "ours")}
+            parts[str(pause_ms)].append(both)
+        names = ["", *SERVICES]
+        without.append({name: loops.block("ours", BLOCKS[pause], pause, without=name) for name in names})
+    return {"parts": parts, "without": without}
 
 
 def one_round(loops: Loops, number: int, steps: int, pause_ms: float) -> dict[str, Measured]:
@@ -155,7 +189,36 @@ def table_rows(figures: dict[str, Any]) -> list[rows.Row]:
 def more_us(figures: dict[str, Any], pause: int, rank: int) -> str:
     """By how much a step's CPU time is above the bare loop's: the median and its interval."""
     ours, bare = (series(figures, pause, name, "thread", rank, 1e6) for name in ("ours", "bare"))
-    differences = [one - other for one, other in zip(ours, bare, strict=True)]
+    return paired_us(ours, bare)
+
+
+def by_part(figures: dict[str, Any], pause: int) -> list[list[str]]:
+    """For each part of a step, its CPU time in both loops on rank 0, and the difference on each rank."""
+    found, steps = figures["profile"]["parts"][str(pause)], BLOCKS[pause]
+
+    def us(who: str, part: str, rank: int) -> list[float]:
+        return [1e6 * one[who][rank][part] / steps for one in found]
+
+    lines = []
+    for part in PARTS:
+        ours, bare = (f"{report.median(us(who, part, 0)):.0f}" for who in ("ours", "bare"))
+        lines.append([part, ours, bare, *(paired_us(us("ours", part, r), us("bare", part, r)) for r in range(RANKS))])
+    return lines
+
+
+def by_service(figures: dict[str, Any], pause: int) -> list[list[str]]:
+    """How much less of the training thread's CPU a step takes without each of the services, by rank."""
+    found, steps = figures["profile"]["without"], BLOCKS[pause]
+
+    def us(name: str, rank: int) -> list[float]:
+        return [1e6 * one[name][rank]["thread"] / steps for one in found]
+
+    return [[name, *(paired_us(us("", rank), us(name, rank)) for rank in range(RANKS))] for name in SERVICES]
+
+
+def paired_us(ours: Sequence[float], other: Sequence[float]) -> str:
+    """The median of the differences, and its interval."""
+    differences = [one - another for one, another in zip(ours, other, strict=True)]
     low, high = report.bootstrap_interval(differences)
     return f"{report.median(differences):.0f} ({low:.0f} to {high:.0f})"
 
@@ -170,6 +233,9 @@ def described(figures: dict[str, Any], found: Sequence[rows.Row], rounds: int) -
     head = ["", *(f"rank {rank}" for rank in range(RANKS))]
     lengths = {pause: BLOCKS[pause] for pause in map(int, figures["blocks"])}
     more = [[f"{pause} ms", *(more_us(figures, pause, rank) for rank in range(RANKS))] for pause in lengths]
+    shortest = min(lengths)
+    of_parts = ["part", "ours", "the bare loop", *(f"more on {rank}" for rank in head[1:])]
+    parts = "\n\n".join(f"A step of {p} ms:\n\n{report.table(of_parts, by_part(figures, p))}" for p in lengths)
     return f"""# What a run costs while it trains
 
 {report.place(f"load average {figures['load']:.0f}")} {RANKS} gloo ranks; medians of {rounds}
@@ -182,6 +248,24 @@ checkpoint of 70 kB and an evaluation every 100 steps are in them. `make bench-s
 Microseconds of the training thread's CPU per step above the bare loop; the bar is {BAR_US:.0f}:
 
 {report.table(head, more)}
+
+## Where it goes
+
+The training thread's CPU time in the parts of a step, in microseconds, in blocks of their own: the medians of rank 0,
+and by how much ours is above the bare loop's. In cold caches, the first part that uses a piece of Python or torch pays
+for loading it, in either loop; so does "run.log" after the wait.
+
+{parts}
+
+By how much less a step of {shortest} ms takes without each of the services:
+
+{report.table(["without", *head[1:]], by_service(figures, shortest))}
+
+What is left out of one row may be paid for in another: the rows do not add up. The last row is negative: without it,
+the batch is read sample by sample, as the bare loop does, and the generators are watched meanwhile for draws. That is
+the cost of another dataset that is read in the training thread; with workers, there is none.
+
+## Memory
 
 Blocks of memory that Python holds more after {GROWTH_STEPS} further steps on rank 0: ours {grown(figures, "ours")}, the
 bare loop {grown(figures, "bare")}. `tests/unit/test_step_cost.py` limits the instructions of a step, and the growth."""

@@ -9,9 +9,11 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from multiprocessing.connection import Client, Connection
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 BATCH, EVALUATED_EVERY = 16, 100
+#: The parts of a step.
+PARTS = ("between two steps", "forward", "backward", "optimizer's step", "sleep", "run.log")
 
 
 class Blocks:
@@ -30,6 +34,10 @@ class Blocks:
         self._counter: Instructions | None = None
         #: Seconds that each step waits, as a step on a GPU does.
         self.pause = 0.0
+        #: The training thread's seconds of CPU by the part of a step, where they are asked for.
+        self._parts: dict[str, float] | None = None
+        self._part_began = 0.0
+        self._left_out = ExitStack()
 
     def over(self) -> bool:
         """Between two steps: ends a block and waits for the next one. True when there is no more."""
@@ -39,6 +47,7 @@ class Blocks:
         if self._counter is not None or self.pause:
             self._connection.send(self._ended())
         self._counter, self.pause = None, 0.0
+        self._left_out.close()
         command = self._connection.recv()
         if command is None:
             return True
@@ -46,14 +55,51 @@ class Blocks:
         self._left, self.pause = command["steps"] - 1, command["pause"]
         if command["count"]:
             self._counter = Instructions()
+        self._parts = dict.fromkeys(PARTS, 0.0) if command["parts"] else None
+        for owner, name, instead in services()[command["without"]] if command["without"] else ():
+            self._left_out.enter_context(patch.object(owner, name, instead))
         self._before = now()
+        self._part_began = self._before["thread"]
         return False
 
     def _ended(self) -> dict[str, float]:
+        self.part("between two steps")
         found = {name: after - self._before[name] for name, after in now().items()}
         if self._counter is not None:
             found["instructions"] = self._counter.end()
-        return found
+        return found | (self._parts or {})
+
+    def part(self, name: str) -> None:
+        """This part of the step is over."""
+        if self._parts is not None:
+            at = time.thread_time()
+            self._parts[name] += at - self._part_began
+            self._part_began = at
+
+
+def services() -> dict[str, list[tuple[Any, str, Callable[..., Any]]]]:
+    """What a run's steps can be measured without: the functions that then do nothing."""
+    from clusterddp.checkpoint.gradients import Gradients
+    from clusterddp.data import randomness
+    from clusterddp.data.collation import Rows
+    from clusterddp.training.agreement import Agreement
+    from clusterddp.training.saving import Saver
+    from clusterddp.training.state.before_step import BeforeStep
+    from clusterddp.training.steps.logging import Logging
+    from clusterddp.training.timing import StepTimes
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    return {
+        "run.log and metrics.jsonl": [(Logging, "log", nothing), (Saver, "log", nothing)],
+        "step timing": [(StepTimes, name, nothing) for name in ("ask", "begin", "end")],
+        "seeding the generators": [(randomness, "seed_all", nothing)],
+        "stops and signal handlers": [(Agreement, "boundary", nothing)],
+        "saves, and whether one is due": [(Saver, "is_idle", lambda *_: True)],
+        "the script's values before the step": [(BeforeStep, "begin_step", nothing)],
+        "whether gradients accumulate": [(Gradients, name, nothing) for name in ("note", "begin_step", "stepped")],
+        "all of a TensorDataset's batch at once": [(Rows, "batch", nothing)],
+    }
 
 
 def now() -> dict[str, float]:
@@ -90,13 +136,18 @@ def made() -> tuple[torch.nn.Module, TensorDataset]:
     return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))), TensorDataset(torch.randn(4096, 64))
 
 
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, pause: float) -> torch.Tensor:
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    blocks.part("between two steps")
     loss = model(batch).square().mean()
+    blocks.part("forward")
     optimizer.zero_grad()
     loss.backward()
+    blocks.part("backward")
     optimizer.step()
-    if pause:
-        time.sleep(pause)
+    blocks.part("optimizer's step")
+    if blocks.pause:
+        time.sleep(blocks.pause)
+    blocks.part("sleep")
     return loss
 
 
@@ -110,7 +161,8 @@ def bare(blocks: Blocks) -> None:
     for (batch,) in endless(loader, sampler):
         if blocks.over():
             break
-        step(model, optimizer, batch, blocks.pause)
+        step(model, optimizer, batch, blocks)
+        blocks.part("run.log")
 
 
 def endless(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> Iterator[Any]:
@@ -136,10 +188,11 @@ def ours(blocks: Blocks) -> None:
                 continue
             if run.every(steps=EVALUATED_EVERY):
                 run.log(accuracy=0.5)
-            loss = step(model, optimizer, batch, blocks.pause)
+            loss = step(model, optimizer, batch, blocks)
             progress["samples"] += BATCH
             run.log(loss=loss, reduce="mean")
             run.log(lr=0.01, grad_norm=loss)
+            blocks.part("run.log")
 
 
 def main() -> None:
