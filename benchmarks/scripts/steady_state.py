@@ -81,7 +81,7 @@ def services() -> dict[str, list[tuple[Any, str, Callable[..., Any]]]]:
     """What a run's steps can be measured without: the functions that then do nothing."""
     from clusterddp.checkpoint.gradients import Gradients
     from clusterddp.data import randomness
-    from clusterddp.data.collation import Rows
+    from clusterddp.data.batches.rows import Rows
     from clusterddp.training.agreement import Agreement
     from clusterddp.training.saving import Saver
     from clusterddp.training.state.before_step import BeforeStep
