@@ -9,7 +9,7 @@
 # make reference     docs/reference, from the docstrings, signatures and options in the code
 # make completion    completions/ for bash and zsh, from the options in the code
 # make dist   wheel and sdist in dist/, and a run from the wheel in a clean environment
-# make coverage   the tests that need no Slurm, measured line by line, rank processes included (COVERAGE=... other tests)
+# make coverage   `make test` with its lines counted, those of ranks and jobs too; build/coverage/html (COVERAGE=... some tests)
 # make gpu-check     what needs a GPU, in less than ten minutes; GPU_CHECK="--device cpu" is the dry run
 # make test-24.11    the tests that need a Slurm, on Debian 13's 24.11; make test-product, every combination,
 #                    and slow tests whose main point other tests cover
@@ -210,10 +210,9 @@ dist: .venv/ready
 	$(PIP) install -c constraints.txt coverage
 	@touch $@
 
-COVERAGE ?= -m 'not slurm'
-coverage: .venv/coverage
-	rm -rf build/coverage && mkdir -p build/coverage
-	.venv/bin/python -m coverage run -m pytest -q $(COVERAGE); tests=$$?; \
+coverage: .venv/coverage .venv/integrations slurm
+	rm -rf build/coverage && mkdir -p build && mkdir -m 1777 build/coverage  # the test cluster's jobs have another user
+	.venv/bin/python -m coverage run -m tests $(COVERAGE); tests=$$?; \
 	.venv/bin/python -m coverage combine -q && .venv/bin/python -m coverage html -q -d build/coverage/html && \
 	.venv/bin/python -m coverage report && exit $$tests  # the report comes after a failed test, too
 
