@@ -39,7 +39,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 def told(value: Any) -> Any:
     """Types, values and dtypes of all parts."""
     if isinstance(value, torch.Tensor):
-        return type(value), value.dtype, value.requires_grad, value.shape, bytes_of(value)
+        return type(value), value.dtype, value.requires_grad, value.shape, value.stride(), bytes_of(value)
     if isinstance(value, dict):
         return type(value), {key: told(one) for key, one in value.items()}
     return (type(value), [told(one) for one in value]) if isinstance(value, (list, tuple)) else value
@@ -112,10 +112,14 @@ READ: dict[str, Callable[[int], Any]] = {
     "tensor": lambda i: torch.full((LARGE,), 1.0 * i),
     "tuple": lambda i: (torch.full((2, LARGE // 2), 1.0 * i), i, torch.tensor([i])),
     "dict": lambda i: {"image": torch.full((LARGE,), 1.0 * i), "name": str(i), "label": i},
-    "transposed": lambda i: (torch.arange(LARGE).view(2, -1).t() + i, i),
+    "another layout at last": lambda i: torch.full((2, LARGE), i) if i < 4 else torch.full((2, 2 * LARGE), i)[:, ::2],
     "another type at last": lambda i: (torch.full((LARGE,), 1.0 * i, dtype=torch.float64 if i == 4 else None), i),
     "no tensor at last": lambda i: (torch.full((LARGE,), 1), i) if i < 4 else [torch.full((LARGE,), 1), i],
     "other keys": lambda i: {"a": torch.full((LARGE,), 1), **({"b": i} if i == 2 else {})},
+}
+LAID_OUT: dict[str, Callable[[int], Any]] = {
+    "transposed": lambda i: (torch.arange(LARGE).view(2, -1).t() + i, i),
+    "images in channels_last": lambda i: torch.full((2, 3, 4, LARGE), i).to(memory_format=torch.channels_last),
 }
 NO_BATCH: dict[str, Callable[[int], Any]] = {
     "another shape": lambda i: (torch.zeros(LARGE + (i == 3)), i),
@@ -133,6 +137,12 @@ def test_a_batch_that_is_made_while_samples_are_read_is_that_of_torch(kind: str)
     samples = [READ[kind](i) for i in range(5)]
     assert collation.has_large(samples[0])
     assert told(joined(READ[kind])) == told(default_collate(samples)) == told(collated(samples))
+
+
+@pytest.mark.parametrize("kind", LAID_OUT)
+def test_samples_that_are_not_contiguous_are_laid_out_as_by_torch(kind: str) -> None:
+    samples = [LAID_OUT[kind](i) for i in range(3)]
+    assert not collation.has_large(samples[0]) and told(collated(samples)) == told(default_collate(samples))
 
 
 @pytest.mark.parametrize("kind", NO_BATCH)

@@ -25,6 +25,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
         "empty": torch.zeros(0, 3),
         "nothing": (),
     },
+    "channels_last": lambda i: torch.full((2, 3, 4, 4), i).to(memory_format=torch.channels_last),
     "large": lambda i: (torch.full((3, SMALL // 8), 1.0 * i) + torch.rand(()), i),
 }
 

@@ -53,7 +53,7 @@ def _column(values: Sequence[Any]) -> Any:
     first = values[0]
     if type(first) is not torch.Tensor or first.layout is not torch.strided or first.is_nested:
         return default_collate(values)  # type: ignore[arg-type]  # a tuple, which it returns of text
-    if get_worker_info() is None:
+    if get_worker_info() is None or not first.is_contiguous():  # such samples' layout may be kept: in a worker, too
         return torch.stack(values)  # type: ignore[arg-type]
     found = torch.stack(values, out=batch_of(first, len(values)))  # type: ignore[arg-type]
     if found.requires_grad or found.dtype is not first.dtype:  # torch refuses some of these in a worker
@@ -90,10 +90,12 @@ def _is_large(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
+    """Contiguous, too: torch lays out a batch of others, such as images in channels_last, differently."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
         and value.is_cpu
+        and value.is_contiguous()
         and not (value.requires_grad or value.is_nested or value.is_quantized)
     )
 
