@@ -59,6 +59,17 @@ def wait_for_the_limit(cluster: Cluster, job: str, process: subprocess.Popen[str
     """A minute, from which the notice is taken."""
 
 
+def training(cluster: Cluster, runs: Path, command: list[str]) -> tuple[subprocess.Popen[str], str]:
+    """A check, and its job, whose ranks train."""
+    env, pipe = {"CLUSTERDDP_RUNS": str(runs)}, subprocess.PIPE
+    process = cluster.popen(command, cwd=cluster.source, env=env, stdout=pipe, stderr=pipe)
+    assert process.stdout is not None and process.stderr is not None
+    job = process.stdout.readline().strip()
+    trains = ".check-*/start-0/uninterrupted-steps/rank-1.jsonl"
+    cluster.wait_for(job, lambda _: any(runs.glob(trains)), "to train")
+    return process, job
+
+
 UNFINISHED = "clusterddp: the check did not finish, and nothing was found out: "
 BY_PREEMPTION = "; start it again, if there is one in a partition or QOS"
 
@@ -82,17 +93,8 @@ def test_a_check_that_is_ended_says_so_and_leaves_nothing(
     said: str,
 ) -> None:
     """Once its ranks train; by the job itself, if it has the time for that. The job does not run again."""
-    process = cluster.popen(
-        words(cluster, 39, "--time", "1" if act is wait_for_the_limit else "5", pause=3.0),
-        cwd=cluster.source,
-        env={"CLUSTERDDP_RUNS": str(runs)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None and process.stderr is not None
-    job = process.stdout.readline().strip()
-    trains = ".check-*/start-0/uninterrupted-steps/rank-1.jsonl"
-    cluster.wait_for(job, lambda _: any(runs.glob(trains)), "to train")
+    limit = "1" if act is wait_for_the_limit else "5"
+    process, job = training(cluster, runs, words(cluster, 39, "--time", limit, pause=3.0))
     act(cluster, job, process)
     try:
         lines = process.communicate(timeout=150)[1].splitlines()
@@ -102,6 +104,21 @@ def test_a_check_that_is_ended_says_so_and_leaves_nothing(
     assert re.match(said.replace("JOB", job), lines[-1]), lines
     assert list(runs.iterdir()) == []
     assert cluster.wait_job(job, {"CANCELLED", "PREEMPTED", "FAILED", "TIMEOUT"})["Restarts"] == "0"
+
+
+@pytest.mark.product
+def test_a_check_that_an_administrator_requeues_starts_over(cluster: Cluster, runs: Path) -> None:
+    process, job = training(cluster, runs, words(cluster, 6, pause=1.0))
+    cluster.root(["scontrol", "update", f"jobid={job}", "requeue=1"])
+    cluster.root(["scontrol", "requeue", job])
+    try:
+        said = process.communicate(timeout=150)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert "check of the resume: the job was requeued; the check starts over" in said
+    assert "no difference in 6 steps" in said.splitlines()[-1]
+    assert list(runs.iterdir()) == []
 
 
 @pytest.mark.product

@@ -15,10 +15,12 @@ from clusterddp.cli.resume_check.slurm_job import Watch, conclude, script
 from clusterddp.cli.resume_check.trials import AllocatedTrials, Interrupted, short_of_time, stopped_by_others
 from clusterddp.errors import CheckUnfinished, ClusterddpError, NotRepeatable, ResumeDiffers, SlurmError
 from clusterddp.errors import SlurmUnavailable as Unavailable
+from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
-from clusterddp.rundir.files import append_line
+from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.step_records import WHY
+from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.queue import QueuedJob
 
 # --- the wait
@@ -206,10 +208,34 @@ def test_an_error_of_the_check_is_its_result(
     assert read_result(owner.path) == (error.exit_code, str(error))
 
 
+def test_a_start_that_is_requeued_leaves_the_result_to_the_next_one(
+    owner: RunDirectory, started: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(made: AllocatedTrials, steps: int) -> str:
+        raise CheckUnfinished(trials.unfinished(Cause.REQUEUED.value))
+
+    monkeypatch.setattr(batch_step, "result", stop)
+    assert batch_step.check(owner) == 75
+    assert read_result(owner.path) is None
+
+
 def test_the_batch_script_ends_with_the_check_in_place_of_the_supervisor(owner: RunDirectory) -> None:
     last = script(Job("x", module="x", device="cpu"), owner).rstrip().splitlines()[-1]
     assert last.startswith("exec ") and "clusterddp.cli.resume_check.batch_step" in last
     assert last.endswith(f" {owner}")
+
+
+def test_each_trial_uses_the_snapshot_that_was_taken_at_the_submission(owner: RunDirectory) -> None:
+    """A checkout that changes while the job waits makes no difference."""
+    (owner.code / "0123456789ab").mkdir(parents=True)
+    (owner.code / "0123456789ab" / "train.py").write_text("as submitted")
+    taken = {"snapshot": "0123456789ab", "checkout": "/home/me/checkout", "commit": None, "changes": None, "changed": 0}
+    write_json(owner.code_file, taken)
+    folder = owner.path / "start-0"
+    folder.mkdir()
+    made = AllocatedTrials(folder, Job("x", module="x", device="cpu"), owner)._trial(str(folder / "resumed"))
+    used = code_snapshot.present(made.run)
+    assert used is not None and (used.folder(made.run) / "train.py").read_text() == "as submitted"
 
 
 # --- a stop that the check did not want

@@ -13,12 +13,13 @@ from clusterddp.cli.resume_check.check import result
 from clusterddp.cli.resume_check.result_file import read_result, read_steps, write_result
 from clusterddp.cli.resume_check.trials import AllocatedTrials
 from clusterddp.entry import exit_with
-from clusterddp.errors import ClusterddpError
+from clusterddp.errors import STOPPED, ClusterddpError
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import check_revealed
 from clusterddp.reporter import show
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.main import prepare_process
 
 
@@ -36,6 +37,8 @@ def check(owner: RunDirectory) -> int:
     folder = owner.path / f"start-{int(restart)}"  # of what an earlier start has left, nothing is used
     folder.mkdir(mode=0o700)
     code, words = _result(AllocatedTrials(folder, replace(job, snapshot=False), owner), read_steps(owner.path))
+    if Cause.REQUEUED.value in words and code == STOPPED:  # by an administrator: the next start is about to begin
+        return code
     write_result(owner.path, code, words)
     return code
 
