@@ -6,16 +6,19 @@ import fcntl
 import math
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
 
 from clusterddp.cli.command_line import command
 from clusterddp.cli.runs import live
+from clusterddp.cli.runs.report import moment
 from clusterddp.cli.runs.screen import EVENTS, MOST_LINES, Size, composed, fact_lines
 from clusterddp.cli.runs.sparkline import labelled, sparkline
 from clusterddp.errors import INTERRUPTED, UsageError
@@ -200,3 +203,9 @@ def _until(terminal: int, words: str) -> str:
 
 def _modified(run: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+def test_a_moment_of_another_year_has_the_year() -> None:
+    """Also with a time zone, in which 1970 may not have begun."""
+    assert re.fullmatch(r"(1969|1970)-\d\d-\d\d \d\d:\d\d:\d\d", moment(0.0))
+    assert re.fullmatch(r"\d\d-\d\d \d\d:\d\d:\d\d", moment(time.time()))

@@ -81,8 +81,9 @@ def left_s(summary: Summary, state: RunState) -> float | None:
 
 
 def moment(seconds: float) -> str:
-    """``11-23 08:00:00``, in local time."""
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
+    """``11-23 08:00:00``, in local time; of another year with the year."""
+    at = time.localtime(seconds)
+    return time.strftime("%m-%d %H:%M:%S" if at.tm_year == time.localtime().tm_year else "%Y-%m-%d %H:%M:%S", at)
 
 
 def values(summary: Summary) -> dict[str, Any]:
