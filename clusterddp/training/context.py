@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -65,14 +66,17 @@ def init(
         run_dir: where to save if no ``clusterddp submit`` started this process; nothing is saved if None.
         checkpoint: how often to save there; in a job, the job definition applies.
 
-    Raises RuntimeError outside the main thread and when called twice; LauncherEnvironmentError when the launcher's
-    variables are contradictory or rank 0 cannot be reached; DeviceError when there are too few GPUs.
+    Raises RuntimeError outside the main thread and when called twice; TypeError for a seed that is no number;
+    LauncherEnvironmentError when the launcher's variables are contradictory or rank 0 cannot be reached; DeviceError
+    when there are too few GPUs.
     """
     global _current
     if _current is not None:
         raise RuntimeError("clusterddp.init() was already called in this process; use the context that it returned")
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("clusterddp.init() must be called in the main thread, as it installs signal handlers")
+    if seed is not None and (not isinstance(seed, Real) or seed != seed):  # NaN differs from the recorded one
+        raise TypeError(f"clusterddp.init(seed={seed!r}): expected an integer")
     read = settings.read(os.environ, seed=seed, device=device, backend=backend, run_dir=run_dir, checkpoint=checkpoint)
     collect_as_usual()
     math_library.settle()

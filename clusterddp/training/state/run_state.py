@@ -110,8 +110,8 @@ class RunState:
         self.step = step = self.parent[1]
         self._check_parts(content.keys() - RESERVED)
         progress = content["progress"]
-        if progress["seed"] != self._seed:
-            raise CheckpointError(f"the run started with seed {progress['seed']}, the seed is now {self._seed}")
+        if repr(progress["seed"]) != repr(self._seed):  # all randomness is made from the repr: numpy's 5 is another
+            raise CheckpointError(f"the run started with seed {progress['seed']!r}, the seed is now {self._seed!r}")
         self._loader.restore(progress)
         self.inexact = self._reasons_for_doubt()
         if progress["world_size"] != self._group.world_size:
