@@ -31,6 +31,7 @@
 # make bench-input        how fast batches come, beside other loaders
 # make bench-peers        the same training under the same faults, by this project and by what people use today
 # make bench-saves        what a save costs training, beside other savers (torchsnapshot too, if it is installed)
+# make bench-restore      what a restore costs, beside torch.load on every rank; 8 minutes, RESTORE="--sizes '10 MB'" one size
 # make measure-math-library  how often the first vector function of a process is wrong, with and without clusterddp.init()
 # make bench-startup      from the start of the ranks to their first step, beside the least DDP script; counts system calls
 #                         where strace is installed (as root on Debian or Ubuntu, it is)
@@ -48,7 +49,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -165,6 +166,9 @@ bench-report: .venv/ready
 
 bench-saves: .venv/bench
 	.venv/bin/python -m benchmarks.saves $(SAVES)
+
+bench-restore: .venv/ready
+	.venv/bin/python -m benchmarks.restore $(RESTORE)
 
 measure-math-library: .venv/ready
 	.venv/bin/python -m benchmarks.math_library

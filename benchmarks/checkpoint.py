@@ -24,17 +24,12 @@ times the file; the trainer's peak memory grows by at most 2.2 times the state.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from benchmarks import report
+from benchmarks import report, sides
 from benchmarks.savers import (
     CALLS_AND_COPY,
     COPY,
@@ -67,12 +62,13 @@ from clusterddp.checkpoint.restore import restore
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
-from tests.ddp import free_port
 
 STALL_BAR, DURABLE_BAR, READ_BAR, MEMORY_BAR = 1.3, 1.5, 1.0, 2.2
 #: What the bytes read may exceed the file by and still count as once: what a rank reads of /proc, and of sockets.
 READ_MARGIN = 0.01
 LEAST_STEPS = 20
+#: Memory that the savers of a state take, in states.
+STATES = 10
 
 
 @dataclass(frozen=True)
@@ -97,28 +93,28 @@ RANKS = [1, 4, 8]
 # ---- one process that saves
 
 
-def measure_saves(size: Size, folder: Path) -> dict[str, Any]:
+def measure_saves(size: Size, folder: str, rank: int, ranks: int, port: int) -> dict[str, Any]:
     """All savers in turn, ``size.rounds`` times; seconds by saver."""
-    initialize_group(0, 1, free_port())
+    sides.join(rank, ranks, port)
     model, optimizer = make_training(size.bytes)
-    savers = [make(folder, model, optimizer) for make in SAVERS]
+    savers = [make(Path(folder), model, optimizer) for make in SAVERS]
     copy = savers[0]
     assert isinstance(copy, Copy)
-    savers.append(Raw(folder, copy.flat))
+    savers.append(Raw(Path(folder), copy.flat))
     trainer = Trainer()
     figures: dict[str, Any] = {saver.name: {"stall": [], "lost": [], "durable": []} for saver in savers}
     for number in range(size.rounds):
-        for saver in rotated(savers, number):
+        for saver in sides.rotated(savers, number):
             saver.next_path(2 * number)
             stall, lost, durable = beside_training(saver, trainer)
             figures[saver.name]["stall"].append(stall)
             figures[saver.name]["lost"].append(lost)
             if not saver.in_background:
                 figures[saver.name]["durable"].append(durable)
-        for saver in rotated([saver for saver in savers if saver.in_background], number):
+        for saver in sides.rotated([saver for saver in savers if saver.in_background], number):
             saver.next_path(2 * number + 1)
             figures[saver.name]["durable"].append(paused(saver))
-        say(f"{size.name}: round {number + 1} of {size.rounds}")
+        sides.say(f"{size.name}: round {number + 1} of {size.rounds}")
     for saver in savers:
         saver.close()
     dist.destroy_process_group()
@@ -129,12 +125,6 @@ def measure_saves(size: Size, folder: Path) -> dict[str, Any]:
         "tensors": len(tensors_of(state_of(model, optimizer))),
         "step_ms": 1000 * trainer.seconds_per_step(100),
     }
-
-
-def rotated(savers: Sequence[Saver], number: int) -> list[Saver]:
-    """The order changes, so that no saver always follows the same one."""
-    first = number % len(savers)
-    return [*savers[first:], *savers[:first]]
 
 
 def beside_training(saver: Saver, trainer: Trainer) -> tuple[float, float, float]:
@@ -167,13 +157,13 @@ def paused(saver: Saver) -> float:
     return time.perf_counter() - started
 
 
-def measure_memory(size: Size, folder: Path) -> dict[str, Any]:
+def measure_memory(size: Size, folder: str, **_: int) -> dict[str, Any]:
     """By how much the trainer's peak memory grows by three saves, and what the writer has, in bytes."""
     model, optimizer = make_training(size.bytes)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory("self", "VmHWM")
-    saver = Ours(folder, model, optimizer)
+    saver = Ours(Path(folder), model, optimizer)
     for step in range(3):
         saver.next_path(step)
         paused(saver)
@@ -195,7 +185,7 @@ def memory(process: int | str, field: str) -> int:
 
 def measure_restores(size: Size, files: Mapping[str, str], rank: int, ranks: int, port: int) -> dict[str, Any]:
     """Seconds, and bytes read by the checkpoint's, of each kind of restore. Collective."""
-    initialize_group(rank, ranks, port)
+    sides.join(rank, ranks, port)
     names = [OURS, TorchSave.name, AsyncProcess.name, Lightning.name, Accelerate.name]
     figures: dict[str, Any] = {name: {"seconds": [], "read": []} for name in names}
     for _ in range(size.restores):
@@ -203,12 +193,12 @@ def measure_restores(size: Size, files: Mapping[str, str], rank: int, ranks: int
             path = Path(files[name])
             now = restore_of(name, path, size, rank)
             if rank == 0:
-                drop_from_cache(path)
+                sides.drop_from_cache(path)
             gc.collect()
             dist.barrier()
-            read_before, started = bytes_read(), time.perf_counter()
+            read_before, started = sides.bytes_read(), time.perf_counter()
             now()
-            read = bytes_read() - read_before
+            read = sides.bytes_read() - read_before
             dist.barrier()
             seconds = time.perf_counter() - started
             total = torch.tensor([read])
@@ -246,92 +236,43 @@ def damaged(checkpoint: Checkpoint, reason: str) -> None:
     sys.exit(f"{checkpoint.path} is damaged: {reason}")
 
 
-def bytes_read() -> int:
-    """The bytes that this process has got from read() and the like so far."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def files_of(path: Path) -> list[Path]:
-    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-
-
 def size_of(path: Path) -> int:
-    return sum(file.stat().st_size for file in files_of(path))
-
-
-def drop_from_cache(path: Path) -> None:
-    for file in files_of(path):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def initialize_group(rank: int, ranks: int, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=120))  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    return sum(file.stat().st_size for file in sides.files_of(path))
 
 
 # ---- around them
 
 
-def call(name: str, ranks: int = 1, **arguments: Any) -> Any:
+def call(name: str, size: Size, ranks: int = 1, **arguments: Any) -> Any:
     """What a ``measure_`` function returns in processes of its own; rank 0's answer."""
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "figures.json"
-        processes = []
-        for rank in range(ranks):
-            more = {"rank": rank, "ranks": ranks, "port": port} if name == "restores" else {}
-            request = json.dumps({"name": name, "result": str(result), **arguments, **more})
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
-            command = [sys.executable, "-m", "benchmarks.checkpoint", "--answer", request]
-            processes.append(subprocess.Popen(command, env=environment))
-        try:
-            codes = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(codes):
-            sys.exit(f"{name}: the processes ended with {codes}")
-        return json.loads(result.read_text())
+    request = {"name": name, "size": vars(size), **arguments}
+    return sides.run_ranks("benchmarks.checkpoint", request, ranks, ACCELERATE_USE_CPU="true")
 
 
-def answer(request: dict[str, Any]) -> None:
-    """One of those processes."""
-    name, result, size = request.pop("name"), Path(request.pop("result")), Size(**request.pop("size"))
-    if name == "restores":
-        figures = measure_restores(size, **request)
-    else:
-        measure = {"saves": measure_saves, "memory": measure_memory}[name]
-        figures = measure(size, Path(request["folder"]))
-    if request.get("rank", 0) == 0:
-        result.write_text(json.dumps(figures))
-
-
-def say(words: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
+def measured(name: str, size: dict[str, Any], **request: Any) -> Any:
+    """What one of those processes does."""
+    measures: dict[str, Callable[..., Any]] = {"saves": measure_saves, "memory": measure_memory}
+    return measures.get(name, measure_restores)(Size(**size), **request)
 
 
 def measure(size: Size, scratch: Path, ranks: Sequence[int]) -> dict[str, Any]:
     """All figures of one size; the processes one after the other."""
-    described: dict[str, Any] = {"size": vars(size)}
     figures: dict[str, Any] = {"starts": [], "restores": {}}
     for number in range(size.starts):
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            say(f"{size.name}: saves, process {number + 1} of {size.starts}")
-            start = call("saves", **described, folder=folder)
+            sides.say(f"{size.name}: saves, process {number + 1} of {size.starts}")
+            start = call("saves", size, folder=folder)
             files = start.pop("files")
             figures["starts"].append(start)
             for count in ranks if number == size.starts - 1 else []:
                 if count * 2.2 * size.bytes > free_memory():
                     figures["restores"][str(count)] = {}  # a rank has the data and the tensors made of it
                     continue
-                say(f"{size.name}: restores in {count} ranks")
-                figures["restores"][str(count)] = call("restores", count, **described, files=files)
+                sides.say(f"{size.name}: restores in {count} ranks")
+                figures["restores"][str(count)] = call("restores", size, count, files=files)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        say(f"{size.name}: memory")
-        figures["memory"] = call("memory", **described, folder=folder)
+        sides.say(f"{size.name}: memory")
+        figures["memory"] = call("memory", size, folder=folder)
     return figures
 
 
@@ -370,10 +311,11 @@ def scaled(values: Sequence[float], factor: float) -> list[float]:
     return [factor * value for value in values]
 
 
-def describe(sizes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def describe(sizes: Mapping[str, Any], left_out: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
     """The report, and the figures with what follows from them."""
     rows = [row for name, figures in sizes.items() for row in bars(name, figures)]
     any_start = next(iter(sizes.values()))["starts"][0]
+    missing = f"\nNot measured, for too little memory: {', '.join(left_out)}.\n" if left_out else ""
     text = f"""# What a checkpoint costs
 
 {report.place()} Files on one local disk; steps of
@@ -387,7 +329,7 @@ def describe(sizes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 The first saves of each process are left out. The state_dict() calls precede every copy, because the tensors may have
 changed; where they take long compared with the copy, no saver can meet the first bar. Until durable: Lightning and
 accelerate do not sync what they write; for this column it is synced for them afterwards.
-"""
+{missing}"""
     text += "\n".join(_tables(figures) for figures in sizes.values())
     return text, {
         "sizes": sizes,
@@ -437,22 +379,23 @@ def _milliseconds(seconds: Sequence[float]) -> str:
 
 def main() -> None:
     """The command line; also what each of the processes runs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if sides.answered(measured):
+        return
+    parser = report.parser(__doc__, "10 MB in one process, two saves of each kind, restores in 1 and 4 ranks")
     parser.add_argument("--sizes", nargs="+", choices=[size.name for size in SIZES], help="default: all")
     parser.add_argument("--starts", type=int, help="processes per size (default: 3, and 2 of 2 GB)")
     parser.add_argument("--rounds", type=int, help="saves of each kind per process (default: 7, 4, 3)")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="that restore")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="the folder to save in")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
-    parser.add_argument("--answer", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.answer is not None:
-        answer(options.answer)
-        return
+    if options.quick:
+        options.sizes, options.starts, options.rounds, options.ranks = [SIZES[0].name], 1, 2, [1, 4]
     settings = {name: value for name in ("starts", "rounds") if (value := getattr(options, name)) is not None}
     chosen = [replace(size, **settings) for size in SIZES if size.name in (options.sizes or [size.name])]
-    figures = {size.name: measure(size, options.scratch, options.ranks) for size in chosen}
-    report.write(options.out, "checkpoint-bench", *describe(figures))
+    fits = [size for size in chosen if STATES * size.bytes < free_memory()]
+    left_out = [size.name for size in chosen if size not in fits]
+    figures = {size.name: measure(size, options.scratch, options.ranks) for size in fits}
+    report.write(options.out, "checkpoint-bench", *describe(figures, left_out))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ All repetitions take about 10 minutes. Medians are compared; worst cases stand b
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
@@ -255,12 +254,10 @@ def compared(name: str, ours: list[float], control: list[float], allowed: float)
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__, "3 repetitions of (a) and (b), none of (c)")
     parser.add_argument("--repetitions", type=int, default=12, help="of (a) and (b)")
     parser.add_argument("--holds", type=int, default=5, help="repetitions of (c)")
     parser.add_argument("--proctrack", choices=["cgroup", "linuxproc"])
-    parser.add_argument("--quick", action="store_true", help="3 repetitions of (a) and (b), none of (c)")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
     if options.quick:
         options.repetitions, options.holds = 3, 0

@@ -11,7 +11,6 @@ The bar: after ``settle()``, at most a tenth as many are wrong, by the upper end
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import os
@@ -131,10 +130,8 @@ The bar, at most {ALLOWED:g} times as many wrong results after `settle()`, is {w
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__, "25 seconds")
     parser.add_argument("--seconds", type=float, default=120, help="at most, for each line (default: %(default)g)")
-    parser.add_argument("--quick", action="store_true", help="25 seconds")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
     seconds, burners = 25 if options.quick else options.seconds, len(os.sched_getaffinity(0))
     cases = [(kind, threads) for kind in KINDS for threads in THREADS]

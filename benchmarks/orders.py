@@ -9,11 +9,9 @@ The bar: the median seek is below 1 ms, and a sample below 5 us.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,10 +102,8 @@ def table_row(result: Result) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report.parser(__doc__, "15 repeats, without the order that takes long to build")
     parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--quick", action="store_true", help="15 repeats, without the order that takes long to build")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.repeats = 15

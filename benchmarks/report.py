@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -76,6 +77,14 @@ def place(more: str = "") -> str:
     has = machine()
     kind = f"{has['cores']} cores ({has['cpu']}), Linux {has['kernel']}, Python {has['python']}, torch {has['torch']}"
     return f"Measured on one machine: {kind}{', ' + more if more else ''}."
+
+
+def parser(words: str | None, quick: str) -> argparse.ArgumentParser:
+    """A benchmark's command line: ``--quick``, with what it leaves out, and the folder that ``write`` takes."""
+    made = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--quick", action="store_true", help=quick)
+    made.add_argument("--out", type=Path, default=Path("docs/measurements"), help="folder of the files (%(default)s)")
+    return made
 
 
 def write(folder: Path, name: str, text: str, figures: Mapping[str, Any]) -> None:

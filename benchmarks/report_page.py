@@ -8,7 +8,6 @@ The bars: one run is reported in less than 5 s and 500 MB, and every page is sma
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -42,9 +41,7 @@ class Cost:
 
 def main() -> None:
     """Measures, and writes docs/measurements/report.md."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="only one run, not several laid over each other")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    parser = report.parser(__doc__, "only one run, not several laid over each other")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, run = Path(name), Path(name) / "run"

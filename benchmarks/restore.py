@@ -1,7 +1,8 @@
-"""What a restore costs: ``python -m benchmarks.restore``, about 15 minutes; ``--quick``, at most 2.
+"""What a restore costs: ``python -m benchmarks.restore`` (``make bench-restore``), at most 8 minutes; ``--quick``, 2.
 
-A model of 20 layers and its Adam state (160 tensors) of three sizes is restored in 1, 2, 4 and 8 gloo ranks of a host.
-Two ways alternate in the same processes, each into a new model and an optimizer without state:
+A model of 20 layers and its Adam state (160 tensors) of 10 and 400 MB is restored in 1, 2, 4 and 8 gloo ranks of a
+host, and one of 2 GB, or of 1 GB where memory is short, in 1 rank. Two ways alternate in the same processes, each
+into a new model and an optimizer without state:
 
 - clusterddp: ``restore``, then ``load_state`` of both: rank 0 reads, verifies, and shares the data with the others.
 - torch: on every rank, the file's CRC-32 read in pieces of 256 KiB, ``torch.load(weights_only=True)``, and
@@ -11,7 +12,7 @@ Seconds are from when all ranks are there until all have loaded. Warm: the file 
 dropped from there (``POSIX_FADV_DONTNEED``), though a virtual disk's host may still have it in memory. Bytes read are
 those of read calls (rchar in /proc/self/io) of all ranks, by the size of the file. CPU time is that of the ranks'
 processes. Memory is the sum of all ranks' proportional shares (PSS) at its peak, above what the ranks have once all is
-loaded, by the size of the state.
+loaded, by the size of the state: the median of three, as the ranks' shares are not read at the same moment.
 
 Bars: at most 1.2 times torch's time at one rank, and 1.0 times at 4 and more; the file is read once; memory of at most
 1.2 states.
@@ -19,26 +20,22 @@ Bars: at most 1.2 times torch's time at one rank, and 1.0 times at 4 and more; t
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
+import math
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import report, rows
+from benchmarks import report, rows, sides
 from benchmarks.savers import make_training, make_untrained, state_of
 from clusterddp.checkpoint.checkpoint_folder import CheckpointFolder
 from clusterddp.checkpoint.memory.anonymous import free_memory
@@ -47,7 +44,6 @@ from clusterddp.checkpoint.state import load_state
 from clusterddp.checkpoint.store import Checkpoints
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
-from tests.ddp import free_port
 
 OURS, TORCH, MAPPED = "clusterddp", "torch", "torch, mmap=True"
 WAYS = (OURS, TORCH, MAPPED)
@@ -59,17 +55,27 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class Size:
-    """A state of about so many bytes, and how often each of the first ``ways`` restores it, warm and cold."""
+    """A state of about so many bytes, and how often each of the first ``ways`` restores it, warm and cold.
+
+    ``alone``: in one rank only.
+    """
 
     name: str
     bytes: int
     rounds: int
     ways: int = 3
+    alone: bool = False
+
+    def needed(self, ranks: int) -> float:
+        """Bytes of memory: while so many ranks restore it, by torch; or while it is saved."""
+        return max(1.5 * ranks + 1, 2.4) * self.bytes
 
 
-SIZES = [Size("10 MB", 10_000_000, 21), Size("400 MB", 400_000_000, 9), Size("2 GB", 2_000_000_000, 3)]
+SIZES = [Size("10 MB", 10_000_000, 21), Size("400 MB", 400_000_000, 7)]
+#: The first of these that memory allows.
+LARGEST = [Size("2 GB", 2_000_000_000, 3, alone=True), Size("1 GB", 1_000_000_000, 5, alone=True)]
 RANKS = (1, 2, 4, 8)
-QUICK = ([Size("400 MB", 400_000_000, 4, ways=2)], (1, 4))
+QUICK = ([Size("10 MB", 10_000_000, 11, ways=2), Size("400 MB", 400_000_000, 4, ways=2)], (1, 4))
 
 
 # ---- one of the processes
@@ -102,15 +108,15 @@ class Restorer:
         model, optimizer = make_untrained(self._size.bytes)
         gc.collect()
         if self._rank == 0:
-            (drop_from_cache if cold else bring_into_cache)(self._files[way])
+            (sides.drop_from_cache if cold else checksum_of)(self._files[way])
         dist.barrier()
-        read_before, cpu_before, started = bytes_read(), time.process_time(), time.perf_counter()
+        read_before, cpu_before, started = sides.bytes_read(), time.process_time(), time.perf_counter()
         content = self._read(way)
         arrived = time.perf_counter()
         self._load(way, content, model, optimizer)
         cpu = time.process_time() - cpu_before
         dist.barrier()
-        seconds, read = time.perf_counter() - started, bytes_read() - read_before
+        seconds, read = time.perf_counter() - started, sides.bytes_read() - read_before
         self.phases = (arrived - started, seconds - (arrived - started))
         hold()
         del content
@@ -147,17 +153,24 @@ def checksum_of(path: Path) -> int:
     return found
 
 
-def measure(folder: Path, size: Size, rank: int, ranks: int, port: int) -> dict[str, Any]:
+def measure(name: str, folder: str, size: dict[str, Any], rank: int, ranks: int, port: int) -> dict[str, Any] | None:
+    """What one of the processes does: ``save`` or ``restores``."""
+    if name == "save":
+        return save(Path(folder), Size(**size))
+    return restores(Path(folder), Size(**size), rank, ranks, port)
+
+
+def restores(folder: Path, size: Size, rank: int, ranks: int, port: int) -> dict[str, Any]:
     """Seconds, bytes and phases by way and cache, and the memory. Collective."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-    initialize_group(rank, ranks, port)
+    sides.join(rank, ranks, port)
     restorer, ways = Restorer(folder, size, rank), WAYS[: size.ways]
     figures: dict[str, Any] = {
         cache: {way: {"seconds": [], "read": [], "cpu": [], "phases": []} for way in ways} for cache in ("warm", "cold")
     }
     for number in range(-1, size.rounds):  # the first round is not counted
         for cache in figures:
-            for way in (*ways[number % len(ways) :], *ways[: number % len(ways)]):
+            for way in sides.rotated(ways, number):
                 seconds, read, cpu = restorer.once(way, cache == "cold")
                 total = torch.tensor([read, cpu], dtype=torch.float64)
                 dist.all_reduce(total)
@@ -167,7 +180,8 @@ def measure(folder: Path, size: Size, rank: int, ranks: int, port: int) -> dict[
                     of_way["read"].append(total[0].item() / files_of(folder)[way].stat().st_size)
                     of_way["cpu"].append(total[1].item())
                     of_way["phases"].append(restorer.phases)
-    figures["memory"] = {way: peak_memory(restorer, way, rank) for way in ways}
+    peaks = {way: [peak_memory(restorer, way, rank) for _ in range(3)] for way in ways}
+    figures["memory"] = {way: report.median(found) for way, found in peaks.items()}
     figures["state_bytes"] = files_of(folder)[OURS].stat().st_size
     dist.destroy_process_group()
     return figures
@@ -222,70 +236,28 @@ def share_of(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-def bytes_read() -> int:
-    """The bytes that this process has got from read() and the like so far."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def drop_from_cache(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    os.fsync(file)
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(file)
-
-
-def bring_into_cache(path: Path) -> None:
-    checksum_of(path)
-
-
-def initialize_group(rank: int, ranks: int, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=300))  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-
-
 # ---- around them
 
 
 def in_processes(name: str, ranks: int, folder: Path, size: Size) -> Any:
-    """What a function above returns in processes of its own; rank 0's answer."""
-    port, result = free_port(), folder / "figures.json"
+    """What ``measure`` returns in processes of its own; rank 0's answer."""
     # A training process restores once, into memory that it has not used before. glibc would hand out what the restore
     # before has freed, depending on the sizes of tensors: its threshold grows.
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": "131072"}
-    processes = []
-    for rank in range(ranks):
-        asked = {"name": name, "folder": str(folder), "size": asdict(size), "rank": rank, "ranks": ranks, "port": port}
-        command = [sys.executable, "-m", "benchmarks.restore", "--answer", json.dumps(asked)]
-        processes.append(subprocess.Popen(command, env=environment))
-    try:
-        codes = [process.wait() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        sys.exit(f"{name}: the processes ended with {codes}")
-    return json.loads(result.read_text())
+    request = {"name": name, "folder": str(folder), "size": asdict(size)}
+    return sides.run_ranks("benchmarks.restore", request, ranks, MALLOC_MMAP_THRESHOLD_="131072")
 
 
-def answer(asked: dict[str, Any]) -> None:
-    """One of those processes."""
-    name, folder, size = asked.pop("name"), Path(asked.pop("folder")), Size(**asked.pop("size"))
-    figures = save(folder, size) if name == "save" else measure(folder, size, **asked)
-    if asked["rank"] == 0:
-        (folder / "figures.json").write_text(json.dumps(figures))
-
-
-def all_figures(sizes: Sequence[Size], counts: Sequence[int], scratch: Path) -> dict[str, dict[str, Any]]:
-    """By size and number of ranks; None where there is too little memory."""
+def all_figures(sizes: Sequence[Size], counts: Sequence[int], scratch: Path, most: float) -> dict[str, dict[str, Any]]:
+    """By size and number of ranks; None where there is too little memory, of which ``most`` bytes may be used."""
     found: dict[str, dict[str, Any]] = {}
     for size in sizes:
         with tempfile.TemporaryDirectory(dir=scratch) as name:
             in_processes("save", 1, Path(name), size)
             of_size = found[size.name] = {}
-            for ranks in counts:
-                print(f"{time.strftime('%H:%M:%S')} {size.name}, {ranks} ranks", file=sys.stderr, flush=True)
-                enough = (1.5 * ranks + 1) * size.bytes < free_memory()
-                of_size[str(ranks)] = in_processes("measure", ranks, Path(name), size) if enough else None
+            for ranks in counts[:1] if size.alone else counts:
+                sides.say(f"{size.name}, {ranks} ranks")
+                enough = size.needed(ranks) < min(most, free_memory())
+                of_size[str(ranks)] = in_processes("restores", ranks, Path(name), size) if enough else None
     return found
 
 
@@ -356,20 +328,20 @@ def phase_lines(figures: dict[str, dict[str, Any]]) -> list[list[object]]:
 
 def main() -> None:
     """The command line; also what each of the processes runs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="400 MB in 1 and 4 ranks")
-    parser.add_argument("--sizes", nargs="+", choices=[size.name for size in SIZES], help="default: all")
+    if sides.answered(measure):
+        return
+    parser = report.parser(__doc__, "10 and 400 MB in 1 and 4 ranks")
+    parser.add_argument("--sizes", nargs="+", choices=[size.name for size in (*SIZES, *LARGEST)], help="default: all")
+    parser.add_argument("--memory", type=float, default=math.inf, help="to use at most, in GB (default: what is free)")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="the folder to save in")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
-    parser.add_argument("--answer", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.answer is not None:
-        answer(options.answer)
-        return
-    sizes = [size for size in SIZES if size.name in (options.sizes or [size.name])]
+    most = 1e9 * options.memory
+    largest = next((size for size in LARGEST if size.needed(1) < min(most, free_memory())), LARGEST[-1])
+    asked = options.sizes or [size.name for size in (*SIZES, largest)]
+    sizes = [size for size in (*SIZES, *LARGEST) if size.name in asked]
     sizes, counts = QUICK if options.quick else (sizes, options.ranks)
-    figures = all_figures(sizes, counts, options.scratch)
+    figures = all_figures(sizes, counts, options.scratch, most)
     text, found = describe(figures)
     report.write(options.out, "restore", text, {"rows": found, "figures": figures})
 

@@ -30,10 +30,7 @@ CALLS_AND_COPY = "state_dict() + memory copy"
 def make_training(size: int) -> tuple[torch.nn.Module, torch.optim.Adam]:
     """A model and its optimizer whose state is about ``size`` bytes."""
     model, optimizer = make_untrained(size)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(model, optimizer)
     return model, optimizer
 
 
@@ -50,18 +47,27 @@ def make_transformer(layers: int, width: int) -> tuple[torch.nn.Module, torch.op
     layer = torch.nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    take_step(model, optimizer)
+    return model, optimizer
+
+
+def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """After it, the optimizer has its state."""
     for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+        parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    return model, optimizer
 
 
 def make_untrained(size: int) -> tuple[torch.nn.Module, torch.optim.Adam]:
     """The same as when a script starts: the optimizer has no state yet."""
     torch.manual_seed(0)
     width = round((size / 12 / LAYERS) ** 0.5)
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
+    # drawing random weights would take longer than most of what is measured
+    layers = (torch.nn.utils.skip_init(torch.nn.Linear, width, width) for _ in range(LAYERS))
+    model = torch.nn.Sequential(*layers)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.1)
     return model, torch.optim.Adam(model.parameters(), foreach=False)
 
 

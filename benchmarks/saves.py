@@ -17,14 +17,11 @@ CPU time by the cores.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
+import math
 import os
 import random
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,8 +32,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import report, rows
-from benchmarks.checkpoint import beside_training, initialize_group, rotated, say
+from benchmarks import report, rows, sides
+from benchmarks.checkpoint import beside_training
 from benchmarks.savers import (
     CALLS_AND_COPY,
     SAVERS,
@@ -53,7 +50,7 @@ from benchmarks.savers import (
     state_of,
     tensors_of,
 )
-from tests.ddp import free_port
+from clusterddp.checkpoint.memory.anonymous import free_memory
 
 STALL_BAR, STALL_MORE_MS, LOST_BAR = 1.15, 0.5, 1.0
 NO_SAVE = "no save"
@@ -61,6 +58,9 @@ NO_SAVE = "no save"
 MOST_DESCRIPTORS = 5000
 #: Seconds of each part of a case, and repetitions that are made even if they take longer.
 PART_S, QUICK_PART_S, LEAST = 25.0, 6.0, 3
+#: Memory that a case takes, in states: training, the snapshot, a copy and what is written of two files; and with the
+#: other savers.
+STATES, STATES_WITH_PEERS = 6, 10
 PEERS: list[type[Saver]] = [*(one for one in SAVERS if not issubclass(one, (Copy, Ours))), Torchsnapshot]
 LIMIT_IS = CALLS_AND_COPY
 Training = tuple[torch.nn.Module, torch.optim.Optimizer]
@@ -75,6 +75,7 @@ class Case:
     """
 
     name: str
+    bytes: int
     make: Callable[[], Training]
     pairs: int
     beside: int
@@ -83,11 +84,11 @@ class Case:
 
 
 CASES = [
-    Case("10 MB", partial(make_training, 10_000_000), 80, 20, 5, (40, 6)),
-    Case("400 MB", partial(make_training, 400_000_000), 20, 6, 3, (8, 0)),
-    Case("2 GB", partial(make_training, 2_000_000_000), 8, 3, 0),  # eight savers would need 20 GB of memory
-    Case("10,000 small tensors", partial(make_small_tensors, 10_000), 50, 10, 3, (20, 0)),
-    Case("transformer and its AdamW", partial(make_transformer, 8, 512), 25, 8, 3, (10, 0)),
+    Case("10 MB", 10_000_000, partial(make_training, 10_000_000), 80, 20, 5, (40, 6)),
+    Case("400 MB", 400_000_000, partial(make_training, 400_000_000), 20, 6, 3, (8, 0)),
+    Case("2 GB", 2_000_000_000, partial(make_training, 2_000_000_000), 8, 3, 0),
+    Case("10,000 small tensors", 5_000_000, partial(make_small_tensors, 10_000), 50, 10, 3, (20, 0)),
+    Case("transformer and its AdamW", 300_000_000, partial(make_transformer, 8, 512), 25, 8, 3, (10, 0)),
 ]
 
 
@@ -101,12 +102,18 @@ class NoSave(Saver):
 # ---- one process that saves
 
 
-def measure(
-    case: Case, pairs: int, beside: int, peers: int, part_s: float, threads: int, folder: Path
-) -> dict[str, Any]:
-    """Seconds of one case. ``part_s``: of each part, at most."""
+def measured(name: str, threads: int, folder: str, rank: int, ranks: int, port: int, **how: Any) -> dict[str, Any]:
+    """Seconds of the case of this name, in a process of its own."""
+    # async_save in a process takes a descriptor for each tensor.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     torch.set_num_threads(threads)
-    initialize_group(0, 1, free_port())
+    sides.join(rank, ranks, port)
+    (case,) = (case for case in CASES if case.name == name)
+    return measure(case, folder=Path(folder), **how)
+
+
+def measure(case: Case, pairs: int, beside: int, peers: int, part_s: float, folder: Path) -> dict[str, Any]:
+    """The same. ``part_s``: of each part, at most."""
     model, optimizer = case.make()
     ours, limit = Ours(folder, model, optimizer), CallsAndCopy(folder, model, optimizer)
     pair: list[Saver] = [ours, limit]
@@ -117,7 +124,7 @@ def measure(
     for number in range(pairs + 1):
         if number > LEAST and time.monotonic() > deadline:
             break
-        for saver in rotated(pair, number):
+        for saver in sides.rotated(pair, number):
             stall, used = alternating(saver, trainer, next(step))
             if number:  # the first save is not like the others
                 stalls[saver.name].append(stall)
@@ -167,7 +174,7 @@ def beside_saves(
     for turn in range(number):
         if turn >= LEAST and time.monotonic() > deadline:
             break
-        for saver in rotated(savers, turn):
+        for saver in sides.rotated(savers, turn):
             saver.next_path(next(step))
             before = cpu_of_writer(saver)
             stall, lost, _ = beside_training(saver, trainer)
@@ -199,14 +206,14 @@ def measure_peers(
         try:
             savers.append(kind(folder, model, optimizer))
         except ModuleNotFoundError as error:
-            say(f"{kind.name} is left out: {error}")
+            sides.say(f"{kind.name} is left out: {error}")
     found: dict[str, Any] = {saver.name: {"stall": [], "lost": []} for saver in savers}
     found |= refused
     deadline = time.monotonic() + part_s
     for number in range(rounds + 1):
         if number > 1 and time.monotonic() > deadline:
             break
-        for saver in rotated(list(savers), number):
+        for saver in sides.rotated(list(savers), number):
             try:
                 saver.next_path(number)
                 stall, lost, _ = beside_training(saver, trainer)
@@ -225,31 +232,21 @@ def measure_peers(
 # ---- around it
 
 
+def too_large(case: Case, with_peers: bool, free: float) -> str | None:
+    """Why a case is left out, if so many bytes of memory are free."""
+    needed = (STATES_WITH_PEERS if with_peers and case.peers else STATES) * case.bytes
+    return None if needed < free else f"{case.name} ({needed / 1e9:.0f} GB needed, {free / 1e9:.0f} GB free)"
+
+
 def call(case: Case, quick: bool, with_peers: bool, threads: int, part_s: float, scratch: Path) -> dict[str, Any]:
     """The figures of a case, from a process of its own."""
     pairs, beside = case.quick if quick else (case.pairs, case.beside)
-    how = {"case": case.name, "pairs": pairs, "beside": beside, "peers": case.peers if with_peers and not quick else 0}
+    how: dict[str, Any] = {"pairs": pairs, "beside": beside, "peers": case.peers if with_peers else 0}
     how |= {"threads": threads, "part_s": QUICK_PART_S if quick else part_s}
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        result = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", "benchmarks.saves", "--answer", json.dumps({**how, "folder": folder})]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
-        done = subprocess.run(command, env=environment)
-        if done.returncode:
-            sys.exit(f"{case.name}: the process ended with {done.returncode}")
-        figures: dict[str, Any] = json.loads(result.read_text())
+        request = {"name": case.name, "folder": folder, **how}
+        figures: dict[str, Any] = sides.run_ranks("benchmarks.saves", request, ACCELERATE_USE_CPU="true")
         return figures
-
-
-def answer(request: dict[str, Any]) -> None:
-    """That process."""
-    # async_save in a process takes a descriptor for each tensor.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    name = request.pop("case")
-    (case,) = (case for case in CASES if case.name == name)
-    folder = Path(request.pop("folder"))
-    figures = measure(case, **request, folder=folder)
-    (folder / "figures.json").write_text(json.dumps(figures))
 
 
 def rows_of(name: str, figures: Mapping[str, Any]) -> list[rows.Row]:
@@ -287,7 +284,9 @@ def _ms(seconds: Sequence[float]) -> list[float]:
     return [1000 * value for value in seconds]
 
 
-def described(cases: Mapping[str, Any], found: Sequence[rows.Row], load: float, threads: int) -> str:
+def described(
+    cases: Mapping[str, Any], found: Sequence[rows.Row], load: float, threads: int, left_out: Sequence[str] = ()
+) -> str:
     """The page."""
     states = [[name, one["bytes"] / 1e6, one["tensors"], len(one["stall"][Ours.name])] for name, one in cases.items()]
     text = f"""# What a save costs training
@@ -297,6 +296,8 @@ def described(cases: Mapping[str, Any], found: Sequence[rows.Row], load: float, 
 tell something about another machine. See `benchmarks/saves.py` for what is measured. {ABOUT}
 
 {rows.table([row.as_json() for row in found])}
+
+Not measured, for too little memory: {", ".join(left_out) or "none"}.
 
 {report.table(["state", "MB", "tensors", "pairs of saves"], states)}
 """
@@ -333,34 +334,33 @@ def peers_table(everyone: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """The command line; also what each of the processes runs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="at most 2 minutes: without 2 GB and other savers")
+    if sides.answered(measured):
+        return
+    parser = report.parser(__doc__, "at most 2 minutes: without 2 GB and other savers")
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="default: all")
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--seconds", type=float, default=PART_S, help="of each part of a case (default: %(default)g)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: all cores)")
+    parser.add_argument("--memory", type=float, default=math.inf, help="to use at most, in GB (default: what is free)")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="the folder to save in")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
-    parser.add_argument("--answer", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.answer is not None:
-        answer(options.answer)
-        return
     load = os.getloadavg()[0]
     chosen = [
         case
         for case in CASES
         if case.name in (options.cases or [case.name]) and not (options.quick and not case.quick[0])
     ]
+    with_peers, free = not (options.quick or options.without_peers), min(free_memory(), 1e9 * options.memory)
+    left_out = [words for case in chosen if (words := too_large(case, with_peers, free))]
     cases: dict[str, Any] = {}
     for case in chosen:
-        say(case.name)
-        cases[case.name] = call(
-            case, options.quick, not options.without_peers, options.threads, options.seconds, options.scratch
-        )
+        if too_large(case, with_peers, free):
+            continue
+        sides.say(case.name)
+        cases[case.name] = call(case, options.quick, with_peers, options.threads, options.seconds, options.scratch)
         found = [row for name, figures in cases.items() for row in rows_of(name, figures)]
         figures = {"rows": [row.as_json() for row in found], "cases": cases, "load": load}
-        report.write(options.out, "saves", described(cases, found, load, options.threads), figures)
+        report.write(options.out, "saves", described(cases, found, load, options.threads, left_out), figures)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Bar: ours takes at most 1.1 times as long.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -247,11 +246,9 @@ def in_addition(figures: Mapping[str, Any]) -> list[list[object]]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1, 2, 4 and 8 ranks, in at most 2 minutes")
+    parser = report.parser(__doc__, "1, 2, 4 and 8 ranks, in at most 2 minutes")
     parser.add_argument("--ranks", type=int, nargs="+", help=f"default: {RANKS}")
     parser.add_argument("--seconds", type=float, help=f"in which further rounds are begun (default: {BUDGET_S:g})")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
     load = os.getloadavg()[0]
     counts = options.ranks or (QUICK_RANKS if options.quick else RANKS)

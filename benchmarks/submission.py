@@ -11,7 +11,6 @@ On the test cluster, two nodes with a rank each, in turns:
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -147,11 +146,9 @@ the supervisor and, by one srun, the entry point of each rank, which runs the sc
 
 def main() -> None:
     """Measures and writes the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__, "8 submissions and 5 launches of each kind")
     parser.add_argument("--submissions", type=int, default=20)
     parser.add_argument("--launches", type=int, default=12)
-    parser.add_argument("--quick", action="store_true", help="8 submissions and 5 launches of each kind")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
     counts = (8, 5) if options.quick else (options.submissions, options.launches)
     figures = measure(*counts)

@@ -31,7 +31,7 @@ CAVEATS = f"""## Read this first
   not promise to requeue themselves: resubmitted by hand, or with `scontrol requeue` in the batch script, most of these
   runs would continue from their last checkpoint. submitit handles a preemption where Slurm sends its signal first
   (`PreemptParameters=send_user_signal`, off by default and off here). GraceTime decides who survives: with 0, Slurm
-  requeues by itself whatever the ranks do; with a grace, a job that ends within it is over.
+  requeues by itself, no matter what the ranks do; with a grace, a job that ends within it is over.
 - **Unfair to clusterddp**: it checks and syncs every checkpoint, which buys nothing in this table. Its loader draws
   another order than the peers', so final values are compared with each peer's own undisturbed run, never across.
 - **Equal patience**: 60 s in a collective (`timeout=`, `ddp_timeout`) and 60 s for clusterddp's watchdog. With their

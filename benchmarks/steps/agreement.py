@@ -13,33 +13,25 @@ The bar: the interval's upper end is below 1.02, and not one message.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from benchmarks import report, rows
+from benchmarks import report, rows, sides
 from clusterddp.training.agreement import Agreement
-from tests.ddp import free_port
 
 RANKS = 2
 BAR = 1.02
 #: Pairs, and steps in a block, of ``--quick``.
 QUICK = (8, 50)
-RANK_FILE = "BENCHMARK_RANK_FILE"
 
 
 class CountingStore(Store):
@@ -174,14 +166,12 @@ def wait_for_watcher(watched: CountingStore) -> None:
         time.sleep(0.001)
 
 
-def measure(pairs: int, steps: int, step_s: float) -> dict[str, Any]:
+def measure(pairs: int, steps: int, step_s: float, rank: int, ranks: int, port: int) -> dict[str, Any]:
     """The measurement of one rank; rank 0's figures are the ones to show."""
-    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    port, host = int(os.environ["MASTER_PORT"]), os.environ["MASTER_ADDR"]
-    store = TCPStore(host, port, RANKS, is_master=rank == 0, timeout=timedelta(seconds=60))
-    watched = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(days=1))
-    dist.init_process_group("gloo", store=PrefixStore("group", store), rank=rank, world_size=RANKS)
+    store = TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, timeout=timedelta(seconds=60))
+    watched = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(days=1))
+    dist.init_process_group("gloo", store=PrefixStore("group", store), rank=rank, world_size=ranks)
     trainer, agreements = Trainer(), Agreements(store, watched, rank)
     trainer.calibrate(step_s)
     with_it, without = partial(agreements.time, trainer, steps), partial(trainer.block, steps, None)
@@ -214,24 +204,9 @@ def pair(with_it: Callable[[], float], without: Callable[[], float], number: int
 # ---- around them
 
 
-def run_ranks(module: str, arguments: list[str], **environment: str) -> dict[str, Any]:
-    """Starts a benchmark's ranks with torchrun's variables; returns rank 0's figures."""
-    port = str(free_port())
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "figures.json"
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        common = {**os.environ, **common, **environment, RANK_FILE: str(result)}
-        command = [sys.executable, "-m", module, *arguments]
-        ranks = [subprocess.Popen(command, env={**common, "RANK": str(rank)}) for rank in range(RANKS)]
-        try:
-            codes = [rank.wait() for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            sys.exit(f"the ranks ended with {codes}")
-        figures: dict[str, Any] = json.loads(result.read_text())
-        return figures
+def run_ranks(module: str, request: Mapping[str, Any], **environment: str) -> Any:
+    """Rank 0's figures of a benchmark."""
+    return sides.run_ranks(module, request, RANKS, OMP_NUM_THREADS="1", **environment)
 
 
 def compare(pairs: list[Pair]) -> tuple[str, dict[str, dict[str, float]]]:
@@ -274,26 +249,28 @@ def row(what: str, figures: dict[str, Any]) -> dict[str, Any]:
 def command_line(
     words: str | None,
     name: str,
-    measure: Callable[[int, int, float], dict[str, Any]],
-    run: Callable[[list[str]], dict[str, Any]],
+    measure: Callable[..., dict[str, Any]],
+    run: Callable[[Mapping[str, Any]], dict[str, Any]],
     describe: Callable[[dict[str, Any]], tuple[str, dict[str, Any]]],
 ) -> None:
     """A benchmark of blocks in pairs: in a rank it measures, elsewhere it runs the ranks and writes the report."""
-    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=100, help="in each block")
+    if sides.answered(measure):
+        return
+    options = block_options(words, 100, 100, QUICK)
+    request = {"pairs": options.pairs, "steps": options.steps, "step_s": options.step_ms / 1000}
+    report.write(options.out, name, *describe(run(request)))
+
+
+def block_options(words: str | None, pairs: int, steps: int, quick: tuple[int, int]) -> argparse.Namespace:
+    """The command line of a benchmark of blocks, with its defaults."""
+    parser = report.parser(words, "{} pairs of {} steps".format(*quick))
+    parser.add_argument("--pairs", type=int, default=pairs)
+    parser.add_argument("--steps", type=int, default=steps, help="in each block")
     parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--quick", action="store_true", help="8 pairs of 50 steps")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
     if options.quick:
-        options.pairs, options.steps = QUICK
-    if RANK_FILE in os.environ:
-        figures = measure(options.pairs, options.steps, options.step_ms / 1000)
-        if os.environ["RANK"] == "0":
-            Path(os.environ[RANK_FILE]).write_text(json.dumps(figures))
-        return
-    report.write(options.out, name, *describe(run(sys.argv[1:])))
+        options.pairs, options.steps = quick
+    return options
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import report
+from benchmarks import report, sides
 from benchmarks.steps.agreement import BAR, RANKS, Pair, Trainer, command_line, compare, pair, row, run_ranks
 from clusterddp.failures.hangs import Hang, Watch
 from clusterddp.jobdef.job import Watchdog
@@ -67,13 +68,12 @@ class Watched:
             times.close()
 
 
-def measure(pairs: int, steps: int, step_s: float) -> dict[str, Any]:
+def measure(pairs: int, steps: int, step_s: float, rank: int, ranks: int, port: int) -> dict[str, Any]:
     """The measurement of one rank; rank 0's figures are the ones to show."""
-    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     link = ControlChannel.join(os.environ[ADDRESS], os.environ[TOKEN], rank, 1 if rank == 0 else None, timeout=60)
     assert link is not None
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    sides.join(rank, ranks, port)
     trainer = Trainer()
     trainer.calibrate(step_s)
     watched, without = Watched(trainer, link), partial(trainer.block, steps, None)
@@ -84,7 +84,7 @@ def measure(pairs: int, steps: int, step_s: float) -> dict[str, Any]:
     return {"pairs": [asdict(pair) for pair in results], "steps": steps, "step_ms": step_ms}
 
 
-def supervised(arguments: list[str]) -> dict[str, Any]:
+def supervised(request: Mapping[str, Any]) -> dict[str, Any]:
     """Runs the ranks with a supervisor's control channel and watchdog in this process; counts the heartbeats."""
     beats = hangs = 0
     watch = Watch(WATCHDOG.beat_s)
@@ -98,7 +98,7 @@ def supervised(arguments: list[str]) -> dict[str, Any]:
 
     token = secrets.token_hex(16)
     server = ControlServer(token, hear, host="127.0.0.1")
-    figures = run_ranks("benchmarks.steps.heartbeat", arguments, **{ADDRESS: f"127.0.0.1:{server.port}", TOKEN: token})
+    figures = run_ranks("benchmarks.steps.heartbeat", request, **{ADDRESS: f"127.0.0.1:{server.port}", TOKEN: token})
     server.close()
     return {**figures, "beats": beats, "hangs": hangs}
 

@@ -11,7 +11,6 @@ The bar: at most 100 us of the training thread's CPU per step, for both together
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report, rows
+from benchmarks.steps.agreement import block_options
 
 RANKS = 2
 BAR_US = 100.0
@@ -148,15 +148,7 @@ intervals.
 
 def main() -> None:
     """Measures and writes the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=60)
-    parser.add_argument("--steps", type=int, default=50, help="in each block")
-    parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--quick", action="store_true", help="8 pairs of 25 steps")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
-    options = parser.parse_args()
-    if options.quick:
-        options.pairs, options.steps = 8, 25
+    options = block_options(__doc__, 60, 50, (8, 25))
     ranks = measure(options.pairs, options.steps, options.step_ms)
     summary = {**summarized(ranks, options.steps), "load": os.getloadavg()[0]}
     text = described(summary, options.pairs, options.steps)

@@ -7,7 +7,6 @@ random places that are known. And the same of token blocks, which need no index.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -219,9 +218,7 @@ random places that are known takes {known:.2f} ms.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="10^6 samples at most")
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    parser = report.parser(__doc__, "10^6 samples at most")
     parser.add_argument("--folder", type=Path, help="for temporary files; the system's if left out")
     arguments = parser.parse_args()
     sizes = [10**5, 10**6] if arguments.quick else [10**6, 10**7, 10**8]

@@ -44,6 +44,14 @@ def test_the_page_has_every_row_and_the_other_savers() -> None:
     made |= {"bytes": 10_000_000, "tensors": 160}
     made["peers"] = {name: {"stall": [0.001], "lost": [0.002]} for name in (CALLS_AND_COPY, OURS, "async_save, thread")}
     made["peers"]["torchsnapshot"] = {"failed": "OSError: [Errno 24] Too many open files"}
-    text = saves.described({"10 MB": made}, saves.rows_of("10 MB", made), load=1.0, threads=4)
+    text = saves.described({"10 MB": made}, saves.rows_of("10 MB", made), load=1.0, threads=4, left_out=["2 GB"])
+    assert "Not measured, for too little memory: 2 GB." in text
     assert "| save, 10 MB: stall |" in text and "| async_save, thread | 1.0 (1.0) | 2.0 (2.0) | 1.00 |" in text
     assert "| torchsnapshot | OSError: [Errno 24] Too many open files | - | - |" in text
+
+
+def test_a_state_that_takes_more_memory_than_is_free_is_left_out() -> None:
+    case = saves.Case("1 GB", 1_000_000_000, lambda: pytest.fail("made"), 1, 1, peers=1)
+    assert saves.too_large(case, with_peers=False, free=6.1e9) is None
+    assert saves.too_large(case, with_peers=True, free=6.1e9) == "1 GB (10 GB needed, 6 GB free)"
+    assert saves.too_large(case, with_peers=False, free=5.9e9) is not None
