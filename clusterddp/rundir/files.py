@@ -9,9 +9,10 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 #: JSON has no such numbers: they are written as text, as in protobuf's JSON mapping; float() reads it.
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
@@ -70,22 +71,32 @@ def _differs(status: os.stat_result, mode: int) -> bool:
 def write_atomically(path: Path, content: str | bytes, mode: int | None = None) -> None:
     """Replaces ``path`` by ``content``, durably: a reader, or a crash at any moment, sees the old file or the new one.
 
-    The content goes to a temporary file beside it, which is synced and renamed; then the folder is synced. ``mode``:
-    the new file's; None makes it as readable as its folder.
+    ``mode``: the new file's; None makes it as readable as its folder.
     """
-    data = content.encode() if isinstance(content, str) else content
+    with replacing(path, mode) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+    """``write_atomically`` for what the block writes; if it raises, the old file stays.
+
+    The content goes to a temporary file beside it, which is synced and renamed; then the folder is synced. Several
+    processes may do that at the same time.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     flags = os.O_WRONLY | os.O_EXCL
     descriptor = create_file(temporary, flags) if mode is None else os.open(temporary, flags | os.O_CREAT, mode)
     try:
         with open(descriptor, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        if isinstance(error, OSError):
-            error.filename = str(path)  # the OSError of a write has no file name
+        # the OSError of a write has no file name, that of a rename the temporary one
+        if isinstance(error, OSError) and str(error.filename) in ("None", str(temporary)):
+            error.filename = str(path)
         temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)

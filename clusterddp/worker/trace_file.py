@@ -11,7 +11,6 @@ import gzip
 import json
 import os
 import re
-import secrets
 import signal
 import sys
 from array import array
@@ -22,7 +21,7 @@ from typing import IO, Any
 
 from clusterddp.entry import exit_with
 from clusterddp.errors import RunDirectoryError
-from clusterddp.rundir.files import create_file, create_folder, fsync_directory, write_atomically
+from clusterddp.rundir.files import create_folder, replacing, write_atomically
 
 NICENESS = 10
 #: Bytes of the trace that are read at a time, and the most that one event may have.
@@ -53,20 +52,10 @@ def store(trace: IO[bytes], target: Path) -> None:
     """
     for folder in (target.parent.parent, target.parent):
         create_folder(folder, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     operators = Operators()
-    try:
-        with open(temporary, "xb", opener=create_file) as file:
-            with gzip.GzipFile("", "wb", 6, file) as packed:
-                for event in events(_copied(trace, packed)):
-                    operators.add(event)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_directory(target.parent)
+    with replacing(target) as file, gzip.GzipFile("", "wb", 6, file) as packed:
+        for event in events(_copied(trace, packed)):
+            operators.add(event)
     write_atomically(table_file(target), operators.text())
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import struct
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from clusterddp.data.streams.shards import Shard, named
 from clusterddp.reporter import counted, say
-from clusterddp.rundir.files import create_file, fsync_directory
+from clusterddp.rundir.files import replacing
 
 Rows: TypeAlias = "npt.NDArray[np.int64]"
 #: Finds the rows of a shard, piece by piece.
@@ -138,25 +138,17 @@ def _read(path: Path) -> _Found | None:
 
 
 def _build(path: Path, shards: list[Shard], scan: Scan, old: _Found | None) -> None:
-    """Writes the index to a temporary file and renames it: several processes may do that at the same time."""
+    """Writes the index; several processes may do that at the same time."""
     kept = _Kept(old)
     changed = [shard for shard in shards if shard not in kept]
     say(f"indexing {counted(len(changed), 'shard')} of {len(shards)}: {path}")
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        descriptor = create_file(temporary, os.O_WRONLY | os.O_EXCL)
-    except OSError as error:
-        raise type(error)(error.errno, f"{error.strerror}; give index=FOLDER for the index", str(path.parent)) from None
-    try:
-        with open(descriptor, "wb") as file:
-            _write(file, path.parent, shards, kept, scan)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_directory(path.parent)
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(replacing(path))
+        except OSError as error:
+            reason = f"{error.strerror}; give index=FOLDER for the index"
+            raise type(error)(error.errno, reason, str(path.parent)) from None
+        _write(file, path.parent, shards, kept, scan)
 
 
 def _write(file: BinaryIO, folder: Path, shards: list[Shard], kept: _Kept, scan: Scan) -> None:
