@@ -131,7 +131,7 @@ def measure(rounds: int, lengths: Sequence[int]) -> dict[str, Any]:
         for number in range(rounds):
             for pause in lengths:
                 blocks[str(pause)].append(one_round(loops, number, BLOCKS[pause], pause))
-        profile = profiled(loops, max(3, rounds // 2), lengths)
+        profile = profiled(loops, rounds // 3 or 1, lengths)
         counted = {who: loops.block(who, COUNTED_STEPS, 0.1, count=True) for who in ("bare", "ours")}
         growth = {who: [loops.block(who, GROWTH_STEPS, 0.1) for _ in range(2)] for who in ("bare", "ours")}
     return {"blocks": blocks, "profile": profile, "counted": counted, "growth": growth}
@@ -261,7 +261,7 @@ By how much less a step of {shortest} ms takes without each of the services:
 
 {report.table(["without", *head[1:]], by_service(figures, shortest))}
 
-What is left out of one row may be paid for in another: the rows do not add up. The last row is negative: without it,
+The rows do not add up: without one service, the next one is the first to run in cold caches. The last row is negative: without it,
 the batch is read sample by sample, as the bare loop does, and the generators are watched meanwhile for draws. That is
 the cost of another dataset that is read in the training thread; with workers, there is none.
 
