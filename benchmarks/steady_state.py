@@ -261,9 +261,9 @@ By how much less a step of {shortest} ms takes without each of the services:
 
 {report.table(["without", *head[1:]], by_service(figures, shortest))}
 
-The rows do not add up: without one service, the next one is the first to run in cold caches. The last row is negative: without it,
-the batch is read sample by sample, as the bare loop does, and the generators are watched meanwhile for draws. That is
-the cost of another dataset that is read in the training thread; with workers, there is none.
+The rows do not add up: without one service, the next one is the first to run in cold caches. The last row is a saving
+of ctx.loader: without it, the batch is read sample by sample, as the bare loop does, and the generators are watched
+meanwhile for draws, as for any other dataset that is read in the training thread. With workers, there is neither.
 
 ## Memory
 
