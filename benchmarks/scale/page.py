@@ -176,9 +176,10 @@ def counted_by_kernels(part: list[dict[str, Any]]) -> str:
 Four ranks per node, so that M = N / 4. Counted by the kernel at each rank: segments with data, one per message, that it
 sent to rank 0's store and to the supervisor, with `preflight: true`. A rank that has not called `run.log(reduce=...)`
 looks every 5 s whether rank 0 has: {looks} times in these runs, which are left out above. The two rates grow with N up
-to about 1,024 ranks and are bounded beyond: the value for N = 16,384 is that of the most ranks here. gloo, which
-connects every rank with every other, sends a number of messages that grows with the square of N: that is torch's, and
-another reason to use NCCL for many ranks."""
+to about 1,024 ranks and are bounded beyond: the value for N = 16,384 is that of the most ranks here. The end takes 4 N
+messages; where it took longer than 0.25 s, ranks that log with `reduce` also sent how far they are, as they do in each
+such period. gloo, which connects every rank with every other, sends a number of messages that grows with the square of
+N: that is torch's, and another reason to use NCCL for many ranks."""
 
 
 def exponents_steps() -> int:
