@@ -1,10 +1,16 @@
-"""How fast batches come: ``python -m benchmarks.input`` (``make bench-input``), about 4 minutes.
+"""How fast batches come: ``python -m benchmarks.input`` (``make bench-input``), about 3 minutes.
 
 Three loaders read the same data in two ranks at once: ``ctx.loader``'s, torch's DataLoader with a DistributedSampler,
 and torchdata's StatefulDataLoader with its StatefulDistributedSampler. In each round all of them read so many batches
-in turn, in another order each time; both ranks begin each turn together. What counts is the ratio of two loaders' times
-in the same round and rank. Without workers it is the thread's CPU time, as that thread does all of the work: other
-programs disturb it less than the time that passes, which is measured with workers.
+in turn, in another order each time; both ranks begin each turn together, and hold a batch until they have the next, as
+a loop does. What counts is the ratio of two loaders' times in the same round and rank.
+
+Without workers a turn is an epoch, so that it has what the others do when one begins. Its time is the thread's CPU
+time, as that thread does all of the work: other programs disturb it less than the time that passes.
+
+With workers that time counts. Each turn begins with as many batches as its workers have read ahead, which do not count,
+and ends with a pause in which they read as far ahead again, so that they take no time from the next loader's. An epoch
+is longer than the measurement: that the others' workers begin an epoch with nothing read ahead is left out.
 
 - cheap: a row of 16 numbers and a label from tensors in memory; draws nothing.
 - costly: an image of 160 x 160, cropped and flipped at random and converted to floats.
@@ -23,6 +29,7 @@ import argparse
 import gc
 import itertools
 import multiprocessing
+import os
 import random
 import sys
 import time
@@ -44,27 +51,31 @@ RANKS, WORKERS = 2, (0, 2, 4)
 OURS, TORCH, TORCHDATA = "ctx.loader", "DataLoader", "StatefulDataLoader"
 EMPTY = "DataLoader of numbers"
 LATE, RESUME, RESUME_BAR_S = 1_000_000, 1000, 0.2
+#: Batches that each worker reads ahead, by torch's default, and how long after a turn they have done so at the latest.
+AHEAD, PAUSE_S = 2, 0.05
+#: Samples of an epoch, and of one that no turn reaches the end of.
+EPOCH, LONG = 400_000, 2_000_000
 
 
 class Cheap(Dataset[Any]):
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
-        self._rows, self._labels = torch.randn(400_000, 16), torch.arange(400_000) % 10
+    def __init__(self, batch_size: int, length: int = EPOCH) -> None:
+        self.batch_size, self._length = batch_size, length
+        self._rows, self._labels = torch.randn(length, 16), torch.arange(length) % 10
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._length
 
     def __getitem__(self, index: int) -> Any:
         return self._rows[index], self._labels[index]
 
 
 class Costly(Dataset[Any]):
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
+    def __init__(self, batch_size: int, length: int = EPOCH) -> None:
+        self.batch_size, self._length = batch_size, length
         self._images = torch.randint(0, 256, (64, 3, 160, 160), dtype=torch.uint8)
 
     def __len__(self) -> int:
-        return 100_000
+        return self._length
 
     def __getitem__(self, index: int) -> Any:
         top, left, flip = torch.randint(0, 32, (3,)).tolist()
@@ -86,15 +97,16 @@ class Case:
         return f"{self.kind}, batches of {self.batch_size}, {self.workers} workers"
 
     def dataset(self) -> Any:
-        return {"cheap": Cheap, "costly": Costly}[self.kind](self.batch_size)
+        length = LONG if self.workers else self.batches * self.batch_size * RANKS
+        return {"cheap": Cheap, "costly": Costly}[self.kind](self.batch_size, length)
 
 
 CASES = (
-    Case("cheap", 32, 0, 100),
-    Case("cheap", 64, 0, 60),
-    Case("cheap", 1024, 0, 6),
-    Case("costly", 32, 0, 6),
-    *(Case(kind, size, workers, 20) for kind, size in (("cheap", 1024), ("costly", 32)) for workers in WORKERS[1:]),
+    Case("cheap", 32, 0, 800),
+    Case("cheap", 64, 0, 400),
+    Case("cheap", 1024, 0, 25),
+    Case("costly", 32, 0, 25),
+    *(Case(kind, size, workers, 24) for kind, size in (("cheap", 1024), ("costly", 32)) for workers in WORKERS[1:]),
 )
 
 
@@ -142,21 +154,32 @@ def measure_times(rank: int, barrier: Any, rounds: int) -> list[dict[str, Any]]:
             TORCH: endless(sampled(dataset, rank, case.workers)),
             TORCHDATA: endless(stateful(dataset, rank, case.workers)),
         }
-        clock = time.perf_counter if case.workers else time.thread_time
         times: dict[str, list[float]] = {loader: [] for loader in streams}
-        for number in range(-1, rounds if case.workers else 3 * rounds):  # one to warm up
+        for number in range(-1, rounds):  # one to warm up
             for loader in random.Random(number).sample(sorted(streams), len(streams)):  # the same in both ranks
                 barrier.wait()
-                started = clock()
-                for _ in range(case.batches):
-                    next(streams[loader])
-                times[loader] += [(clock() - started) / case.batches] if number >= 0 else []
+                taken = turn(streams[loader], case)
+                times[loader] += [taken] if number >= 0 else []
         found.append({"case": case.name, "rank": rank, "times": times})
         if rank == 0:
             print(f"{case.name}: measured", file=sys.stderr, flush=True)
         del streams
         gc.collect()
     return found
+
+
+def turn(stream: Iterator[Any], case: Case) -> float:
+    """Seconds per batch."""
+    clock = time.perf_counter if case.workers else time.thread_time
+    for _ in itertools.islice(stream, AHEAD * case.workers):
+        pass
+    started = clock()
+    for _ in itertools.islice(stream, case.batches):
+        pass
+    taken = clock() - started
+    if case.workers:
+        time.sleep(AHEAD * case.workers * taken / case.batches + PAUSE_S)
+    return taken / case.batches
 
 
 def measure_resumes(rank: int, barrier: Any, repeats: int) -> list[dict[str, Any]]:
@@ -199,6 +222,7 @@ def resumed(dataset: Any, rank: int, workers: int, state: Any) -> Iterator[Any]:
 
 def measure(rank: int, barrier: Any, results: Any, rounds: int, repeats: int) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # as a rank of a job does: a full garbage collection would take as long as a turn
     multiprocessing.set_start_method("fork", force=True)  # of workers: spawned processes have inherited "spawn"
     results.put((measure_times(rank, barrier, rounds), measure_resumes(rank, barrier, repeats)))
 
@@ -234,21 +258,22 @@ def resume_row(resumes: list[dict[str, Any]], workers: int) -> rows.Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="with workers; three times as many without")
+    parser.add_argument("--rounds", type=int, default=30, help="of each row")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--quick", action="store_true", help="5 rounds, 3 repeats")
     parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
     rounds, repeats = (5, 3) if options.quick else (options.rounds, options.repeats)
-    write(options.out, rounds, repeats, *run(rounds, repeats))
+    load = os.getloadavg()[0]
+    write(options.out, rounds, repeats, load, *run(rounds, repeats))
 
 
-def write(folder: Path, rounds: int, repeats: int, times: Any, resumes: Any) -> None:
+def write(folder: Path, rounds: int, repeats: int, load: float, times: Any, resumes: Any) -> None:
     found = [time_row(times, case.name) for case in CASES]
     found += [resume_row(resumes, workers) for workers in WORKERS]
     text = f"""# How fast batches come
 
-{report.place("while other programs ran")} {time.strftime("%Y-%m-%d")}, torchdata {version("torchdata")}.
+{report.place(f"load {load:.1f} before")} {time.strftime("%Y-%m-%d")}, torchdata {version("torchdata")}.
 `make bench-input`.
 
 Only ratios within a row are exact: the machine had less to give in some rows than in others, and two ranks with 4
@@ -257,13 +282,19 @@ workers each are more processes than it has cores. There is no GPU in these figu
 {rows.table([row.as_json() for row in found])}
 
 A ratio above 1 means that ctx.loader takes longer; it is met if its interval includes 1. Medians in each of {RANKS}
-ranks, which read at the same time, of {3 * rounds} rounds without workers (CPU time of the thread that does the work)
-and {rounds} with workers (time that passes), in which the three loaders read in turn. Cheap: a row of 16 numbers and a
-label; costly: an image, cropped and flipped at random. The limit is the faster of torch's DataLoader and torchdata's
-StatefulDataLoader.
+ranks, which read at the same time, of {rounds} rounds, in which the three loaders read in turn: an epoch without
+workers (CPU time of the thread that does the work), 24 batches with workers (time that passes). Cheap: a row of 16
+numbers and a label; costly: an image, cropped and flipped at random. The limit is the faster of torch's DataLoader and
+torchdata's StatefulDataLoader.
 
 Only the costly samples draw random numbers. Those of ctx.loader do not depend on the number of ranks and workers, as
-torch's generator is seeded for each sample, which takes 3 to 4 us.
+torch's generator is seeded for each sample, which takes 2 to 4 us. It gains more by copying each image into the batch
+while it is in the CPU's cache.
+
+Until November 23 no turn began an epoch, when the others draw all of its samples; batches that workers had read ahead
+counted; each batch was dropped before the next was made, unlike in a loop; and a full garbage collection, as long as a
+turn, fell into the turns of one loader or another. Now it leaves out what is there before the loaders are, as in a
+rank of a job.
 
 A resume is timed from making the loader to its first batch of 64 cheap samples, at step {LATE:,}: {repeats} times per
 rank. The loader of numbers shows what starting workers and one batch take. torchdata's, from its state at step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -67,38 +68,44 @@ def close(iterator: Any) -> None:
 
 
 def _start(loader: DataLoader[Any], known: weakref.WeakSet[Any]) -> Any:
-    with signals.blocked(loader), _ending_with_the_rank(loader):
+    with signals.blocked(loader), _beginning(loader):
         iterator = _iter_of_torch(loader)
     known.add(iterator)
     return iterator
 
 
 @contextmanager
-def _ending_with_the_rank(loader: DataLoader[Any]) -> Iterator[None]:
-    """Workers that are started inside and not forked end when their rank is killed.
-
-    torch's end when they have another parent than at first. The parent of a fork server's workers is that server, which
-    lives as long as they do; a spawned one may lose its parent before it looks for the first time.
-    """
-    if not loader.num_workers or signals.start_method(loader) == "fork":
+def _beginning(loader: DataLoader[Any]) -> Iterator[None]:
+    """Workers that are started inside begin as ``_Beginning`` says."""
+    if not loader.num_workers:
         yield
         return
     given = loader.worker_init_fn
-    loader.worker_init_fn = _Watching(given)
+    loader.worker_init_fn = _Beginning(given, forked=signals.start_method(loader) == "fork")
     try:
         yield
     finally:
         loader.worker_init_fn = given
 
 
-class _Watching:
-    """A ``worker_init_fn``: a thread waits for the rank's end. Then calls the given one."""
+class _Beginning:
+    """A ``worker_init_fn``, around the given one.
 
-    def __init__(self, given: Callable[[int], None] | None) -> None:
-        self._given = given
+    The garbage collector leaves out what a worker has when it begins, such as the modules: going through it takes tens
+    of milliseconds each time, and copies the rank's memory.
+
+    A worker that is not forked ends when its rank is killed. torch's end when they have another parent than at first.
+    The parent of a fork server's workers is that server, which lives as long as they do; a spawned one may lose its
+    parent before it looks for the first time.
+    """
+
+    def __init__(self, given: Callable[[int], None] | None, forked: bool) -> None:
+        self._given, self._forked = given, forked
 
     def __call__(self, worker: int) -> None:
-        threading.Thread(target=_end_with_the_rank, name="rank", daemon=True).start()
+        gc.freeze()
+        if not self._forked:
+            threading.Thread(target=_end_with_the_rank, name="rank", daemon=True).start()
         if self._given is not None:
             self._given(worker)
 

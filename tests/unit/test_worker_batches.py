@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import pickle
 from collections.abc import Callable
@@ -60,6 +61,20 @@ def batches(kind: str, workers: int, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_workers_are_the_same(kind: str) -> None:
     assert batches(kind, 1) == batches(kind, 0)
+
+
+class Frozen(Made):
+    def __getitem__(self, index: int) -> int:
+        return gc.get_freeze_count()
+
+
+def test_what_a_worker_begins_with_is_left_out_of_its_garbage_collections() -> None:
+    found = []
+    for workers in (0, 1):
+        stream = Loader(Frozen(""), 1, order=Shuffled(), seed=1, rank=0, world_size=1, num_workers=workers).batches(0)
+        found.append(next(stream).item())
+        stream.close()  # type: ignore[attr-defined]
+    assert found[1] > found[0] + 1000
 
 
 def collate_of_a_script(samples: list[Any]) -> Any:
