@@ -66,5 +66,5 @@ def test_a_job_that_is_suspended_for_longer_than_the_watchdog_waits_does_not_han
     wait_until(lambda: time.monotonic() - suspended > LONG_S, "time to pass")
     cluster.root(["scontrol", "resume", training.job_id])
     assert training.finish() == "completed", story(training.run)
-    assert (training.run.attempts(), events_of(training.run, "hung")) == ([0], [])
+    assert (training.run.attempts(), events_of(training.run, "hung")) == ([0], []), story(training.run)
     check_same_run(training.run, uninterrupted_training)
