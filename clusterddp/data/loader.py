@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, default_collate
 
 from clusterddp.data import randomness
 from clusterddp.data.batches.collation import collated, is_torchs
-from clusterddp.data.batches.message import InMessage
 from clusterddp.data.device import to_device
 from clusterddp.data.loader_options import checked
 from clusterddp.data.orders.order import Binding, BoundOrder, Order, ScheduledOrder
@@ -260,7 +259,11 @@ class Loader:
         collate = self._options.get("collate_fn")
         self._samples.may_join = is_torchs(collate)
         collate = collated if self._samples.may_join else collate or default_collate
-        options = {**self._options, "collate_fn": InMessage(collate) if self.workers else collate}
+        if self.workers:
+            from clusterddp.data.batches.message import InMessage
+
+            collate = InMessage(collate)
+        options = {**self._options, "collate_fn": collate}
         loader = ShieldedDataLoader(self._samples, batch_sampler=batches, **options)
         iterator: Iterator[Any] = iter(loader)  # draws a random number, in any case
         if self.workers or loader.pin_memory:

@@ -19,7 +19,7 @@ import pytest
 LIMITS = {
     "clusterddp": 6,
     "clusterddp.checkpoint": 17,
-    "clusterddp.data": 25,
+    "clusterddp.data": 28,
     "clusterddp.distributed": 8,
     "clusterddp.jobdef": 9,
     "clusterddp.rundir": 9,
