@@ -11,8 +11,8 @@ into a new model and an optimizer without state:
 Seconds are from when all ranks are there until all have loaded. Warm: the file is in the page cache. Cold: it was
 dropped from there (``POSIX_FADV_DONTNEED``), though a virtual disk's host may still have it in memory. Bytes read are
 those of read calls (rchar in /proc/self/io) of all ranks, by the size of the file. CPU time is that of the ranks'
-processes. Memory is the sum of all ranks' proportional shares (PSS) at its peak, above what the ranks have once all is
-loaded, by the size of the state: the median of three, as the ranks' shares are not read at the same moment.
+processes. Memory is that of all ranks at its peak, above what they have once all is loaded, by the size of the state;
+what they share counts once. The median of three.
 
 Bars: at most 1.2 times torch's time at one rank, and 1.0 times at 4 and more; the file is read once; memory of at most
 1.2 states.
@@ -220,8 +220,9 @@ class Sampler:
             self._peak = max(self._peak, self.now())
 
     def now(self) -> int:
-        """The memory of all."""
-        return sum(map(share_of, self._pids))
+        """The memory of all. What they share counts once, as not all are read at the moment when one maps it."""
+        found = [memory_of(pid) for pid in self._pids]
+        return sum(own for own, _ in found) + max(shared for _, shared in found)
 
     def close(self) -> int:
         """Ends the thread; the most that it has seen."""
@@ -230,10 +231,13 @@ class Sampler:
         return self._peak
 
 
-def share_of(pid: int) -> int:
-    """A process's memory, in bytes; of what it shares with others, its part."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+def memory_of(pid: int) -> tuple[int, int]:
+    """A process's memory, with its part of mapped files, and what it has of files without a name; bytes."""
+    lines = [*Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:], *Path(f"/proc/{pid}/status").open()]
+    kilobytes = {
+        name: int(words.split()[0]) for name, _, words in (line.partition(":") for line in lines) if "kB" in words
+    }
+    return 1024 * (kilobytes["Pss_Anon"] + kilobytes["Pss_File"]), 1024 * kilobytes["RssShmem"]
 
 
 # ---- around them
