@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, SubsetRandomSampler
 
 from clusterddp import orders
 from clusterddp.data.loader import Loader
-from clusterddp.data.orders import mixture, plain
+from clusterddp.data.orders import mixture, order
 from clusterddp.data.orders.choice import chosen
 from clusterddp.data.orders.order import Order
 
@@ -196,10 +196,10 @@ def test_epochs_are_counted_as_the_samples_say(case: Case, step: int) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(cases(), st.integers(0, 30), st.sampled_from([1, 7, plain._AT_ONCE]))
+@given(cases(), st.integers(0, 30), st.sampled_from([1, 7, order._AT_ONCE]))
 def test_steps_that_are_drawn_together_have_the_same_samples(case: Case, first: int, at_once: int) -> None:
     """``at_once``: how many samples may be drawn in one call."""
-    with mock.patch.object(plain, "_AT_ONCE", at_once):
+    with mock.patch.object(order, "_AT_ONCE", at_once):
         loader = case.loader(case.ranks - 1, case.ranks)
         drawn = list(itertools.islice(loader._batches(first), 20))
     for step, batch in enumerate(drawn, first):

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import HashStore
 import clusterddp
 from clusterddp.data import randomness
 from clusterddp.data.loader import Loader
-from clusterddp.data.orders.plain import _AT_ONCE, Shuffled
+from clusterddp.data.orders.order import _AT_ONCE
+from clusterddp.data.orders.plain import Shuffled
 from clusterddp.data.training_loader import training_loader
 from clusterddp.training.log.reduction import Sender
 from clusterddp.training.log.values import Values

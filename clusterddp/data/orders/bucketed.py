@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clusterddp.data.orders.order import Binding, BoundOrder, EpochOrder, Order
+from clusterddp.data.orders.order import ArrayOrder, Binding, BoundOrder, Order
 from clusterddp.data.orders.permutation import Permutation, keys, mixed
 from clusterddp.data.orders.values import array_of, check_length, count_of, short_hash
 
@@ -55,9 +55,9 @@ class _Epoch:
         self._order = Permutation(self._whole, "bucketed batches", to.seed, number)
         self._mixing = lru_cache(64)(self._mixing_of)
 
-    def indices(self, start: int, stop: int) -> Indices:
-        """Places in the sorted list of the epoch's samples ``start`` to ``stop`` - 1."""
-        return self._mixed(self._places(np.arange(start, stop)))
+    def at(self, offsets: Indices) -> Indices:
+        """Places in the sorted list of the epoch's samples at these offsets."""
+        return self._mixed(self._places(offsets))
 
     def _places(self, offsets: Indices) -> Indices:
         """Before samples are mixed within their buckets."""
@@ -87,15 +87,15 @@ class _Epoch:
         return first, Permutation(stop - first, "bucketed", *self._key, bucket)
 
 
-class _Buckets(EpochOrder):
+class _Buckets(ArrayOrder):
     def __init__(self, label: str, in_order: Indices, buckets: int, to: Binding) -> None:
         super().__init__(label, to.of_epoch(to.length))
         self._sorted = in_order
         width = -(-to.length // max(1, min(buckets, to.length // (_BATCHES * to.global_batch))))
         self._epoch = lru_cache(2)(lambda number: _Epoch(to.length, width, number, to))
 
-    def indices(self, epoch: int, start: int, stop: int) -> list[int]:
-        found: list[int] = self._sorted[self._epoch(epoch).indices(start, stop)].tolist()
+    def at(self, epoch: int, places: Indices) -> Indices:
+        found: Indices = self._sorted[self._epoch(epoch).at(places)]
         return found
 
 

@@ -14,10 +14,16 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 #: (epoch, index), or (epoch, index, draw) where an epoch may have a sample twice. Two samples of a stream that are
 #: equal get the same random augmentation: it is seeded from all of this.
 Sample: TypeAlias = tuple[Any, ...]
 
+Indices = npt.NDArray[np.int64]
+#: Samples that are drawn in one call, where shares are small.
+_AT_ONCE = 4096
 
 #: Samples, transposed: all epochs, all indices, and all draws if there are some.
 Columns: TypeAlias = Sequence[Sequence[Any]]
@@ -118,3 +124,45 @@ class EpochOrder(BoundOrder):
             found += zip(repeat(epoch), self.indices(epoch, first, last), *draws)
             start += last - first
         return found
+
+
+class ArrayOrder(EpochOrder):
+    """An order that draws samples at any places of an epoch in one call of numpy."""
+
+    @abstractmethod
+    def at(self, epoch: int, places: Indices) -> Indices:
+        """The samples at these places of an epoch, which ascend. May change the array that it is given."""
+
+    def indices(self, epoch: int, start: int, stop: int) -> list[Any]:
+        found: list[int] = self.at(epoch, np.arange(start, stop)).tolist()
+        return found
+
+    def shares(self, start: int, size: int, stride: int) -> Iterator[Columns]:
+        """A call takes 40 us for few places and 140 for 4096, in the order that is used most: small shares are drawn
+        together, as many as an epoch has at most.
+        """
+        at_once = max(1, min(_AT_ONCE // size, self.length // stride))
+        places = (np.arange(at_once)[:, None] * stride + np.arange(size)).ravel()
+        for first in itertools.count(start, at_once * stride):
+            columns = self._drawn(first, places)
+            rows = [
+                repeat((column,) * size) if isinstance(column, int) else column.reshape(-1, size).tolist()
+                for column in columns
+            ]
+            yield from zip(*rows)  # noqa: B905
+
+    def _drawn(self, first: int, places: Indices) -> tuple[Indices | int, ...]:
+        """The samples that are so many places behind position ``first``: their epochs or epoch, indices, and draws."""
+        epoch, inside = divmod(first, self.length)
+        if inside + int(places[-1]) < self.length:
+            epochs: Indices | int = epoch
+            draws = places + inside
+            found = self.at(epoch, draws.copy())
+        else:
+            numbers, draws = np.divmod(places + inside, self.length)
+            found = draws.copy()
+            for number in range(int(numbers[0]), int(numbers[-1]) + 1):
+                of = slice(*np.searchsorted(numbers, (number, number + 1)))
+                found[of] = self.at(epoch + number, found[of].copy())
+            epochs = numbers + epoch
+        return (epochs, found, draws) if self.repeats else (epochs, found)

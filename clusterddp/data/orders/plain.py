@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from functools import lru_cache
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from clusterddp.data import randomness
-from clusterddp.data.orders.order import Binding, BoundOrder, Columns, EpochOrder, Order
+from clusterddp.data.orders.order import ArrayOrder, Binding, BoundOrder, EpochOrder, Indices, Order
 from clusterddp.data.orders.permutation import Permutation
 
 _RANDPERM = "shuffled-1"
-#: Samples that are drawn in one call.
-_AT_ONCE = 4096
-Indices = npt.NDArray[np.int64]
 
 
 class Shuffled(Order):
@@ -49,34 +42,13 @@ class _InSequence(EpochOrder):
         return list(range(start, stop))
 
 
-class _Permuted(EpochOrder):
+class _Permuted(ArrayOrder):
     def __init__(self, to: Binding) -> None:
         super().__init__("shuffled-2", to.of_epoch(to.length))
         self._permutation = lru_cache(2)(lambda epoch: Permutation(to.length, "shuffled", to.seed, epoch))
 
-    def indices(self, epoch: int, start: int, stop: int) -> list[int]:
-        found: list[int] = self._permutation(epoch)(np.arange(start, stop)).tolist()
-        return found
-
-    def shares(self, start: int, size: int, stride: int) -> Iterator[Columns]:
-        """A call of the permutation takes 40 us for few places and 140 for 4096: small shares are drawn together."""
-        at_once = max(1, _AT_ONCE // size)
-        places = (np.arange(at_once)[:, None] * stride + np.arange(size)).ravel()
-        for first in itertools.count(start, at_once * stride):
-            epochs, indices = self._drawn(first, places)
-            rows = itertools.repeat((epochs,) * size) if isinstance(epochs, int) else epochs.reshape(-1, size).tolist()
-            yield from zip(rows, indices.reshape(-1, size).tolist())  # noqa: B905
-
-    def _drawn(self, first: int, places: Indices) -> tuple[Indices | int, Indices]:
-        """The indices of samples that are so many places behind position ``first``, and their epochs or epoch."""
-        epoch, inside = divmod(first, self.length)
-        if inside + int(places[-1]) < self.length:
-            return epoch, self._permutation(epoch)(places + inside)
-        epochs, found = np.divmod(places + inside, self.length)
-        for number in range(int(epochs[0]), int(epochs[-1]) + 1):
-            of = slice(*np.searchsorted(epochs, (number, number + 1)))
-            found[of] = self._permutation(epoch + number)(found[of])
-        return epochs + epoch, found
+    def at(self, epoch: int, places: Indices) -> Indices:
+        return self._permutation(epoch)(places)
 
 
 class _Randperm(EpochOrder):

@@ -7,12 +7,11 @@ differ from epoch to epoch, and the samples are shuffled within each window.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from clusterddp.data.orders.order import Binding, BoundOrder, EpochOrder, Order
+from clusterddp.data.orders.order import ArrayOrder, Binding, BoundOrder, Order
 from clusterddp.data.orders.permutation import Permutation, keys
 from clusterddp.data.orders.values import count_of, short_hash
 
@@ -50,9 +49,8 @@ class _Epoch:
         self._shift = int(keys("by_shard shift", seed, number)[0]) % window
         self._mixing = lru_cache(64)(self._mixing_of)
 
-    def indices(self, start: int, stop: int) -> Indices:
-        """The samples at places ``start`` to ``stop`` - 1 of the epoch."""
-        places = np.arange(start, stop)
+    def at(self, places: Indices) -> Indices:
+        """The samples at these places of the epoch."""
         windows = (places + self._shift) // self._window
         for window in np.unique(windows).tolist():
             inside = windows == window
@@ -68,13 +66,12 @@ class _Epoch:
         return first, Permutation(stop - first, "by_shard window", *self._key, window)
 
 
-class _Windows(EpochOrder):
+class _Windows(ArrayOrder):
     def __init__(self, lengths: Indices, window: int, to: Binding) -> None:
         label = f"by_shard-1 (window {window}, {lengths.size} shards {short_hash(lengths)})"
         super().__init__(label, to.of_epoch(to.length))
         starts = np.cumsum(lengths) - lengths
         self._epoch = lru_cache(2)(lambda number: _Epoch(lengths, starts, window, to.seed, number))
 
-    def indices(self, epoch: int, start: int, stop: int) -> list[Any]:
-        found: list[int] = self._epoch(epoch).indices(start, stop).tolist()
-        return found
+    def at(self, epoch: int, places: Indices) -> Indices:
+        return self._epoch(epoch).at(places)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clusterddp.data.orders.order import Binding, BoundOrder, EpochOrder, Order
+from clusterddp.data.orders.order import ArrayOrder, Binding, BoundOrder, Order
 from clusterddp.data.orders.permutation import keys, mixed
 from clusterddp.data.orders.values import Array, array_of, check_length, optional_count, short_hash
 
@@ -48,19 +48,17 @@ class Weighted(Order):
         return _Draws(label, to.of_epoch(samples), self._table, to.seed)
 
 
-class _Draws(EpochOrder):
+class _Draws(ArrayOrder):
     repeats = True
 
     def __init__(self, label: str, length: int, table: _Table, seed: int) -> None:
         super().__init__(label, length)
         self._table, self._key = table, keys("weighted", seed)[0]
 
-    def indices(self, epoch: int, start: int, stop: int) -> list[int]:
-        first = epoch * self.length
-        draws = np.arange(first + start, first + stop).astype(np.uint64)
+    def at(self, epoch: int, places: Indices) -> Indices:
+        draws = (places + epoch * self.length).astype(np.uint64)
         points = (mixed(draws * _GOLDEN + self._key) >> _11) * 2.0**-53
-        found: list[int] = self._table.find(points).tolist()
-        return found
+        return self._table.find(points)
 
 
 class _Table:
