@@ -63,6 +63,16 @@ class Training:
         ready = (self.marks / f"{attempt}-0").exists
         self.wait(ready, f"attempt {attempt} at its moment")
 
+    def comes_to_its_moment(self, attempt: int) -> bool:
+        """As ``wait_at_moment``; False if Slurm does not start the attempt's ranks."""
+        mark = self.marks / f"{attempt}-0"
+        not_started: Callable[[], bool] = lambda: any(  # noqa: E731
+            event["attempt"] == attempt and "was not started" in event["error"]
+            for event in events_of(self.run, "rank_failed")
+        )
+        self.wait(lambda: mark.exists() or not_started(), f"attempt {attempt} at its moment")
+        return mark.exists()
+
     def go(self, attempt: int) -> None:
         (self.marks / f"{attempt}-go").touch()
 
@@ -113,10 +123,12 @@ class Training:
 def preempt_at_each(training: Training, moments: Sequence[str]) -> None:
     """Preempts attempt 0 at the first moment, attempt 1 at the second, and so on.
 
-    In its last step a run may be done before the signal reaches its ranks: it is over then.
+    In its last step a run may be done before the signal reaches its ranks: it is over then. An attempt whose ranks
+    Slurm did not start (fault 41) is restarted in place, and its moment left out.
     """
     for attempt, moment in enumerate(moments):
-        training.wait_at_moment(attempt)
+        if not training.comes_to_its_moment(attempt):
+            continue
         training.preempt()
         training.go(attempt)
         if moment == "last step":

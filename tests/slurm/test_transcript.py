@@ -71,7 +71,7 @@ LOOKING: dict[str, dict[str, Cell | None]] = {
         "running": (0, r"state +job \d+ \(RUNNING on n2\)"),
         "resumed": (0, r"state +job \d+ \(RUNNING on n1\)(.|\n)*attempts +2"),
         "member": (0, r"state +job \d+_0 \(RUNNING on n1\)"),
-        "next-member": (0, r"state +job \d+_1 \(PENDING\)\nwaits +as many members of its sweep are running as may run"),
+        "next-member": (0, r"state +job \d+_1 \(PENDING\)\nwaits +its sweep has reached its limit"),
         "completed": (0, r"state +completed"),
         "failed": (0, r"state +failed.*ValueError: bad label"),
         "hung": (0, r"state +failed.*hung"),
