@@ -36,7 +36,7 @@ SCALE = 1.0 if sys.version_info[:2] == (3, 11) else 1.2
 TIMING, LOGGING, ALL = (SCALE * count for count in (515, 1005, 2150))
 LOGGED_MODULES = ("training/log/", "training/metrics.py", "training/saving.py")
 #: Of each sample that is read without workers, of a batch of them, and more of each sample that draws from torch.
-SAMPLE_READ, BATCH_READ, SAMPLE_SEEDED = (SCALE * count for count in (7.5, 380, 63))
+SAMPLE_READ, BATCH_READ, SAMPLE_SEEDED = (SCALE * count for count in (7.5, 390, 63))
 #: The memory that is held is compared after so many steps, once queues and statistics have their length.
 GROWN_AFTER, GROWTH_STEPS = 400, 1600
 #: On a rank other than 0.
