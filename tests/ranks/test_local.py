@@ -297,9 +297,10 @@ def test_a_run_that_finishes_despite_ctrl_c_is_completed(run: RunDirectory, tmp_
     ("code", "words"), [(0, "attempt 0: completed after 1 attempt"), (3, "attempt 0: failed: rank 0 .*")]
 )
 def test_on_a_full_disk_the_end_is_reported_on_the_terminal(
-    run: RunDirectory, tmp_path: Path, code: int, words: str
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str
 ) -> None:
     """One sentence says that it could not be recorded; no traceback, and the training's exit code."""
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # `make coverage` could not write its data
     script = tmp_path / "fills.py"
     script.write_text(  # from now on the supervisor can write no byte into a file
         "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (0, 0))\n"

@@ -144,6 +144,8 @@ def test_what_ddp_broadcasts_is_a_wait_in_the_forward_and_elsewhere(monkeypatch:
         assert told(times) == [1, 0.0, 1.0 + 8.0, 8.0 + 8.0, 0.0]
         times.close()
         model._sync_buffers()
+        # Else the function's return ends the group's threads, by DDP's reducer, with the GIL held: it hung there once.
+        del model, copied, module, parts, times
     finally:
         dist.destroy_process_group()
 
