@@ -113,6 +113,7 @@ def test_children_of_every_kind_have_default_signals_and_exit_on_their_own(
     script, seen = tmp_path / "forks.py", tmp_path / "seen.json"
     script.write_text(FORKS)
     monkeypatch.setenv("SEEN", str(seen))
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # `make coverage` would handle TERM in each child
     run = RunDirectory(tmp_path / "run")
     done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--preempt-after", "8")
     assert done.returncode == 0, done.stderr + story(run)
