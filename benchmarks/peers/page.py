@@ -121,7 +121,7 @@ def matrix_table(by_key: dict[tuple[str, str], dict[str, Any]]) -> str:
             return NOT_RUN if peer != LIMIT.name else "-"
         if not one["completed"]:
             return "not done" if one["still_training"] else "**lost**"
-        lost = f" ({one['run'] - one['completed']} of {one['run']} lost)" if one["completed"] < one["run"] else ""
+        lost = f" ({_incomplete(one)})" if one["completed"] < one["run"] else ""
         each = one["ettr_of_each"]
         return f"{one['ettr']:.2f}{f' ({min(each):.2f} to {max(each):.2f})' if len(each) > 1 else ''}{lost}"
 
@@ -211,12 +211,19 @@ def _note(name: str) -> str:
     )
 
 
+def _incomplete(one: dict[str, Any]) -> str:
+    """How many of a peer's cells did not complete."""
+    slow, lost = one["still_training"], one["run"] - one["completed"] - one["still_training"]
+    words = {"not done": slow, "lost": lost}
+    return ", ".join(f"{count} of {one['run']} {word}" for word, count in words.items() if count)
+
+
 def _wall(one: dict[str, Any]) -> str:
     if not one["completed"]:
         word = "not done," if one["still_training"] else "**lost**"
         return f"{word} at step {max(one['reached'])}: {', '.join(one['end'])}"
     alone = f" ({one['undisturbed_s']:.0f})" if one["undisturbed_s"] else ""
-    lost = f"; {one['run'] - one['completed']} of {one['run']} lost" if one["completed"] < one["run"] else ""
+    lost = f"; {_incomplete(one)}" if one["completed"] < one["run"] else ""
     return f"{one['wall_s']:.0f} s{alone}{lost}"
 
 

@@ -122,7 +122,14 @@ def test_the_page_says_what_is_lost_and_what_was_not_run(tmp_path: Path) -> None
     cells = [cell(name, "none", whole) for name in ("clusterddp", "limit", "torchrun")]
     cells += [cell(schedule=name) for name in ("preempt", "preempt-60")] + [cell("limit")]
     cells += [cell("torchrun", lines=INTERRUPTED[:4], finished=None, end="no job left", slurm="FAILED 1:0")]
+    late = [Line(8.0 + CELL_S - 10 + n, n, 1) for n in range(4)]
+    cells += [cell("submitit", "kill-90", finished=None, end="no job left", repetition=2)]
+    cells += [
+        cell("submitit", "kill-90"),
+        cell("submitit", "kill-90", late, finished=None, end="not done", repetition=1),
+    ]
     text, raw = describe(cells, tmp_path, "Slurm 22.05.8")
+    assert "1 of 3 not done, 1 of 3 lost" in text
     assert "| torchrun | **lost** at step 4: job FAILED |" in text and "| submitit | not run |" in text
     assert [(row["allowed"], row["met"]) for row in raw["rows"]] == [(None, None), (1 / 0.97, None), (None, None)]
     assert all(rows.problem(row) is None for row in raw["rows"])
