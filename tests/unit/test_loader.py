@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import time
 import weakref
 from contextlib import suppress
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -216,7 +216,7 @@ def test_workers_that_are_not_forked_end_when_their_rank_is_killed(method: str, 
         with suppress(ProcessLookupError):
             ended = os.pidfd_open(worker)
             try:
-                assert select.select([ended], [], [], 60)[0], f"the {method} worker is still there"
+                assert connection.wait([ended], 60), f"the {method} worker is still there"
             finally:
                 signal.pidfd_send_signal(ended, signal.SIGKILL)
                 os.close(ended)
