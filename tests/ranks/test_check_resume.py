@@ -174,4 +174,4 @@ def test_the_example_jobs_pass(job: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, "no difference in " in done.stderr) == (0, True), done.stderr
     assert "across an epoch's end" in done.stderr or JOBS[job] == "12", done.stderr
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert not any((tmp_path / "runs").glob("*"))
