@@ -100,11 +100,11 @@ def page(folder: Path) -> str:
     found = gathered(folder)
     return f"""# What clusterddp costs
 
-Written by `python -m benchmarks.page` from the JSON files beside it. CPUs and gloo on one busy machine: no GPU, no
-network between nodes, no shared file system. The limit of a row was measured in turns with ours, in the same run. It is
-what the machine, or the least program for the same job, takes. Only the ratio tells something about another machine.
-An interval without width is that of a count, or of a single run, which says nothing of its spread. Rows from `bench`
-have few repetitions, on a machine with much other work.
+Written by `python -m benchmarks.page` from the JSON files beside it. CPUs and gloo on one machine, in the load that
+each page names: no GPU, no network between nodes, no shared file system. The limit of a row was measured in turns with
+ours, in the same run. It is what the machine, or the least program for the same job, takes. Only the ratio tells
+something about another machine. An interval without width is that of a count, or of a single run, which says nothing of
+its spread. Rows from `bench` have few repetitions.
 
 {table(found)}
 
