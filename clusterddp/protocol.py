@@ -145,11 +145,12 @@ HOOK_EVENTS: Mapping[str, str] = {
 
 # --- the control channel: one JSON object per line
 
-#: A rank's first message, and the supervisor's answer once rank 0 has joined: where rank 0's store is, and how many of
-#: this rank's events it has.
-HELLO, ANSWER, REFUSAL = "token rank port host pid process", "host port known term_notice_s?", "refused"
+#: A rank's first message, and the supervisor's answer once rank 0 has joined: where rank 0's store is, whether it is
+#: open, and how many of this rank's events it has.
+HELLO, ANSWER, REFUSAL = "token rank port host pid process", "host port open known term_notice_s?", "refused"
 #: Then the rank sends events, and the supervisor may send an order with its reason.
 ORDERS: Mapping[str, str] = {
+    "connect": "rank 0's store accepts connections",
     "stop": "stop at a step boundary",
     "flight_record": "write torch's flight record of the last collectives",
     "stacks": "answer with the stacks of all threads; the text is the request's number",
@@ -161,6 +162,7 @@ ORDERS: Mapping[str, str] = {
 #: Events that are not written into the history.
 CHANNEL_EVENTS: Mapping[str, Event] = {
     "joined": Event("host pid address", "made by the supervisor from a rank's first message"),
+    "serving": Event("", "rank 0's store accepts connections"),
     "alive": Event(
         "count step age_s allowed_s own_s? step_s? timing? timing_age_s? histograms? place? waits? line? still_s?",
         "the rank's heartbeat; `timing`: the steps timed `timing_age_s` ago, and the seconds of each phase in them",

@@ -6,9 +6,11 @@ import hashlib
 import resource
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,15 +124,40 @@ def allow_connections(rank: int, world_size: int) -> None:
         )
 
 
+def listen_on_ipv4(address: StoreAddress) -> int | None:
+    """A listening socket for the store, as a descriptor; None if its address is not an IPv4 address.
+
+    torch's own socket is for IPv6, too: it has 127.0.0.1 as ::ffff:127.0.0.1, whose name is not in /etc/hosts, so that
+    the store's only thread asks the DNS for each client, and serves nobody meanwhile. OSError if the port is in use.
+    """
+    try:
+        socket.inet_aton(address.host)
+    except OSError:
+        return None
+    return socket.create_server(("", address.port)).detach()
+
+
 class ProcessGroup:
-    """The default process group of torch.distributed and its store; every attempt has a store of its own."""
+    """The default process group of torch.distributed and its store; every attempt has a store of its own.
+
+    ``on_open`` is called on rank 0 once the store accepts connections. ``await_open(seconds)``, on other ranks, returns
+    once it does, or after so many seconds at the latest. torch can do without: a rank that finds the port closed tries
+    again after pauses that grow from 0.5 s to 60 s, so that with many ranks the last one comes seconds late.
+    """
 
     def __init__(
-        self, environment: RankEnvironment, device: torch.device, backend: str, address: StoreAddress, start_s: float
+        self,
+        environment: RankEnvironment,
+        device: torch.device,
+        backend: str,
+        address: StoreAddress,
+        start_s: float,
+        on_open: Callable[[], None] = lambda: None,
+        await_open: Callable[[float], None] = lambda _: None,
     ) -> None:
         self.rank, self.world_size = environment.rank, environment.world_size
         self.device, self.backend = device, backend
-        self._start_s = start_s
+        self._start_s, self._on_open, self._await_open = start_s, on_open, await_open
         if self.world_size > 1:
             allow_connections(self.rank, self.world_size)
         self._tcp, self._address = self._open(address)
@@ -192,12 +219,15 @@ class ProcessGroup:
         owns = self.rank == 0 and not address.agent
         where = f"rank 0's store at {address.host}:{address.port}"
         started = time.monotonic()
+        if not owns and not address.agent:
+            self._await_open(self._start_s)
         try:
-            store = self._tcp_store(address, owns)
+            store = self._tcp_store(address, owns, self._start_s - (time.monotonic() - started))
             if owns:
                 store.set(_OWNER, f"{address.digest} {address.owner}")
+                self._on_open()
             mark = address.digest if address.agent else store.get(_OWNER).decode(errors="replace")
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             doing = "open" if owns else "reach"
             raise LauncherEnvironmentError(
                 f"rank {self.rank} could not {doing} {where} ({time.monotonic() - started:.0f} s): {error}"
@@ -211,12 +241,15 @@ class ProcessGroup:
             )
         return store, address
 
-    def _tcp_store(self, address: StoreAddress, is_master: bool) -> TCPStore:
-        timeout = timedelta(seconds=self._start_s)
-        return TCPStore(address.host, address.port, is_master=is_master, wait_for_workers=False, timeout=timeout)
+    def _tcp_store(self, address: StoreAddress, is_master: bool, connect_s: float) -> TCPStore:
+        listener = listen_on_ipv4(address) if is_master else None
+        options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=max(1.0, connect_s))}
+        store = TCPStore(address.host, address.port, is_master=is_master, master_listen_fd=listener, **options)
+        store.set_timeout(timedelta(seconds=self._start_s))
+        return store
 
     def _connect(self) -> Store:
-        store = self._tcp_store(self._address, is_master=False)
+        store = self._tcp_store(self._address, False, self._start_s)
         store.set_timeout(NO_TIMEOUT)
         return PrefixStore(self._address.digest, store)
 

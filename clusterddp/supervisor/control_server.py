@@ -286,9 +286,17 @@ class ControlServer:
                 raise ValueError(f"longer than {LONGEST_LINE:,} bytes")
             message = json.loads(line)
             event = str(message.pop("event"))
-            self._on_event(rank, event, message)
+            if event == "serving":
+                self._open_store(rank)
+            else:
+                self._on_event(rank, event, message)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             say(f"skipped what rank {rank} reported ({event!r}): {error!r}")
+
+    def _open_store(self, rank: int) -> None:
+        if rank == 0 and self._store is not None:
+            self._store["open"] = True  # for ranks that reconnect
+            self._send_to_all({"connect": "rank 0's store is open"}, None)
 
     def _take(self, peer: _Peer, message: Mapping[str, Any]) -> bool:
         """Takes a request of the user: any process that knows the token, which only the user can read."""
@@ -332,7 +340,7 @@ class ControlServer:
         self._recognize(peer)
         first = rank == 0 and not back
         if first:
-            self._store = {"host": peer.address, "port": port}
+            self._store = {"host": peer.address, "port": port, "open": False}
         if self._store is not None:
             for joined in self._joined if first else [rank]:
                 answer = {**self._told, **self._store, "known": self._known[joined]}

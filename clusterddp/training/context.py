@@ -120,7 +120,11 @@ class Context(Ranks, Loaders):
         backend = process_group.choose_backend(read.backend, self.device)
         if self.rank == 0:  # without a supervisor, the attempt has no number before the ranks have met
             control_channel.report("phase", phase="rendezvous")
-        self._group = process_group.ProcessGroup(ranks, self.device, backend, read.store, read.job.timeouts.start_s)
+        self._group = process_group.ProcessGroup(
+            *(ranks, self.device, backend, read.store, read.job.timeouts.start_s),
+            on_open=lambda: control_channel.report("serving"),
+            await_open=control_channel.await_store,
+        )
         self._history = AttemptHistory(read, self._group)
         if self.rank == 0:
             self._history.report("phase", phase="importing")

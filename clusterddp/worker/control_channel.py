@@ -3,7 +3,8 @@
 This is the rank's end; the supervisor's is ``supervisor/control_server.py``, and ``protocol.py`` lists the messages.
 
 - Rendezvous: each rank sends the attempt's token and learns the address of rank 0's store. Rank 0 chooses and reserves
-  the port; the address is the peer address of its connection, so no host name is resolved.
+  the port; the address is the peer address of its connection, so no host name is resolved. All learn when the store is
+  open: torch tries a closed port again after pauses that double from half a second to a minute.
 - Events: ranks report them; only the supervisor writes the history.
 - Orders: the supervisor tells ranks to stop at a step boundary, or to exit at once; before it ends a hang, to write
   torch's flight record; when the user asks for it, to save, or to answer with their stacks.
@@ -27,7 +28,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 from clusterddp.errors import LauncherEnvironmentError
 from clusterddp.reporter import say
@@ -60,6 +61,10 @@ _KEEPALIVE = {
 }
 
 
+#: The supervisor's answer, as far as ranks use it; see ``ControlChannel``.
+Answer: TypeAlias = "tuple[str, int, float | None, bool, int]"
+
+
 @dataclass(frozen=True)
 class Savable:
     """A run that rank 0 can be told to save: ``progress`` returns how many steps are done and the newest checkpoint's
@@ -72,12 +77,16 @@ class Savable:
 class ControlChannel:
     """A rank's connection. ``store_host`` and ``store_port``: the address of rank 0's store.
 
-    ``term_notice_s``: seconds from TERM to KILL, None if unknown. ``answer``: these, and how many of this rank's events
-    the supervisor received before the connection broke. ``heard``: what it sent after that.
+    ``term_notice_s``: seconds from TERM to KILL, None if unknown. ``answer``: these, whether that store is open, and
+    how many of this rank's events the supervisor received before the connection broke. ``heard``: what it sent since.
     """
 
-    def __init__(self, connection: socket.socket, answer: tuple[str, int, float | None, int], heard: bytes) -> None:
-        self.store_host, self.store_port, self.term_notice_s, self._known = answer
+    def __init__(self, connection: socket.socket, answer: Answer, heard: bytes) -> None:
+        self.store_host, self.store_port, self.term_notice_s, is_open, self._known = answer
+        #: Set once rank 0's store accepts connections; also if the supervisor cannot tell any more.
+        self.store_open = threading.Event()
+        if is_open:
+            self.store_open.set()
         self._connection, self._heard = connection, heard
         #: This host's address on the network to the supervisor.
         self.local_address: str = connection.getsockname()[0]
@@ -138,6 +147,7 @@ class ControlChannel:
         self._hear(on_order)
         while not self._closed and self._rejoin():
             self._hear(on_order)
+        self.store_open.set()
         if not self._closed:
             on_lost()
 
@@ -152,6 +162,8 @@ class ControlChannel:
             return False
         if again is None:
             return False
+        if again.store_open.is_set():
+            self.store_open.set()
         with self._lock:
             self._connection.close()
             self._connection, self._heard = again._connection, again._heard
@@ -222,6 +234,12 @@ def report(event: str, **values: Any) -> None:
         current.send(event, **values)
 
 
+def await_store(seconds: float) -> None:
+    """Returns once rank 0's store is open, or nobody can tell; after so many seconds at the latest."""
+    if current is not None:
+        current.store_open.wait(seconds)
+
+
 def _short_line(message: Mapping[str, Any]) -> bytes | None:
     """A message as one line. None, with a warning on stderr, if it is too long even with truncated texts."""
     try:
@@ -259,7 +277,7 @@ def _order(line: bytes) -> dict[str, Any]:
     return order if isinstance(order, dict) else {}
 
 
-def _answer(line: bytes, address: str) -> tuple[str, int, float | None, int]:
+def _answer(line: bytes, address: str) -> Answer:
     """The supervisor's answer, for ControlChannel. Raises LauncherEnvironmentError."""
     try:
         answer = json.loads(line)
@@ -268,8 +286,9 @@ def _answer(line: bytes, address: str) -> tuple[str, int, float | None, int]:
         if "leave" in answer:
             raise LauncherEnvironmentError(f"told to exit before all ranks had joined: {answer['leave']}")
         notice = answer.get("term_notice_s")
-        known = int(answer.get("known", 0))
-        return str(answer["host"]), int(answer["port"]), None if notice is None else float(notice), known
+        notice_s = None if notice is None else float(notice)
+        known, is_open = int(answer.get("known", 0)), bool(answer.get("open"))
+        return str(answer["host"]), int(answer["port"]), notice_s, is_open, known
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise LauncherEnvironmentError(
             f"{address} is not a clusterddp supervisor: it answered {line[:80]!r}"

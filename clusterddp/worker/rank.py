@@ -143,13 +143,15 @@ def exit_if_superseded(run: RunDirectory, record: Path, end: dict[str, Any]) -> 
 
 
 def obey(order: Mapping[str, Any], end: Mapping[str, Any]) -> None:
-    """Carries out an order of the supervisor: stop like on a signal, save, skip batches, record a profile, report
-    stacks, write torch's flight record, or exit at once, even if the main thread hangs.
+    """Carries out an order of the supervisor: connect to the store, stop like on a signal, save, skip batches, record a
+    profile, report stacks, write torch's flight record, or exit at once, even if the main thread hangs.
 
     A script that does not use clusterddp may be saving, and is left to its launcher.
     """
     if "stop" in order and control_channel.current is not None:
         control_channel.current.stop(str(order["stop"]))
+    if "connect" in order and control_channel.current is not None:
+        control_channel.current.store_open.set()
     if "flight_record" in order and control_channel.current is not None:
         control_channel.current.write_flight_record()
     if "stacks" in order and control_channel.current is not None:

@@ -1,9 +1,12 @@
-"""A rank whose script ends at once, while another one still connects."""
+"""Ranks that connect long before or after the others."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 
 SCRIPT = """
@@ -36,3 +39,44 @@ def test_a_rank_keeps_its_connections_until_all_ranks_have_connected(tmp_path: P
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     assert "rank 0 has connected: True" in ddp.run(script, ranks=2, folder=tmp_path / "out").output(1)
+
+
+EARLY = """
+import os, sys, time
+from pathlib import Path
+import clusterddp
+from clusterddp.distributed import process_group
+from clusterddp.worker import control_channel
+
+rank, (here, is_open), Store = int(os.environ["RANK"]), map(Path, sys.argv[1:]), process_group.TCPStore
+
+def store(*values, is_master, **options):
+    if is_master:
+        while not here.exists():
+            time.sleep(0.01)
+        made = Store(*values, is_master=is_master, **options)
+        is_open.touch()
+        return made
+    print("connects to an open store:", is_open.exists(), flush=True)
+    return Store(*values, is_master=is_master, **options)
+
+def await_store(seconds):
+    here.touch()
+    wait(seconds)
+
+process_group.TCPStore, wait, control_channel.await_store = store, control_channel.await_store, await_store
+with clusterddp.init():
+    pass
+"""
+
+
+def test_a_rank_that_comes_first_connects_once_rank_0s_store_is_open(tmp_path: Path) -> None:
+    """torch would try at once, and again after a pause that may be longer than what is left to wait."""
+    script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
+    script.write_text(EARLY)
+    submit = [sys.executable, "-m", "clusterddp", "submit", "--local", "--device", "cpu", "--gpus", "2"]
+    submit += ["--run-dir", str(run), str(script), "--", str(tmp_path / "here"), str(tmp_path / "open")]
+    done = subprocess.run(submit, cwd=ddp.REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = (run.attempt_logs(0) / "rank-1.out").read_text()
+    assert said.splitlines() == ["connects to an open store: True"] * 2  # its two connections

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,19 @@ def test_a_strangers_store_is_recognised(tmp_path: Path) -> None:
     assert "could not open rank 0's store" in other.output(0)
     end.touch()
     mine.expect(0)
+
+
+def test_the_store_of_an_ipv4_address_asks_for_no_names_of_ipv6_addresses() -> None:
+    """Which /etc/hosts does not have. A host name may stand for either kind of address: torch takes both."""
+    port = ddp.free_port()
+    listener = process_group.listen_on_ipv4(process_group.StoreAddress("127.0.0.1", port, "token"))
+    assert listener is not None
+    with socket.socket(fileno=listener) as own, socket.create_connection(("127.0.0.1", port)):
+        assert own.family == socket.AF_INET
+        with own.accept()[0] as accepted:
+            assert accepted.getpeername()[0] == "127.0.0.1"
+    for host in ("localhost", "::1"):
+        assert process_group.listen_on_ipv4(process_group.StoreAddress(host, port, "token")) is None
 
 
 def test_a_store_names_its_owner_and_never_the_token() -> None:

@@ -175,6 +175,42 @@ def test_a_broken_connection_is_reopened(heard: Heard) -> None:
         join(heard, 0, port=1)
 
 
+def test_all_ranks_learn_when_rank_0s_store_is_open(heard: Heard) -> None:
+    """Those that have joined, and those that join later; only rank 0 has a store."""
+    first, second = join(heard, 0, port=1), join(heard, 1)
+    orders: queue.Queue[Any] = queue.Queue()
+    second.listen(lambda: None, orders.put)
+    second.send("serving")
+    second.send("signal", signal="SIGTERM")
+    assert [heard.events.get(timeout=10)[1] for _ in range(3)] == ["joined", "joined", "signal"]
+    assert not join(heard, 2).store_open.is_set()
+    first.send("serving")
+    assert orders.get(timeout=10) == {"connect": "rank 0's store is open"}
+    assert join(heard, 3).store_open.is_set()
+
+
+def test_a_rank_whose_connection_broke_learns_that_the_store_is_open(heard: Heard) -> None:
+    link = join(heard, 0, port=1)
+    link.send("serving")
+    link.send("signal", signal="SIGTERM")  # the server is past the one before
+    assert [heard.events.get(timeout=10)[1] for _ in range(2)] == ["joined", "signal"]
+    break_connection(heard.server.port)
+    link.listen(lambda: None, lambda _: None)  # does not set it
+    assert link.store_open.wait(10)
+    assert heard.events.get(timeout=10)[1] == "rejoined"
+
+
+def test_a_rank_does_not_wait_for_a_store_that_nobody_can_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard()
+    link = join(heard, 0, port=1)
+    link.listen(lambda: None, lambda _: None)
+    heard.server.close()
+    monkeypatch.setattr(control_channel, "current", link)
+    control_channel.await_store(3600)
+    monkeypatch.setattr(control_channel, "current", None)
+    control_channel.await_store(3600)
+
+
 def test_events_sent_while_disconnected_arrive_once_each_and_in_order(heard: Heard) -> None:
     link = join(heard, 0, port=1)
     link.send("checkpoint", step=1)
