@@ -27,6 +27,8 @@ NO_TIMEOUT = timedelta(days=3650)
 LEAVE_TIMEOUT_S = 30.0
 #: Whether gloo's timeout can change after the group has started: in torch 2.9 it can, torch 2.4 ignores it.
 GLOO_TIMEOUT_CHANGES = hasattr(dist.ProcessGroup, "set_timeout")
+#: Whether torch's store can take over a listening socket: its libuv server cannot before torch 2.8.
+TAKES_SOCKET = torch.__version__ >= (2, 8)  # type: ignore[operator]
 _OWNER, _LEFT, _ALL_LEFT = "clusterddp/owner", "left", "left/all"
 _CONNECTED, _ALL_CONNECTED = "connected", "connected/all"
 #: A rank's connections with rank 0's store, the most with other libraries' too, and the files that it opens besides.
@@ -242,7 +244,7 @@ class ProcessGroup:
         return store, address
 
     def _tcp_store(self, address: StoreAddress, is_master: bool, connect_s: float) -> TCPStore:
-        listener = listen_on_ipv4(address) if is_master else None
+        listener = listen_on_ipv4(address) if is_master and TAKES_SOCKET else None
         options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=max(1.0, connect_s))}
         store = TCPStore(address.host, address.port, is_master=is_master, master_listen_fd=listener, **options)
         store.set_timeout(timedelta(seconds=self._start_s))
