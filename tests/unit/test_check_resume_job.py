@@ -44,7 +44,7 @@ def said_of_job(monkeypatch: pytest.MonkeyPatch) -> list[QueuedJob | Exception |
             raise answer
         return answer
 
-    monkeypatch.setattr(slurm_job, "_ask", ask)
+    monkeypatch.setattr(slurm_job.awaited_job, "find", ask)
     for seconds in ("LOOK_S", "ASK_S", "LATE_S"):
         monkeypatch.setattr(slurm_job, seconds, 0.0)
     return answers
@@ -131,8 +131,8 @@ def test_ctrl_c_cancels_the_job_and_leaves_nothing(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
     monkeypatch.setattr(slurm_job, "fit", lambda job: job)
     monkeypatch.setattr(slurm_job, "submit", lambda *_: "7")
-    monkeypatch.setattr(slurm_job, "end", ended.append)
-    monkeypatch.setattr(slurm_job, "_ask", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(slurm_job.awaited_job, "end", ended.append)
+    monkeypatch.setattr(slurm_job.awaited_job, "find", lambda _: signal.raise_signal(signal.SIGINT))
     assert slurm_job.check_in_job(Job("x", module="x", device="cpu"), 12) == 130
     assert ended == ["7"]
     assert list(tmp_path.iterdir()) == []

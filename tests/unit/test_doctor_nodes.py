@@ -188,7 +188,7 @@ def test_two_ranks_of_a_node_with_one_gpu_fail_it() -> None:
 def job_states(monkeypatch: pytest.MonkeyPatch) -> list[QueuedJob]:
     """What Slurm says of the job; the last answer is repeated."""
     states: list[QueuedJob] = []
-    monkeypatch.setattr(node_job, "_ask", lambda _: states.pop(0) if len(states) > 1 else states[0])
+    monkeypatch.setattr(node_job.awaited_job, "find", lambda _: states.pop(0) if len(states) > 1 else states[0])
     monkeypatch.setattr(node_job, "ASK_S", 0.0)
     return states
 

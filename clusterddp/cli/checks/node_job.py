@@ -24,15 +24,14 @@ from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.find import runs_folder
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import awaited_job
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.batch import batch_script
-from clusterddp.slurm.queue import QueuedJob, queued_jobs
 from clusterddp.slurm.resources import fit_to_cluster
-from clusterddp.slurm.waiting import why_waiting
 
-#: Seconds in the queue, between two questions to Slurm, for the job's end, and for results of a job that has ended: on
-#: NFS a file may appear a minute late.
-QUEUE_S, ASK_S, END_S, LATE_S = 3600.0, 0.5, 10.0, 60.0
+#: Seconds in the queue, between two questions to Slurm, and for results of a job that has ended: on NFS a file may
+#: appear a minute late.
+QUEUE_S, ASK_S, LATE_S = 3600.0, 0.5, 60.0
 #: The time limit in minutes, longer than START_S and TOGETHER_S.
 LIMIT_MIN = 5
 #: The keys of a job definition that are options of ``doctor``, too.
@@ -80,7 +79,7 @@ def check_nodes(arguments: argparse.Namespace) -> list[Node]:
         try:
             return nodes_of(_await_results(job_id, folder))
         finally:
-            _end(job_id)
+            awaited_job.end(job_id)
 
 
 def job_of(arguments: argparse.Namespace) -> Job:
@@ -120,7 +119,7 @@ def _await_results(job_id: str, folder: RunDirectory) -> dict[str, Any]:
         found = read_json(file)
         if found and found["over"]:
             return found
-        job = _ask(job_id)
+        job = slurm.patiently(lambda: awaited_job.find(job_id))
         state = job.state if job else "unknown to Slurm"
         if job is None or not job.live:
             ended_at = ended_at or time.monotonic()
@@ -128,7 +127,7 @@ def _await_results(job_id: str, folder: RunDirectory) -> dict[str, Any]:
                 return found
             if state != "COMPLETED" or time.monotonic() > ended_at + LATE_S:
                 raise SlurmError(_no_results(job_id, state, job.nodes if job else "", folder))
-        if job and (words := _progress(job)) not in ("", said):
+        if job and (words := awaited_job.progress(job)) not in ("", said):
             show(f"doctor: job {job_id} {words}")
             said = words
         if state == "PENDING" and time.monotonic() > deadline:
@@ -137,17 +136,6 @@ def _await_results(job_id: str, folder: RunDirectory) -> dict[str, Any]:
                 "cancelled: try fewer nodes, or another partition with -p"
             )
         time.sleep(ASK_S)
-
-
-def _ask(job_id: str) -> QueuedJob | None:
-    return slurm.patiently(lambda: queued_jobs([job_id])).get(job_id)
-
-
-def _progress(job: QueuedJob) -> str:
-    """Why the job waits, or where it runs; '' if Slurm does not say yet."""
-    if job.state == "PENDING":
-        return f"waits: {why_waiting(job, begun=False).words}" if job.reason != "None" else ""
-    return f"runs on {job.nodes}" if job.live and job.nodes else ""
 
 
 def _no_results(job_id: str, state: str, nodes: str, folder: RunDirectory) -> str:
@@ -160,15 +148,6 @@ def _no_results(job_id: str, state: str, nodes: str, folder: RunDirectory) -> st
         f"job {job_id} ended ({state}) on {nodes or 'no node'} without results in {folder.path.parent}{said}. The "
         "nodes must see that folder, the Python environment and the folder that you submit in, at the same paths"
     )
-
-
-def _end(job_id: str) -> None:
-    """Cancels the job, if it has not ended, and waits until it writes nothing any more."""
-    deadline = time.monotonic() + END_S
-    with suppress(SlurmError):
-        slurm.cancel(job_id)
-        while (job := _ask(job_id)) and job.live and time.monotonic() < deadline:
-            time.sleep(ASK_S)
 
 
 # --- what the job found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,14 +29,13 @@ from clusterddp.process import signals_blocked
 from clusterddp.reporter import say, show
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import awaited_job, resources
 from clusterddp.slurm import commands as slurm
-from clusterddp.slurm import resources
 from clusterddp.slurm.batch import batch_script
-from clusterddp.slurm.queue import QueuedJob, queued_jobs
-from clusterddp.slurm.waiting import why_waiting
+from clusterddp.slurm.queue import QueuedJob
 
-#: Seconds between two looks at the job's files; between two questions to Slurm; for the job's end.
-LOOK_S, ASK_S, END_S = 0.2, 1.0, 10.0
+#: Seconds between two looks at the job's files, and between two questions to Slurm.
+LOOK_S, ASK_S = 0.2, 1.0
 #: What ended a job that did not end by itself, by Slurm's state.
 _ENDS = {
     "PREEMPTED": "was preempted",
@@ -75,7 +73,7 @@ def check_in_job(job: Job, steps: int) -> int:
             say(f"interrupted: job {job_id} is cancelled, and nothing was found out")
             return INTERRUPTED
         finally:
-            end(job_id)
+            awaited_job.end(job_id)
     return conclude(code, words)
 
 
@@ -137,7 +135,7 @@ class Watch:
                 return found
             if time.monotonic() >= ask_at:
                 try:
-                    self._look_at(_ask(self.job_id))
+                    self._look_at(awaited_job.find(self.job_id))
                 except SlurmUnavailable as error:  # the job runs on, and its result needs no controller
                     self._say(f"retrying: {error}")
                 ask_at = time.monotonic() + ASK_S
@@ -147,7 +145,7 @@ class Watch:
         """Says what is new of the job; raises if it has ended and its result cannot come any more."""
         state = job.state if job else "unknown to Slurm"
         if job and job.live:
-            self._say(_progress(job))
+            self._say(awaited_job.progress(job))
             return
         ended_at = self._ended_at = self._ended_at or time.monotonic()
         ended = next((words for name, words in _ENDS.items() if state.startswith(name)), "")
@@ -165,24 +163,3 @@ class Watch:
         if words not in ("", self._said):
             show(f"check of the resume: job {self.job_id} {words}")
             self._said = words
-
-
-def _ask(job_id: str) -> QueuedJob | None:
-    return queued_jobs([job_id]).get(job_id)
-
-
-def _progress(job: QueuedJob) -> str:
-    """Why the job waits, or where it runs; '' if Slurm does not say yet."""
-    if job.state == "PENDING":
-        why = why_waiting(job, begun=False)
-        return f"waits: {why.words}" if job.reason != "None" else ""
-    return f"runs on {job.nodes}" if job.nodes else ""
-
-
-def end(job_id: str) -> None:
-    """Cancels the job, if it has not ended, and waits until it writes nothing any more."""
-    deadline = time.monotonic() + END_S
-    with suppress(SlurmError):
-        slurm.cancel(job_id)
-        while (job := _ask(job_id)) and job.live and time.monotonic() < deadline:
-            time.sleep(LOOK_S)

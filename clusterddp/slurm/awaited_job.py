@@ -1,0 +1,35 @@
+"""A job that a command submits and waits for, such as the one of ``doctor --nodes``: not a run's."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from clusterddp.errors import SlurmError
+from clusterddp.slurm import commands
+from clusterddp.slurm.queue import QueuedJob, queued_jobs
+from clusterddp.slurm.waiting import why_waiting
+
+#: Seconds for the end of a job that is cancelled, and between two questions whether it has come.
+END_S, ASK_S = 10.0, 0.5
+
+
+def find(job_id: str) -> QueuedJob | None:
+    """The job as squeue has it; None if Slurm does not know it (any more). Raises SlurmError."""
+    return queued_jobs([job_id]).get(job_id)
+
+
+def progress(job: QueuedJob) -> str:
+    """Why the job waits, or where it runs; '' if Slurm does not say yet."""
+    if job.state == "PENDING":
+        return f"waits: {why_waiting(job, begun=False).words}" if job.reason != "None" else ""
+    return f"runs on {job.nodes}" if job.live and job.nodes else ""
+
+
+def end(job_id: str) -> None:
+    """Cancels the job, if it has not ended, and waits until it writes nothing any more, in bounded time."""
+    deadline = time.monotonic() + END_S
+    with suppress(SlurmError):
+        commands.cancel(job_id)
+        while (job := commands.patiently(lambda: find(job_id))) and job.live and time.monotonic() < deadline:
+            time.sleep(ASK_S)
