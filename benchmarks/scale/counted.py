@@ -32,6 +32,8 @@ MARKS = (
     "10 steps",
     "the last save",
 )
+#: Events that are counted elsewhere: heartbeats, and what goes to the store.
+NOT_REPORTS = ("alive", "look", "chunk")
 
 
 def measure(sizes: tuple[int, ...] = SIZES) -> list[dict[str, Any]]:
@@ -104,10 +106,12 @@ def table(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def counts(run: Mapping[str, Any]) -> dict[str, float]:
     """Messages, connections and files of one run by mechanism."""
     of = {name: Counter(phase) for name, phase in run["phases"].items()}
-    store = {name: phase["store out"] - phase["event look"] for name, phase in of.items()}
+    # What depends on time, and not on the phase, has rows of its own: looks for run.log, its chunks, heartbeats.
+    store = {name: phase["store out"] - phase["event look"] - phase["event chunk"] for name, phase in of.items()}
     total: Counter[str] = Counter()
     for phase in of.values():
         total.update(phase)
+    timed = total - of[MARKS[0]]  # its seconds are not known
     reports = sum(count for what, count in total.items() if what.startswith("event "))
     begun = ("ctx.run", "first steps")
     return {
@@ -119,9 +123,9 @@ def counts(run: Mapping[str, Any]) -> dict[str, float]:
         "50 steps with a checkpoint: messages to the store": store["50 steps with a save"],
         "the same: messages to the supervisor": of["50 steps with a save"]["event checkpoint"],
         "run.log(reduce=...): messages to the store per second": per_s(of["40 steps with run.log"], "store out"),
-        "the end and its checkpoint: messages to the store": store["the last save"],
-        "heartbeats, which have the steps' times, per second": per_s(total, "event alive"),
-        "all other messages to the supervisor": reports - total["event alive"] - total["event look"],
+        "the end and its checkpoint: messages to the store, besides run.log's": store["the last save"],
+        "heartbeats, which have the steps' times, per second": per_s(timed, "event alive"),
+        "all other messages to the supervisor": reports - sum(total[f"event {name}"] for name in NOT_REPORTS),
         "log files": run["files"]["logs"],
         "records of ends": run["files"]["records"],
         "files of 2 checkpoints": run["files"]["checkpoints"],

@@ -168,17 +168,20 @@ def counted_by_kernels(part: list[dict[str, Any]]) -> str:
     from benchmarks.scale.counted import table
 
     rows = table(part)
-    looks = sum(phase.get("event look", 0) for run in part for phase in run["phases"].values())
+    looks, chunks = (
+        sum(phase.get(f"event {what}", 0) for run in part for phase in run["phases"].values())
+        for what in ("look", "chunk")
+    )
     return f"""### With real gloo ranks
 
 {counts_table(rows, lambda name: name in RATES)}
 
 Four ranks per node, so that M = N / 4. Counted by the kernel at each rank: segments with data, one per message, that it
-sent to rank 0's store and to the supervisor, with `preflight: true`. A rank that has not called `run.log(reduce=...)`
-looks every 5 s whether rank 0 has: {looks} times in these runs, which are left out above. The two rates grow with N up
-to about 1,024 ranks and are bounded beyond: the value for N = 16,384 is that of the most ranks here. The end takes 4 N
-messages; where it took longer than 0.25 s, ranks that log with `reduce` also sent how far they are, as they do in each
-such period. gloo, which connects every rank with every other, sends a number of messages that grows with the square of
+sent to rank 0's store and to the supervisor, with `preflight: true`. What goes by the clock is counted as a rate: a
+rank that has called `run.log(reduce=...)` sends its values each 0.25 s and when rank 0 waits for them ({chunks} times
+in these runs), and one that has not looks every 5 s whether rank 0 has ({looks} times). The two rates grow with N up
+to about 1,024 ranks and are bounded beyond: the value for N = 16,384 is that of the most ranks here. gloo, which
+connects every rank with every other, sends a number of messages that grows with the square of
 N: that is torch's, and another reason to use NCCL for many ranks."""
 
 

@@ -52,6 +52,16 @@ def counting_look(sender):
 
 
 reduction.Sender._look = counting_look
+publish = reduction.Sender._publish
+
+
+def counting_publish(sender, wait):
+    before = sender._chunks
+    publish(sender, wait)
+    events["chunk"] += sender._chunks - before
+
+
+reduction.Sender._publish = counting_publish
 
 
 def connections():
