@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,12 +19,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from clusterddp.checkpoint.client import CheckpointClient
 from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.checkpoint.writer import NICENESS
 from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 
 LAYERS = 20
 OURS, COPY, RAW = "clusterddp", "memory copy", "raw write + fsync"
-CALLS_AND_COPY = "state_dict() + memory copy"
+CALLS_AND_COPY, EMPTY_LOOP = "state_dict() + memory copy", "empty loop"
 
 
 # ---- the state, and training
@@ -81,10 +85,10 @@ def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 class Trainer:
-    """Steps of about 10 ms."""
+    """Steps of about 10 ms, on as many threads as torch has when it is made."""
 
     def __init__(self, step_s: float = 0.010, waits: bool = False) -> None:
-        """``waits``: for half of each step no core is in use, as in a rank that waits for its GPU or other ranks."""
+        """``waits``: the training thread sleeps for half of each step, as in a rank that waits for other ranks."""
         self._waits_s, step_s = (step_s / 2, step_s / 2) if waits else (0.0, step_s)
         self._matrix = torch.randn(400, 400) / 20
         self._products = 1
@@ -163,6 +167,53 @@ class CallsAndCopy(Copy):
 
     def begin(self) -> None:
         torch._foreach_copy_(self._copies, tensors_of(self._state()))
+
+
+class EmptyLoop(Saver):
+    """Saves nothing: a process uses ``cpu_s`` seconds of CPU time, at the priority of our writer."""
+
+    name = EMPTY_LOOP
+    in_background = True
+    cpu_s = 0.0
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(folder, model, optimizer)
+        command = [sys.executable, "-c", f"import os\nos.nice({NICENESS})\n{LOOP}"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.begin()
+        self.end()  # it has started
+
+    def begin(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"%f\n" % self.cpu_s)
+        self._process.stdin.flush()
+        self._asked = True
+
+    def done(self) -> bool:
+        assert self._process.stdout is not None
+        if self._asked and select.select([self._process.stdout], [], [], 0)[0]:
+            self._process.stdout.readline()
+            self._asked = False
+        return not self._asked
+
+    def end(self) -> None:
+        assert self._process.stdout is not None
+        if self._asked:
+            self._process.stdout.readline()
+            self._asked = False
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+LOOP = """
+import sys, time
+for line in sys.stdin:
+    started = time.thread_time()
+    while time.thread_time() - started < float(line):
+        pass
+    print(flush=True)
+"""
 
 
 class Raw(Saver):

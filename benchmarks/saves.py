@@ -8,11 +8,13 @@ For each state a process is started in which the savers take turns:
 - Training time lost while the save is written: the time of the steps from the end of the stall until the saver is done
   (and of at least 20), less what as many steps take by those right before and after. The limit is the CPU time of our
   writer process, divided by the cores. "No save" is the same without a save: what the noise of the machine makes of 0.
-  Measured beside two trainings: one that computes all the time, on as many threads as torch has, where the writer
-  delays each thread that it displaces, and one that waits in half of each step.
+  Measured beside three trainings: one on one thread less than the machine has cores, one on all cores, and one on all
+  cores whose training thread sleeps for half of each step, while torch's other threads spin.
+- The same with an empty loop in place of the save, which uses as much CPU time at the writer's priority: what such
+  training loses to any other process. Its threads wait for each other, so that each delay is one of all of them.
 
 Bars: the stall at most 1.15 times the limit, or 0.5 ms above it, whichever is more; the time lost at most the writer's
-CPU time by the cores.
+CPU time by the cores, and at most 1.15 times what the empty loop costs training on all cores.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ from benchmarks import report, rows, sides
 from benchmarks.checkpoint import beside_training
 from benchmarks.savers import (
     CALLS_AND_COPY,
+    EMPTY_LOOP,
     SAVERS,
     AsyncProcess,
     CallsAndCopy,
     Copy,
+    EmptyLoop,
     Ours,
     Saver,
     Torchsnapshot,
@@ -50,10 +54,11 @@ from benchmarks.savers import (
     state_of,
     tensors_of,
 )
+from benchmarks.saves_page import CPU, NO_SAVE, described, milliseconds
 from clusterddp.checkpoint.memory.anonymous import free_memory
 
-STALL_BAR, STALL_MORE_MS, LOST_BAR = 1.15, 0.5, 1.0
-NO_SAVE = "no save"
+STALL_BAR, STALL_MORE_MS, LOST_BAR, LOOP_BAR = 1.15, 0.5, 1.0, 1.15
+CORE_FREE, ALL_CORES, HALF_WAITING = "a core free", "all cores", "all cores, half waiting"
 #: Tensors that async_save in a process can send: it would take all descriptors, and every saver would fail.
 MOST_DESCRIPTORS = 5000
 #: Seconds of each part of a case, and repetitions that are made even if they take longer.
@@ -129,14 +134,16 @@ def measure(case: Case, pairs: int, beside: int, peers: int, part_s: float, fold
             if number:  # the first save is not like the others
                 stalls[saver.name].append(stall)
                 cpu[saver.name].append(used)
-    trainings = {"computing": trainer, "half waiting": Trainer(waits=True)}
-    lost = {
-        name: beside_saves(
-            [ours, NoSave(made(folder / name.replace(" ", "-")), model, optimizer)], training, beside, step, part_s
-        )
-        for name, training in trainings.items()
-        if beside
-    }
+    lost = {}
+    if beside:
+        savers = [ours, NoSave(folder, model, optimizer), EmptyLoop(folder, model, optimizer)]
+        trainings = {ALL_CORES: trainer, HALF_WAITING: Trainer(waits=True)}
+        lost = {name: beside_saves(savers, one, beside, step, part_s) for name, one in trainings.items()}
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, threads - 1))
+        lost[CORE_FREE] = beside_saves(savers, Trainer(), beside, step, part_s)
+        torch.set_num_threads(threads)
+        savers[-1].close()
     ours.close()
     return {
         "stall": stalls,
@@ -147,11 +154,6 @@ def measure(case: Case, pairs: int, beside: int, peers: int, part_s: float, fold
         "bytes": sum(tensor.nbytes for tensor in tensors_of(state_of(model, optimizer))),
         "cores": len(os.sched_getaffinity(0)),
     }
-
-
-def made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 def alternating(saver: Saver, trainer: Trainer, step: int) -> tuple[float, float]:
@@ -169,18 +171,20 @@ def beside_saves(
     savers: Sequence[Saver], trainer: Trainer, number: int, step: Iterator[int], part_s: float
 ) -> dict[str, list[float]]:
     """Seconds that training loses after the stall, by saver, and of the writer's CPU time."""
-    found: dict[str, list[float]] = {**{saver.name: [] for saver in savers}, "writer's CPU": []}
+    found: dict[str, list[float]] = {**{saver.name: [] for saver in savers}, CPU: []}
     deadline = time.monotonic() + part_s
     for turn in range(number):
         if turn >= LEAST and time.monotonic() > deadline:
             break
         for saver in sides.rotated(savers, turn):
             saver.next_path(next(step))
+            if isinstance(saver, EmptyLoop):
+                saver.cpu_s = found[CPU][-1]
             before = cpu_of_writer(saver)
             stall, lost, _ = beside_training(saver, trainer)
             found[saver.name].append(lost - stall)
             if isinstance(saver, Ours):
-                found["writer's CPU"].append(cpu_of_writer(saver) - before)
+                found[CPU].append(cpu_of_writer(saver) - before)
     return found
 
 
@@ -253,83 +257,38 @@ def rows_of(name: str, figures: Mapping[str, Any]) -> list[rows.Row]:
     """What is judged of a case."""
     found = []
     for what, words in (("stall", "stall"), ("cpu", "CPU time of the training thread in the stall")):
-        ours, limit = (_ms(figures[what][saver]) for saver in (Ours.name, CALLS_AND_COPY))
+        ours, limit = (milliseconds(figures[what][saver]) for saver in (Ours.name, CALLS_AND_COPY))
         relative = report.median(limit) * (STALL_BAR - 1) > STALL_MORE_MS
         bar = {"allowed": STALL_BAR} if relative else {"more": STALL_MORE_MS}
         found.append(rows.paired(f"save, {name}: {words}", "ms", ours, limit, LIMIT_IS, **bar))
     for training, seconds in figures["lost"].items():
-        found.append(lost_row(f"save, {name}: training time lost ({training})", seconds, figures["cores"]))
+        row = f"save, {name}: training time lost ({training})"
+        cores = figures["cores"]
+        found.append(lost_row(row, seconds, CPU, cores, f"the writer's CPU time by {cores} cores", LOST_BAR))
+        if training == ALL_CORES:
+            row += ", beside an empty loop"
+            found.append(lost_row(row, seconds, EMPTY_LOOP, 1, "an empty loop of as much CPU time", LOOP_BAR))
     return found
 
 
-def lost_row(name: str, seconds: Mapping[str, Sequence[float]], cores: int) -> rows.Row:
-    """Time lost to the write, less what is lost without one, by the writer's CPU time and the cores."""
+def lost_row(
+    name: str, seconds: Mapping[str, Sequence[float]], limit: str, cores: int, limit_is: str, bar: float
+) -> rows.Row:
+    """Time lost to the write, less what is lost without one, by one of the other series and the cores."""
     draw = random.Random(0)
-    ours, none, cpu = (seconds[key] for key in (Ours.name, NO_SAVE, "writer's CPU"))
+
+    def figures(drawn: Callable[[Sequence[float]], Sequence[float]]) -> tuple[float, float]:
+        ours, none, least = (1000 * report.median(drawn(seconds[key])) for key in (Ours.name, NO_SAVE, limit))
+        return ours - none, (least if limit == CPU else least - none) / cores
 
     def ratio(drawn: Callable[[Sequence[float]], Sequence[float]]) -> float:
-        one, other, used = (report.median(drawn(values)) for values in (ours, none, cpu))
-        return (one - other) / (used / cores)
+        ours, least = figures(drawn)
+        return ours / least
 
     found = sorted(ratio(lambda values: draw.choices(values, k=len(values))) for _ in range(rows.RESAMPLES))
     low, high = found[int(0.025 * rows.RESAMPLES)], found[int(0.975 * rows.RESAMPLES)]
-    middle = ratio(lambda values: values)
-    limit = 1000 * report.median(cpu) / cores
-    limit_is = f"the writer's CPU time by {cores} cores"
-    met = rows.within(LOST_BAR, low, high)
-    return rows.Row(name, "ms", middle * limit, limit, limit_is, middle, low, high, LOST_BAR, met)
-
-
-def _ms(seconds: Sequence[float]) -> list[float]:
-    return [1000 * value for value in seconds]
-
-
-def described(
-    cases: Mapping[str, Any], found: Sequence[rows.Row], load: float, threads: int, left_out: Sequence[str] = ()
-) -> str:
-    """The page."""
-    states = [[name, one["bytes"] / 1e6, one["tensors"], len(one["stall"][Ours.name])] for name, one in cases.items()]
-    text = f"""# What a save costs training
-
-{report.place()} {time.strftime("%Y-%m-%d")}, at a load average of {load:.1f} before. One process, CPU tensors,
-{threads} threads of torch, files on one local disk: no GPU and no shared file system is in these figures. Only ratios
-tell something about another machine. See `benchmarks/saves.py` for what is measured. {ABOUT}
-
-{rows.table([row.as_json() for row in found])}
-
-Not measured, for too little memory: {", ".join(left_out) or "none"}.
-
-{report.table(["state", "MB", "tensors", "pairs of saves"], states)}
-"""
-    for name, figures in cases.items():
-        if figures["peers"]:
-            text += f"\n## Other savers: {name}\n\n{peers_table(figures['peers'])}\n"
-    return text
-
-
-ABOUT = """On a loaded machine, the
-CPU time of the training thread tells more than the time from start to end of a stall: it leaves out what others took.
-The time lost is the difference to the same steps without a save."""
-
-
-def peers_table(everyone: Mapping[str, Mapping[str, Any]]) -> str:
-    """Milliseconds: medians, the worst in parentheses."""
-    figures = {name: one for name, one in everyone.items() if "failed" not in one}
-    least = report.median(figures[CALLS_AND_COPY]["stall"])
-    lines = [
-        [
-            name,
-            *(
-                f"{report.median(_ms(one[what])):.1f} ({report.worst(_ms(one[what])):.1f})"
-                for what in ("stall", "lost")
-            ),
-        ]
-        for name, one in figures.items()
-    ]
-    ratios = [report.median(one["stall"]) / least for one in figures.values()]
-    table: list[list[object]] = [[*line, ratio] for line, ratio in zip(lines, ratios, strict=True)]
-    table += [[name, one["failed"], "-", "-"] for name, one in everyone.items() if "failed" in one]
-    return report.table(["saver", "stall, ms", "training time lost with the stall, ms", "stall by the limit"], table)
+    ours, least = figures(lambda values: values)
+    return rows.Row(name, "ms", ours, least, limit_is, ours / least, low, high, bar, rows.within(bar, low, high))
 
 
 def main() -> None:

@@ -57,9 +57,9 @@ def test_missed_bars_are_named_with_their_reason(tmp_path: Path) -> None:
     undecided = {**ROW, "row": "undecided", "allowed": 1.15, "met": None}
     (tmp_path / "bench.json").write_text(json.dumps({"rows": [missed, unknown, undecided]}))
     text = page.page(tmp_path)
-    assert f"- {begin} of a rank: missed; {reason}" in text
-    assert "- something new: missed; no reason found yet" in text
-    assert "- undecided: the bar is within the interval" in text
+    assert f"Missed: {reason}.\n\n- {begin} of a rank\n" in text
+    assert "Missed: no reason found yet.\n\n- something new\n" in text
+    assert f"{page.UNDECIDED}\n\n- undecided\n" in text
 
 
 def test_a_measurement_writes_the_page_and_the_readmes_table_again(tmp_path: Path) -> None:
