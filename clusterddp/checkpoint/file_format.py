@@ -105,11 +105,11 @@ def offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 def described(tensors: Sequence[Tensor]) -> str:
     """The header's entries of these tensors as JSON, for ``head``; depends on names, dtypes and shapes alone."""
     places, size = offsets(tensors)
-    number = _checksum_count(size)
     found = {
         tensor.name: _entry(tensor.dtype, tensor.shape, start, start + tensor.nbytes)
         for tensor, start in zip(tensors, places, strict=True)
     }
+    number = _checksum_count(size)
     return json.dumps(found | {_CHECKSUMS: _entry("U32", (number,), size, size + 4 * number)})
 
 
@@ -290,8 +290,7 @@ class _Reading:
 def read_facts(path: Path) -> dict[str, str]:
     """The metadata of a file, from its header, which is not verified. Raises Damaged or OSError."""
     with open(path, "rb", buffering=0) as file:
-        metadata: dict[str, str] = _read_head(file.fileno())[1]["__metadata__"]
-    return metadata
+        return dict(_read_head(file.fileno())[1]["__metadata__"])
 
 
 def _entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
@@ -354,8 +353,7 @@ def _read_into(file: int, buffer: memoryview, position: int) -> None:
 
 
 def _read_bytes(file: int, size: int, position: int) -> bytes:
-    data = bytearray(size)
-    _read_into(file, memoryview(data), position)
+    _read_into(file, memoryview(data := bytearray(size)), position)
     return bytes(data)
 
 
