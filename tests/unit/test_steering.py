@@ -469,6 +469,20 @@ def test_a_run_that_waits_already_is_not_requeued_again(
         command(["requeue", str(run), "--exclude", "n[1-2]"])
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_whose_batch_step_is_ending_is_waited_for(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """Right after a requeue, Slurm still has the job as running. Nobody waits for one that trains."""
+    lease.take(run, run.create_attempt(), {"kind": "slurm", "job": "41"})
+    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "requeued" if ended else "training"})
+    states = ["RUNNING", "COMPLETING", "PENDING"]
+    job = lambda state: JobInfo("41", state, "BeginTime", "", 0, None, None)  # noqa: E731
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: job(states.pop(0)))
+    found = asking.waiting_job(run)
+    assert (found and found.state, states) == (("PENDING", []) if ended else (None, ["COMPLETING", "PENDING"]))
+
+
 def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from clusterddp.cli.runs.status import state_of
@@ -81,7 +82,21 @@ def check_trains(run: RunDirectory, kind: str) -> None:
 
 
 def waiting_job(run: RunDirectory) -> JobInfo | None:
-    """The job of the run that waits in the queue; None if none does, or that is unknown."""
+    """The job of the run that waits in the queue; None if none does, or that is unknown.
+
+    If the attempt has just ended, waits for Slurm to end the batch step.
+    """
+    deadline = time.monotonic() + START_S
+    while True:
+        job = _live_job(run)
+        if job is None or job.state == "PENDING":
+            return job
+        if not has_ended(run) or time.monotonic() > deadline:
+            return None
+        time.sleep(LOOK_S)
+
+
+def _live_job(run: RunDirectory) -> JobInfo | None:
     for entry in lease.holders(run):
         if entry["kind"] == "slurm" and lease.reachable(entry):
             try:
@@ -89,8 +104,16 @@ def waiting_job(run: RunDirectory) -> JobInfo | None:
             except SlurmError:
                 return None
             if job is not None and job.live:
-                return job if job.state == "PENDING" else None
+                return job
     return None
+
+
+def has_ended(run: RunDirectory) -> bool:
+    """Whether the newest attempt has ended, by the history."""
+    if (newest := run.newest_attempt()) is None:
+        return False
+    last = islice(backwards(run, newest), 10)  # late reports of ranks may follow its end
+    return any(event["event"] in ATTEMPT_ENDS for event in last)
 
 
 def find_address(run: RunDirectory) -> tuple[int, Address]:
