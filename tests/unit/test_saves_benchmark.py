@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from benchmarks import rows, saves
-from benchmarks.savers import CALLS_AND_COPY, OURS
+from benchmarks.savers import CALLS_AND_COPY, EMPTY_LOOP, OURS
+from benchmarks.saves_page import CPU, NO_SAVE, described
 
 
 def figures(ours_ms: float, limit_ms: float, lost_ms: float = 0.0) -> dict[str, Any]:
     both = {OURS: [ours_ms / 1000] * 5, CALLS_AND_COPY: [limit_ms / 1000] * 5}
-    lost = {OURS: [(lost_ms + 1) / 1000] * 5, saves.NO_SAVE: [0.001] * 5, "writer's CPU": [0.008] * 5}
-    return {"stall": both, "cpu": both, "lost": {"computing": lost}, "cores": 4}
+    lost = {OURS: [(lost_ms + 1) / 1000] * 5, NO_SAVE: [0.001] * 5, CPU: [0.008] * 5, EMPTY_LOOP: [0.009] * 5}
+    return {"stall": both, "cpu": both, "lost": {saves.CORE_FREE: lost, saves.ALL_CORES: lost}, "cores": 4}
 
 
 def met(found: list[rows.Row]) -> list[bool | None]:
@@ -27,7 +28,7 @@ def met(found: list[rows.Row]) -> list[bool | None]:
 def test_a_stall_may_be_half_a_millisecond_or_15_percent_above_the_limit(
     ours: float, limit: float, wanted: bool
 ) -> None:
-    stall, cpu, _ = met(saves.rows_of("10 MB", figures(ours, limit)))
+    stall, cpu, *_ = met(saves.rows_of("10 MB", figures(ours, limit)))
     assert stall is cpu is wanted
 
 
@@ -35,8 +36,15 @@ def test_a_stall_may_be_half_a_millisecond_or_15_percent_above_the_limit(
 def test_training_may_lose_the_writers_cpu_time_by_the_cores_more_than_without_a_save(
     lost: float, wanted: bool
 ) -> None:
-    row = saves.rows_of("10 MB", figures(1.0, 1.0, lost))[-1]
+    row, row_of_all_cores, _ = saves.rows_of("10 MB", figures(1.0, 1.0, lost))[2:]
+    assert row_of_all_cores.met is wanted
     assert row.limit == pytest.approx(2.0) and row.ours == pytest.approx(lost) and met([row]) == [wanted]
+
+
+@pytest.mark.parametrize(("lost", "wanted"), [(9.1, True), (9.3, False)])
+def test_training_on_all_cores_may_lose_little_more_than_beside_an_empty_loop(lost: float, wanted: bool) -> None:
+    row = saves.rows_of("10 MB", figures(1.0, 1.0, lost))[-1]
+    assert row.limit == pytest.approx(8.0) and row.ours == pytest.approx(lost) and met([row]) == [wanted]
 
 
 def test_the_page_has_every_row_and_the_other_savers() -> None:
@@ -44,8 +52,9 @@ def test_the_page_has_every_row_and_the_other_savers() -> None:
     made |= {"bytes": 10_000_000, "tensors": 160}
     made["peers"] = {name: {"stall": [0.001], "lost": [0.002]} for name in (CALLS_AND_COPY, OURS, "async_save, thread")}
     made["peers"]["torchsnapshot"] = {"failed": "OSError: [Errno 24] Too many open files"}
-    text = saves.described({"10 MB": made}, saves.rows_of("10 MB", made), load=1.0, threads=4, left_out=["2 GB"])
+    text = described({"10 MB": made}, saves.rows_of("10 MB", made), load=1.0, threads=4, left_out=["2 GB"])
     assert "Not measured, for too little memory: 2 GB." in text
+    assert "| 10 MB | a core free | 1.0 | 9.0 | 1.0 | 8.0 |" in text
     assert "| save, 10 MB: stall |" in text and "| async_save, thread | 1.0 (1.0) | 2.0 (2.0) | 1.00 |" in text
     assert "| torchsnapshot | OSError: [Errno 24] Too many open files | - | - |" in text
 
