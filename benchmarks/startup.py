@@ -191,7 +191,7 @@ def rows_of(figures: Mapping[str, Any]) -> list[rows.Row]:
     return found
 
 
-def described(figures: Mapping[str, Any], found: Sequence[rows.Row], load: float) -> str:
+def described(figures: Mapping[str, Any], found: Sequence[rows.Row], load: float, note: str = "") -> str:
     """The page."""
     calls = figures.get("calls")
     starts = ", ".join(f"{ranks}: {len(sides[OURS])}" for ranks, sides in figures["ranks"].items())
@@ -200,7 +200,9 @@ def described(figures: Mapping[str, Any], found: Sequence[rows.Row], load: float
 
 {report.place()} {time.strftime("%Y-%m-%d")}, at a load average of {load:.1f} before.
 All ranks on one machine, its files in the page cache: on a cluster, a shared file system adds to each file that is
-opened, for both sides. See `benchmarks/startup.py` for what is measured. Starts of each side, by the number of ranks:
+opened, for both sides. {
+        note
+    } See `benchmarks/startup.py` for what is measured. Starts of each side, by the number of ranks:
 {
         starts
     }. The interval of few starts is hardly wider than what they happened to show: with more ranks than cores, the CPU
@@ -212,8 +214,9 @@ Phases of rank 0, in seconds (medians). "script": from the start of the process 
 ours, the rank joins the supervisor in it, and waits until all others have. Most of "model" is the import of
 torch._dynamo, by the first optimizer or DDP; ours has fewer garbage collections in it (`clusterddp/process.py`).
 
-DNS queries: torch's store looks up the name of each address that connects, on both ends; ours has a second connection
-to it, for a thread that waits (`clusterddp/distributed/process_group.py`).
+DNS queries: torch's store looks up the name of each address that connects, on both ends. Ours has a second connection
+to it, for a thread that waits; its own end asks for IPv4 addresses, which /etc/hosts has here
+(`clusterddp/distributed/process_group.py`). A query without an answer takes 5 s.
 
 {phases_table(figures["ranks"])}
 
@@ -248,6 +251,7 @@ def main() -> None:
     """The command line."""
     parser = report.parser(__doc__, "1, 2, 4 and 8 ranks, in at most 2 minutes")
     parser.add_argument("--ranks", type=int, nargs="+", help=f"default: {RANKS}")
+    parser.add_argument("--note", default="", help="a sentence about this measurement, for the top of the page")
     parser.add_argument("--seconds", type=float, help=f"in which further rounds are begun (default: {BUDGET_S:g})")
     options = parser.parse_args()
     load = os.getloadavg()[0]
@@ -259,7 +263,7 @@ def main() -> None:
         figures["calls"] = {name: {kind: (calls[kind] or {})[name] for kind in calls} for name in CALLS}
     found = rows_of(figures)
     everything = {"rows": [row.as_json() for row in found], **figures, "load": load}
-    report.write(options.out, "startup", described(figures, found, load), everything)
+    report.write(options.out, "startup", described(figures, found, load, options.note), everything)
 
 
 if __name__ == "__main__":
