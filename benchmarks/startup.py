@@ -200,13 +200,10 @@ def described(figures: Mapping[str, Any], found: Sequence[rows.Row], load: float
 
 {report.place()} {time.strftime("%Y-%m-%d")}, at a load average of {load:.1f} before.
 All ranks on one machine, its files in the page cache: on a cluster, a shared file system adds to each file that is
-opened, for both sides. {
-        note
-    } See `benchmarks/startup.py` for what is measured. Starts of each side, by the number of ranks:
-{
-        starts
-    }. The interval of few starts is hardly wider than what they happened to show: with more ranks than cores, the CPU
-time tells more than the time from start to end.
+opened, for both sides. {note} See `benchmarks/startup.py` for what is measured.
+
+Starts of each side, by the number of ranks: {starts}. The interval of few starts is hardly wider than what they
+happened to show: with more ranks than cores, the CPU time tells more than the time from start to end.
 
 {rows.table([row.as_json() for row in found])}
 
