@@ -27,9 +27,10 @@ CHOICE = {
 BEGIN, END = "<!-- figures: python -m benchmarks.page -->", "<!-- end of figures -->"
 #: Why a bar is missed, by words in the row's name; the first that are there count.
 REASONS = {
-    "training time lost (all cores), beside": "another 10 ms go to a thread of the rank, which describes the tensors",
+    "10,000 small tensors: training time lost (all cores), beside": "a thread of the rank describes the tensors "
+    "meanwhile, which takes about as long as the writer does",
     "training time lost (all cores": "the threads of such training wait for each other, so that all lose what one of "
-    "them loses: an empty loop of as much CPU time costs as much; with a core free, the bar is met",
+    "them loses; its page has what an empty loop of as much CPU time costs, and a save with a core free",
     "step of 100 ms: CPU": "of what is above the bare loop, about 100 us are in run.log and 90 in the forward, twice "
     "as much as at 10 ms (40 and 35): the same code, in caches that are cold after the wait; its page has the profile",
 }

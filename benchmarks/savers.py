@@ -85,7 +85,7 @@ def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 class Trainer:
-    """Steps of about 10 ms, on as many threads as torch has when it is made."""
+    """Steps of about 10 ms, on as many threads as torch has."""
 
     def __init__(self, step_s: float = 0.010, waits: bool = False) -> None:
         """``waits``: the training thread sleeps for half of each step, as in a rank that waits for other ranks."""

@@ -42,11 +42,9 @@ Not measured, for too little memory: {", ".join(left_out) or "none"}.
 
 LOST = """## Training time lost while a save is written
 
-A training on all cores waits, at each operation, for the slowest of its threads: what takes a core from one takes it
-from all. The empty loop, a process that uses as much CPU time as the writer did, at its priority, costs it as much:
-what is lost is that CPU time, not a quarter of it. That is also so where the training thread waits for half of each
-step, as the other threads of GNU's OpenMP spin meanwhile; `OMP_WAIT_POLICY=passive` ends that. With a core free, as
-beside ranks that compute on GPUs, next to nothing is lost."""
+Training that uses all cores waits, at each operation, for the slowest of its threads: what takes a core from one of
+them takes it from all. The empty loop shows what any process of the writer's priority and CPU time costs it. The cores
+are also busy where the training thread sleeps for half of each step: the other threads of GNU's OpenMP spin."""
 
 ABOUT = """On a loaded machine, the
 CPU time of the training thread tells more than the time from start to end of a stall: it leaves out what others took.

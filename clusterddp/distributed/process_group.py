@@ -129,8 +129,8 @@ def allow_connections(rank: int, world_size: int) -> None:
 def listen_on_ipv4(address: StoreAddress) -> int | None:
     """A listening socket for the store, as a descriptor; None if its address is not an IPv4 address.
 
-    torch's own socket is for IPv6, too: it has 127.0.0.1 as ::ffff:127.0.0.1, whose name is not in /etc/hosts, so that
-    the store's only thread asks the DNS for each client, and serves nobody meanwhile. OSError if the port is in use.
+    torch's own socket is for IPv6, too: it sees 127.0.0.1 as ::ffff:127.0.0.1, whose name is not in /etc/hosts, so that
+    the store's only thread blocks on a reverse DNS lookup for each client. OSError if the port is in use.
     """
     try:
         socket.inet_aton(address.host)
@@ -142,9 +142,9 @@ def listen_on_ipv4(address: StoreAddress) -> int | None:
 class ProcessGroup:
     """The default process group of torch.distributed and its store; every attempt has a store of its own.
 
-    ``on_open`` is called on rank 0 once the store accepts connections. ``await_open(seconds)``, on other ranks, returns
-    once it does, or after so many seconds at the latest. torch can do without: a rank that finds the port closed tries
-    again after pauses that grow from 0.5 s to 60 s, so that with many ranks the last one comes seconds late.
+    ``on_open`` is called on rank 0 once the store accepts connections. ``await_open(seconds)``, on other ranks, waits
+    for that, and returns False if it does not happen in time. Without it, torch retries after pauses that grow from
+    0.5 s to 60 s (c10d/Backoff.hpp), so that the last of many ranks connects seconds late.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ProcessGroup:
         address: StoreAddress,
         start_s: float,
         on_open: Callable[[], None] = lambda: None,
-        await_open: Callable[[float], None] = lambda _: None,
+        await_open: Callable[[float], bool] = lambda _: True,
     ) -> None:
         self.rank, self.world_size = environment.rank, environment.world_size
         self.device, self.backend = device, backend
@@ -221,10 +221,13 @@ class ProcessGroup:
         owns = self.rank == 0 and not address.agent
         where = f"rank 0's store at {address.host}:{address.port}"
         started = time.monotonic()
-        if not owns and not address.agent:
-            self._await_open(self._start_s)
+        if not owns and not address.agent and not self._await_open(self._start_s):
+            raise LauncherEnvironmentError(
+                f"rank 0 did not open its store at {address.host}:{address.port} within {self._start_s:g} s "
+                "(`timeouts: {start_s: ...}`)"
+            )
         try:
-            store = self._tcp_store(address, owns, self._start_s - (time.monotonic() - started))
+            store = self._tcp_store(address, owns)
             if owns:
                 store.set(_OWNER, f"{address.digest} {address.owner}")
                 self._on_open()
@@ -243,15 +246,13 @@ class ProcessGroup:
             )
         return store, address
 
-    def _tcp_store(self, address: StoreAddress, is_master: bool, connect_s: float) -> TCPStore:
+    def _tcp_store(self, address: StoreAddress, is_master: bool) -> TCPStore:
         listener = listen_on_ipv4(address) if is_master and TAKES_SOCKET else None
-        options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=max(1.0, connect_s))}
-        store = TCPStore(address.host, address.port, is_master=is_master, master_listen_fd=listener, **options)
-        store.set_timeout(timedelta(seconds=self._start_s))
-        return store
+        options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=self._start_s)}
+        return TCPStore(address.host, address.port, is_master=is_master, master_listen_fd=listener, **options)
 
     def _connect(self) -> Store:
-        store = self._tcp_store(self._address, False, self._start_s)
+        store = self._tcp_store(self._address, is_master=False)
         store.set_timeout(NO_TIMEOUT)
         return PrefixStore(self._address.digest, store)
 

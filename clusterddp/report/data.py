@@ -1,7 +1,7 @@
 """What a report says of one run, as plain data: read once from its files. ``clusterddp report --json`` prints it, as
 docs/reference/report.schema.json describes it.
 
-A file that is damaged, missing or not the run's own leaves its part empty, and a note tells why.
+A file that is damaged, missing or not the run's own leaves its part empty, and a note explains why.
 """
 
 from __future__ import annotations

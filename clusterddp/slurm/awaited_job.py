@@ -10,7 +10,7 @@ from clusterddp.slurm import commands
 from clusterddp.slurm.queue import QueuedJob, queued_jobs
 from clusterddp.slurm.waiting import why_waiting
 
-#: Seconds for the end of a job that is cancelled, and between two questions whether it has come.
+#: Timeout for a cancelled job to end, and the polling interval, in seconds.
 END_S, ASK_S = 10.0, 0.5
 
 

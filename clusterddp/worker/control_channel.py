@@ -4,7 +4,7 @@ This is the rank's end; the supervisor's is ``supervisor/control_server.py``, an
 
 - Rendezvous: each rank sends the attempt's token and learns the address of rank 0's store. Rank 0 chooses and reserves
   the port; the address is the peer address of its connection, so no host name is resolved. All learn when the store is
-  open: torch tries a closed port again after pauses that double from half a second to a minute.
+  open: torch tries a closed port again after pauses that grow from half a second to a minute.
 - Events: ranks report them; only the supervisor writes the history.
 - Orders: the supervisor tells ranks to stop at a step boundary, or to exit at once; before it ends a hang, to write
   torch's flight record; when the user asks for it, to save, or to answer with their stacks.
@@ -234,10 +234,9 @@ def report(event: str, **values: Any) -> None:
         current.send(event, **values)
 
 
-def await_store(seconds: float) -> None:
-    """Returns once rank 0's store is open, or nobody can tell; after so many seconds at the latest."""
-    if current is not None:
-        current.store_open.wait(seconds)
+def await_store(seconds: float) -> bool:
+    """Waits until rank 0's store is open, or the supervisor is unreachable; False after so many seconds."""
+    return current is None or current.store_open.wait(seconds)
 
 
 def _short_line(message: Mapping[str, Any]) -> bytes | None:
@@ -287,7 +286,7 @@ def _answer(line: bytes, address: str) -> Answer:
             raise LauncherEnvironmentError(f"told to exit before all ranks had joined: {answer['leave']}")
         notice = answer.get("term_notice_s")
         notice_s = None if notice is None else float(notice)
-        known, is_open = int(answer.get("known", 0)), bool(answer.get("open"))
+        known, is_open = int(answer.get("known", 0)), bool(answer.get("open", True))  # an older one tells of no store
         return str(answer["host"]), int(answer["port"]), notice_s, is_open, known
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise LauncherEnvironmentError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from clusterddp import environment
 from clusterddp.distributed import process_group
 from clusterddp.distributed.process_group import choose_backend, choose_devices
 from clusterddp.distributed.wrapping import wrap
-from clusterddp.errors import DeviceError
+from clusterddp.errors import DeviceError, LauncherEnvironmentError
 from clusterddp.training import settings
 from tests import ddp
 
@@ -154,17 +153,31 @@ def test_a_strangers_store_is_recognised(tmp_path: Path) -> None:
     mine.expect(0)
 
 
-def test_the_store_of_an_ipv4_address_asks_for_no_names_of_ipv6_addresses() -> None:
-    """Which /etc/hosts does not have. A host name may stand for either kind of address: torch takes both."""
+@pytest.mark.skipif(not process_group.TAKES_SOCKET, reason="this torch's store opens its own socket")
+@pytest.mark.parametrize(("host", "table"), [("127.0.0.1", "tcp"), ("localhost", "tcp6"), ("::1", "tcp6")])
+def test_the_store_of_an_ipv4_address_listens_for_ipv4_alone(host: str, table: str) -> None:
+    """Otherwise it sees 127.0.0.1 as an IPv6 address, and looks its name up in the DNS."""
+    group = object.__new__(process_group.ProcessGroup)  # its initializer would wait for another rank
+    group._start_s = 30.0
     port = ddp.free_port()
-    listener = process_group.listen_on_ipv4(process_group.StoreAddress("127.0.0.1", port, "token"))
-    assert listener is not None
-    with socket.socket(fileno=listener) as own, socket.create_connection(("127.0.0.1", port)):
-        assert own.family == socket.AF_INET
-        with own.accept()[0] as accepted:
-            assert accepted.getpeername()[0] == "127.0.0.1"
-    for host in ("localhost", "::1"):
-        assert process_group.listen_on_ipv4(process_group.StoreAddress(host, port, "token")) is None
+    store = group._tcp_store(process_group.StoreAddress(host, port, "token"), is_master=True)
+    assert [name for name in ("tcp", "tcp6") if listens(port, name)] == [table]
+    del store
+
+
+def listens(port: int, table: str) -> bool:
+    """Whether a socket of /proc/net/TABLE listens on a port."""
+    lines = [line.split() for line in Path("/proc/net", table).read_text().splitlines()[1:]]
+    return any(place.endswith(f":{port:04X}") and state == "0A" for _, place, _, state, *_ in lines)
+
+
+def test_a_rank_says_that_rank_0_did_not_open_its_store() -> None:
+    place = environment.RankEnvironment(1, 1, 2, 2, 0, (), None, None, "slurm")
+    address = process_group.StoreAddress("127.0.0.1", ddp.free_port(), "token")
+    with pytest.raises(LauncherEnvironmentError, match=r"rank 0 did not open its store at 127.0.0.1:\d+ within 7 s"):
+        process_group.ProcessGroup(
+            *(place, torch.device("cpu"), "gloo", address, 7.0), await_open=lambda seconds: seconds != 7.0
+        )
 
 
 def test_a_store_names_its_owner_and_never_the_token() -> None:

@@ -200,15 +200,19 @@ def test_a_rank_whose_connection_broke_learns_that_the_store_is_open(heard: Hear
     assert heard.events.get(timeout=10)[1] == "rejoined"
 
 
-def test_a_rank_does_not_wait_for_a_store_that_nobody_can_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_does_not_wait_for_a_store_that_nobody_will_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor is of an older version, has exited, or there is none."""
+    answer = b'{"host": "127.0.0.1", "port": 1, "known": 0}'
+    assert control_channel._answer(answer, "n1:1")[3] is True
     heard = Heard()
     link = join(heard, 0, port=1)
+    monkeypatch.setattr(control_channel, "current", link)
+    assert not control_channel.await_store(0)
     link.listen(lambda: None, lambda _: None)
     heard.server.close()
-    monkeypatch.setattr(control_channel, "current", link)
-    control_channel.await_store(3600)
+    assert control_channel.await_store(30)
     monkeypatch.setattr(control_channel, "current", None)
-    control_channel.await_store(3600)
+    assert control_channel.await_store(0)
 
 
 def test_events_sent_while_disconnected_arrive_once_each_and_in_order(heard: Heard) -> None:

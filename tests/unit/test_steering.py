@@ -25,6 +25,7 @@ from clusterddp.cli.steering.client import ask, relay
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable, UsageError
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.jobdef.job import Job
+from clusterddp.protocol import BY_SLURM
 from clusterddp.rundir.control_address import Address, read_address, write_address
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -469,18 +470,28 @@ def test_a_run_that_waits_already_is_not_requeued_again(
         command(["requeue", str(run), "--exclude", "n[1-2]"])
 
 
-@pytest.mark.parametrize("ended", [True, False])
-def test_a_run_whose_batch_step_is_ending_is_waited_for(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, ended: bool
+@pytest.mark.parametrize(
+    ("end", "waits"),
+    [
+        ({"event": "requeued"}, True),
+        ({"event": "stopped", "then": BY_SLURM}, True),
+        ({"event": "stopped"}, False),  # in the user's own allocation, which stays
+        ({"event": "training"}, False),
+    ],
+)
+def test_a_job_that_is_being_requeued_is_waited_for(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: Any, waits: bool
 ) -> None:
-    """Right after a requeue, Slurm still has the job as running. Nobody waits for one that trains."""
+    """Slurm has it as running until its batch step has ended, and as completing until the epilog has."""
     lease.take(run, run.create_attempt(), {"kind": "slurm", "job": "41"})
-    append_line(run.events_file, {"time": 1.0, "attempt": 0, "event": "requeued" if ended else "training"})
+    append_line(run.events_file, {"time": 1.0, "attempt": 0, **end})
+    monkeypatch.setattr(asking, "ASK_S", 0.0)
     states = ["RUNNING", "COMPLETING", "PENDING"]
     job = lambda state: JobInfo("41", state, "BeginTime", "", 0, None, None)  # noqa: E731
     monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: job(states.pop(0)))
     found = asking.waiting_job(run)
-    assert (found and found.state, states) == (("PENDING", []) if ended else (None, ["COMPLETING", "PENDING"]))
+    assert (found and found.state, states) == (("PENDING", []) if waits else (None, ["COMPLETING", "PENDING"]))
+    assert capsys.readouterr().err.count("job 41 is being requeued (RUNNING); waiting until") == waits
 
 
 def test_a_requeue_without_nodes_that_the_run_needs_is_refused_before_it_stops(

@@ -19,7 +19,7 @@ from clusterddp.cli.steering.client import ask
 from clusterddp.errors import RunDirectoryError, SlurmError
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.process import module_command
-from clusterddp.protocol import ATTEMPT_ENDS
+from clusterddp.protocol import ATTEMPT_ENDS, BY_SLURM
 from clusterddp.reporter import show
 from clusterddp.rundir.control_address import Address, read_address
 from clusterddp.rundir.records import EVENT, read_backwards
@@ -29,7 +29,8 @@ from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.messages import over_already
 
-LOOK_S = 0.1
+#: Seconds between two looks at the run's files, and between two questions to Slurm.
+LOOK_S, ASK_S = 0.1, 1.0
 #: Seconds for an attempt that is starting to record its address, and for one whose ranks have exited to end.
 START_S, END_S = 10.0, 60.0
 
@@ -84,16 +85,19 @@ def check_trains(run: RunDirectory, kind: str) -> None:
 def waiting_job(run: RunDirectory) -> JobInfo | None:
     """The job of the run that waits in the queue; None if none does, or that is unknown.
 
-    If the attempt has just ended, waits for Slurm to end the batch step.
+    If it is being requeued, waits until Slurm has ended its batch step and epilog.
     """
-    deadline = time.monotonic() + START_S
+    deadline, said = time.monotonic() + END_S, False
     while True:
         job = _live_job(run)
         if job is None or job.state == "PENDING":
             return job
-        if not has_ended(run) or time.monotonic() > deadline:
+        if not is_requeued(run) or time.monotonic() > deadline:
             return None
-        time.sleep(LOOK_S)
+        if not said:
+            show(f"{run.path.name}: job {job.job_id} is being requeued ({job.state}); waiting until it is in the queue")
+            said = True
+        time.sleep(ASK_S)
 
 
 def _live_job(run: RunDirectory) -> JobInfo | None:
@@ -108,12 +112,12 @@ def _live_job(run: RunDirectory) -> JobInfo | None:
     return None
 
 
-def has_ended(run: RunDirectory) -> bool:
-    """Whether the newest attempt has ended, by the history."""
+def is_requeued(run: RunDirectory) -> bool:
+    """Whether the newest attempt has ended with a requeue of its job, by the history."""
     if (newest := run.newest_attempt()) is None:
         return False
     last = islice(backwards(run, newest), 10)  # late reports of ranks may follow its end
-    return any(event["event"] in ATTEMPT_ENDS for event in last)
+    return any(event["event"] == "requeued" or event.get("then") == BY_SLURM for event in last)
 
 
 def find_address(run: RunDirectory) -> tuple[int, Address]:
