@@ -38,7 +38,7 @@ CAVEATS = f"""## Read this first
   defaults, 30 minutes for gloo and 10 minutes for the watchdog, every cell with a hang would be lost.
 - **torchrun's tutorial saves no optimizer**, so its resumed runs differ by design. It trains on GPUs with NCCL. With
   gloo the restarted ranks connect to the addresses of the ranks that have ended ("Gloo connectFullMesh failed",
-  torch 2.13), until --max-restarts is used up.
+  torch 2.13), mostly until --max-restarts is used up.
 - A cell ends after {CELL_S:g} s. A run that still made new steps then is "not done", else "lost", though it might still
   continue: after 30 minutes, or when its time limit ends it and a person submits it once more."""
 
@@ -139,7 +139,7 @@ def leads_table(by_key: dict[tuple[str, str], dict[str, Any]]) -> str:
     table = report.table(["", "clusterddp", "the best peer", "ratio", "of each repetition"], rows)
     return f"""\
 Beside the best of the peers that completed all cells of a schedule (above 1: clusterddp trained for a larger share of
-the time). Under the schedules that are not here, no peer completed.
+the time). Under the schedules that are not here, no peer completed them all.
 
 {table}"""
 
