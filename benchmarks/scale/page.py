@@ -7,6 +7,8 @@ from typing import Any
 
 from benchmarks import report, rows
 from benchmarks.scale.commands import exponent
+from clusterddp.jobdef.job import Watchdog
+from clusterddp.training.log.reduction import period_s
 
 #: Bars: the supervisor's CPU seconds until 4,096 ranks have joined, seconds until a failure is named, milliseconds.
 JOIN_S, NAMED_S, HOSTS_MS = 10.0, 1.0, 10.0
@@ -129,15 +131,21 @@ def memory(size: Mapping[str, Any]) -> str:
     return f"{size['empty_mb']:.0f}, {size['hello']['rss_mb']:.0f}, {size['stop']['rss_mb']:.0f}"
 
 
-def counts_table(part: list[dict[str, Any]], bounded: Callable[[str], bool]) -> str:
-    """A row per mechanism, with its exponent and its value for 16,384 ranks."""
+def counts_table(part: list[dict[str, Any]]) -> str:
+    """A row per mechanism, with its exponent and its value for 16,384 ranks; rates go by their period instead."""
     sizes = list(part[0]["counts"])
     far = 16384
     lines: list[list[object]] = []
     for row in part:
-        last = row["counts"][sizes[-1]]
-        ahead = last if bounded(row["mechanism"]) else round(last * (far / int(sizes[-1])) ** row["exponent"])
-        lines.append([row["mechanism"], *row["counts"].values(), f"{row['exponent']:.2f}", f"{ahead:,}"])
+        last, most = row["counts"][sizes[-1]], int(sizes[-1])
+        exponent = f"{row['exponent']:.2f}"
+        if row["mechanism"].startswith("history"):
+            ahead = last  # see MOST_RECORDED of the supervisor
+        elif period_s := RATES.get(row["mechanism"]):
+            ahead, exponent = round(last * far / most * period_s(most) / period_s(far)), "-"
+        else:
+            ahead = round(last * (far / most) ** row["exponent"])
+        lines.append([row["mechanism"], *row["counts"].values(), exponent, f"{ahead:,}"])
     head = ["messages, lines or operations", *(f"N = {size}" for size in sizes), "exponent", f"N = {far:,}, by the fit"]
     return report.table(head, lines)
 
@@ -150,18 +158,18 @@ def counts_for(part: list[dict[str, Any]], ranks: int) -> dict[str, int]:
 def counted(part: list[dict[str, Any]]) -> str:
     return f"""## Counts
 
-{counts_table(part, lambda name: name.startswith("history"))}
+{counts_table(part)}
 
 Counted over real connections, and for the store with agreements in threads. In {exponents_steps()} steps without a
 request no rank sent anything to the store or the supervisor, besides heartbeats. The history takes at most 64 events of
 one kind from ranks other than 0: its lines stop growing there."""
 
 
-#: Rates that ``period_s`` of the watchdog and of ``run.log`` bound for many ranks: the fit does not apply.
-RATES = (
-    "run.log(reduce=...): messages to the store per second",
-    "heartbeats, which have the steps' times, per second",
-)
+#: What goes by the clock: the seconds of a rank's period, by the number of ranks.
+RATES: Mapping[str, Callable[[int], float]] = {
+    "run.log(reduce=...): messages to the store per second": period_s,
+    "heartbeats, which have the steps' times, per second": Watchdog().period_s,
+}
 
 
 def counted_by_kernels(part: list[dict[str, Any]]) -> str:
@@ -174,15 +182,16 @@ def counted_by_kernels(part: list[dict[str, Any]]) -> str:
     )
     return f"""### With real gloo ranks
 
-{counts_table(rows, lambda name: name in RATES)}
+{counts_table(rows)}
 
 Four ranks per node, so that M = N / 4. Counted by the kernel at each rank: segments with data, one per message, that it
 sent to rank 0's store and to the supervisor, with `preflight: true`. What goes by the clock is counted as a rate: a
 rank that has called `run.log(reduce=...)` sends its values each 0.25 s and when rank 0 waits for them ({chunks} times
-in these runs), and one that has not looks every 5 s whether rank 0 has ({looks} times). The two rates grow with N up
-to about 1,024 ranks and are bounded beyond: the value for N = 16,384 is that of the most ranks here. gloo, which
-connects every rank with every other, sends a number of messages that grows with the square of
-N: that is torch's, and another reason to use NCCL for many ranks."""
+in these runs), and one that has not looks every 5 s whether rank 0 has ({looks} times). The runs take a few seconds, so
+that one message more or less changes these rates. A rank's period does not depend on N up to about 1,024 ranks, and is
+longer beyond: the values for N = 16,384 go by it. gloo, which connects every rank with
+every other, sends a number of messages that grows with the square of N: that is torch's, and another reason to use
+NCCL for many ranks."""
 
 
 def exponents_steps() -> int:
