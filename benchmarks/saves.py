@@ -308,6 +308,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=PART_S, help="of each part of a case (default: %(default)g)")
     parser.add_argument("--threads", type=int, default=CORES, help="of torch (default: all cores, %(default)d)")
     parser.add_argument("--memory", type=float, default=math.inf, help="to use at most, in GB (default: what is free)")
+    parser.add_argument("--note", default="", help="a sentence about this measurement, for the top of the page")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="the folder to save in")
     options = parser.parse_args()
     load = os.getloadavg()[0]
@@ -326,7 +327,8 @@ def main() -> None:
         cases[case.name] = call(case, options.quick, with_peers, options.threads, options.seconds, options.scratch)
         found = [row for name, figures in cases.items() for row in rows_of(name, figures)]
         figures = {"rows": [row.as_json() for row in found], "cases": cases, "load": load}
-        report.write(options.out, "saves", described(cases, found, load, options.threads, left_out), figures)
+        text = described(cases, found, load, options.threads, left_out, options.note)
+        report.write(options.out, "saves", text, figures)
 
 
 if __name__ == "__main__":

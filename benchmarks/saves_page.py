@@ -14,7 +14,12 @@ NO_SAVE, CPU = "no save", "writer's CPU"
 
 
 def described(
-    cases: Mapping[str, Any], found: Sequence[rows.Row], load: float, threads: int, left_out: Sequence[str] = ()
+    cases: Mapping[str, Any],
+    found: Sequence[rows.Row],
+    load: float,
+    threads: int,
+    left_out: Sequence[str] = (),
+    note: str = "",
 ) -> str:
     """The page."""
     states = [[name, one["bytes"] / 1e6, one["tensors"], len(one["stall"][OURS])] for name, one in cases.items()]
@@ -22,7 +27,7 @@ def described(
 
 {report.place()} {time.strftime("%Y-%m-%d")}, at a load average of {load:.1f} before. One process, CPU tensors,
 {threads} threads of torch, files on one local disk: no GPU and no shared file system is in these figures. Only ratios
-tell something about another machine. See `benchmarks/saves.py` for what is measured. {ABOUT}
+tell something about another machine. See `benchmarks/saves.py` for what is measured. {ABOUT} {note}
 
 {rows.table([row.as_json() for row in found])}
 
