@@ -53,7 +53,7 @@ def page(parts: Mapping[str, Any], table: str) -> str:
         "They, the supervisor and other programs share this machine: seconds of wall time are upper bounds, CPU "
         "seconds are the supervisor's own. Nothing here was measured on thousands of nodes; "
         "[scale.md](../design/scale.md) says what follows from these figures and what is only argued.",
-        f"{report.place('while other programs ran')} Measured on {dates} by `python -m benchmarks.scale`.",
+        f"{report.place()} Measured on {dates} by `python -m benchmarks.scale`.",
         measured_when(parts),
         table,
     ]
