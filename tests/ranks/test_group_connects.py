@@ -62,7 +62,7 @@ def store(*values, is_master, **options):
 
 def await_store(seconds):
     here.touch()
-    wait(seconds)
+    return wait(seconds)
 
 process_group.TCPStore, wait, control_channel.await_store = store, control_channel.await_store, await_store
 with clusterddp.init():
