@@ -38,6 +38,11 @@ REASONS = {
     "as much as at 10 ms (40 and 35): the same code, in caches that are cold after the wait; its page has the profile",
 }
 UNDECIDED = "Cannot tell: the bar is within the interval, which more repetitions make narrower."
+GPU_ROWS = """## On GPUs
+
+Not run: a step beside DDP alone, the stall of a snapshot on a side stream, copies into pinned memory. `make gpu-check`
+measures them.
+"""
 NOT_FOR = """\
 ## When not to use clusterddp
 
@@ -117,6 +122,7 @@ its spread. Rows from `bench` have few repetitions.
 
 {bars(found)}
 
+{GPU_ROWS if not any(row["page"] == "gpu-check" for row in found) else ""}
 ## Beside other libraries
 
 [Under faults](peers.md): the same training with seven launchers and libraries.

@@ -70,3 +70,10 @@ def test_a_measurement_writes_the_page_and_the_readmes_table_again(tmp_path: Pat
     report.write(folder, "steady-state", "# A page", {"rows": [ROW]})
     assert (folder / "README.md").read_text() == page.page(folder)
     assert page.fragment(readme.read_text()) == page.choice([ROW]) and "1.20 us" in readme.read_text()
+
+
+def test_rows_of_gpus_are_marked_as_not_run_until_there_are_some(tmp_path: Path) -> None:
+    (tmp_path / "steady-state.json").write_text(json.dumps({"rows": [ROW]}))
+    assert "## On GPUs\n\nNot run:" in page.page(tmp_path)
+    (tmp_path / "gpu-check.json").write_text(json.dumps({"rows": [{**ROW, "row": "step (cuda, 1 ranks): loop"}]}))
+    assert "## On GPUs" not in page.page(tmp_path)
