@@ -26,18 +26,18 @@ CHOICE = {
 }
 BEGIN, END = "<!-- figures: python -m benchmarks.page -->", "<!-- end of figures -->"
 MANY_TENSORS = (
-    "a thread of the rank makes the file's header and frees the state meanwhile, which takes 4 to 5 ms of CPU time"
+    "a thread of the rank writes the file's header and frees the state meanwhile, which takes 4 to 5 ms of CPU time"
 )
-#: Why a bar is missed, by words in the row's name; the first that are there count.
+#: Why a bar is missed, by a substring of the row's name; the first match counts.
 REASONS = {
     "10,000 small tensors: training time lost (all cores), beside": MANY_TENSORS,
     "10,000 small tensors: training time lost (a core free)": MANY_TENSORS,
-    "training time lost (all cores": "the threads of such training wait for each other, so that all lose what one of "
-    "them loses; its page has what an empty loop of as much CPU time costs, and a save with a core free",
+    "training time lost (all cores": "the threads of such training wait for each other, so a delay of one delays all; "
+    "its page shows what an empty loop with the same CPU time costs, and a save with a core free",
     "step of 100 ms: CPU": "of what is above the bare loop, about 100 us are in run.log and 90 in the forward, twice "
     "as much as at 10 ms (40 and 35): the same code, in caches that are cold after the wait; its page has the profile",
 }
-UNDECIDED = "Cannot tell: the bar is within the interval, which more repetitions make narrower."
+UNDECIDED = "Cannot tell: the bar lies within the interval; more repetitions would narrow it."
 GPU_ROWS = """## On GPUs
 
 Not run: a step beside DDP alone, the stall of a snapshot on a side stream, copies into pinned memory. `make gpu-check`

@@ -75,18 +75,24 @@ def unpaired(
     """The ratio of the medians of two series that alternated but belong together in no other way."""
     middle = (report.median(ours), report.median(limit))
     draw = random.Random(0)
-    found = sorted(
+    found = [
         report.median(draw.choices(ours, k=len(ours))) / report.median(draw.choices(limit, k=len(limit)))
         for _ in range(RESAMPLES)
-    )
-    interval = (middle[0] / middle[1], found[int(0.025 * RESAMPLES)], found[int(0.975 * RESAMPLES)])
-    return _row(row, unit, middle, limit_is, interval, _allowed(allowed, more, middle[1]))
+    ]
+    ratio = (middle[0] / middle[1], *interval(found))
+    return _row(row, unit, middle, limit_is, ratio, _allowed(allowed, more, middle[1]))
 
 
 def counted(row: str, unit: str, ours: float, limit: float, limit_is: str, *, allowed: float | None = None) -> Row:
     """Of figures that are the same in each run, such as bytes or instructions."""
     ratio = ours / limit
     return _row(row, unit, (ours, limit), limit_is, (ratio, ratio, ratio), allowed)
+
+
+def interval(resampled: Sequence[float]) -> tuple[float, float]:
+    """The middle 95% of the values of resamples."""
+    found = sorted(resampled)
+    return found[int(0.025 * len(found))], found[int(0.975 * len(found))]
 
 
 def _allowed(allowed: float | None, more: float | None, limit: float) -> float | None:

@@ -170,7 +170,7 @@ class CallsAndCopy(Copy):
 
 
 class EmptyLoop(Saver):
-    """Saves nothing: a process uses ``cpu_s`` seconds of CPU time, at the priority of our writer."""
+    """Saves nothing. Instead, a process uses ``cpu_s`` seconds of CPU time at the writer's priority."""
 
     name = EMPTY_LOOP
     in_background = True
@@ -192,8 +192,7 @@ class EmptyLoop(Saver):
     def done(self) -> bool:
         assert self._process.stdout is not None
         if self._asked and select.select([self._process.stdout], [], [], 0)[0]:
-            self._process.stdout.readline()
-            self._asked = False
+            self.end()
         return not self._asked
 
     def end(self) -> None:

@@ -11,7 +11,7 @@ For each state a process is started in which the savers take turns:
   Measured beside three trainings: one on one thread less than the machine has cores, one on all cores, and one on all
   cores whose training thread sleeps for half of each step, while torch's other threads spin.
 - The same with an empty loop in place of the save, which uses as much CPU time at the writer's priority: what such
-  training loses to any other process. Its threads wait for each other, so that each delay is one of all of them.
+  training loses to any other process. As its threads wait for each other, a delay of one delays all.
 
 Bars: the stall at most 1.15 times the limit, or 0.5 ms above it, whichever is more; the time lost at most the writer's
 CPU time by the cores, and at most 1.15 times what the empty loop costs training on all cores.
@@ -277,7 +277,7 @@ def lost_row(
 ) -> rows.Row:
     """Time lost to the write, less what is lost without one, by one of the other series and the cores.
 
-    The limit of a resample may be 0 or less: the verdict is that of the difference to what the bar allows.
+    A resample's limit may be 0 or less, so the verdict is based on the difference to what the bar allows.
     """
     draw = random.Random(0)
 
@@ -287,15 +287,9 @@ def lost_row(
 
     drawn = [figures(lambda values: draw.choices(values, k=len(values))) for _ in range(rows.RESAMPLES)]
     ours, least = figures(lambda values: values)
-    low, high = interval([one / other for one, other in drawn if other > 0])
-    met = rows.within(0.0, *interval([one - bar * other for one, other in drawn]))
+    low, high = rows.interval([one / other for one, other in drawn if other > 0])
+    met = rows.within(0.0, *rows.interval([one - bar * other for one, other in drawn]))
     return rows.Row(name, "ms", ours, least, limit_is, ours / least, low, high, bar, met)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Of 95% of the values."""
-    found = sorted(values)
-    return found[int(0.025 * len(found))], found[int(0.975 * len(found))]
 
 
 def main() -> None:

@@ -47,9 +47,9 @@ Not measured, for too little memory: {", ".join(left_out) or "none"}.
 
 LOST = """## Training time lost while a save is written
 
-Training that uses all cores waits, at each operation, for the slowest of its threads: what takes a core from one of
-them takes it from all. The empty loop shows what any process of the writer's priority and CPU time costs it. The cores
-are also busy where the training thread sleeps for half of each step: the other threads of GNU's OpenMP spin."""
+Training that uses all cores synchronizes its threads at each operation, so taking a core from one thread delays all of
+them. The empty loop shows what any process with the writer's priority and CPU time costs. If the training thread sleeps
+for half of each step, the cores stay busy nevertheless, because the other threads of GNU OpenMP spin."""
 
 ABOUT = """On a loaded machine, the
 CPU time of the training thread tells more than the time from start to end of a stall: it leaves out what others took.

@@ -211,9 +211,9 @@ Phases of rank 0, in seconds (medians). "script": from the start of the process 
 ours, the rank joins the supervisor in it, and waits until all others have. Most of "model" is the import of
 torch._dynamo, by the first optimizer or DDP; ours has fewer garbage collections in it (`clusterddp/process.py`).
 
-DNS queries: torch's store looks up the name of each address that connects, on both ends. Ours has a second connection
-to it, for a thread that waits; its own end asks for IPv4 addresses, which /etc/hosts has here
-(`clusterddp/distributed/process_group.py`). A query without an answer takes 5 s.
+DNS queries: torch's store looks up the name of each address that connects, on both ends. clusterddp opens a
+second connection per rank, for a thread that waits, but its store looks up IPv4 addresses, which /etc/hosts contains
+here (`clusterddp/distributed/process_group.py`). A query without an answer takes 5 s.
 
 {phases_table(figures["ranks"])}
 
@@ -241,7 +241,8 @@ def phases_table(by_ranks: Mapping[str, Any]) -> str:
 def in_addition(figures: Mapping[str, Any]) -> list[list[object]]:
     """How many modules of which packages ours has in addition."""
     more = set(figures["modules"][OURS]) - set(figures["modules"][EMPTY])
-    return [[package, number] for package, number in Counter(name.partition(".")[0] for name in more).most_common()]
+    packages = Counter(name.partition(".")[0] for name in sorted(more))
+    return [[package, number] for package, number in packages.most_common()]
 
 
 def main() -> None:

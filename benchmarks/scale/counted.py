@@ -106,7 +106,7 @@ def table(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def counts(run: Mapping[str, Any]) -> dict[str, float]:
     """Messages, connections and files of one run by mechanism."""
     of = {name: Counter(phase) for name, phase in run["phases"].items()}
-    # What depends on time, and not on the phase, has rows of its own: looks for run.log, its chunks, heartbeats.
+    # Periodic messages have their own rows: checks and chunks of run.log, heartbeats.
     store = {name: phase["store out"] - phase["event look"] - phase["event chunk"] for name, phase in of.items()}
     total: Counter[str] = Counter()
     for phase in of.values():

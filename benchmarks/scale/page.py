@@ -141,8 +141,8 @@ def counts_table(part: list[dict[str, Any]]) -> str:
         exponent = f"{row['exponent']:.2f}"
         if row["mechanism"].startswith("history"):
             ahead = last  # see MOST_RECORDED of the supervisor
-        elif period_s := RATES.get(row["mechanism"]):
-            ahead, exponent = round(last * far / most * period_s(most) / period_s(far)), "-"
+        elif period_of := RATES.get(row["mechanism"]):
+            ahead, exponent = round(last * far / most * period_of(most) / period_of(far)), "-"
         else:
             ahead = round(last * (far / most) ** row["exponent"])
         lines.append([row["mechanism"], *row["counts"].values(), exponent, f"{ahead:,}"])
@@ -165,7 +165,7 @@ request no rank sent anything to the store or the supervisor, besides heartbeats
 one kind from ranks other than 0: its lines stop growing there."""
 
 
-#: What goes by the clock: the seconds of a rank's period, by the number of ranks.
+#: Periodic messages: a rank's period in seconds, as a function of the number of ranks.
 RATES: Mapping[str, Callable[[int], float]] = {
     "run.log(reduce=...): messages to the store per second": period_s,
     "heartbeats, which have the steps' times, per second": Watchdog().period_s,
@@ -185,12 +185,12 @@ def counted_by_kernels(part: list[dict[str, Any]]) -> str:
 {counts_table(rows)}
 
 Four ranks per node, so that M = N / 4. Counted by the kernel at each rank: segments with data, one per message, that it
-sent to rank 0's store and to the supervisor, with `preflight: true`. What goes by the clock is counted as a rate: a
-rank that has called `run.log(reduce=...)` sends its values each 0.25 s and when rank 0 waits for them ({chunks} times
-in these runs), and one that has not looks every 5 s whether rank 0 has ({looks} times). The runs take a few seconds, so
-that one message more or less changes these rates. A rank's period does not depend on N up to about 1,024 ranks, and is
-longer beyond: the values for N = 16,384 go by it. gloo, which connects every rank with
-every other, sends a number of messages that grows with the square of N: that is torch's, and another reason to use
+sent to rank 0's store and to the supervisor, with `preflight: true`. Periodic messages are counted as rates: a rank
+that has called `run.log(reduce=...)` sends its values every 0.25 s and when rank 0 waits for them ({chunks} times in
+these runs); a rank that has not checks every 5 s whether rank 0 has ({looks} times). The runs take only a few seconds,
+so a single message changes these rates noticeably. A rank's period is constant up to about 1,024 ranks and longer
+beyond; the rates for N = 16,384 are derived from it. gloo connects every rank with every other, so its messages grow
+with the square of N; this is inherent in torch's gloo backend, and another reason to use
 NCCL for many ranks."""
 
 

@@ -27,7 +27,7 @@ NO_TIMEOUT = timedelta(days=3650)
 LEAVE_TIMEOUT_S = 30.0
 #: Whether gloo's timeout can change after the group has started: in torch 2.9 it can, torch 2.4 ignores it.
 GLOO_TIMEOUT_CHANGES = hasattr(dist.ProcessGroup, "set_timeout")
-#: Whether torch's store can take over a listening socket: its libuv server cannot before torch 2.8.
+#: Whether TCPStore supports ``master_listen_fd``: its libuv backend does since torch 2.8.
 TAKES_SOCKET = torch.__version__ >= (2, 8)  # type: ignore[operator]
 _OWNER, _LEFT, _ALL_LEFT = "clusterddp/owner", "left", "left/all"
 _CONNECTED, _ALL_CONNECTED = "connected", "connected/all"
@@ -127,10 +127,11 @@ def allow_connections(rank: int, world_size: int) -> None:
 
 
 def listen_on_ipv4(address: StoreAddress) -> int | None:
-    """A listening socket for the store, as a descriptor; None if its address is not an IPv4 address.
+    """Opens an IPv4 listening socket for the store and returns its descriptor, or None if the address is not IPv4.
 
-    torch's own socket is for IPv6, too: it sees 127.0.0.1 as ::ffff:127.0.0.1, whose name is not in /etc/hosts, so that
-    the store's only thread blocks on a reverse DNS lookup for each client. OSError if the port is in use.
+    torch listens on a dual-stack socket, which reports 127.0.0.1 as ::ffff:127.0.0.1. /etc/hosts has no name for that
+    address, so the store's only thread blocks on a reverse DNS lookup for each client. Raises OSError if the port is
+    in use.
     """
     try:
         socket.inet_aton(address.host)
@@ -140,11 +141,11 @@ def listen_on_ipv4(address: StoreAddress) -> int | None:
 
 
 class ProcessGroup:
-    """The default process group of torch.distributed and its store; every attempt has a store of its own.
+    """The default process group of torch.distributed and its store. Each attempt has its own store.
 
-    ``on_open`` is called on rank 0 once the store accepts connections. ``await_open(seconds)``, on other ranks, waits
-    for that, and returns False if it does not happen in time. Without it, torch retries after pauses that grow from
-    0.5 s to 60 s (c10d/Backoff.hpp), so that the last of many ranks connects seconds late.
+    ``on_open`` is called on rank 0 when the store accepts connections. ``await_open(seconds)`` blocks the other ranks
+    until then, and returns False on timeout. Without it, torch retries with exponential backoff from 0.5 s to 60 s
+    (c10d/Backoff.hpp), and the last of many ranks connects seconds late.
     """
 
     def __init__(

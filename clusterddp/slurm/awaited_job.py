@@ -1,4 +1,4 @@
-"""A job that a command submits and waits for, such as the one of ``doctor --nodes``: not a run's."""
+"""A job that a command submits and waits for, such as that of ``doctor --nodes``; it belongs to no run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ END_S, ASK_S = 10.0, 0.5
 
 
 def find(job_id: str) -> QueuedJob | None:
-    """The job as squeue has it; None if Slurm does not know it (any more). Raises SlurmError."""
+    """The job as squeue reports it; None if Slurm does not know it (any more). Raises SlurmError."""
     return queued_jobs([job_id]).get(job_id)
 
 
 def progress(job: QueuedJob) -> str:
-    """Why the job waits, or where it runs; '' if Slurm does not say yet."""
+    """Why the job is pending, or on which nodes it runs; '' if Slurm does not report it yet."""
     if job.state == "PENDING":
         return f"waits: {why_waiting(job, begun=False).words}" if job.reason != "None" else ""
     return f"runs on {job.nodes}" if job.live and job.nodes else ""
 
 
 def end(job_id: str) -> None:
-    """Cancels the job, if it has not ended, and waits until it writes nothing any more, in bounded time."""
+    """Cancels the job unless it has ended, and waits up to END_S seconds until it has, and no longer writes files."""
     deadline = time.monotonic() + END_S
     with suppress(SlurmError):
         commands.cancel(job_id)

@@ -3,8 +3,8 @@
 This is the rank's end; the supervisor's is ``supervisor/control_server.py``, and ``protocol.py`` lists the messages.
 
 - Rendezvous: each rank sends the attempt's token and learns the address of rank 0's store. Rank 0 chooses and reserves
-  the port; the address is the peer address of its connection, so no host name is resolved. All learn when the store is
-  open: torch tries a closed port again after pauses that grow from half a second to a minute.
+  the port; the address is the peer address of its connection, so no host name is resolved. The
+  supervisor tells the ranks when the store is open, because torch retries a closed port with backoff of up to a minute.
 - Events: ranks report them; only the supervisor writes the history.
 - Orders: the supervisor tells ranks to stop at a step boundary, or to exit at once; before it ends a hang, to write
   torch's flight record; when the user asks for it, to save, or to answer with their stacks.
@@ -78,12 +78,12 @@ class ControlChannel:
     """A rank's connection. ``store_host`` and ``store_port``: the address of rank 0's store.
 
     ``term_notice_s``: seconds from TERM to KILL, None if unknown. ``answer``: these, whether that store is open, and
-    how many of this rank's events the supervisor received before the connection broke. ``heard``: what it sent since.
+    how many of this rank's events the supervisor received before the connection broke. ``heard``: what followed it.
     """
 
     def __init__(self, connection: socket.socket, answer: Answer, heard: bytes) -> None:
         self.store_host, self.store_port, self.term_notice_s, is_open, self._known = answer
-        #: Set once rank 0's store accepts connections; also if the supervisor cannot tell any more.
+        #: Set when rank 0's store accepts connections, or when the supervisor becomes unreachable.
         self.store_open = threading.Event()
         if is_open:
             self.store_open.set()
@@ -235,7 +235,7 @@ def report(event: str, **values: Any) -> None:
 
 
 def await_store(seconds: float) -> bool:
-    """Waits until rank 0's store is open, or the supervisor is unreachable; False after so many seconds."""
+    """Waits until rank 0's store is open or the supervisor is unreachable; returns False on timeout."""
     return current is None or current.store_open.wait(seconds)
 
 
@@ -286,7 +286,7 @@ def _answer(line: bytes, address: str) -> Answer:
             raise LauncherEnvironmentError(f"told to exit before all ranks had joined: {answer['leave']}")
         notice = answer.get("term_notice_s")
         notice_s = None if notice is None else float(notice)
-        known, is_open = int(answer.get("known", 0)), bool(answer.get("open", True))  # an older one tells of no store
+        known, is_open = int(answer.get("known", 0)), bool(answer.get("open", True))  # older versions do not send it
         return str(answer["host"]), int(answer["port"]), notice_s, is_open, known
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise LauncherEnvironmentError(

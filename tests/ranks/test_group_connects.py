@@ -71,7 +71,7 @@ with clusterddp.init():
 
 
 def test_a_rank_that_comes_first_connects_once_rank_0s_store_is_open(tmp_path: Path) -> None:
-    """torch would try at once, and again after a pause that may be longer than what is left to wait."""
+    """torch would try at once and retry with backoff, which may last longer than rank 0 needs."""
     script, run = tmp_path / "early.py", RunDirectory(tmp_path / "run")
     script.write_text(EARLY)
     submit = [sys.executable, "-m", "clusterddp", "submit", "--local", "--device", "cpu", "--gpus", "2"]

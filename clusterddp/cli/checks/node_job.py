@@ -29,8 +29,8 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.batch import batch_script
 from clusterddp.slurm.resources import fit_to_cluster
 
-#: Seconds in the queue, between two questions to Slurm, and for results of a job that has ended: on NFS a file may
-#: appear a minute late.
+#: Timeout in the queue, polling interval, and timeout for the results of a job that has ended, in seconds. On NFS a
+#: file may appear a minute late.
 QUEUE_S, ASK_S, LATE_S = 3600.0, 0.5, 60.0
 #: The time limit in minutes, longer than START_S and TOGETHER_S.
 LIMIT_MIN = 5

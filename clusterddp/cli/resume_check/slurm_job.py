@@ -34,7 +34,7 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.batch import batch_script
 from clusterddp.slurm.queue import QueuedJob
 
-#: Seconds between two looks at the job's files, and between two questions to Slurm.
+#: Polling intervals for the job's files and for Slurm, in seconds.
 LOOK_S, ASK_S = 0.2, 1.0
 #: What ended a job that did not end by itself, by Slurm's state.
 _ENDS = {

@@ -29,7 +29,7 @@ from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.messages import over_already
 
-#: Seconds between two looks at the run's files, and between two questions to Slurm.
+#: Polling intervals for the run's files and for Slurm, in seconds.
 LOOK_S, ASK_S = 0.1, 1.0
 #: Seconds for an attempt that is starting to record its address, and for one whose ranks have exited to end.
 START_S, END_S = 10.0, 60.0
@@ -83,9 +83,9 @@ def check_trains(run: RunDirectory, kind: str) -> None:
 
 
 def waiting_job(run: RunDirectory) -> JobInfo | None:
-    """The job of the run that waits in the queue; None if none does, or that is unknown.
+    """The run's pending job; None if there is none, or its state is unknown.
 
-    If it is being requeued, waits until Slurm has ended its batch step and epilog.
+    If the job is being requeued, waits until Slurm has finished its batch step and epilog.
     """
     deadline, said = time.monotonic() + END_S, False
     while True:
@@ -113,7 +113,7 @@ def _live_job(run: RunDirectory) -> JobInfo | None:
 
 
 def is_requeued(run: RunDirectory) -> bool:
-    """Whether the newest attempt has ended with a requeue of its job, by the history."""
+    """Whether the newest attempt ended with a requeue of its job, according to the history."""
     if (newest := run.newest_attempt()) is None:
         return False
     last = islice(backwards(run, newest), 10)  # late reports of ranks may follow its end
