@@ -167,9 +167,7 @@ Bars that were missed: {", ".join(missed) or "none"}. Benchmarks that failed: {"
 def choose(names: str | None) -> list[Benchmark]:
     """Those of ``--only``."""
     known = {benchmark.name: benchmark for benchmark in BENCHMARKS}
-    asked = names.split(",") if names else list(known)
-    if unknown := [name for name in asked if name not in known]:
-        sys.exit(f"no benchmark {', '.join(unknown)}; available: {', '.join(known)}")
+    asked = report.named("benchmark", names, known) if names else list(known)
     return [known[name] for name in asked]
 
 

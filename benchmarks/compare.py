@@ -147,9 +147,7 @@ def described(found: dict[str, list[float] | str], sides: Sequence[Side]) -> tup
 def chosen(names: str | None) -> list[Benchmark]:
     """Those of ``--only``: of this module's, then of ``python -m benchmarks``."""
     known = {benchmark.name: benchmark for benchmark in (*BENCHMARKS, *COMPARED)}
-    asked = names.split(",") if names else [benchmark.name for benchmark in COMPARED]
-    if unknown := [name for name in asked if name not in known]:
-        sys.exit(f"no benchmark {', '.join(unknown)}; available: {', '.join(known)}")
+    asked = report.named("benchmark", names, known) if names else [benchmark.name for benchmark in COMPARED]
     return [known[name] for name in asked]
 
 

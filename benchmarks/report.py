@@ -8,6 +8,7 @@ import os
 import platform
 import random
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -77,6 +78,14 @@ def place(more: str = "") -> str:
     has = machine()
     kind = f"{has['cores']} cores ({has['cpu']}), Linux {has['kernel']}, Python {has['python']}, torch {has['torch']}"
     return f"Measured on one machine: {kind}{', ' + more if more else ''}."
+
+
+def named(what: str, text: str, known: Iterable[str]) -> list[str]:
+    """The names in a comma-separated list; exits with an error if one is unknown."""
+    names, known = text.split(","), list(known)
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"no {what} {', '.join(unknown)}; available: {', '.join(known)}")
+    return names
 
 
 def parser(words: str | None, quick: str) -> argparse.ArgumentParser:

@@ -149,8 +149,9 @@ def main() -> None:
     parser.add_argument("--note", default="", help="a sentence about this measurement, for the top of the page")
     parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     options = parser.parse_args()
-    schedules = ["none"] if options.quick else options.schedules.split(",")
-    keys = list(plan(1 if options.quick else options.repetitions, options.peers.split(","), schedules))
+    peers = report.named("peer", options.peers, [*PEERS, LIMIT.name])
+    schedules = ["none"] if options.quick else report.named("schedule", options.schedules, SCHEDULES)
+    keys = list(plan(1 if options.quick else options.repetitions, peers, schedules))
     state = options.state / "quick" if options.quick else options.state
     results = Results(state, QUICK_EPOCHS if options.quick else EPOCHS)
     missing = results.missing(keys)

@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
     arguments = parser.parse_args()
     if arguments.quick or arguments.parts:
-        names = arguments.parts.split(",") if arguments.parts else list(QUICK_PARTS)
+        names = report.named("part", arguments.parts, PARTS) if arguments.parts else list(QUICK_PARTS)
         file = arguments.out / "scale.json"
         found = json.loads(file.read_text())["parts"] if arguments.parts and file.exists() else {}
         found |= {name: measured(name, arguments.quick) for name in names}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import rows
-from benchmarks.peers.__main__ import Queue, Results, plan
+from benchmarks.peers.__main__ import Queue, Results, main, plan
 from benchmarks.peers.cells import Line, bound, ettr, figures, gaps, parse
 from benchmarks.peers.page import describe
 from benchmarks.peers.peers import LIMIT, PEERS, count
@@ -165,3 +165,13 @@ def test_ours_is_compared_with_the_best_peer_that_completed_all_its_cells(tmp_pa
     assert [(schedule, peer) for schedule, _, peer, _, _ in found] == [("preempt", "submitit")]
     ratios = found[0][-1]
     assert ratios[0] == pytest.approx(1) and ratios[1] == pytest.approx(25 / 15)
+
+
+@pytest.mark.parametrize("option", ["--schedules", "--peers"])
+def test_an_unknown_name_is_an_error_and_writes_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["peers", option, "nonsense", "--out", str(tmp_path), "--state", str(tmp_path)])
+    with pytest.raises(SystemExit, match="nonsense; available: "):
+        main()
+    assert not list(tmp_path.iterdir())
