@@ -44,7 +44,7 @@ class CheckpointFolder:
         keep = Keep(keep) if isinstance(keep, int) else keep
         attempt = directory.create_attempt()
         self._checkpoints = Checkpoints(directory, attempt, keep)
-        gpu = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self._checkpoint_client = CheckpointClient(directory, attempt, keep, gpu)
         at_exit(self.close)
 

@@ -27,7 +27,7 @@ class _SumOfParameters(torch.nn.Module):
         device = parameters[0].device if parameters else None  # they may be on several
         self._sums = lambda: [parameter.sum().abs().float().to(device) for parameter in parameters]
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._sums()).sum() * 0  # type: ignore[no-untyped-call]
 
 
@@ -124,7 +124,7 @@ def _settle_buckets(wrapped: DistributedDataParallel, passes: int) -> None:
     wrapped._modules["module"], wrapped.broadcast_buffers = _SumOfParameters(parameters), False
     try:
         for _ in range(passes):
-            wrapped().backward()
+            wrapped(torch.zeros(())).backward()  # with device_ids, DDP moves its inputs, and fails if there are none
     finally:
         wrapped._modules["module"], wrapped.broadcast_buffers = model, broadcast_buffers
     for parameter in parameters:
