@@ -120,7 +120,7 @@ def _into_c():
         cuda.default_generators = tuple(_standin.generator(i) for i in range(len(visible)))
 
     def usage(index):
-        used, peak, total = _standin.memory(index)
+        used, peak, _ = _standin.memory(index)
         kinds = {"current": used, "peak": peak, "allocated": peak, "freed": peak - used}
         both = {"all": kinds, "small_pool": dict.fromkeys(kinds, 0), "large_pool": kinds}
         counts = {kind: dict.fromkeys(kinds, 0) for kind in both}
