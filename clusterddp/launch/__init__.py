@@ -1,1 +1,0 @@
-"""Entry points for jobs queued by older versions; ``clusterddp.launch()`` is in ``clusterddp/api.py``."""
