@@ -1,4 +1,7 @@
-"""Each job definition in jobs/ as it stands, on a real Slurm: two nodes of one or two CPU ranks, the right result."""
+"""Each job definition in jobs/ as it stands, on a real Slurm: two nodes of one or two CPU ranks, the right result.
+
+Only ``make test-product`` runs them there; without Slurm, tests/ranks/test_jobs.py does.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,6 @@ JOBS = {
 #: Those of which tests/ranks/test_example_jobs.py trains all, on this machine.
 LOCAL = {"bucketed_text", "early_stopping", "gan", "hf_streaming", "tar_shards", "text_mixture", "weighted_digits"}
 
-#: Those that are run where not the full product is asked for.
-BRIEF = ("collectives", "digits")
-FULL = "CLUSTERDDP_TEST_PRODUCT" in os.environ
-
 
 @pytest.fixture(scope="module")
 def result(clusters: Clusters) -> Iterator[Callable[[str], tuple[RunDirectory, str]]]:
@@ -52,8 +51,6 @@ def result(clusters: Clusters) -> Iterator[Callable[[str], tuple[RunDirectory, s
     folder.mkdir()
     os.chown(folder, cluster.uid, -1)
     for job, words in JOBS.items():
-        if job not in BRIEF and not FULL:
-            continue
         command = [cluster.python, "-m", "clusterddp.submit", f"jobs/{job}.yaml", "--run-dir", folder / job]
         shape = ["--nodes", "2", "--device", "cpu", "--partition", "off"]
         cluster.run([*command, *shape, *words.split()], cwd=cluster.source)
@@ -85,7 +82,7 @@ def seeded_as_by_init(seed: int = 0) -> None:
     randomness.seed_all(randomness.hash32("init", seed), torch.device("cpu"))
 
 
-@pytest.mark.product  # without Slurm: tests/ranks/test_jobs.py
+@pytest.mark.product
 def test_basic(result: Result) -> None:
     """The weights are those of one process that trains on the joined batches, in the run's own order."""
     run, said = result("basic")
@@ -138,6 +135,7 @@ def test_model_parallel(result: Result) -> None:
     assert float(said[1]) == pytest.approx(trained_alone(model, 4, ranks=4), abs=2e-6)
 
 
+@pytest.mark.product
 def test_collectives(result: Result) -> None:
     """Each collective, and the pair of nodes, was checked and timed."""
     said = result("collectives")[1]
@@ -167,6 +165,7 @@ def test_scaling(result: Result) -> None:
         assert float(efficiency) == pytest.approx(100 * float(rows[0][1]) / float(ddp_ms), rel=1e-2, abs=0.1)
 
 
+@pytest.mark.product
 def test_digits(result: Result) -> None:
     """The accuracy that the ranks counted together is that of the saved weights, and high."""
     run, said = result("digits")

@@ -10,7 +10,6 @@ import random
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from benchmarks.scale.exponents import fitted, store_operations
 from benchmarks.steps.agreement import CountingStore
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import RankStatus, find_hang, find_slow
-from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import MOST_BEATS, Job, Watchdog
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import decide
@@ -201,31 +199,6 @@ def test_heartbeats_of_many_ranks_are_rarer_and_spread_evenly() -> None:
     for ranks in (8, 1000, 16384):
         moments = sorted(map(phase, range(ranks)))
         assert max(later - earlier for earlier, later in itertools.pairwise(moments)) < 3 / ranks
-
-
-LISTS = {
-    "a range": lambda nodes: f"n[00001-{nodes:05}]",
-    "odd names": lambda nodes: ",".join(f"node-{number * 7919 % 100_003}.rack{number % 97}" for number in range(nodes)),
-    "every second": lambda nodes: f"n[{','.join(str(number) for number in range(0, 2 * nodes, 2))}]",
-    "two brackets": lambda nodes: f"rack[001-{nodes // 64:03}]node[01-64]",
-    "many brackets": lambda nodes: ",".join(f"n[{number},{number + 1}]x" for number in range(0, 2 * nodes, 4)),
-}
-
-
-@pytest.mark.parametrize("kind", LISTS)
-def test_a_host_list_takes_time_in_proportion_to_its_hosts(kind: str) -> None:
-    """CPU time, as the work is done in C: 4 times as many hosts take about 4 times as long, not 16 times."""
-
-    def cpu_s(nodes: int) -> float:
-        text, seconds = LISTS[kind](nodes), []
-        assert len(expand(text)) == nodes
-        for _ in range(7):
-            began = time.thread_time()
-            expand(text)
-            seconds.append(time.thread_time() - began)
-        return min(seconds)
-
-    assert cpu_s(16384) < 9 * cpu_s(4096)
 
 
 def test_a_rank_may_open_as_many_connections_as_there_are_ranks() -> None:
