@@ -23,7 +23,8 @@ def build() -> Path:
     from torch.utils.cpp_extension import include_paths
 
     source = SOURCES / "standin.cpp"
-    version = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    parts = sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")))
+    version = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:12]
     folder = BUILDS / f"{sys.implementation.cache_tag}-torch{torch.__version__}-{version}"
     made = folder / f"_standin{sysconfig.get_config_var('EXT_SUFFIX')}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +38,7 @@ def build() -> Path:
         command += [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
         abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
         command += [f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
-        command += [f"-L{library}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+        command += [f"-L{library}", f"-Wl,-rpath,{library}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
         subprocess.run(command, check=True)
         part.replace(made)
     return folder

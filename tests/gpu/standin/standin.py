@@ -1,7 +1,8 @@
 """The Python half of the stand-in: what a CUDA build of torch has in ``torch._C``, over ``_standin``.
 
 Environment: STANDIN_CUDA_DEVICES (how many; CUDA_VISIBLE_DEVICES selects among them), STANDIN_CUDA_MEMORY_GIB (of
-each, default 4), STANDIN_CUDA_DELAY_MS (copies to and from pinned memory are late by this, on their stream).
+each, default 4), STANDIN_CUDA_DELAY_MS (copies to and from pinned memory are late by this, on their stream), and what
+``standin_watch`` lists: faults, counters, memory of several processes.
 """
 
 import os
@@ -11,20 +12,22 @@ import types
 import uuid
 
 import _standin
+import standin_watch
 
 _SLEEP_HZ = 1e9  # torch.cuda._sleep's cycles a second
 
 
 def _visible():
-    every = range(int(os.environ["STANDIN_CUDA_DEVICES"]))
+    present = standin_watch.present(int(os.environ["STANDIN_CUDA_DEVICES"]))
+    every = range(len(present))
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if asked is None:
-        return list(every)
+        return present
     found = []
     for one in asked.split(","):
         if not one.strip().isdigit() or int(one) not in every:
             break
-        found.append(int(one))
+        found.append(present[int(one)])
     return found
 
 
@@ -78,7 +81,9 @@ def _into_c():
     torch = sys.modules["torch"]
     C = torch._C
     visible = _visible()
-    _standin.start(len(visible), _memory(), float(os.environ.get("STANDIN_CUDA_DELAY_MS") or 0) / 1e3)
+    delay_s = float(os.environ.get("STANDIN_CUDA_DELAY_MS") or 0) / 1e3
+    _standin.start(len(visible), _memory(), delay_s, float(os.environ.get("STANDIN_CUDA_PATIENCE_S") or 0))
+    standin_watch.start(visible)
     C._has_cuda = True
     bad_fork, initialized = [False], [False]
 
@@ -120,7 +125,7 @@ def _into_c():
         cuda.default_generators = tuple(_standin.generator(i) for i in range(len(visible)))
 
     def usage(index):
-        used, peak, _ = _standin.memory(index)
+        used, peak, *_ = _standin.memory(index)
         kinds = {"current": used, "peak": peak, "allocated": peak, "freed": peak - used}
         both = {"all": kinds, "small_pool": dict.fromkeys(kinds, 0), "large_pool": kinds}
         counts = {kind: dict.fromkeys(kinds, 0) for kind in both}
@@ -130,8 +135,9 @@ def _into_c():
         return stats | {"num_alloc_retries": 0, "num_ooms": 0, "max_split_size": -1}
 
     def free_and_total(index):
-        used, _, total = _standin.memory(index)
-        return total - used, total
+        _standin.touch(index)
+        used, _, total, others = _standin.memory(index)
+        return total - used - others, total
 
     def pin(address, size, flags=0):
         return _standin.pin(address, size)
@@ -164,7 +170,7 @@ def _into_c():
         "_cuda_getDevice": _standin.device,
         "_cuda_setDevice": lambda index: (torch.cuda._lazy_init(), _standin.set_device(index))[1],
         "_cuda_exchangeDevice": _standin.exchange_device,
-        "_cuda_maybeExchangeDevice": _standin.exchange_device,
+        "_cuda_maybeExchangeDevice": _standin.maybe_exchange_device,
         "_cuda_synchronize": _standin.synchronize,
         "_cuda_getCurrentStream": lambda index: handle(index, _standin.stream(-1 if index is None else index)),
         "_cuda_getCurrentRawStream": _standin.stream,
@@ -181,8 +187,8 @@ def _into_c():
         "_cuda_ipc_collect": nothing,
         "_cuda_setMemoryFraction": nothing,
         "_cuda_getAllocatorBackend": lambda: "native",
-        "_cuda_set_sync_debug_mode": nothing,
-        "_cuda_get_sync_debug_mode": lambda: 0,
+        "_cuda_set_sync_debug_mode": _standin.set_sync_mode,
+        "_cuda_get_sync_debug_mode": _standin.sync_mode,
         "_nccl_version": lambda: 22703,
         "_nccl_version_suffix": lambda: b"standin",
     }
