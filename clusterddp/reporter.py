@@ -1,4 +1,7 @@
-"""What clusterddp prints on standard error. Standard output belongs to a command's result, or to the script."""
+"""What clusterddp prints: messages on standard error, and a command's result on standard output.
+
+Text of a run may be another user's, and may contain anything: all of it goes through ``printable`` first.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,25 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 
-def show(text: str) -> None:
-    """Prints ``text``; drops it if standard error does not accept it.
+#: Colours, and what a terminal would obey or show in another order: control characters but tab and line end, line and
+#: paragraph separators, changes of direction, and what is no character.
+_COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """A text that a terminal shows and does not obey: without colours, and with ``?`` for other control characters."""
+    return _OBEYED.sub("?", _COLOURS.sub("", text))
+
+
+def put(text: str) -> None:
+    """Prints a part of a command's result on standard output, as ``printable`` text."""
+    print(printable(text), flush=True)
+
+
+def show(text: str, raw: bool = False) -> None:
+    """Prints ``text`` on standard error, as ``printable`` text unless ``raw``; drops it if standard error does not
+    accept it.
 
     A script may have closed or replaced its streams. Descriptor 2 is no fallback: once closed, it may be reused for any
     file of the script.
@@ -22,7 +42,7 @@ def show(text: str) -> None:
     if sys.stderr is None:  # print() would use standard output
         return
     with suppress(OSError, ValueError, AttributeError):  # a full disk, a closed stream, an object that is no stream
-        print(text, file=sys.stderr, flush=True)
+        print(text if raw else printable(text), file=sys.stderr, flush=True)
 
 
 def say(message: str) -> None:
@@ -33,7 +53,7 @@ def say(message: str) -> None:
 def say_unlocked(message: str) -> None:
     """``say`` for a thread that is about to end the process, while the main thread may hold the lock of sys.stderr."""
     with suppress(OSError):
-        os.write(2, f"clusterddp: {message}\n".encode(errors="backslashreplace"))
+        os.write(2, f"clusterddp: {printable(message)}\n".encode(errors="backslashreplace"))
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

@@ -10,6 +10,7 @@ from clusterddp.checkpoint.store import of_run
 from clusterddp.errors import CheckpointError, UsageError
 from clusterddp.jobdef.job import Keep
 from clusterddp.jobdef.load import load_resolved
+from clusterddp.reporter import put
 from clusterddp.rundir.find import open_run
 
 
@@ -50,5 +51,5 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     from clusterddp.checkpoint.export import export
 
     keep = load_resolved(run.job_file).checkpoint.keep if step == "best" else Keep()
-    print(export(run, arguments.file, arguments.part, step, everything=arguments.all, keep=keep))
+    put(export(run, arguments.file, arguments.part, step, everything=arguments.all, keep=keep))
     return 0

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.cli.runs.text import clipped
-from clusterddp.reporter import show
+from clusterddp.cli.runs.text import clipped, one_line
+from clusterddp.reporter import printable, show
 from clusterddp.rundir.recent import recent
 from clusterddp.rundir.records import EVENT, METRICS, Schema, is_count, parse
 from clusterddp.rundir.run_directory import RunDirectory
@@ -95,8 +95,7 @@ class Progress:
         """Shows new events, output and steps."""
         for event in _objects(self._events.lines(), EVENT):
             self._event(event)
-        for line in self._output.lines():
-            self._say(line)
+        self._say_output()
         for metrics in _objects(self._metrics.lines(), METRICS):
             self.steps_done = metrics["step"] + 1
         if self._bar:
@@ -113,7 +112,7 @@ class Progress:
         self._steps_shown = self.steps_done
         if self._bar:
             room = _room(self._bar.console.width, self._total)
-            self._bar.update(self._task, words=clipped(found.words(self._total), room) if room > 3 else "")
+            self._bar.update(self._task, words=clipped(one_line(found.words(self._total)), room) if room > 3 else "")
         else:
             show(found.line(self._total))
 
@@ -124,15 +123,20 @@ class Progress:
             self._output = Tail(self._run.attempt_logs(event["attempt"]) / "rank-0.out")
         self._total = event["steps"] if is_count(event.get("steps")) else self._total
         said = sentence(event) if self._shown is None or event["event"] in self._shown else None
-        for line in [*self._output.lines(), said]:
-            if line:
-                self._say(line)
+        self._say_output()
+        if said:
+            self._say(said)
 
-    def _say(self, line: str) -> None:
+    def _say_output(self) -> None:
+        """Shows what the user's own script has printed as it is, with its colours."""
+        for line in filter(None, self._output.lines()):
+            self._say(line, raw=True)
+
+    def _say(self, line: str, raw: bool = False) -> None:
         if self._bar:
-            self._bar.console.print(line, markup=False, highlight=False)
+            self._bar.console.print(line if raw else printable(line), markup=False, highlight=False)
         else:
-            show(line)
+            show(line, raw)
 
 
 def _bar() -> Bar:

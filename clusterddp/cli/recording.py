@@ -15,7 +15,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secrets_file, without_secrets
 from clusterddp.rundir.files import make_folder, remove, write_atomically, write_json
 from clusterddp.rundir.find import runs_folder
-from clusterddp.rundir.ownership import check_run
+from clusterddp.rundir.ownership import check_place, check_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.lease import held_by_other
 
@@ -32,13 +32,17 @@ def choose_run_directory(run_dir: str | None, job: Job) -> RunDirectory:
 
 
 def claim(run_dir: str | None, job: Job) -> tuple[RunDirectory, bool]:
-    """The run directory, and whether this process has just created it."""
+    """The run directory, and whether this process has just created it.
+
+    RunDirectoryError, and nothing is changed, if another user has put something there.
+    """
     while True:
         run = choose_run_directory(run_dir, job)
         try:
             make_folder(run.path, exist_ok=False, mode=0o700)  # nobody else may put anything there first
             return run, True
         except FileExistsError:
+            check_place(run.path)
             if run_dir:
                 return run, False
         except OSError as error:

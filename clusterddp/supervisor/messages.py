@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from clusterddp.failures.stacks import different_calls, end_of_log
 from clusterddp.jobdef.secrets import masked
 from clusterddp.protocol import HANDLER_REPLACED
-from clusterddp.reporter import counted
+from clusterddp.reporter import counted, printable
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import RankEnd
 
@@ -29,12 +28,7 @@ def sentence(event: Event) -> str | None:
         text = words(event) if words else None
     except (KeyError, TypeError, ValueError, AttributeError):  # written by another version of clusterddp
         text = event["event"]
-    return f"attempt {event['attempt']}: {readable(text)}" if text else None
-
-
-def readable(text: str) -> str:
-    """Replaces control characters and what cannot be encoded: a history may contain anything."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "?", text)
+    return f"attempt {event['attempt']}: {printable(text)}" if text else None
 
 
 def at_step(step: int | None) -> str:
@@ -225,7 +219,9 @@ def failure_box(
     lines = [failure.sentence(), f"attempt {attempt}{at_step(step)}, {when}", "", *body.rstrip().splitlines(), ""]
     lines += [*_who_waited(failure, others), *_different_calls(failure, others, body)]
     lines += [f"log: {log}", *_other_ends(failure, others)]
-    wrapped = [piece for line in lines for piece in (textwrap.wrap(line, 116, drop_whitespace=False) or [""])]
+    wrapped = [
+        piece for line in lines for piece in (textwrap.wrap(printable(line), 116, drop_whitespace=False) or [""])
+    ]
     rule = "-" * 118
     return "\n".join([f"+{rule}", *(f"| {line}" for line in wrapped), f"+{rule}"])
 

@@ -24,7 +24,7 @@ from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.jobdef.yaml12 import Mistake, Node, raise_mistakes
 from clusterddp.reporter import show
 from clusterddp.rundir.files import create_folder, fsync_directory, make_folder, write_atomically, write_json
-from clusterddp.rundir.ownership import check_own
+from clusterddp.rundir.ownership import check_own, check_place
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.sweeps.members import text_of
 
@@ -104,6 +104,7 @@ class SweepFolder:
 
     def check(self) -> None:
         """Raises RunDirectoryError if a sweep cannot be here."""
+        check_place(self.path)
         if RunDirectory(self.path).exists():
             raise RunDirectoryError(f"{self} is a run, not a sweep: choose another --run-dir")
         if self.path.exists() and not self.record_file.exists() and set(os.listdir(self.path)) - {".lock"}:

@@ -17,6 +17,8 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
+from clusterddp import entry
+from clusterddp.cli.command_line import command as run_command
 from clusterddp.cli.recording import recorded
 from clusterddp.cli.runs import status
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
@@ -40,6 +42,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.launcher import rank_command
 from clusterddp.supervisor.main import load_trusted
 from clusterddp.supervisor.verdict import RankEnd
+from tests.runs_on_disk import event, recorded_run, started, steps
 from tests.waiting import story
 
 JOB = Job(
@@ -349,3 +352,52 @@ def test_anothers_history_sends_no_control_characters_to_the_terminal(
     shown = capsys.readouterr().out
     assert shown.replace("\n", "").isprintable(), shown
     assert shown.count("?[2J?x") == 5
+
+
+HOSTILE = "\x1b[2J\x9b\x07\u202ex"
+
+
+def test_no_text_of_a_run_reaches_the_terminal_with_control_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever command prints it: names and values of metrics, reasons, exceptions, logs, colours in a traceback."""
+    failed = event("rank_failed", rank=0, host=HOSTILE, error=HOSTILE, step=3)
+    best = event("checkpoint", step=3, blocked_s=0.1, durable_s=0.1, bytes=9, best={HOSTILE: 0.5})
+    stopped = event("stopped", reason=HOSTILE, step=3, checkpoint=3, cause="signal")
+    metrics = steps(range(4), **{HOSTILE: 0.5, "text": HOSTILE, "acc": 0.5})
+    history = [
+        started(nodes=HOSTILE),
+        event("progress", step=0, steps=4),
+        event("training", step=0),
+        best,
+        stopped,
+        failed,
+    ]
+    over = {"state": "failed", "step": 3, "reason": HOSTILE}
+    run = recorded_run(tmp_path / "runs" / "failed", history, outcome=over, metrics=metrics)
+    trace = f"\x1b[31mTraceback\x1b[0m\n  {HOSTILE}"
+    record = {"end": "exception", "error": HOSTILE, "traceback": trace, "time": 1.0, "host": HOSTILE}
+    run.rank_record(0, 0).write_text(json.dumps(record))
+    (run.attempt_logs(0) / "rank-0.err").write_text(trace)
+    recorded_run(tmp_path / "runs" / "stopped", history, metrics=metrics)
+    done = {"state": "completed", "step": 4, "reason": HOSTILE}
+    recorded_run(tmp_path / "runs" / "done", history, outcome=done, metrics=metrics)
+    monkeypatch.chdir(tmp_path)
+    of_all = ["list", "list --csv", "list --json", f"list --show text,{HOSTILE}", f"list --best {HOSTILE}",
+              f"list --best nothing{HOSTILE}", "list --best nothing", f"list --sort {HOSTILE}", "list --show nothing",
+              f"list {HOSTILE}"]  # fmt: skip
+    of_one = ["status", "status --json", "logs", "wait", "cancel", "report -o page.html"]
+    for words in [*of_all, *(f"{words} runs/{name}" for words in of_one for name in ("failed", "done"))]:
+        with pytest.raises(SystemExit):
+            entry.exit_with(lambda words=words: run_command(words.split(" ")))
+        printed = capsys.readouterr()
+        text = printed.out + printed.err
+        assert text.replace("\n", "").isprintable(), words
+        assert text.strip(), words
+
+    def said(*words: str) -> str:
+        run_command(words)
+        return capsys.readouterr().out
+
+    assert "?[2J???x" in said("status", "runs/failed")
+    assert "| Traceback\n" in said("logs", "runs/failed"), "without its colours"

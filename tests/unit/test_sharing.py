@@ -12,13 +12,16 @@ import torch
 
 from clusterddp.checkpoint.export import export
 from clusterddp.checkpoint.store import Checkpoints
-from clusterddp.cli.recording import recorded
+from clusterddp.cli.recording import claim, recorded
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job, Keep
 from clusterddp.rundir.files import append_line
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.sweeps.folder import SweepFolder
 from tests.checkpoint_files import save
 from tests.other_user import UID, run_as_other
+
+JOB = Job(name="net", module="net", device="cpu")
 
 
 def record(run: RunDirectory, share: str) -> None:
@@ -174,3 +177,45 @@ def test_an_export_writes_through_no_link_that_was_put_there_before(tmp_path: Pa
     export(run, target, "model")
     assert (victim.read_text(), torch.load(target, weights_only=True)["weight"].tolist()) == ("mine", [1, 1])
     assert sorted(path.name for path in tmp_path.iterdir()) == [".model.pt.tmp", "model.pt", "run", "victim"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("kind", ["dangling", "link", "folder", "below a dangling link", "file"])
+def test_a_place_that_another_user_has_prepared_is_refused_unchanged(open_folder: Path, kind: str) -> None:
+    """Of a run, named or numbered, and of a sweep: nothing is created, and no mode changes."""
+    place, target = open_folder / "place", open_folder / "mine"
+    target.mkdir(mode=0o750)
+    if kind == "folder":
+        place.mkdir(mode=0o777)
+        place.chmod(0o777)
+    elif kind == "file":
+        place.touch()
+    else:
+        place.symlink_to(target if kind == "link" else open_folder / "nowhere")
+    os.chown(place, UID, UID, follow_symlinks=False)
+    if kind == "below a dangling link":
+        place = place / "run"
+
+    def found() -> list[tuple[str, int, int]]:
+        return sorted((str(path), path.lstat().st_mode, path.lstat().st_uid) for path in open_folder.rglob("*"))
+
+    before = found()
+    with pytest.raises(RunDirectoryError, match=f"{open_folder}/place (is|belongs) ") as refused:
+        claim(str(place), JOB)
+    assert "\n" not in str(refused.value) and found() == before
+    with pytest.raises(RunDirectoryError, match=f"{open_folder}/place (is|belongs) "):
+        SweepFolder(place).check()
+    if kind == "below a dangling link":
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("CLUSTERDDP_RUNS", str(place.parent))
+            with pytest.raises(RunDirectoryError, match=f"{open_folder}/place is a symbolic link"):
+                claim(None, JOB)
+    assert found() == before
+
+
+def test_a_users_own_link_to_a_folder_holds_their_run(tmp_path: Path) -> None:
+    """Such as one to a larger file system."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "large")
+    run, created = claim(str(tmp_path / "run"), JOB)
+    assert (run.path, created) == (tmp_path / "run", False)

@@ -17,7 +17,7 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.report.curves import BUCKETS
 from clusterddp.report.data import SCHEMA, Words, collect
 from clusterddp.report.page import page
-from clusterddp.reporter import counted, say
+from clusterddp.reporter import counted, put, say
 from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.run_directory import RunDirectory
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     missing = [entry for entry in data["runs"] if entry["notes"]]
     if missing:
         say(f"the records of {counted(len(missing), 'run')} are incomplete: see 'Missing' in the report")
-    print(output)
+    put(str(output))
     return 0
 
 

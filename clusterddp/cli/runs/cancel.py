@@ -11,7 +11,7 @@ from typing import Any
 from clusterddp.cli.runs.confirmation import agreed, can_ask
 from clusterddp.errors import FAILED, ClusterddpError, RunDirectoryError, SlurmError, UsageError
 from clusterddp.process import process_start, signal_ranks
-from clusterddp.reporter import counted, say, show, what_failed
+from clusterddp.reporter import counted, put, say, show, what_failed
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         if outcome is None:
             live.append(run)
         else:
-            print(over_already(run, outcome))
+            put(over_already(run, outcome))
     named = len(runs) == 1 and RunDirectory(arguments.run[0]).path == runs[0].path
     if live and not named and not arguments.yes and not _confirmed(live):
         show("nothing was cancelled")
@@ -89,7 +89,7 @@ def _cancel(runs: Sequence[RunDirectory]) -> bool:
 
 def _report(run: RunDirectory) -> None:
     final = _finish(run)
-    print(f"{run}: {final['state']}{at_step(final['step'])}; it will not run again", flush=True)
+    put(f"{run}: {final['state']}{at_step(final['step'])}; it will not run again")
 
 
 def cancel_run(run: RunDirectory) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from clusterddp.cli.runs.report import report, values
 from clusterddp.cli.runs.screen import LEAST_EVENTS, Size, composed
 from clusterddp.cli.runs.table import LEFT_OUT_WATCHED, Column, Row, columns, heading, ordered, table
 from clusterddp.errors import UsageError
-from clusterddp.reporter import counted, show
+from clusterddp.reporter import counted, printable, show
 from clusterddp.rundir.find import as_typed, find_runs, runs_folder
 from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.slurm.run_states import WORDS, run_states
@@ -185,7 +185,7 @@ def _lines(found: _Found, metric: str | None) -> list[str]:
         from clusterddp.sweeps.compare import best
 
         winner = best([(row.summary, row.state) for row in found.rows], metric)
-        lines += [winner.sentence, _how_to_export(winner)]
+        lines += map(printable, (winner.sentence, _how_to_export(winner)))
     return lines
 
 
@@ -209,6 +209,6 @@ def _print_csv(rows: Sequence[Row], metrics: Sequence[str]) -> None:
         keys |= {"ends": "; ".join(keys["ends"]), "saved_step": saved.get("step"), "saved_time": saved.get("time")}
         lines.append(keys | {f"metrics.{name}": found.get(name) for name in names})
     if lines:
-        writer = csv.DictWriter(sys.stdout, lines[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        for cells in (lines[0], *(line.values() for line in lines)):
+            writer.writerow([printable(cell) if isinstance(cell, str) else cell for cell in cells])

@@ -10,10 +10,9 @@ from clusterddp.cli.runs.first_failure import box, failed_ranks, newest_failure
 from clusterddp.cli.runs.rank_logs import Follower, Log, logs_of, print_grouped, print_one
 from clusterddp.errors import FAILED, RunDirectoryError, UsageError
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.reporter import counted, say, show
+from clusterddp.reporter import counted, put, say, show
 from clusterddp.rundir.find import open_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.messages import readable
 
 _ALL, _FAILED = "all", "failed"
 
@@ -189,11 +188,11 @@ def _show_failure(run: RunDirectory) -> bool:
     outcome = run.outcome()
     if outcome is None or outcome["state"] != "failed":
         return False
-    show(f"{run}: failed: {readable(outcome['reason'])}")
+    show(f"{run}: failed: {outcome['reason']}")
     failure = newest_failure(run.events())
     if failure is None:
         return False
-    print(box(run, failure), flush=True)
+    put(box(run, failure))
     rank, attempt = failure["rank"], failure["attempt"]
     show(f"the whole output of rank {rank}: clusterddp logs {run.quoted} --rank {rank} --attempt {attempt}")
     show("of others: --rank failed, --rank 0,4-7 or --rank all; of all attempts: --attempt all")

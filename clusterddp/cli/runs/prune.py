@@ -13,7 +13,7 @@ from clusterddp.cli.runs.confirmation import agreed, can_ask
 from clusterddp.errors import FAILED, CheckpointError, ClusterddpError, RunDirectoryError
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.reporter import counted, say, show, what_failed
+from clusterddp.reporter import counted, put, say, show, what_failed
 from clusterddp.rundir.deletion import delete_folder, old_logs, size_of
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.run_directory import RunDirectory
@@ -128,13 +128,13 @@ def _own(path: Path) -> bool:
 
 def _print(plan: Plan) -> None:
     if not plan.files and not plan.folders:
-        print(f"{plan.run}: nothing to delete")
+        put(f"{plan.run}: nothing to delete")
         return
-    print(f"{plan.run}: {size_text(plan.size)} to delete; {_kept(plan)}")
+    put(f"{plan.run}: {size_text(plan.size)} to delete; {_kept(plan)}")
     for path, size in plan.files.items():
-        print(f"  {size_text(size):>10}  {path.relative_to(plan.run.path)}")
+        put(f"  {size_text(size):>10}  {path.relative_to(plan.run.path)}")
     for path, size in plan.folders.items():
-        print(f"  {size_text(size):>10}  {path.relative_to(plan.run.path)}/")
+        put(f"  {size_text(size):>10}  {path.relative_to(plan.run.path)}/")
 
 
 def _kept(plan: Plan) -> str:

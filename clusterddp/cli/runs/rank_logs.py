@@ -5,6 +5,7 @@ Files are opened one at a time and read in blocks, so that neither thousands of 
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import sys
@@ -12,9 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.reporter import show
+from clusterddp.reporter import printable, show
 from clusterddp.rundir.run_directory import RunDirectory
 
 #: The most bytes read at once. A longer line is searched, and labelled, in pieces.
@@ -60,8 +62,9 @@ def print_one(log: Log, pattern: re.Pattern[str] | None) -> bool:
     """Prints a rank's stdout to stdout and its stderr to stderr; returns whether there was anything to print."""
     printed = False
     for kind, stream in (("out", sys.stdout), ("err", sys.stderr)):
+        write = _writer(stream, log.folder)
         for piece in _pieces(log.path(kind), pattern):
-            stream.buffer.write(piece)
+            write(piece)
             printed = True
         stream.flush()
     return printed
@@ -69,20 +72,29 @@ def print_one(log: Log, pattern: re.Pattern[str] | None) -> bool:
 
 def print_grouped(logs: Iterable[Log], pattern: re.Pattern[str] | None) -> bool:
     """Prints logs to stdout, each file below a line that names it, unless it has nothing; returns whether any had."""
-    out, printed = sys.stdout.buffer, False
+    printed = False
     for log in logs:
+        write = _writer(sys.stdout, log.folder)
         for kind, name in (("out", "stdout"), ("err", "stderr")):
             last = b""
             for piece in _pieces(log.path(kind), pattern):
                 if not last:
                     title = f"==> rank {log.rank}, attempt {log.attempt}: {name} <==\n"
-                    out.write(("\n" * printed + title).encode())
-                out.write(piece)
+                    write(("\n" * printed + title).encode())
+                write(piece)
                 last, printed = piece, True
             if last and not last.endswith(b"\n"):
-                out.write(b"\n")
+                write(b"\n")
     sys.stdout.flush()
     return printed
+
+
+def _writer(stream: TextIO, folder: Path) -> Callable[[bytes], object]:
+    """Writes bytes as they are, with a rank's colours; on a terminal, those of another user as ``printable`` text."""
+    if not stream.isatty() or folder.stat().st_uid == os.geteuid():
+        return stream.buffer.write
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a block may end within a letter
+    return lambda data: stream.buffer.write(printable(decoder.decode(data)).encode(errors="replace"))
 
 
 def _pieces(path: Path, pattern: re.Pattern[str] | None) -> Iterator[bytes]:
@@ -174,17 +186,20 @@ class Follower:
             size = len(data)
         if size:
             self._offsets[path] = offset + size
-            self._print(log.rank, kind, data[:size])
+            self._print(log, kind, data[:size])
         return size > 0 and (ended or len(data) == BLOCK)
 
-    def _print(self, rank: int, kind: str, data: bytes) -> None:
-        if self._alone and self._pattern is None:
-            (sys.stdout if kind == "out" else sys.stderr).buffer.write(data)
-            return
-        lines = data.removesuffix(b"\n").split(b"\n")
-        label = b"" if self._alone else self._label(rank)
+    def _print(self, log: Log, kind: str, data: bytes) -> None:
         stream = sys.stderr if self._alone and kind == "err" else sys.stdout
-        stream.buffer.write(b"".join(label + line + b"\n" for line in lines if _matches(self._pattern, line)))
+        write = _writer(stream, log.folder)
+        if self._alone and self._pattern is None:
+            write(data)
+            return
+        label = b"" if self._alone else self._label(log.rank)
+        for line in data.removesuffix(b"\n").split(b"\n"):
+            if _matches(self._pattern, line):
+                stream.buffer.write(label)
+                write(line + b"\n")
 
     def _label(self, rank: int) -> bytes:
         label = f"[rank {rank}]"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clusterddp.cli.runs.text import clipped, columns_of
+from clusterddp.reporter import printable
 
 #: The columns of a fact's name.
 INDENT = 10
@@ -45,7 +46,7 @@ def fact_lines(facts: Sequence[Fact], columns: int | None = None) -> list[str]:
     """``name      words``, wrapped below the words if there are more than fit."""
     lines = []
     for name, words in facts:
-        text = f"{name:{INDENT - 1}} {words}"
+        text = printable(f"{name:{INDENT - 1}} {words}")
         if columns is None or columns_of(text) <= columns:
             lines.append(text)
         else:

@@ -22,7 +22,7 @@ from clusterddp.report.advice import advice
 from clusterddp.report.booking import Booking
 from clusterddp.report.ratios import Spent
 from clusterddp.report.stragglers import Scores, scores
-from clusterddp.reporter import counted, duration, speed
+from clusterddp.reporter import counted, duration, put, speed
 from clusterddp.rundir.curve import curve, main_metric
 from clusterddp.rundir.find import as_typed, open_run
 from clusterddp.rundir.run_directory import RunDirectory
@@ -30,7 +30,7 @@ from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.rundir.timing import read_timings
 from clusterddp.slurm.run_states import OVER, RunState, run_states
 from clusterddp.supervisor.limits import attempts_made
-from clusterddp.supervisor.messages import how_it_ended, readable, sentence
+from clusterddp.supervisor.messages import how_it_ended, sentence
 from clusterddp.trackers.overview import overview
 
 #: Seconds for which a controller that does not answer is asked again.
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
 
 def show(run: RunDirectory) -> None:
     """Prints a run's state, its history in sentences, and how to continue it."""
-    print(described(run))
+    put(described(run))
 
 
 def described(run: RunDirectory) -> str:
@@ -96,7 +96,7 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
         "nodes": [*_nodes(job, summary, state), *_excluded(events, now)],
         "trackers": overview(summary.run),
     }
-    return {subject: [(name, readable(words)) for name, words in found] for subject, found in facts.items()}
+    return {subject: list(found) for subject, found in facts.items()}
 
 
 def _history(events: Sequence[Event]) -> list[str]:
@@ -130,7 +130,7 @@ def _curves(summary: Summary, metrics: list[str], events: Sequence[Event], size:
     for name in metrics or ([main] if main else []):
         points = curve(summary.run.metrics_file, name, CURVE_COLUMNS, events)
         words = labelled(points, min(room, CURVE_COLUMNS), live.encoding()) or "no value logged"
-        facts.append((one_line(name), words))
+        facts.append((name, words))
     return facts
 
 

@@ -89,7 +89,7 @@ def table(
 
     ``left_out``: the columns that a narrow terminal leaves out, the first one first.
     """
-    cells = {name: [name.upper(), *(one_line(column.text(row)) for row in rows)] for name, column in shown.items()}
+    cells = {name: [*map(one_line, (name.upper(), *map(column.text, rows)))] for name, column in shown.items()}
     cells = {name: texts for name, texts in cells.items() if name in ("run", "state") or any(texts[1:])}
     widths = {name: max(map(columns_of, texts)) for name, texts in cells.items()}
     widths = widths if width is None else _fitted(widths, width, left_out)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import unicodedata
 
+from clusterddp.reporter import printable
+
 
 def one_line(text: str) -> str:
-    """A text as one line that a terminal shows as it is: other characters become question marks."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    """``printable`` text in one line: tabs and line ends become question marks, too."""
+    return printable(text).translate({9: "?", 10: "?"})
 
 
 def columns_of(text: str) -> int:

@@ -16,7 +16,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm.commands import TIMEOUT_S
 from clusterddp.slurm.run_states import RunState, run_states
-from clusterddp.supervisor.messages import how_it_ended, readable
+from clusterddp.supervisor.messages import how_it_ended
 
 #: Seconds between two looks at the runs' files, and between two questions to the controller.
 LOOK_S, ASK_S = 1.0, 10.0
@@ -85,7 +85,7 @@ class _Wait:
 
     def _ended(self, word: str, sentence: str) -> None:
         self.end = word
-        show(f"{self.run}: {readable(sentence)}")
+        show(f"{self.run}: {sentence}")
 
 
 def wait(runs: Sequence[RunDirectory], timeout_s: float | None, for_any: bool) -> int:

@@ -12,7 +12,7 @@ from clusterddp.cli.settings.resolved import show_job
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.jobdef import profiles
 from clusterddp.jobdef.load import file_fields, load
-from clusterddp.reporter import counted
+from clusterddp.reporter import counted, put
 from clusterddp.sweeps import definition
 from clusterddp.sweeps.jobs import jobs_of
 from clusterddp.sweeps.members import named
@@ -54,9 +54,9 @@ def validate(files: Sequence[str]) -> int:
     code = 0
     for name in files:
         try:
-            print(f"{name}: valid {_check(Path(name))}")
+            put(f"{name}: valid {_check(Path(name))}")
         except ClusterddpError as error:
-            print(error)
+            put(str(error))
             code = UsageError.exit_code
     return code
 

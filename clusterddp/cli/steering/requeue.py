@@ -17,7 +17,7 @@ from clusterddp.errors import (
 from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
-from clusterddp.reporter import counted, show
+from clusterddp.reporter import counted, put, show
 from clusterddp.rundir.find import open_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     except KeyboardInterrupt:
         show(f"no longer waiting; the run is still requeued, which clusterddp status {run.quoted} will show")
         return INTERRUPTED
-    print(sentence(end))
+    put(sentence(end) or "")
     return 0 if end["event"] in ("requeued", "resubmitted", "completed") else FAILED
 
 
@@ -61,7 +61,7 @@ def tell_waiting(run: RunDirectory, job: slurm.JobInfo, exclude: str | None) -> 
             f"scontrol update JobId={job.job_id} ExcNodeList={exclude}"
         )
     held = f"; clusterddp watch {run.quoted} releases Slurm's hold" if job.reason == "BeginTime" else ""
-    print(f"{run} waits in the queue already (job {job.job_id}, {job.reason}){held}")
+    put(f"{run} waits in the queue already (job {job.job_id}, {job.reason}){held}")
     return 0
 
 

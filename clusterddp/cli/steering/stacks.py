@@ -11,9 +11,8 @@ from clusterddp.cli.steering.asking import request
 from clusterddp.errors import FAILED, RunDirectoryError, UsageError
 from clusterddp.failures.stack_groups import NAMED, described, summary
 from clusterddp.hostlist import ranges, ranks_in
-from clusterddp.reporter import counted
+from clusterddp.reporter import counted, put
 from clusterddp.rundir.find import open_run
-from clusterddp.supervisor.messages import readable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +37,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
     if arguments.json:
         print(json.dumps(answer))
     else:
-        print(readable(text(answer)))
+        put(text(answer))
     return 0 if answer["stacks"] else FAILED
 
 

@@ -13,10 +13,10 @@ from clusterddp.errors import FAILED, INTERRUPTED, RunDirectoryError, UsageError
 from clusterddp.hostlist import ranks_in
 from clusterddp.jobdef.job import MOST_PROFILED_STEPS, MOST_SKIPPED, ProfiledSteps
 from clusterddp.jobdef.values import did_you_mean
-from clusterddp.reporter import show
+from clusterddp.reporter import put, show
 from clusterddp.rundir.find import open_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.messages import readable, sentence
+from clusterddp.supervisor.messages import sentence
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,10 +61,10 @@ def save(run: RunDirectory) -> int:
     """Returns once the checkpoint is committed."""
     attempt, answer = request(run, "save")
     if "checkpoint" in answer:
-        print(f"checkpoint {answer['checkpoint']} committed")
+        put(f"checkpoint {answer['checkpoint']} committed")
         return 0
     end = await_end(run, attempt)  # a stop that came first has saved, too
-    print(sentence(end))
+    put(sentence(end) or "")
     return 0 if end.get("checkpoint") is not None and end.get("checkpoint") == end.get("step") else FAILED
 
 
@@ -81,7 +81,7 @@ def record(run: RunDirectory, steps: int, ranks: str) -> int:
                 profiles[str(event["rank"])] = event
     wanted = ranks_in(ranks)
     for rank in wanted:
-        print(readable(profile.line(run, rank, profiles.get(str(rank), {}))))
+        put(profile.line(run, rank, profiles.get(str(rank), {})))
     stored = [rank for rank in wanted if "file" in profiles.get(str(rank), {})]
     if stored:
         show(profile.HOW_TO_OPEN)
@@ -104,13 +104,13 @@ def skip(run: RunDirectory, batches: int) -> int:
         raise RunDirectoryError(f"{run}: its supervisor has exited; see its state with: clusterddp status {run.quoted}")
     if "checkpoint" in answer:
         skipped = sentence({**answer["skipped"], "event": "skipped", "attempt": attempt})
-        print(f"{skipped}; checkpoint {answer['checkpoint']} committed")
+        put(f"{skipped}; checkpoint {answer['checkpoint']} committed")
         return 0
     end = await_end(run, attempt)
     events = (event for event in backwards(run, attempt) if event["event"] == "skipped")
     made = next((event for event in events if event.get("request") == str(answer["request"])), None)
-    print("nothing skipped" if made is None else sentence(made))
-    print(sentence(end))
+    put("nothing skipped" if made is None else sentence(made) or "")
+    put(sentence(end) or "")
     saved = end.get("checkpoint")
     return 0 if made is not None and saved is not None and saved >= made["step"] else FAILED
 
@@ -119,7 +119,7 @@ def stop(run: RunDirectory) -> int:
     """Returns once the run is stopped; 0 if all of its steps are saved."""
     attempt, _ = request(run, "stop")
     end = await_end(run, attempt)
-    print(sentence(end))
+    put(sentence(end) or "")
     if end["event"] == "stopped":
         how = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
         show(f"continue it with: clusterddp submit {how} {run.quoted}")
