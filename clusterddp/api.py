@@ -372,7 +372,7 @@ def _of_function(
 
 def _start_local(job: Job, run_dir: str | None, plant: Plant | None, source: Path | None) -> Handle:
     """Records the run and starts a process that trains it, as the command line would continue it."""
-    run = record_local(job, run_dir, plant, source)
+    run = record_local(job, run_dir, plant, source, loop=False)
     command = [*module_command("clusterddp.submit"), "--local", "--run-dir", str(run)]
     with open(run.loop_log, "ab", opener=create_file) as log:
         # In its own session, so that Ctrl-C does not reach it.

@@ -15,9 +15,9 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secrets_file, without_secrets
 from clusterddp.rundir.files import make_folder, remove, write_atomically, write_json
 from clusterddp.rundir.find import runs_folder
-from clusterddp.rundir.ownership import check_place, check_run
+from clusterddp.rundir.ownership import check_own, check_place, check_run
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.lease import held_by_other
+from clusterddp.supervisor.lease import being_submitted, held_by_other, loop_here, submitting
 
 #: Adds content to a run directory that is about to be recorded.
 Plant = Callable[[RunDirectory], None]
@@ -57,6 +57,30 @@ def check_not_held(run: RunDirectory, me: Mapping[str, Any] | None = None) -> No
         else:
             remedy = f"wait for it, or end the run for good with `clusterddp cancel {run.quoted}`"
         raise RunDirectoryError(f"{run} is {held}: {remedy}")
+
+
+def check_not_submitted(run: RunDirectory) -> None:
+    """Refuses a run that another process submits at this moment."""
+    if other := being_submitted(run):
+        raise _busy(run, other)
+
+
+def _busy(run: RunDirectory, other: str) -> RunDirectoryError:
+    return RunDirectoryError(f"{other}; see the run with `clusterddp status {run.quoted}`")
+
+
+@contextmanager
+def alone(run: RunDirectory) -> Iterator[None]:
+    """While this process submits the run or starts its loop, no other does. RunDirectoryError if another one is doing
+    so, or a job or process trains the run."""
+    check_own(run.path, closed=True)
+    with submitting(run) as other:
+        if other:
+            raise _busy(run, other)
+        check_not_held(run)
+        if run.outcome() is None and loop_here(run):
+            raise RunDirectoryError(f"{run} is held by a local run on this machine; stop it with Ctrl-C first")
+        yield
 
 
 @contextmanager

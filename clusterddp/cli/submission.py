@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 from clusterddp.checkpoint.store import of_run
-from clusterddp.cli.recording import Plant, check_not_held, claim, recorded
+from clusterddp.cli.recording import Plant, alone, check_not_submitted, claim, recorded
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.checkout import Checkout, checkout_of
@@ -23,6 +23,7 @@ from clusterddp.reporter import counted, show
 from clusterddp.rundir.find import runs_folder
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor import lease
 from clusterddp.supervisor.messages import at_step
 
 
@@ -69,6 +70,7 @@ def check_continues(run: RunDirectory, job: Job, change: bool) -> list[str]:
     on cannot change at all.
     """
     if not run.exists():
+        check_not_submitted(run)
         if run.path.exists() and any(run.path.iterdir()):
             raise RunDirectoryError(f"{run} is not empty and holds no run (no job.yaml): choose another --run-dir")
         return []
@@ -178,17 +180,25 @@ def checkout_for(job: Job, run_dir: str | None, *, batch: bool, source: Path | N
 
 
 def record_local(
-    job: Job, run_dir: str | None, plant: Plant | None, source: Path | None = None, *, told: bool = True
+    job: Job,
+    run_dir: str | None,
+    plant: Plant | None,
+    source: Path | None = None,
+    *,
+    told: bool = True,
+    loop: bool = True,
 ) -> RunDirectory:
     """Records a job that is to run on this machine, without Slurm. ``source``: the file of a launched function.
 
-    ``told``: whether the user is told where.
+    ``told``: whether the user is told where. ``loop``: whether this process then starts its attempts.
     """
     plant = with_code(job, run_dir, plant, source=source)
     run, created = claim(run_dir, job)
-    check_not_held(run)
-    with recorded(run, job, created, plant):
-        pass
+    with alone(run):
+        with recorded(run, job, created, plant):
+            pass
+        if loop:
+            lease.loop_started(run)
     if told:
         show(f"run directory: {run}")
     return run
@@ -202,16 +212,14 @@ def submit_to_slurm(
     ``source``: the file of a launched function.
     """
     from clusterddp.slurm import batch
-    from clusterddp.supervisor.lease import submitted
 
     fitted = fit_to_cluster(job, required=True)
     plant = with_code(job, run_dir, plant, batch=True, source=source)
     run, created = claim(run_dir, job)
-    check_not_held(run)
     # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
-    with signals_blocked(signal.SIGINT), recorded(run, job, created, plant):
+    with alone(run), signals_blocked(signal.SIGINT), recorded(run, job, created, plant):
         job_id = batch.submit(fitted, run, Path.cwd())
-        submitted(run, job_id)
+        lease.submitted(run, job_id)
         run.loop_file.unlink(missing_ok=True)
     show(f"submitted as job {job_id}; run directory: {run}")
     return run, job_id

@@ -80,7 +80,6 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     if warning := step_warning(job, moments):
         show(warning)
     run = record_local(job, arguments.run_dir, fork_of(arguments))
-    lease.loop_started(run)
     with Progress(run, job.steps, bar=arguments.debug is None, every_s=job.progress) as progress:
         code = LocalRun(run, job, moments, arguments.debug).loop(progress)
     with suppress(OSError):  # the disk is full: the entry names a process that no longer runs

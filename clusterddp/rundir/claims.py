@@ -6,6 +6,8 @@ A claim names the run that it was written for, so that it is void in a copy of t
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -39,6 +41,17 @@ _PROCESS: Schema = {
 def write_claim(path: Path, run: RunDirectory, claim: Mapping[str, Any]) -> None:
     """Writes a claim, for its owner alone."""
     write_json(path, {**claim, "run": _identity(run)}, mode=0o600)
+
+
+def create_claim(path: Path, run: RunDirectory, claim: Mapping[str, Any]) -> bool:
+    """Writes a claim, for its owner alone, unless the file exists; returns whether it did."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
+    with open(descriptor, "w") as file:
+        json.dump({**claim, "run": _identity(run)}, file)
+    return True
 
 
 def read_claim(path: Path, run: RunDirectory) -> dict[str, Any] | None:

@@ -234,8 +234,6 @@ class Attempt:
         if isinstance(event, Notice) and event.stop is Stop.PREEMPTION:
             told = {"time": now, "attempt": self._number, **self._controller.describe()}
             self._hook.call("preempted", told)
-        elif isinstance(event, RankEvent) and event.name == "signal" and not self._state.heard:
-            self._monitor.ask()  # at the first of them
 
     def _carry_out(self, action: Action, now: float) -> None:
         """Does something about an event. Nothing here waits: for no disk, no rank and no controller."""

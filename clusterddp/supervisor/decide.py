@@ -15,6 +15,8 @@ from clusterddp.rundir.records import is_count, optional, schema_error
 from clusterddp.supervisor import requests
 from clusterddp.supervisor.state import (
     ASK_S,
+    SIGNAL,
+    WISHES,
     Action,
     Broadcast,
     ConnectionLost,
@@ -113,7 +115,7 @@ def _note(state: State, event: RankEvent) -> Step:
     if event.name == "progress":
         return _abandon(replace(state, unfinished=values["step"] < values["steps"], saving=False))
     if event.name in ("signal", "notified"):
-        return state.but(told=True, heard=True), []
+        return _confirmed(state, SIGNAL if event.name == "signal" else str(values.get("reason")))
     if event.name == "checkpoint":
         return requests.on_checkpoint(replace(state, last_save_s=float(values["durable_s"])), values)
     if event.name == "checkpoint_failed":
@@ -123,6 +125,14 @@ def _note(state: State, event: RankEvent) -> Step:
     if event.name in ("profiled", "not_profiled"):
         return requests.on_profile(state, event)
     return state, []
+
+
+def _confirmed(state: State, why: str) -> Step:
+    """A rank stops for this reason. What a signal means only the controller can tell."""
+    if why in state.heard:
+        return state, []
+    state = state.but(told=state.told | {why}, heard=state.heard | {why})
+    return state, [Do.ASK_CONTROLLER] if why == SIGNAL else []
 
 
 def _on_left(state: State, event: RankEvent, now: float) -> Step:
@@ -208,7 +218,8 @@ def _on_notice(state: State, notice: Notice, now: float) -> Step:
     state = replace(state, notice=notice, preempted=preempted, controller_away=False)
     state, lost = _lose_nodes(state) if state.confirming else (state, [])
     # A stop that was due before is not told any sooner.
-    state, actions = (state, []) if state.due else _look(state, now)
+    due = _due(state, now)
+    state, actions = (state, []) if due and due[0] is state.due else _look(state, now)
     return state, [*back, *lost, *actions]
 
 
@@ -238,23 +249,31 @@ def _lose_nodes(state: State) -> Step:
 
 
 def _look(state: State, now: float) -> Step:
-    """Tells the ranks to stop if it is time, and again until one of them has confirmed it."""
+    """Tells the ranks to stop if it is time, and again until one of them has confirmed it.
+
+    Ranks that stop because the user wants it have no deadline: they are told again when a stop has one.
+    """
     due = _due(state, now)
-    first, state = not state.due, replace(state, due=due is not None)
-    if due is None or state.heard:
+    first = due is not None and due[0] is not state.due
+    state = replace(state, due=None if due is None else due[0])
+    if due is None:
+        return state, [StartTimer(Timer.LOOK, LOOK_S)]
+    stop, why = due
+    others = frozenset() if stop.value in WISHES else WISHES
+    if state.heard - others:
         return state, [StartTimer(Timer.LOOK, LOOK_S)]
     if first and state.notice.stop is not None:  # a signal is on its way
         return state, [StartTimer(Timer.LOOK, SETTLE_S)]
-    stop, why = due
+    told = state.told - others
     # Over the connections first; the launcher signals those that may not listen there. These have not joined, or run a
     # Python function with a ``checkpoint()``, which waits for a signal. Under proctrack/linuxproc the signal goes to
     # their children, too.
     actions: list[Action] = [Broadcast("stop", stop.value)]
-    if state.told or len(state.hosts) < state.job.world_size:
+    if told or len(state.hosts) < state.job.world_size:
         actions.append(Do.NOTIFY_RANKS)
-    if why and not state.told:
+    if why and not told:
         actions.append(Record("notice", {"why": why}))
-    return replace(state, told=True), [*actions, StartTimer(Timer.LOOK, LOOK_S)]
+    return replace(state, told=state.told | {stop.value}), [*actions, StartTimer(Timer.LOOK, LOOK_S)]
 
 
 _WORDS = {

@@ -8,19 +8,26 @@ the run. It names the run that it was written for, so that it is void in a copy 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_namespace, process_start
-from clusterddp.rundir.claims import on_this_machine, process_alive, read_claim, write_claim
+from clusterddp.rundir.claims import create_claim, on_this_machine, process_alive, read_claim, write_claim
 from clusterddp.rundir.files import remove, write_json
 from clusterddp.rundir.ownership import owner_of
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.sharing import make_private
 from clusterddp.slurm import commands as slurm
+
+#: For so long, in seconds, a process that submits a run counts as alive if it cannot be seen from here.
+SUBMISSION_S = 600.0
 
 
 def of_job(job_id: str) -> dict[str, Any]:
@@ -57,9 +64,76 @@ def loop_ended(run: RunDirectory) -> None:
 
 
 def local_loop_alive(run: RunDirectory) -> bool:
-    """Whether the loop of a local run is alive."""
+    """Whether the loop of a local run is alive, or out of sight on another machine."""
     loop = read_claim(run.loop_file, run)
     return loop is not None and not loop.get("let_go") and _held_by_process(loop) is not None
+
+
+def loop_here(run: RunDirectory) -> bool:
+    """Whether another process of this machine is the loop of a local run."""
+    loop = read_claim(run.loop_file, run)
+    mine = loop is None or loop.get("let_go") or _same(loop, of_this_process())
+    return not mine and loop is not None and on_this_machine(loop) and process_alive(loop)
+
+
+@contextmanager
+def submitting(run: RunDirectory) -> Iterator[str | None]:
+    """Lets one process at a time submit a job of the run, or start its loop; yields who else does, in words, or None.
+
+    The claims are numbered. Each is created exclusively, after those of processes that died, and counts if it is the
+    newest.
+    """
+    make_private(run.private)
+    mine = None
+    while mine is None:
+        claims = _submissions(run)
+        if other := being_submitted(run, claims):
+            yield other
+            return
+        number = max(claims, default=-1) + 1
+        path = run.private / f"submitting-{number}.json"
+        if not create_claim(path, run, of_this_process()):
+            continue
+        if max(_submissions(run)) == number:
+            mine = path
+        else:
+            path.unlink()
+    try:
+        for path in claims.values():
+            path.unlink(missing_ok=True)
+        yield None
+    finally:
+        mine.unlink(missing_ok=True)
+
+
+def being_submitted(run: RunDirectory, claims: Mapping[int, Path] | None = None) -> str | None:
+    """Which process submits the run now, as a sentence; None if none does. ``claims``: if they are known already."""
+    paths = (_submissions(run) if claims is None else claims).values()
+    other = next(filter(None, (_submitted_by(run, path) for path in paths)), None)
+    return f"{run} is being submitted by {other}" if other else None
+
+
+def _submissions(run: RunDirectory) -> dict[int, Path]:
+    try:
+        names = [re.fullmatch(r"submitting-(\d+)\.json", name) for name in os.listdir(run.private)]
+    except (FileNotFoundError, PermissionError):  # no run, or another user's
+        return {}
+    return {int(match[1]): run.private / match[0] for match in names if match}
+
+
+def _submitted_by(run: RunDirectory, path: Path) -> str | None:
+    """The process that claims to submit the run; None if it has ended."""
+    try:
+        recent = time.time() - path.stat().st_mtime < SUBMISSION_S
+        entry = read_claim(path, run)
+    except FileNotFoundError:
+        return None
+    except RunDirectoryError:  # created, but not written yet
+        return "another process" if recent else None
+    if entry is None:
+        return None
+    alive = process_alive(entry) if reachable(entry) else recent
+    return f"process {entry['pid']} on {entry['host']}" if alive else None
 
 
 def take(run: RunDirectory, attempt: int, me: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -51,7 +51,7 @@ class Recovery:
 
     def act(self) -> int:
         """Restarts, requeues, resubmits or ends the run; returns this process's exit code, or RESTART."""
-        return self._act(judge(self._ends, self._state.exit_code or 0, self._state.told, self._why))
+        return self._act(judge(self._ends, self._state.exit_code or 0, bool(self._state.told), self._why))
 
     def _why(self) -> Cause:
         """Why the ranks stopped. A newer attempt, ``cancel`` and ``tell stop`` take precedence over the controller.
@@ -242,7 +242,7 @@ class Recovery:
             if requests and now in (Cause.REQUEUED, Cause.PREEMPTED_WITHOUT_GRACE):
                 return Verdict(Action.LEAVE_TO_SLURM, cause.value, cause)  # carried out
             if now is not cause:
-                return judge(self._ends, 0, self._state.told, lambda: now)
+                return judge(self._ends, 0, bool(self._state.told), lambda: now)
             requests += 1
             asked = time.monotonic()
             self._controller.requeue()

@@ -32,6 +32,12 @@ class Stop(enum.Enum):
     REQUEUE = "clusterddp requeue"
 
 
+#: The reasons that come from the user: a stop for one of them has no deadline.
+WISHES = frozenset((Stop.HOLD.value, Stop.REQUEUE.value))
+#: A reason for which ranks stop without being told: a signal, whatever it means.
+SIGNAL = "signal"
+
+
 @dataclass(frozen=True)
 class Notice:
     """When a job ends: ``end_time`` in unix seconds (None: no time limit), and why it must stop now, if it must.
@@ -296,12 +302,12 @@ class State:
     abandon: str = ""
     #: From when all ranks stop, or are done, until rank 0 has saved or is lost.
     saving: bool = False
-    #: Whether the ranks were told to stop, and one has confirmed it.
-    told: bool = False
-    heard: bool = False
-    #: What the controller said last, and whether that called for a stop at the last look.
+    #: Why the ranks were told to stop, and what of it one has confirmed: values of Stop, or SIGNAL.
+    told: frozenset[str] = frozenset()
+    heard: frozenset[str] = frozenset()
+    #: What the controller said last, and why it was time to stop at the last look.
     notice: Notice = field(default_factory=lambda: Notice(None))
-    due: bool = False
+    due: Stop | None = None
     #: Whether the controller has said that the job is being preempted.
     preempted: bool = False
     #: Whether the history has the times of the job's allocation.

@@ -64,7 +64,8 @@ class Agreement:
             boundary anyway.
         watched: a connection for the watcher, whose ``get`` has no timeout.
         report: adds events to the history.
-        on_request: gets the reason for a stop, on every rank, in the watcher's thread, before the ranks agree.
+        on_request: gets the reason for a stop, on every rank, in the watcher's thread, before the ranks agree; in other
+            threads also the reason of each signal to this rank and each notice, even if the ranks already stop.
     """
 
     def __init__(
@@ -188,6 +189,7 @@ class Agreement:
         self._ask(f"signal {name}")
 
     def _ask(self, reason: str) -> None:
+        self._on_request(reason)  # it may leave less time than the request that the ranks know
         try:
             self.request(reason)
         except RuntimeError as error:

@@ -96,7 +96,7 @@ class ControlChannel:
         self._closed = False
         #: Reconnects as the same rank, within the given seconds.
         self._again: Callable[[float], ControlChannel | None] = lambda _: None
-        self._stop: str | None = None
+        self._stops: list[str] = []
         self._on_stop: Callable[[str], None] | None = None
         self._stopping = threading.Lock()
         #: Writes torch's flight record, in bounded time.
@@ -186,18 +186,20 @@ class ControlChannel:
                     break
 
     def on_stop(self, act: Callable[[str], None] | None) -> None:
-        """Calls ``act`` once, with the reason, when the supervisor orders a stop; at once if it already has."""
+        """Calls ``act`` once with each reason for which the supervisor orders a stop; at once if it already has."""
         with self._stopping:
             self._on_stop = act
-            if act is not None and self._stop is not None:
-                act(self._stop)
+            for reason in self._stops if act is not None else ():
+                act(reason)
 
     def stop(self, reason: str) -> None:
         """The supervisor ordered a stop."""
         with self._stopping:
-            if self._stop is None and self._on_stop is not None:
+            if reason in self._stops:
+                return
+            self._stops.append(reason)
+            if self._on_stop is not None:
                 self._on_stop(reason)
-            self._stop = self._stop or reason
 
     def close(self) -> None:
         """Closes the connection of this process; a forked child's close leaves the parent's open."""

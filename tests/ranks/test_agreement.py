@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import signal
 import time
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
-from clusterddp.training.agreement import Vote
+from clusterddp.training.agreement import Agreement, Vote
 from tests import ddp
 from tests.waiting import wait_until
 
@@ -138,6 +140,22 @@ def test_every_interleaving_of_three_ranks_agrees(monkeypatch: pytest.MonkeyPatc
 )
 def test_the_other_order_breaks_the_agreement(main: Any, watcher: Any) -> None:
     assert explore(2, main, watcher)[1] > 0
+
+
+def test_each_reason_of_a_stop_can_set_a_deadline() -> None:
+    """A TERM, or a notice of the supervisor, comes while the ranks already stop because the user wants it."""
+    store, found = HashStore(), queue.SimpleQueue[str]()
+    agreement = Agreement(store, store, 0, 1, lambda *_, **__: None, found.put)
+    agreement.on_notice("clusterddp tell stop")
+    wait_until(lambda: agreement.reason is not None, "the stop")
+    agreement._on_signal(signal.SIGTERM)
+    agreement.on_notice("time limit")
+    agreement.close()
+    reasons = {found.get(timeout=10)}
+    while "time limit" not in reasons:
+        reasons.add(found.get(timeout=10))
+    assert reasons == {"clusterddp tell stop", "signal TERM", "time limit"}
+    assert agreement.reason == "clusterddp tell stop"
 
 
 LIVE = """

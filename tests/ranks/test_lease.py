@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clusterddp.cli import submission
 from clusterddp.cli.recording import check_not_held
 from clusterddp.cli.runs import status
 from clusterddp.cli.runs.cancel import cancel_run
@@ -19,8 +23,10 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, process_start
 from clusterddp.rundir import claims
+from clusterddp.rundir.claims import write_claim
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import lease, main
 from clusterddp.supervisor.controller import LocalController
 from tests.waiting import story, wait_until
@@ -161,3 +167,93 @@ def test_a_run_with_a_debugged_rank_can_be_cancelled(run: RunDirectory) -> None:
         assert process.wait(timeout=60) == 128 + signal.SIGTERM
         assert b"cancelled; it will not run again" in waiting.communicate(timeout=60)[0]
     assert (run.outcome() or {})["state"] == "cancelled"
+
+
+def test_one_process_at_a_time_submits_a_run_and_the_claim_of_a_dead_one_is_void(
+    run: RunDirectory, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed one leaves its claim, and one of another machine counts for as long as a submission can take."""
+    with lease.submitting(run) as other:
+        assert other is None
+        with lease.submitting(run) as mine:
+            assert mine == f"{run} is being submitted by process {os.getpid()} on {socket.gethostname()}"
+    files = lambda: [path.name for path in run.private.iterdir()]  # noqa: E731
+    assert files() == []
+    for write in (lambda path: write_claim(path, run, entry_of(sleeper)), lambda path: path.write_text("")):
+        write(run.private / "submitting-3.json")
+        with lease.submitting(run) as other:
+            assert other is not None
+        assert files() == ["submitting-3.json"]
+    write_claim(run.private / "submitting-3.json", run, entry_of(sleeper))
+    with monkeypatch.context() as patched:
+        be_elsewhere(patched)
+        with lease.submitting(run) as other:
+            assert other is not None
+        os.utime(run.private / "submitting-3.json", (0, time.time() - lease.SUBMISSION_S - 60))
+        with lease.submitting(run) as other:
+            assert other is None and files() == ["submitting-4.json"]
+    write_claim(run.private / "submitting-3.json", run, entry_of(sleeper))
+    sleeper.kill()
+    sleeper.wait()
+    with lease.submitting(run) as other:
+        assert other is None and files() == ["submitting-4.json"]
+
+
+RACE = """
+import sys, threading, time
+from pathlib import Path
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor import lease
+run = RunDirectory(sys.argv[1])
+sys.stdin.readline()
+with lease.submitting(run) as other:
+    if other is None:
+        print("won", flush=True)
+        sys.stdin.readline()
+    else:
+        print(other, flush=True)
+"""
+
+
+def test_of_many_processes_that_claim_a_submission_at_once_one_wins(run: RunDirectory) -> None:
+    """Also after the claim of a dead process, which all of them find."""
+    write_claim(run.private / "submitting-0.json", run, {**lease.of_this_process(), "process_start": "1"})
+    command = [sys.executable, "-c", RACE, str(run)]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("start\n")
+        process.stdin.flush()
+    said = [process.stdout.readline().strip() for process in processes if process.stdout is not None]
+    for process in processes:
+        process.communicate("end\n", timeout=60)
+    winner = processes[said.index("won")]
+    assert said.count("won") == 1
+    assert sum(f"is being submitted by process {winner.pid} on" in words for words in said) == len(said) - 1
+
+
+def test_two_submissions_of_one_run_directory_at_the_same_moment_are_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one is refused with the reason at once, before the folder holds a run and while sbatch runs."""
+    run = RunDirectory(tmp_path / "new")
+    refused: list[str] = []
+
+    def second() -> None:
+        with pytest.raises(RunDirectoryError) as error:
+            submission.check(JOB, str(run))
+            submission.submit_to_slurm(JOB, str(run), None)
+        refused.append(str(error.value))
+
+    def sbatch(*_: object) -> str:
+        second()
+        return "41"
+
+    monkeypatch.setattr(submission, "fit_to_cluster", lambda job, required: job)
+    monkeypatch.setattr("clusterddp.slurm.batch.submit", sbatch)
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: JobInfo("41", "PENDING", "", "", 0, None, None))
+    submission.submit_to_slurm(JOB, str(run), lambda _: second())
+    second()
+    assert "is being submitted by process" in refused[0] and "is being submitted by process" in refused[1]
+    assert "held by job 41 (PENDING)" in refused[2]
+    assert lease.holders(run)[0]["job"] == "41"

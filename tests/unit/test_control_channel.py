@@ -159,6 +159,17 @@ def test_a_rank_that_dies_is_noticed(heard: Heard) -> None:
     assert heard.lost.get(timeout=10) == (0, False)
 
 
+def test_each_reason_to_stop_is_passed_on_once_also_those_from_before(heard: Heard) -> None:
+    """A later one may leave less time."""
+    link, reasons = join(heard, 0, port=1), list[str]()
+    for reason in ("clusterddp tell stop", "clusterddp tell stop", "time limit"):
+        link.stop(reason)
+    link.on_stop(reasons.append)
+    for reason in ("time limit", "preemption"):
+        link.stop(reason)
+    assert reasons == ["clusterddp tell stop", "time limit", "preemption"]
+
+
 def test_a_broken_connection_is_reopened(heard: Heard) -> None:
     """Both sides use the new connection; another process is still refused."""
     link = join(heard, 0, port=1)

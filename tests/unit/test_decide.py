@@ -23,6 +23,7 @@ from clusterddp.supervisor.state import (
     RankEvent,
     RanksExited,
     Record,
+    Request,
     Say,
     StartTimer,
     State,
@@ -196,6 +197,33 @@ def test_a_preemption_that_reached_no_rank_is_forwarded_until_one_confirms() -> 
     state, todo = step(state, Timer.LOOK, NOW)
     assert todo == [stop, Do.NOTIFY_RANKS, AGAIN]
     assert actions(after(TOLD, state=state), Timer.LOOK) == [AGAIN]
+
+
+@pytest.mark.parametrize(
+    ("notice", "word", "waits"), [(PREEMPTED, "preemption", True), (Notice(NOW + 30), "time limit", False)]
+)
+def test_a_stop_with_a_deadline_is_told_to_ranks_that_are_stopping_already(
+    notice: Notice, word: str, waits: bool
+) -> None:
+    """They have no deadline yet: a long step would run into the KILL."""
+    held = after(Request(1, "stop"), RankEvent(0, "notified", {"reason": "clusterddp tell stop"}))
+    state, todo = step(held, notice, NOW)
+    if waits:  # its TERM may be on its way
+        state, todo = step(state, Timer.LOOK, NOW)
+    assert Broadcast("stop", word) in todo and Do.NOTIFY_RANKS not in todo
+    assert [action.event for action in todo if isinstance(action, Record)] == ["notice"]
+    heard = RankEvent(0, "notified", {"reason": word})
+    assert actions(after(heard, state=state), Timer.LOOK) == [AGAIN]
+    assert actions(after(TOLD, notice, state=held), Timer.LOOK) == [AGAIN]
+
+
+def test_the_controller_is_asked_at_the_first_signal_also_of_ranks_that_are_stopping_already() -> None:
+    """Only it can tell a preemption from a signal of somebody else."""
+    held = after(Request(1, "stop"), RankEvent(0, "notified", {"reason": "clusterddp tell stop"}))
+    for state in (after(), held):
+        told, todo = step(state, TOLD, NOW)
+        assert Do.ASK_CONTROLLER in todo
+        assert Do.ASK_CONTROLLER not in actions(told, RankEvent(1, "signal", {"signal": "TERM"}))
 
 
 def test_ranks_that_have_not_joined_are_signalled_by_the_launcher() -> None:

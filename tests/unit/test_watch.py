@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -105,6 +106,44 @@ def test_a_node_that_failed_the_run_twice_stays_excluded(
     monkeypatch.setattr("clusterddp.slurm.commands.usable_nodes", lambda _: usable)
     look(run, info("NODE_FAIL"), monkeypatch)
     assert submitted == [f"job.sbatch{options}"]
+
+
+def test_of_two_watchers_at_the_same_moment_one_resubmits(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`submit --wait` and `Handle.wait()`; the other one says so, and watches the new job."""
+    jobs = {"41": info("NODE_FAIL"), "42": info("RUNNING", job="42")}
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", jobs.get)
+    other, made = Watcher(run, JOB), list[str]()
+
+    def submit(script: Path, *options: str) -> str:
+        made.append(script.name)
+        other.look()  # while sbatch runs
+        return "42"
+
+    monkeypatch.setattr("clusterddp.slurm.commands.submit", submit)
+    Watcher(run, JOB).look()
+    assert made == ["job.sbatch"]
+    assert f"is being submitted by process {os.getpid()} on" in capsys.readouterr().err
+    other._ask_at = 0.0
+    other.look()
+    assert made == ["job.sbatch"] and other.result is None
+    assert "job 42: RUNNING" in capsys.readouterr().err
+
+
+def test_a_watcher_that_learned_of_the_end_before_another_resubmitted_leaves_it_at_that(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It decided by the old claims."""
+
+    def show_job(job_id: str) -> JobInfo:
+        lease.submitted(run, "42")  # by the other watcher, meanwhile
+        return info("NODE_FAIL", job=job_id)
+
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", show_job)
+    watcher = Watcher(run, JOB)
+    watcher.look()
+    assert submitted == [] and watcher.result is None
 
 
 def test_an_attempt_that_is_just_being_claimed_leaves_no_gap_in_who_holds_the_run(run: RunDirectory) -> None:

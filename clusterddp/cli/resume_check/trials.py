@@ -134,7 +134,7 @@ class LocalTrials:
         return read_trial(records)
 
     def _trial(self, path: str) -> _Interruptions:
-        return _Interruptions(record_local(self.job, path, None, told=False), self.job)
+        return _Interruptions(record_local(self.job, path, None, told=False, loop=False), self.job)
 
     def inexact(self, name: str) -> list[str]:
         """See ``Trials``."""

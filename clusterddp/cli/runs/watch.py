@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from clusterddp.cli.progress import Progress
 from clusterddp.cli.runs.status import state_of
@@ -24,7 +26,7 @@ from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import JobInfo
-from clusterddp.supervisor.lease import holders, reachable, submitted
+from clusterddp.supervisor.lease import holders, reachable, submitted, submitting
 from clusterddp.supervisor.limits import held
 from clusterddp.supervisor.messages import over_already
 
@@ -109,8 +111,7 @@ class Watcher:
         """Does what the run needs; returns whether it is waiting for something."""
         if held(self._run.events()):  # the user has stopped the run: its job does nothing more for it
             return self._look_on()
-        claims = [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
-        if not claims:
+        if not (claims := self._claims()):
             return self._look_on()
         jobs = []
         for entry in claims:  # each of them: an unknown job may have started before a resubmission
@@ -122,9 +123,13 @@ class Watcher:
             return False
         ended = f"job {newest} ended ({job.state if job else 'unknown to Slurm'}) without an outcome"
         if self._should_continue(job):
-            return self._resubmit(ended)
+            return self._resubmit(ended, claims)
         self.result = 1
         return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run.quoted}")
+
+    def _claims(self) -> list[dict[str, Any]]:
+        """The jobs that may train the run, as far as this cluster knows them."""
+        return [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
 
     def _look_on(self) -> bool:
         """Handles a run that needs no help: it trains as local processes, or is stopped."""
@@ -162,8 +167,17 @@ class Watcher:
         known = any(event.get("job") == job.job_id and event.get("restarts") == job.restarts for event in started)
         return job.state == "FAILED" and bool(started) and not known
 
-    def _resubmit(self, ended: str) -> bool:
+    def _resubmit(self, ended: str, claims: Sequence[Mapping[str, Any]]) -> bool:
+        """Submits the run again, unless another watcher does, or has done so since these claims were read."""
         check_run(self._run)
+        with submitting(self._run) as other:
+            if other:
+                return self._say(f"{ended}: {other}")
+            if self._claims() != claims:
+                return True
+            return self._submit(ended)
+
+    def _submit(self, ended: str) -> bool:
         nodes = exclusion.still_excluded(
             self._run.events(),
             time.time(),

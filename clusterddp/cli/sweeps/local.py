@@ -37,7 +37,6 @@ def _run(sweep: Sweep, name: str) -> int:
     job, folder = sweep.jobs[name], sweep.folder
     run = record_local(job, str(folder.member(name)), sweep.plants.get(name))
     run.unmark_cancelled()
-    lease.loop_started(run)
     try:
         with Progress(run, job.steps, every_s=job.progress) as progress:
             return LocalRun(run, job).loop(progress)
