@@ -112,7 +112,7 @@ def test_a_checkpoint_that_is_taken_between_two_updates_holds_the_gradients(tmp_
     script, whole, run = tmp_path / "accumulating.py", tmp_path / "whole", tmp_path / "run"
     script.write_text(SCRIPT)
     ddp.run(script, whole, -1, "each step", "{}", ranks=2, folder=tmp_path / "out")
-    script.write_text(SCRIPT.replace('run.stop("by the test")', "ctx._saver.finish_newest(); import os; os._exit(1)"))
+    script.write_text(SCRIPT.replace('run.stop("by the test")', "run._saver.finish_newest(); import os; os._exit(1)"))
     ddp.start(script, run, 6, "each step", "{}", ranks=2, folder=tmp_path / "out").expect(1)
     ddp.run(script, run, 6, "each step", "{}", ranks=2, folder=tmp_path / "out")
     (resumed,) = events_of(RunDirectory(run), "resumed")

@@ -138,7 +138,7 @@ def test_what_ddp_broadcasts_is_a_wait_in_the_forward_and_elsewhere(monkeypatch:
             for module in (model, copied):
                 module.require_forward_param_sync = True
                 module(torch.ones(4, 2)).sum().backward()
-            Buffers(parts).share()
+            Buffers(parts, 1).share()
             times.end()
         times.leave()
         assert told(times) == [1, 0.0, 1.0 + 8.0, 8.0 + 8.0, 0.0]

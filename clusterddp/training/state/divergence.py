@@ -98,20 +98,25 @@ def _digest(part: Stateful) -> str | None:
         in_ddp = isinstance(part, torch.nn.Module) and ddp_modules(part)
         plain, tensors = pack(parameters_of(part) if in_ddp else state_of(part))  # type: ignore[arg-type]
         facts = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()]
-        text = json.dumps([plain, facts, _fingerprints(tensors.values())], sort_keys=True)
+        text = json.dumps([plain, facts, fingerprints(tensors.values())], sort_keys=True)
     except Exception:  # The script's own code, which may expect to run only on rank 0: not a reason to end the run.
         return None
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @torch.no_grad()
-def _fingerprints(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    sums: dict[torch.device, list[torch.Tensor]] = {}
+def fingerprints(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Of each tensor: equal for the same bits, practically never for others."""
     found: list[Any] = []
+    sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for tensor in tensors:
         bits = bits_of(tensor)
         if bits.nbytes <= _SMALL:
             found.append(hashlib.blake2b(bits.cpu().numpy().tobytes(), digest_size=8).hexdigest())
         else:
-            sums.setdefault(bits.device, []).append(bits.sum(dtype=torch.int64))
-    return found + [torch.stack(of_device).tolist() for of_device in sums.values()]
+            sums.setdefault(bits.device, []).append((len(found), bits.sum(dtype=torch.int64)))
+            found.append(None)
+    for of_device in sums.values():
+        for (place, _), total in zip(of_device, torch.stack([one for _, one in of_device]).tolist(), strict=True):
+            found[place] = total
+    return found

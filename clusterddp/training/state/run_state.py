@@ -12,13 +12,14 @@ from clusterddp.checkpoint.restore import Place
 from clusterddp.checkpoint.state import RESERVED, Stateful, load_state, pack, state_of
 from clusterddp.data.training_loader import TrainingLoader
 from clusterddp.distributed import wrapping
-from clusterddp.distributed.buffers import LARGEST_COPY_BYTES, Buffers
+from clusterddp.distributed.buffers import LARGEST_COPY_BYTES, Buffers, Named
+from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.modules import ddp_modules, optimizers, trained_parameters
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import counted, say
 from clusterddp.training.state.before_step import BeforeStep
-from clusterddp.training.state.divergence import Divergence
+from clusterddp.training.state.divergence import Divergence, fingerprints
 from clusterddp.training.state.per_rank import PerRank
 from clusterddp.training.state.values import Values
 
@@ -59,7 +60,7 @@ class RunState:
         self._values = values
         self.before = BeforeStep(parts if group.rank == 0 else {}, values)
         self.divergence = Divergence({**parts, "progress": values} if values else parts, group)
-        self.buffers = Buffers(parts)
+        self.buffers = Buffers(parts, group.world_size)
         self._partly_saved = self._check_saved() if group.rank == 0 else []
 
     def content(self, before_step: bool) -> dict[str, Any]:
@@ -73,6 +74,7 @@ class RunState:
             "diverged": sorted(self.divergence.parts),
             **self.stopped_in_step,
             **self.gradients.progress(before_step),
+            **self.buffers.progress(),
             **self.per_rank.progress(),
         }
         if self._values:
@@ -93,9 +95,25 @@ class RunState:
         """Brings what each rank has for itself to rank 0. Collective. Raises CheckpointError."""
         self.per_rank.gather()
         if self._group.world_size > 1:
-            own = self.gradients.apart(before_step)
+            own = {"gradients": self.gradients.apart(before_step), "buffers": self._own_buffers()}
             with suppress(transfer.TooLarge, CheckpointError):  # the checkpoint then says that it lacks them
-                self.gradients.gathered = transfer.gather(own, self._group.collective_device)
+                found = transfer.gather({key: one for key, one in own.items() if one}, self._group.collective_device)
+                if found is not None:
+                    self.gradients.gathered = [one.get("gradients", {}) for one in found]
+                    self.buffers.gathered = [one.get("buffers", {}) for one in found]
+
+    def _own_buffers(self) -> Named:
+        """The buffers that differ from rank 0's. Collective."""
+        own = self.buffers.in_ddp()
+        if not own:
+            return {}
+        marks = {part: dict(zip(found, fingerprints(found.values()), strict=True)) for part, found in own.items()}
+        first = broadcast_json(marks, self._group.collective_device)
+        differ = {
+            part: {name: own[part][name] for name, mark in found.items() if first[part].get(name, mark) != mark}
+            for part, found in marks.items()
+        }
+        return {part: found for part, found in differ.items() if found}
 
     def start_loader(self, progress: Mapping[str, Any], step: int) -> None:
         """Lets the loader's workers read from the place of a checkpoint on, while its tensors are read."""
@@ -124,6 +142,7 @@ class RunState:
         self._values.load_state_dict(progress.get("values", {}))
         self.per_rank.restore(progress)
         self.inexact += self.gradients.restore(progress)
+        self.inexact += self.buffers.restore(progress, self._group.rank, self._group.world_size)
         self.divergence.parts = set(progress.get("diverged", []))
         self.inexact += [f"{name} differed between ranks, all have rank 0's" for name in progress.get("diverged", [])]
         if progress.get("cut"):
@@ -166,8 +185,6 @@ class RunState:
         reasons += [f"{name} has parameters that no part saves" for name in self._partly_saved]
         for name, part in self._parts.items():
             for module in ddp_modules(part):
-                if not module.broadcast_buffers and next(module.buffers(), None) is not None:
-                    reasons.append(f"{name} has separate buffers on each rank (broadcast_buffers=False)")
                 if self._group.world_size > 2 and (doubt := wrapping.doubt(module)):
                     reasons.append(f"{name} {doubt}")
         return reasons
