@@ -32,7 +32,7 @@ from tests.transcript import Transcript
 
 RECORDED = Path(__file__).parent / "unit" / "recorded"
 #: Jobs end their grace period, hold and KillWait long after the recording.
-CONFIG = {"nodes": 5, "grace": 600, "kill_wait": 600, "cred_expire": 600}
+CONFIG = {"nodes": 5, "grace": 600, "kill_wait": 600, "cred_expire": 600, "reserved_cores": 1, "reserved_mib": 1000}
 SLEEP = "sleep 3600"
 FORGOTTEN = "999999"
 

@@ -109,7 +109,7 @@ class JobInfo:
 
 @dataclass(frozen=True)
 class NodeShape:
-    """A node of a partition: CPUs, memory in MiB, and GPUs by type ('' if Slurm has no type for them)."""
+    """A node of a partition: CPUs and memory in MiB that jobs can get, and GPUs by type ('' if Slurm has none)."""
 
     cpus: int
     memory_mib: int
@@ -265,19 +265,37 @@ def node_address(node: str) -> str:
 
 def partition_nodes(partition: str | None) -> list[NodeShape]:
     """The nodes of a partition (None: the default one). SlurmError, with the partitions, if it does not exist."""
-    text = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%c|%m|%G")
+    text = run("sinfo", "-h", "-N", "-o", "%R|%P|%N|%G")
     with understood("sinfo", text):
         lines = [line.split("|") for line in text.splitlines()]
         wanted = [line for line in lines if (line[0] == partition if partition else line[1].endswith("*"))]
-        nodes = [
-            NodeShape(int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gres(gres))
-            for _, _, _, cpus, memory, gres in wanted
-        ]
+        gpus = {node: parse_gres(gres) for _, _, node, gres in wanted}
+    text = run("scontrol", "show", "node", "-a", "-o") if gpus else ""
+    with understood("scontrol", text):
+        sizes = parse_node_sizes(text)
+        nodes = [NodeShape(*sizes[node], of_node) for node, of_node in gpus.items()]
     if not nodes:
         names = ", ".join(sorted({line[0] for line in lines})) or "none"
         missing = f"partition {partition!r}" if partition else "default partition"
         raise SlurmError(f"no {missing} on this cluster; available: {names}; choose one with -p")
     return nodes
+
+
+def parse_node_sizes(text: str) -> dict[str, tuple[int, int]]:
+    """CPUs and MiB of memory that jobs can get, by node, from ``scontrol show node -o``.
+
+    sbatch refuses a job that requests what CoreSpecCount and MemSpecLimit reserve (seen on 22.05), and sinfo's %c and
+    %m include that. CPUEfctv leaves out reserved CPUs; releases before 22.05 do not print it.
+    """
+    sizes = {}
+    for line in re.findall("^NodeName=.*", text, re.MULTILINE):  # not the rest of a reason with several lines
+        # A node's comment and reason may imitate fields; they come last.
+        found = dict(reversed(re.findall(r"(?<=\s)(\w+)=(\d+)(?=\s)", f"{line} ")))
+        reserved = int(found.get("CoreSpecCount", 0)) * int(found["ThreadsPerCore"])
+        cpus = int(found["CPUEfctv"]) if "CPUEfctv" in found else int(found["CPUTot"]) - reserved
+        memory = int(found["RealMemory"]) - int(found.get("MemSpecLimit", 0))
+        sizes[line.split()[0].removeprefix("NodeName=")] = cpus, memory
+    return sizes
 
 
 @contextmanager

@@ -47,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_config(add: argparse.ArgumentParser) -> None:
     default = ClusterConfig()
-    for name in ("nodes", "gpus", "cpus", "grace", "slurmd_timeout", "kill_wait", "cred_expire", "max_array_size"):
+    numbers = "nodes gpus cpus threads reserved_cores reserved_mib grace slurmd_timeout kill_wait cred_expire"
+    for name in (*numbers.split(), "max_array_size"):
         add.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(default, name), metavar="N")
     add.add_argument("--proctrack", choices=("cgroup", "linuxproc"), help="default: cgroup where cgroup v1 is mounted")
     add.add_argument("--user-signal", action="store_true", help="preemption sends the job's --signal instead of TERM")

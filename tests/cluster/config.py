@@ -26,6 +26,12 @@ class ClusterConfig:
     """Fake GPUs per node; 0 for none."""
     cpus: int = 8
     """CPUs per node, as Slurm counts them, whatever the machine has."""
+    threads: int = 1
+    """CPUs per core."""
+    reserved_cores: int = 0
+    """CoreSpecCount: cores of each node that no job gets."""
+    reserved_mib: int = 0
+    """MemSpecLimit: memory of each node that no job gets."""
     grace: int = 20
     """GraceTime of the partition `low`, in seconds."""
     proctrack: str | None = None
@@ -179,10 +185,13 @@ def _accounting(config: ClusterConfig, site: Site) -> list[str]:
 
 
 def _node(config: ClusterConfig, site: Site, name: str) -> str:
-    gres = f" Gres=gpu:{config.gpus}" if config.gpus else ""
+    more = f" Gres=gpu:{config.gpus}" if config.gpus else ""
+    more += f" CoreSpecCount={config.reserved_cores}" if config.reserved_cores else ""
+    more += f" MemSpecLimit={config.reserved_mib}" if config.reserved_mib else ""
     return (
         f"NodeName={name} NodeAddr={site.address(name)} CPUs={config.cpus} Sockets=1 "
-        f"CoresPerSocket={config.cpus} ThreadsPerCore=1 RealMemory=1000000{gres} State=UNKNOWN"
+        f"CoresPerSocket={config.cpus // config.threads} ThreadsPerCore={config.threads} RealMemory=1000000{more} "
+        "State=UNKNOWN"
     )
 
 

@@ -234,7 +234,10 @@ def test_any_environment_is_read_or_refused(base: dict[str, str], changed: dict[
 
 CONFIG = "AuthInfo = cred_expire=6\nKillWait = 30 sec\nPreemptMode = REQUEUE\nPreemptType = preempt/partition_prio\n"
 PARTITION = "PartitionName=low GraceTime=20 PreemptMode=REQUEUE State=UP "
-SINFO = "low|low*|n1|2|3900|gpu:a100:4(S:0-1)\nlow|low*|n2|2+|3900+|(null)\n"
+SINFO = "low|low*|n1|gpu:a100:4(S:0-1)\nlow|low*|n2|(null)\n"
+NODES = "".join(
+    f"NodeName={name} CPUEfctv=2 CPUTot=4 RealMemory=3900 MemSpecLimit=9 ThreadsPerCore=2\n" for name in ("n1", "n2")
+)
 
 
 @fuzz(150)
@@ -247,12 +250,12 @@ def test_any_output_of_scontrol_is_a_job_or_a_slurm_error(text: str) -> None:
 
 
 @fuzz(100)
-@given(damaged(CONFIG), damaged(PARTITION), damaged(SINFO), damaged("requeue|00:00:20"))
+@given(damaged(CONFIG), damaged(PARTITION), damaged(SINFO), damaged(NODES), damaged("requeue|00:00:20"))
 def test_any_output_about_a_partition_is_read_or_a_slurm_error(
-    config: str, partition: str, nodes: str, qos: str
+    config: str, partition: str, sinfo: str, nodes: str, qos: str
 ) -> None:
     """Other versions' forms are an error that names the command."""
-    answers = {"config": config, "partition": partition, "sinfo": nodes, "qos": qos}
+    answers = {"config": config, "partition": partition, "sinfo": sinfo, "node": nodes, "qos": qos}
 
     def run(*command: str, **_: float) -> str:
         return answers[next(word for word in answers if word in command)]

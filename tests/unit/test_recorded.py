@@ -112,7 +112,8 @@ def test_partitions_and_usable_nodes_are_read() -> None:
     """One of the five nodes is drained and one is down."""
     assert slurm.default_partition() == "low"
     for partition in (None, "low", "off"):
-        assert slurm.partition_nodes(partition) == [NodeShape(8, 1_000_000, {"": 2})] * 5
+        # Of 8 CPUs and 1,000,000 MiB, what CoreSpecCount and MemSpecLimit leave.
+        assert slurm.partition_nodes(partition) == [NodeShape(7, 999_000, {"": 2})] * 5
         assert slurm.usable_nodes(partition) == ["n1", "n2", "n3"]
 
 

@@ -129,9 +129,12 @@ def test_an_answer_in_an_unknown_form_is_a_slurm_error_that_quotes_it(old: str, 
 
 def test_a_partition_in_an_unknown_form_is_a_slurm_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a ValueError at submit time."""
-    monkeypatch.setattr(slurm, "run", lambda *_: "low|low*|n1|many|3900|gpu:2\n")
-    with pytest.raises(SlurmError, match="cannot parse the output of sinfo"):
-        slurm.partition_nodes("low")
+    answers = {"sinfo": "low|low*|n1|gpu:many\n", "scontrol": "NodeName=n1 CPUEfctv=many\n"}
+    monkeypatch.setattr(slurm, "run", lambda command, *_: answers[command])
+    for command, instead in (("sinfo", "low|low*|n1|gpu:2\n"), ("scontrol", "")):
+        with pytest.raises(SlurmError, match=f"cannot parse the output of {command}"):
+            slurm.partition_nodes("low")
+        answers[command] = instead
 
 
 def test_a_command_that_temporarily_cannot_start_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

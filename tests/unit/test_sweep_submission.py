@@ -64,6 +64,8 @@ class Slurm:
     def scontrol(self, *words: str) -> str:
         if words[:2] == ("show", "config"):
             return f"KillWait                = 30 sec\nMaxArraySize            = {self.max_array}\n"
+        if words[:2] == ("show", "node"):
+            return "NodeName=n1 CPUEfctv=8 RealMemory=1000 ThreadsPerCore=1\n"
         if words[:2] == ("show", "partition"):
             return "PartitionName=low PreemptMode=REQUEUE GraceTime=20"
         task = words[-1]
@@ -72,7 +74,7 @@ class Slurm:
         return f"JobId=1 ArrayJobId={array} ArrayTaskId={index} {state} Command=x"
 
     def sinfo(self, *words: str) -> str:
-        return "low*\n" if words[-1] == "%P" else "low|low*|n1|8|1000|(null)\n"
+        return "low*\n" if words[-1] == "%P" else "low|low*|n1|(null)\n"
 
     def end(self, state: str = "COMPLETED") -> None:
         self.tasks = dict.fromkeys(self.tasks, state)
