@@ -120,7 +120,10 @@ EVENTS: Mapping[str, Event] = {
     "controller_back": Event("", "Slurm's controller answers again"),
     "controller_missing": Event("error", "Slurm's commands are not installed here"),
     "node_lost": Event("node suspect", "a node does not answer"),
-    "rank_failed": Event("rank host error step? suspect? since?", "the first failure of the attempt"),
+    "rank_failed": Event(
+        "rank host error step? suspect? since? raised?",
+        "the first failure of the attempt; `raised`: its exception, line and step",
+    ),
     "excluded": Event("nodes failures", "nodes that the next jobs exclude, for a day"),
     "not_excluded": Event("reason", "a failed node is not excluded"),
     "requeue_refused": Event("error", "Slurm refused the requeue; the run is resubmitted"),

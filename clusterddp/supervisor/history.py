@@ -58,7 +58,7 @@ class History:
         }
         if self._closed:
             return
-        self.newest_step = _highest([self.newest_step, values.get("step")])
+        self.newest_step = highest([self.newest_step, values.get("step")])
         if event == "checkpoint":
             self.newest_checkpoint = values["step"]
         self.events.append(line)
@@ -105,7 +105,7 @@ class History:
 
         Returns whether it was written; an error is reported, and does not change how the attempt ended.
         """
-        step = _highest(event.get("step") for event in self.events)
+        step = highest(event.get("step") for event in self.events)
         values = self._presentable({"step": step, "attempts": attempts_made(self.events), "reason": reason})
         self.add(state, **values)
         try:
@@ -116,6 +116,6 @@ class History:
         return True
 
 
-def _highest(steps: Iterable[int | None]) -> int | None:
+def highest(steps: Iterable[int | None]) -> int | None:
     """The highest step; None if there is none."""
     return max((step for step in steps if step is not None), default=None)

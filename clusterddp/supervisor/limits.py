@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.jobdef.job import Job
@@ -13,6 +14,56 @@ from clusterddp.slurm.cause import Cause
 #: So many consecutive attempts may end at their time limit, or by a transient failure, without a new checkpoint: the
 #: next one would not get further.
 FRUITLESS = 3
+
+
+#: A script that records no steps has made progress once it has run for this many seconds.
+PROGRESS_S = 60.0
+#: An attempt of a script that records no steps may have saved after this many seconds, and does not count as fruitless.
+LONG_S = 600.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run's history says about progress when an attempt fails.
+
+    ``steps``: how many this attempt has made; None if it has begun no loop over ``run.steps()``. ``seconds``: since its
+    start. ``earlier``: whether an attempt before it made progress. ``last_failure``: the exception of the last
+    attempt that failed, its line and step, as ``RankEnd.raised``.
+    """
+
+    steps: int | None = None
+    seconds: float = 0.0
+    earlier: bool = False
+    last_failure: str | None = None
+
+
+def progress(events: Iterable[Mapping[str, Any]], attempt: int, reached: int | None, now: float) -> Progress:
+    """The progress of an attempt, which has ``reached`` this step, before its failure is in the history."""
+    events = list(events)
+    own = [event for event in events if event["attempt"] == attempt]
+    began = _began(own)
+    earlier = sorted({event["attempt"] for event in events if event["attempt"] < attempt})
+    failed = [event for event in events if event["event"] == "rank_failed" and event["attempt"] < attempt]
+    return Progress(
+        None if began is None else max(0, (began if reached is None else reached) - began),
+        now - own[0]["time"] if own else 0.0,
+        any(_progressed([event for event in events if event["attempt"] == number]) for number in earlier),
+        failed[-1].get("raised") if failed else None,
+    )
+
+
+def _began(events: Iterable[Mapping[str, Any]]) -> int | None:
+    """The step at which an attempt's loop began; None if it has begun none."""
+    steps = [event["step"] for event in events if event["event"] in ("training", "resumed")]
+    return steps[0] if steps and is_count(steps[0]) else None
+
+
+def _progressed(events: list[Mapping[str, Any]]) -> bool:
+    """Whether an attempt has made a step; if it records none, whether it ran for a minute."""
+    if (began := _began(events)) is None:
+        ran = [event["time"] for event in events if event["event"] not in WITHOUT_RANKS]
+        return bool(ran) and ran[-1] - ran[0] >= PROGRESS_S
+    return any(is_count(event.get("step")) and event["step"] > began for event in events)
 
 
 def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:
@@ -60,12 +111,15 @@ def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size:
 def _fruitless(events: list[Mapping[str, Any]]) -> int:
     """How many consecutive attempts, up to the newest, failed or reached their time limit without a new checkpoint.
 
-    A script that never recorded a step may save on its own: then attempts that reached their time limit do not count.
+    A script that never recorded a step may save on its own: then attempts that reached their time limit do not count,
+    nor do long ones.
     """
     count, records = 0, any(event.get("step") is not None for event in events)
     for attempt in sorted({event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}, reverse=True):
         own = [event for event in events if event["attempt"] == attempt]
         failed, timed = any(map(_failed, own)), any(map(_timed, own))
+        if not records and own[-1]["time"] - own[0]["time"] >= LONG_S:
+            break
         if not (failed or (timed and records)) or any(event["event"] == "checkpoint" for event in own):
             break
         count += 1

@@ -19,6 +19,8 @@ from clusterddp.supervisor.verdict import RankEnd
 Event = Mapping[str, Any]
 #: The most characters of a reason that a message shows.
 LONGEST_REASON = 500
+#: What follows most failures.
+RESTARTING = "restarting all ranks in place"
 
 
 def sentence(event: Event) -> str | None:
@@ -171,7 +173,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "notice": lambda e: f"{e['why']}: telling the ranks to stop",
     "requested": _requested,
     "stopped": lambda e: _ended(e, e.get("then", "stopped")),
-    "restarted": lambda e: _ended(e, "restarting all ranks in place"),
+    "restarted": lambda e: _ended(e, RESTARTING),
     "requeued": lambda e: _ended(e, "requeued"),
     "requeue_refused": lambda e: f"requeue refused ({e['error']}), resubmitting",
     "resubmitted": lambda e: _ended(e, f"resubmitted as job {e['job']}"),
@@ -208,17 +210,18 @@ def failure_box(
     step: int | None,
     now: float,
     secrets: Sequence[str] = (),
+    then: str = "",
 ) -> str:
     """The first failure in a box: rank, host, time, its traceback or the end of its log, and the failures it caused.
 
-    ``step``: the number of completed steps, if known. ``secrets``: values to mask in the log.
+    ``step``: the number of completed steps, if known. ``secrets``: values to mask in the log. ``then``: what follows.
     """
     log = run.attempt_logs(attempt) / f"rank-{failure.rank}.err"
     body = failure.traceback or end_of_log(masked(_end_of(log), secrets))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(failure.lost_at, now)))
     lines = [failure.sentence(), f"attempt {attempt}{at_step(step)}, {when}", "", *body.rstrip().splitlines(), ""]
     lines += [*_who_waited(failure, others), *_different_calls(failure, others, body)]
-    lines += [f"log: {log}", *_other_ends(failure, others)]
+    lines += [f"log: {log}", *([then] if then else []), *_other_ends(failure, others)]
     wrapped = [
         piece for line in lines for piece in (textwrap.wrap(printable(line), 116, drop_whitespace=False) or [""])
     ]

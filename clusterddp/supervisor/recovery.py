@@ -19,9 +19,9 @@ from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.controller import Controller
-from clusterddp.supervisor.history import History
-from clusterddp.supervisor.limits import exceeded
-from clusterddp.supervisor.messages import failure_box
+from clusterddp.supervisor.history import History, highest
+from clusterddp.supervisor.limits import exceeded, progress
+from clusterddp.supervisor.messages import RESTARTING, failure_box
 from clusterddp.supervisor.state import State, Stop
 from clusterddp.supervisor.verdict import Action, RankEnd, Verdict, judge
 
@@ -51,7 +51,12 @@ class Recovery:
 
     def act(self) -> int:
         """Restarts, requeues, resubmits or ends the run; returns this process's exit code, or RESTART."""
-        return self._act(judge(self._ends, self._state.exit_code or 0, bool(self._state.told), self._why))
+        reached = highest([self._history.saved()["step"], *(end.step for end in self._ends)])
+        self._progress = progress(self._history.events, self._number, reached, time.time())
+        return self._act(self._judge(self._why, self._state.exit_code or 0))
+
+    def _judge(self, ask: Callable[[], Cause], exit_code: int = 0) -> Verdict:
+        return judge(self._ends, exit_code, bool(self._state.told), ask, self._progress)
 
     def _why(self) -> Cause:
         """Why the ranks stopped. A newer attempt, ``cancel`` and ``tell stop`` take precedence over the controller.
@@ -86,7 +91,7 @@ class Recovery:
             say(f"attempt {self._number} superseded by attempt {newest}; not writing")
             return 1
         if verdict.first_failure is not None:
-            self._tell_failure(verdict.first_failure, verdict.others)
+            self._tell_failure(verdict.first_failure, verdict)
         if verdict.action is Action.RESTART:
             return self._restart(verdict)
         if verdict.action is Action.AGAIN or (verdict.cause is Cause.PREEMPTED_WITHOUT_GRACE and self._ends_for_good()):
@@ -102,9 +107,9 @@ class Recovery:
         self._history.conclude(verdict.action.value, verdict.reason)
         return verdict.exit_code
 
-    def _tell_failure(self, failure: RankEnd, others: Sequence[RankEnd]) -> None:
-        """Records the first failure, and prints it in a box."""
-        step = self._step_of(failure, others)
+    def _tell_failure(self, failure: RankEnd, verdict: Verdict) -> None:
+        """Records the first failure, and prints it in a box, with why all ranks restart if that needs a reason."""
+        step = self._step_of(failure, verdict.others)
         if self._state.hang is None:  # a hang is recorded already
             values: dict[str, Any] = {"rank": failure.rank, "host": failure.host, "error": failure.words()}
             if step is not None:
@@ -113,16 +118,21 @@ class Recovery:
                 values["since"] = failure.lost_at
             if failure.of_the_node and self._controller.resubmits:
                 values["suspect"] = self._state.node_of(failure.rank)
+            if failure.raised is not None:
+                values["raised"] = failure.raised
             self._history.add("rank_failed", **values)
-        show(failure_box(self._run, self._number, failure, others, step, time.time(), self._history.secrets))
+        then = ""
+        if verdict.because and (verdict.action is Action.FAIL or self._exceeded("restarted", verdict) is None):
+            then = f"{'not restarted' if verdict.action is Action.FAIL else RESTARTING}: {verdict.because}"
+        others, secrets = verdict.others, self._history.secrets
+        show(failure_box(self._run, self._number, failure, others, step, time.time(), secrets, then))
 
     def _step_of(self, failure: RankEnd, others: Sequence[RankEnd]) -> int | None:
         """The number of steps done when a rank failed. It knows its own, unless it was killed; the others then failed
         in the collective in which they waited for it. The metrics, which rank 0 writes, are some steps behind."""
         if failure.step is not None:
             return failure.step
-        found = [self._history.saved()["step"], *(end.step for end in others if end.failed)]
-        return max((step for step in found if step is not None), default=None)
+        return highest([self._history.saved()["step"], *(end.step for end in others if end.failed)])
 
     def _ends_for_good(self) -> bool:
         """Whether Slurm will not run the preempted job again."""
@@ -195,11 +205,15 @@ class Recovery:
 
     def _bounded(self, event: str, verdict: Verdict) -> bool:
         """Ends the run as failed if it must not have another attempt; returns whether it did."""
-        end = {"event": event, "attempt": self._number, "time": time.time(), "cause": verdict.cause.value}
-        reason = exceeded(self._job, [*self._history.events, end], time.time())
+        reason = self._exceeded(event, verdict)
         if reason is not None:
             self._history.conclude(Action.FAIL.value, f"{reason}; last attempt: {verdict.reason}")
         return reason is not None
+
+    def _exceeded(self, event: str, verdict: Verdict) -> str | None:
+        """Why the run must not have another attempt after this one has ended with ``event``; None if it may."""
+        end = {"event": event, "attempt": self._number, "time": time.time(), "cause": verdict.cause.value}
+        return exceeded(self._job, [*self._history.events, end], time.time())
 
     def _again(self, verdict: Verdict) -> int:
         """Continues the run: by a requeue if that is possible and wanted, else in a new job."""
@@ -242,7 +256,7 @@ class Recovery:
             if requests and now in (Cause.REQUEUED, Cause.PREEMPTED_WITHOUT_GRACE):
                 return Verdict(Action.LEAVE_TO_SLURM, cause.value, cause)  # carried out
             if now is not cause:
-                return judge(self._ends, 0, bool(self._state.told), lambda: now)
+                return self._judge(lambda: now)
             requests += 1
             asked = time.monotonic()
             self._controller.requeue()

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import RunDirectoryError
+from clusterddp.failures import error_texts
+from clusterddp.failures.error_texts import Blame, ErrorText
 from clusterddp.failures.exit_status import KILLS, ExitStatus
+from clusterddp.failures.stacks import users_line
 from clusterddp.jobdef.secrets import masked
+from clusterddp.reporter import counted
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, schema_error
 from clusterddp.slurm.cause import Cause
-
-#: Exceptions of a device, a network or a peer rather than of the user's code: a restart may succeed.
-_MAY_PASS = re.compile(
-    r"(Dist(Backend|Network|Store)Error|AcceleratorError|ConnectionError|ConnectionResetError|BrokenPipeError): "
-    r"|^PreflightError: "
-    r"|CUDA error|NCCL error|gloo/transport/|rank 0's store is unreachable"
-)
-#: Those of them that mean that another rank has exited.
-_LOST_PEER = re.compile(
-    r"gloo/transport/|Connection (closed|reset|refused)|remote process exited|rank 0's store is unreachable"
-    r"|(DistNetworkError|DistStoreError|ConnectionError|ConnectionResetError|BrokenPipeError): "
-)
-#: Those of them that mean that the rank's device or node is faulty.
-_OF_THE_NODE = re.compile(r"CUDA error|NCCL error|AcceleratorError: |^PreflightError: node ")
-_OUT_OF_MEMORY = re.compile(
-    r"^(MemoryError|OutOfMemoryError)\b|can't allocate memory|std::bad_alloc|Cannot allocate memory"
-)
+from clusterddp.supervisor.limits import PROGRESS_S, Progress
 
 #: Two connections that end within so many seconds are taken to end together.
 JITTER_S = 0.5
@@ -126,16 +113,27 @@ class RankEnd:
         return self.end not in ("done", "stopped")
 
     @property
+    def known(self) -> ErrorText | None:
+        """What is known about its error, from its text."""
+        return error_texts.find(self.error) if self.end in ("exception", "died") else None
+
+    @property
     def may_pass(self) -> bool:
-        """Whether the failure may come from outside the user's code. A Python exception raised by it never does."""
+        """Whether the failure comes from outside the script: from a device, the network, or another rank."""
         if self.end == "exception":
-            return _MAY_PASS.search(self.error) is not None
-        return self.end in ("died", "lost", "silent", "hung", "early")
+            return self.known is not None and self.known.blame is not Blame.SCRIPT
+        if self.end == "died":
+            return self.known is None or self.known.blame is not Blame.SCRIPT
+        return self.end in ("lost", "silent", "hung", "early")
 
     @property
     def of_the_node(self) -> bool:
         """Whether the failure may be the node's, rather than the script's or a peer's."""
-        return self.end in ("died", "lost", "silent") or bool(_OF_THE_NODE.search(self.error))
+        if self.known is not None:
+            return self.known.blame in (Blame.NODE, Blame.NETWORK)
+        if self.end == "died":
+            return self.death is None or not self.death.out_of_memory
+        return self.end in ("lost", "silent")
 
     @property
     def started(self) -> bool:
@@ -144,15 +142,25 @@ class RankEnd:
 
     @property
     def lost_peer(self) -> bool:
-        """Whether its exception means that another rank has exited."""
-        return self.end == "exception" and _LOST_PEER.search(self.error) is not None
+        """Whether its error means that another rank has exited."""
+        return self.known is not None and self.known.blame is Blame.PEER
 
     @property
     def own(self) -> bool:
         """Whether the rank failed by itself: not through a lost peer, nor killed after a peer failed."""
+        if self.known is not None and self.known.blame in (Blame.PEER, Blame.NETWORK):
+            return False
         if self.end == "died":
             return self.death is not None and self.death.by_itself
-        return self.end in ("exit", "unfinished", "silent") or (self.end == "exception" and not self.may_pass)
+        return self.end in ("exit", "unfinished", "silent", "exception")
+
+    @property
+    def raised(self) -> str | None:
+        """An exception's type, line of the script and step: ``OSError at a.py:17 (read), step 9``. None if none."""
+        if self.end != "exception":
+            return None
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{self.error.partition(':')[0]} at {users_line(self.traceback) or 'an unknown line'}{step}"
 
     @property
     def ended_by_us(self) -> bool:
@@ -164,7 +172,7 @@ class RankEnd:
     @property
     def out_of_memory(self) -> bool:
         """Whether its exception is an out-of-memory error."""
-        return self.end == "exception" and _OUT_OF_MEMORY.search(self.error) is not None
+        return self.end == "exception" and self.known is not None and self.known.out_of_memory
 
     def sentence(self) -> str:
         """One line that names the rank, its host and what happened to it."""
@@ -189,6 +197,8 @@ class Verdict:
     cause: Cause = Cause.NONE
     first_failure: RankEnd | None = None
     others: tuple[RankEnd, ...] = ()
+    because: str = ""
+    """Why all ranks restart after an exception of the script, or why not."""
 
     @property
     def exit_code(self) -> int:
@@ -212,11 +222,14 @@ _FOLLOWS = {
 }
 
 
-def judge(ends: Sequence[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cause]) -> Verdict:
+def judge(
+    ends: Sequence[RankEnd], exit_code: int, told: bool, ask: Callable[[], Cause], progress: Progress | None = None
+) -> Verdict:
     """The verdict. ``ask`` queries the controller and is called only where its answer matters.
 
     ``exit_code`` is the launcher's (srun's): it shows a crash during the interpreter's shutdown, after the records.
     ``told``: whether ranks were told to stop; a crash just before the time limit is not a consequence of the limit.
+    ``progress``: of this attempt and those before; None: none.
     """
     all_done = exit_code == 0 and all(end.end == "done" for end in ends)
     left_loop = any(end.left_loop for end in ends)
@@ -225,8 +238,9 @@ def judge(ends: Sequence[RankEnd], exit_code: int, told: bool, ask: Callable[[],
     failures = _in_order([end for end in ends if end.failed])
     raised = failures[0] if failures and failures[0].end == "exception" else None
     others = tuple(failures[1:])
-    if raised is not None and raised.used_clusterddp and not raised.may_pass and not told:
-        return Verdict(Action.FAIL, raised.sentence(), Cause.NONE, raised, others)
+    restarts, because = _restarts(failures[0], progress or Progress()) if failures else (False, "")
+    if raised is not None and raised.used_clusterddp and not restarts and not told:
+        return Verdict(Action.FAIL, _with(raised, because), Cause.NONE, raised, others, because)
     if failures and failures[0].end == "declined":
         return Verdict(Action.FAIL, failures[0].sentence(), Cause.NONE, failures[0])
     cause = ask()
@@ -235,18 +249,45 @@ def judge(ends: Sequence[RankEnd], exit_code: int, told: bool, ask: Callable[[],
     # A script that does not use clusterddp, or that left its loop, ends with exit code 0 after a notice, too: stopped.
     if all_done and (cause is Cause.UNKNOWN and not told if left_loop else cause in _BY_USER):
         cause = Cause.NONE
-    if cause is not Cause.NONE and not (raised and cause is Cause.UNKNOWN):
+    if cause is not Cause.NONE and not (raised and not restarts and cause is Cause.UNKNOWN):
         return Verdict(_FOLLOWS.get(cause, Action.LEAVE), cause.value, cause, raised, others if raised else ())
     if all_done:
         return Verdict(Action.COMPLETE, "all ranks finished")
+    if failures and (early := _early_leaver(ends, failures)) is not None:
+        others = tuple(end for end in failures if end.rank != early.rank)
+        return Verdict(Action.RESTART, early.sentence(), cause, early, others)
+    if failures and restarts:
+        return Verdict(Action.RESTART, failures[0].sentence(), cause, failures[0], others, because)
     if failures:
-        first = _early_leaver(ends, failures) or failures[0]
-        others = tuple(end for end in failures if end.rank != first.rank)
-        again = first.may_pass and cause is Cause.NONE
-        return Verdict(Action.RESTART if again else Action.FAIL, first.sentence(), cause, first, others)
+        return Verdict(Action.FAIL, _with(failures[0], because), cause, failures[0], others, because)
     if any(end.end == "stopped" for end in ends):
         return Verdict(Action.LEAVE, cause.value, cause)
     return Verdict(Action.FAIL, f"all ranks finished, but the launcher returned {exit_code}")
+
+
+def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
+    """Whether all ranks restart in place after this first failure, and why if that depends on the progress made.
+
+    What comes from outside the script may pass. An error of the script's own code may pass, too (a file system that did
+    not answer, a worker that was killed), if the code has worked before and does not fail at the same place again.
+    """
+    if failure.may_pass:
+        return True, ""
+    if failure.end not in ("exception", "died"):
+        return False, ""
+    if failure.raised is not None and failure.raised == progress.last_failure:
+        return False, "the attempt before failed with the same exception at the same line and step"
+    if progress.steps:
+        return True, f"the attempt had made {counted(progress.steps, 'step')}"
+    if progress.steps is None and progress.seconds >= PROGRESS_S:
+        return True, f"the attempt had run for {progress.seconds:.0f} s"
+    if progress.earlier:
+        return True, "an earlier attempt had made progress"
+    return False, ""
+
+
+def _with(failure: RankEnd, because: str) -> str:
+    return f"{failure.sentence()}; {because}" if because else failure.sentence()
 
 
 def _in_order(failures: list[RankEnd]) -> list[RankEnd]:

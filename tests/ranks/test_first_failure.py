@@ -33,12 +33,12 @@ def run(tmp_path: Path) -> RunDirectory:
     ("how", "ranks", "gpus", "words", "body", "over"),
     [
         pytest.param(  # as the next one, and the memory of rank 0
-            "raise", [0], 2, "raised ValueError: bad label on rank 0", "failing.py", True, marks=pytest.mark.product
+            "raise", [0], 2, "raised ValueError: bad label on rank 0", "failing.py", False, marks=pytest.mark.product
         ),
-        ("raise", [1, 2], 3, "raised ValueError: bad label on rank [12]", "failing.py", True),
+        ("raise", [1, 2], 3, "raised ValueError: bad label on rank [12]", "failing.py", False),
         ("worker", [1], 2, r"raised ValueError: Caught ValueError in DataLoader worker process 0. ... ValueError: bad",
-         "in __getitem__", True),
-        ("memory", [0], 2, "ran out of memory: RuntimeError: ", "failing.py", True),
+         "in __getitem__", None),
+        ("memory", [0], 2, "ran out of memory: RuntimeError: ", "failing.py", False),
         ("segfault", [1], 2, r"killed by signal 11 \(SIGSEGV\)", "Fatal Python error: Segmentation fault", False),
         pytest.param(  # as the one above, and the stack of an abort is in test_stacks.py
             "abort", [0], 2, r"killed by signal 6 \(SIGABRT\)", "Fatal Python error: Aborted", False,
@@ -50,11 +50,12 @@ def run(tmp_path: Path) -> RunDirectory:
     ],
 )  # fmt: skip
 def test_the_box_names_the_true_first_failure(
-    run: RunDirectory, how: str, ranks: list[int], gpus: int, words: str, body: str, over: bool
+    run: RunDirectory, how: str, ranks: list[int], gpus: int, words: str, body: str, over: bool | None
 ) -> None:
-    """With host, step, time and stack; the other ranks are listed as consequences. The script's errors end the run.
+    """With host, step, time and stack; the other ranks are listed as consequences.
 
     After the segmentation fault the ranks restart; the other failures that would restart them have one attempt here.
+    ``over``: whether the failure ends the run; None: if it came before the first step.
     """
     numbers = [str(rank) for rank in ranks]
     limit = [] if how == "segfault" else ["--set", "limits.attempts=1"]
@@ -63,7 +64,8 @@ def test_the_box_names_the_true_first_failure(
         *limit, "--", how, *numbers,
     )  # fmt: skip
     assert (done.returncode, run.attempts()) == ((1, [0]) if over or limit else (0, [0, 1])), story(run)
-    assert ("limits.attempts" in (run.outcome() or {})["reason"]) == (not over and bool(limit))
+    if over is not None:
+        assert ("limits.attempts" in (run.outcome() or {})["reason"]) == (not over and bool(limit))
     first = f"[{''.join(numbers)}]"
     # A worker reads ahead of the steps.
     step = r"( at step \d)?" if how == "worker" else " at step 5"
@@ -78,6 +80,47 @@ def test_the_box_names_the_true_first_failure(
     assert sorted(number for _, number in others) == [str(r) for r in range(gpus) if f"| rank {r} " not in head[0]], box
     besides = [number for kind, number in others if kind == "also failed"]
     assert set(besides) <= set(numbers), box
+
+
+PASSING = """
+import multiprocessing, os, signal, torch
+import clusterddp
+class Samples(torch.utils.data.Dataset):
+    def __len__(self): return 4000
+    def __getitem__(self, index): return torch.ones(4)
+ctx = clusterddp.init()
+attempt = int(os.environ["CLUSTERDDP_ATTEMPT"])
+if attempt == 1:
+    raise OSError(116, "Stale file handle")
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+run = ctx.run(model=model, optimizer=optimizer, loader=ctx.loader(Samples(), 2, num_workers=1))
+for batch in run.steps(40):
+    if run.step == 7 and attempt == 0:
+        for child in multiprocessing.active_children():
+            os.kill(child.pid, signal.SIGKILL)
+    if run.step == 33:
+        raise ValueError("bad sample")
+    optimizer.zero_grad(); model(batch).mean().backward(); optimizer.step()
+"""
+
+
+def test_an_exception_after_progress_restarts_all_ranks_and_the_same_one_twice_ends_the_run(run: RunDirectory) -> None:
+    """A killed DataLoader worker, and a file system that fails before a restore, pass; a bad sample does not."""
+    script = run.path.with_name("passing.py")
+    script.write_text(PASSING)
+    done = submit(run, str(script), "--device", "cpu", "--gpus", "1", "--set", "checkpoint.every=5 steps")
+    assert (done.returncode, run.attempts()) == (1, [0, 1, 2, 3]), story(run)
+    raised = [event["raised"] for event in run.events() if event["event"] == "rank_failed"]
+    assert re.match(r"RuntimeError at passing.py:\d+ \(<module>\), step \d+$", raised[0]), raised
+    assert raised[1] == "OSError at passing.py:10 (<module>)"
+    assert raised[2:] == ["ValueError at passing.py:19 (<module>), step 33"] * 2
+    assert re.search(r"\| restarting all ranks in place: the attempt had made \d+ steps\n", done.stderr), done.stderr
+    assert "| restarting all ranks in place: an earlier attempt had made progress\n" in done.stderr
+    twice = "the attempt before failed with the same exception at the same line and step"
+    assert f"| not restarted: {twice}\n" in done.stderr
+    assert (run.outcome() or {})["reason"].endswith(f"raised ValueError: bad sample; {twice}")
+    assert not any("suspect" in event for event in run.events())
 
 
 def test_the_peers_of_a_failed_rank_are_told_to_exit_on_all_nodes(

@@ -779,6 +779,24 @@ def test_a_run_ends_at_its_limits_and_no_earlier(
     assert (found or "").startswith(reason) if reason else found is None
 
 
+def test_long_attempts_of_a_script_that_records_no_steps_are_not_fruitless() -> None:
+    """It may have saved checkpoints of its own; three short failures in a row end the run."""
+
+    def ended(*minutes: float) -> list[dict[str, Any]]:
+        times = ((number, 3600.0 * number, 60.0 * length) for number, length in enumerate(minutes))
+        return [
+            {"event": event, "attempt": number, "time": start + length * (event == "restarted")}
+            for number, start, length in times
+            for event in ("started", "restarted")
+        ]
+
+    assert exceeded(JOB, ended(10, 10, 10, 10), now=1e6) is None
+    assert exceeded(JOB, ended(1, 10, 1, 1), now=1e6) is None
+    assert "3 consecutive attempts failed" in (exceeded(JOB, ended(10, 1, 1, 9), now=1e6) or "")
+    recorded = [{**event, "step": 4} for event in ended(10, 10, 10)]
+    assert "3 consecutive attempts failed" in (exceeded(JOB, recorded, now=1e6) or "")
+
+
 def test_each_attempt_counts_with_the_ranks_that_it_had() -> None:
     """An hour with 2 ranks, then one with 4; a record without them counts as the present attempt."""
     events = history((LIMIT, True), (LIMIT, True))

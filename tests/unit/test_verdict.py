@@ -10,6 +10,7 @@ import pytest
 from clusterddp.failures.exit_status import ExitStatus, in_order, of_tasks
 from clusterddp.slurm.cause import Cause, read_cause
 from clusterddp.slurm.commands import JobInfo
+from clusterddp.supervisor.limits import Progress, progress
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 
 NOW = 1_000_000.0
@@ -98,7 +99,7 @@ def test_exit_0_after_a_notice_is_stopped_not_done_for_a_script_without_clusterd
 
 
 def test_a_crash_near_the_time_limit_is_a_crash_unless_the_ranks_were_told_to_stop() -> None:
-    """An exception in user code is never retried, whatever the clock says."""
+    """Before any progress an exception of the script ends the run, whatever the clock says."""
     ends = [end("exception", 0)]
     assert judge(ends, 1, False, lambda: Cause.TIME_LIMIT).action is Action.FAIL
     assert judge(ends, 1, True, lambda: Cause.TIME_LIMIT).action is Action.AGAIN
@@ -150,7 +151,8 @@ def test_the_users_own_exception_comes_before_a_lost_connection_at_the_same_mome
             (RankEnd(1, "n1", "exception", 1.0, error=error, used_clusterddp=True), action)
             for error, action in [
                 ("torch.distributed.DistBackendError: NCCL error in: ...", Action.RESTART),
-                ("AcceleratorError: CUDA error: an illegal memory access was encountered", Action.RESTART),
+                ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", Action.RESTART),
+                ("AcceleratorError: CUDA error: device-side assert triggered", Action.FAIL),
                 ("RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer", Action.RESTART),
                 ("ConnectionResetError: [Errno 104] Connection reset by peer", Action.RESTART),
                 ("ValueError: the connection closed by peer is mentioned", Action.FAIL),
@@ -161,10 +163,74 @@ def test_the_users_own_exception_comes_before_a_lost_connection_at_the_same_mome
         (RankEnd(1, "n1", "exit", 1.0, exit_code=3), Action.FAIL),
     ],
 )
-def test_transient_failures_restart_in_place_and_the_users_own_errors_never(failure: RankEnd, action: Action) -> None:
+def test_before_any_progress_only_failures_from_outside_the_script_restart(failure: RankEnd, action: Action) -> None:
     """What the controller ends is not restarted in the job that is being ended."""
     assert judge([failure], 1, False, lambda: Cause.NONE).action is action
     assert judge([failure], 1, True, lambda: Cause.CANCELLED).action is not Action.RESTART
+
+
+EIO = end("exception", 1, error="OSError: [Errno 5] Input/output error", step=1200, traceback='''Traceback:
+  File "/home/me/train.py", line 12, in main
+    batch = read(path)
+  File "/home/me/lib/python3.11/site-packages/torch/x.py", line 3, in read
+OSError: [Errno 5] Input/output error''')  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("progress", "action", "because"),
+    [
+        (Progress(steps=40), Action.RESTART, "the attempt had made 40 steps"),
+        (Progress(steps=0), Action.FAIL, ""),
+        (Progress(steps=0, seconds=9000.0), Action.FAIL, ""),
+        (Progress(steps=None, seconds=61.0), Action.RESTART, "the attempt had run for 61 s"),
+        (Progress(steps=None, seconds=59.0), Action.FAIL, ""),
+        (Progress(steps=0, earlier=True), Action.RESTART, "an earlier attempt had made progress"),
+        (Progress(steps=40, last_failure="OSError at train.py:12 (main), step 1199"), Action.RESTART, None),
+        (Progress(steps=40, last_failure="OSError at train.py:13 (main), step 1200"), Action.RESTART, None),
+        (Progress(steps=40, last_failure="ValueError at train.py:12 (main), step 1200"), Action.RESTART, None),
+        (Progress(steps=40, last_failure="OSError at train.py:12 (main), step 1200"), Action.FAIL,
+         "the attempt before failed with the same exception at the same line and step"),
+    ],
+)  # fmt: skip
+def test_an_exception_restarts_all_ranks_after_progress_unless_it_repeats(
+    progress: Progress, action: Action, because: str | None
+) -> None:
+    """Whatever its type. The job's own end takes precedence, and an unreachable controller restarts nothing."""
+    verdict = judge([EIO], 1, False, lambda: Cause.NONE, progress)
+    assert verdict.action is action
+    assert because in (None, verdict.because)
+    if action is Action.FAIL:
+        assert verdict.reason == EIO.sentence() + (f"; {because}" if because else "")
+    else:
+        assert judge([EIO], 1, False, lambda: Cause.PREEMPTED, progress).action is Action.AGAIN
+        assert judge([EIO], 1, False, lambda: Cause.UNKNOWN, progress).action is Action.LEAVE
+
+
+def test_an_exception_is_known_by_its_type_the_scripts_line_and_the_step() -> None:
+    """Lines of libraries do not count; an exception outside of the loop has no step."""
+    assert EIO.raised == "OSError at train.py:12 (main), step 1200"
+    assert replace(EIO, step=None).raised == "OSError at train.py:12 (main)"
+    assert end("died").raised is None
+
+
+def history(*lines: tuple[int, float, str, dict[str, object]]) -> list[dict[str, object]]:
+    return [{"attempt": attempt, "time": at, "event": event, **values} for attempt, at, event, values in lines]
+
+
+def test_progress_is_read_from_the_history() -> None:
+    """Steps of this attempt, its age, what earlier attempts have made, and what the last failure was."""
+    first = history((0, 10.0, "started", {}), (0, 20.0, "training", {"step": 0}))
+    assert progress(first, 0, 0, 30.0) == Progress(0, 20.0)
+    assert progress(first, 0, 40, 30.0) == Progress(40, 20.0)
+    assert progress(first[:1], 0, None, 90.0) == Progress(None, 80.0)
+    failed = history((0, 30.0, "rank_failed", {"step": 40, "raised": "OSError at a.py:1 (f), step 40"}))
+    later = history((1, 50.0, "started", {}), (1, 60.0, "resumed", {"step": 35}))
+    found = progress([*first, *failed, *later], 1, 35, 61.0)
+    assert found == Progress(0, 11.0, True, "OSError at a.py:1 (f), step 40")
+    forked = history((0, 1.0, "forked", {"step": 500}), (1, 2.0, "started", {}), (1, 3.0, "resumed", {"step": 500}))
+    assert progress(forked, 1, 500, 4.0) == Progress(0, 2.0)
+    plain = history((0, 0.0, "started", {}), (0, 70.0, "stopped", {"step": None}), (1, 80.0, "started", {}))
+    assert progress(plain, 1, None, 81.0).earlier
 
 
 @pytest.mark.parametrize(
