@@ -1,0 +1,40 @@
+"""Runs on stand-in devices that are stopped, and end with the bits of the same runs left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from clusterddp.rundir.run_directory import RunDirectory
+from tests import ddp
+from tests.gpu.conftest import GPUs
+from tests.preempted import attempt, logged
+from tests.ranks.test_local import ranks_of, start, variable
+from tests.trainings import events_of
+from tests.waiting import differing, final_state, story, wait_for_step
+
+DIGITS = ddp.REPOSITORY / "jobs" / "digits.py"
+STEPS = 150
+
+
+def test_digits_on_two_nodes_of_two_devices_preempted_and_killed_ends_with_the_same_bits(
+    gpus: GPUs, tmp_path: Path
+) -> None:
+    """One rank is killed in the second attempt; the third one starts at the newest checkpoint."""
+    gpus(4)
+    run, whole = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "whole")
+    shape = ["jobs/digits.yaml", "--device", "cuda", "--nodes", "2", "--gpus", "2", "--preempt-after", "30"]
+    submitted = start(run, *shape, "--set", "checkpoint.every=25 steps", "--", "--steps", str(STEPS))
+    wait_for_step(run, 60)
+    devices = {variable(pid, "RANK"): (variable(pid, "CUDA_VISIBLE_DEVICES"), pid) for pid in ranks_of(run)}
+    assert [devices[rank][0] for rank in "0123"] == ["0,1", "0,1", "2,3", "2,3"]
+    os.kill(devices["3"][1], signal.SIGKILL)
+    _, err = submitted.communicate(timeout=120)
+    assert submitted.returncode == 0, err + story(run)
+    preempted, killed = events_of(run, "resumed")
+    assert 30 <= preempted["step"] <= 60 and killed["step"] >= 50 and preempted["inexact"] == killed["inexact"] == []
+
+    attempt(whole, [DIGITS, "--steps", STEPS], ranks=4, devices=4).expect(0)
+    assert logged(run) == logged(whole)
+    assert differing(final_state(run), final_state(whole)) == []
