@@ -9,7 +9,7 @@ from pathlib import Path
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.gpu.conftest import GPUs
-from tests.preempted import attempt, logged
+from tests.preempted import attempt, logged, train_twice
 from tests.ranks.test_local import ranks_of, start, variable
 from tests.trainings import events_of
 from tests.waiting import differing, final_state, story, wait_for_step
@@ -38,3 +38,16 @@ def test_digits_on_two_nodes_of_two_devices_preempted_and_killed_ends_with_the_s
     attempt(whole, [DIGITS, "--steps", STEPS], ranks=4, devices=4).expect(0)
     assert logged(run) == logged(whole)
     assert differing(final_state(run), final_state(whole)) == []
+
+
+def test_every_kind_of_wrapped_model_on_devices_is_resumed_exactly(tmp_path: Path) -> None:
+    """A dozen models in one run of three ranks. One is reported as inexact, and shows that the others could differ."""
+    script = [Path(__file__).with_name("scripts") / "variants.py", 7]
+    preempted, whole, _ = train_twice(tmp_path, script, [3], ranks=3, devices=6)
+    (resumed,) = events_of(preempted, "resumed")
+    assert resumed["inexact"] == ["models.unsettled is in DDP with static_graph=True, without all_used_once=True"]
+    different = differing(final_state(preempted), final_state(whole))
+    assert different and {name.split(".")[2] for name in different} == {"unsettled"}
+    lines, expected = ([line | {"unsettled": 0} for line in logged(run)] for run in (preempted, whole))
+    assert lines == expected
+    assert {line["scale"] for line in expected} > {2.0**17}  # steps were skipped for an overflow
