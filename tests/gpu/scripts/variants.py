@@ -68,7 +68,7 @@ optimizers = {
     name: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     for name, model in models.items()
 }
-scaler = torch.amp.GradScaler("cuda", init_scale=2.0**17, growth_interval=3)
+scaler = torch.amp.GradScaler("cuda", init_scale=2.0**14, growth_interval=2)
 samples = torch.utils.data.TensorDataset(torch.randn(90, 12), torch.arange(90) % 4)
 loader = ctx.loader(samples, batch_size=4)
 run = ctx.run(models=models, optimizers=optimizers, scaler=scaler, loader=loader)
