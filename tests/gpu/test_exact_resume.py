@@ -10,7 +10,7 @@ from pathlib import Path
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.gpu.conftest import GPUs
-from tests.preempted import attempt, logged, train_twice
+from tests.preempted import attempt, check_same, logged, train_twice
 from tests.ranks.test_local import ranks_of, start, variable
 from tests.trainings import events_of
 from tests.waiting import differing, final_state, story, wait_for_step
@@ -53,3 +53,10 @@ def test_every_kind_of_wrapped_model_on_devices_is_resumed_exactly(tmp_path: Pat
     assert lines == expected
     scales = [line["scale"] for line in expected]
     assert {0.5, 2.0} <= {later / former for former, later in itertools.pairwise(scales)}  # it has skipped steps
+
+
+def test_a_stop_needs_no_memory_of_the_devices(tmp_path: Path) -> None:
+    """What the ranks agree on, their own state, and gradients that wait, reach rank 0 through its host."""
+    script = [Path(__file__).with_name("scripts") / "full_device.py", 8]
+    preempted, whole, _ = train_twice(tmp_path, script, [1], devices=2)
+    check_same(preempted, whole)

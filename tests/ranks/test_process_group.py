@@ -79,7 +79,7 @@ def test_too_few_gpus_are_an_error_and_never_a_cpu_run(
 
 def test_the_backend_of_a_device() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert choose_backend(None, cpu) == "gloo" and choose_backend(None, gpu) == "nccl"
+    assert choose_backend(None, cpu) == "gloo" and choose_backend(None, gpu) == "cpu:gloo,cuda:nccl"
     assert choose_backend("gloo", gpu) == "gloo"
     with pytest.raises(DeviceError, match="backend nccl needs a GPU"):
         choose_backend("nccl", cpu)

@@ -95,7 +95,7 @@ class RunState:
         if self._group.world_size > 1:
             own = self.gradients.apart(before_step)
             with suppress(transfer.TooLarge, CheckpointError):  # the checkpoint then says that it lacks them
-                self.gradients.gathered = transfer.gather(own, self._group.collective_device)
+                self.gradients.gathered = transfer.gather(own, self._group.control_device)
 
     def start_loader(self, progress: Mapping[str, Any], step: int) -> None:
         """Lets the loader's workers read from the place of a checkpoint on, while its tensors are read."""
