@@ -62,8 +62,8 @@ def init(
     Args:
         seed: for the order of samples and all random numbers; the job's, or 0, if None.
         device: "cpu", "cuda" or "cuda:N"; in a job, the job's device applies. A GPU if one is visible, if None.
-        backend: of torch.distributed, such as "gloo"; the job's if None, or NCCL for tensors on GPUs and gloo for those on
-                CPUs.
+        backend: of torch.distributed, such as "gloo"; if None the job's, or NCCL for tensors on GPUs and gloo for those
+            on CPUs.
         run_dir: where to save if no ``clusterddp submit`` started this process; nothing is saved if None.
         checkpoint: how often to save there; in a job, the job definition applies.
 

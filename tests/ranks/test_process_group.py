@@ -116,7 +116,8 @@ def test_a_gloo_timeout_that_cannot_be_shortened_is_reported_once(monkeypatch: p
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda timeout: None)
     # Not by its initializer, which would wait for the other rank.
     group = object.__new__(process_group.ProcessGroup)
-    group.rank, group.world_size, group.backend, group._start_s = 0, 2, "gloo", 1800.0
+    group.rank, group.world_size, group._start_s = 0, 2, 1800.0
+    group.device, group.backend = torch.device("cpu"), "gloo"
     group.shorten_timeout(1.0)
     group.rank = 1
     group.shorten_timeout(1.0)
