@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.worker.rank import reserve_port
+from tests.gpu import build
 
 REPOSITORY = Path(__file__).parent.parent
 #: What all ranks that have exited used, with the processes that they waited for.
@@ -27,12 +28,13 @@ class Rank:
     """One rank, a process forked by ``rank_server``."""
 
     pid: int
+    devices: int = 0
     code: int | None = None
 
     def poll(self) -> int | None:
         global cpu_seconds
         if self.code is None:
-            self.code, used = _ask({"poll": self.pid})
+            self.code, used = _ask({"poll": self.pid}, self.devices)
             cpu_seconds += used
         return self.code
 
@@ -88,18 +90,19 @@ class Ranks:
         return self
 
 
-def start(script: Path, *arguments: object, ranks: int, folder: Path, **environment: str) -> Ranks:
-    """Starts ``script`` as ``ranks`` ranks of one node; outputs go to ``folder``."""
+def start(script: Path, *arguments: object, ranks: int, folder: Path, devices: int = 0, **environment: str) -> Ranks:
+    """Starts ``script`` as ``ranks`` ranks of one node, with so many stand-in devices; outputs go to ``folder``."""
     held = reserve_port(None)  # until the ranks have ended: other tests choose ports from the same range
     port = str(held.getsockname()[1])
-    return _start(
-        script, arguments, [environment_of(rank, ranks, port) | environment for rank in range(ranks)], folder, held
-    )
+    environments = [
+        environment_of(rank, ranks, port) | standin_environment(devices) | environment for rank in range(ranks)
+    ]
+    return _start(script, arguments, environments, folder, held, devices)
 
 
-def run(script: Path, *arguments: object, ranks: int, folder: Path, **environment: str) -> Ranks:
+def run(script: Path, *arguments: object, ranks: int, folder: Path, devices: int = 0, **environment: str) -> Ranks:
     """``start``, and every rank must end with 0."""
-    return start(script, *arguments, ranks=ranks, folder=folder, **environment).expect(0)
+    return start(script, *arguments, ranks=ranks, folder=folder, devices=devices, **environment).expect(0)
 
 
 def run_alone(script: Path, *arguments: object, folder: Path) -> Ranks:
@@ -108,7 +111,12 @@ def run_alone(script: Path, *arguments: object, folder: Path) -> Ranks:
 
 
 def _start(
-    script: Path, arguments: Sequence[object], environments: Sequence[dict[str, str]], folder: Path, held: socket.socket
+    script: Path,
+    arguments: Sequence[object],
+    environments: Sequence[dict[str, str]],
+    folder: Path,
+    held: socket.socket,
+    devices: int = 0,
 ) -> Ranks:
     folder.mkdir(parents=True, exist_ok=True)
     processes, outputs = [], []
@@ -116,25 +124,26 @@ def _start(
         output = folder / f"{time.monotonic_ns()}-{rank}.out"
         output.touch()
         argv = [str(script), *map(str, arguments)]
-        processes.append(Rank(_ask({"start": {"argv": argv, "env": environment, "output": str(output)}})))
+        request = {"start": {"argv": argv, "env": environment, "output": str(output)}}
+        processes.append(Rank(_ask(request, devices), devices))
         outputs.append(output)
     return Ranks(processes, outputs, held)
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
-    """One for the whole test session; it ends with it, as its input does."""
+def _server(devices: int) -> subprocess.Popen[str]:
+    """One for the whole test session and each number of devices; it ends with it, as its input does."""
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).parent / "rank_server.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=environment_of(0, 1, "0"),
+        env=environment_of(0, 1, "0") | standin_environment(devices),
         text=True,
     )
 
 
-def _ask(request: dict[str, Any]) -> Any:
-    server = _server()
+def _ask(request: dict[str, Any], devices: int) -> Any:
+    server = _server(devices)
     assert server.stdin is not None and server.stdout is not None
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
@@ -158,6 +167,14 @@ def environment_of(rank: int, ranks: int, port: str) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
+
+
+def standin_environment(devices: int) -> dict[str, str]:
+    """What turns on so many stand-in devices; empty for none."""
+    if not devices:
+        return {}
+    found = build.environment(devices)
+    return {**found, "PYTHONPATH": f"{found['PYTHONPATH']}:{REPOSITORY}"}
 
 
 def _clean_environment() -> dict[str, str]:

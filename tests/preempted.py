@@ -15,21 +15,36 @@ from tests.waiting import differing, final_state, story
 HARNESS = Path(__file__).parent / "scripts" / "recipe.py"
 
 
-def attempt(run: RunDirectory, script: Sequence[object], stops: Sequence[int] = (), **environment: str) -> ddp.Ranks:
+def attempt(
+    run: RunDirectory,
+    script: Sequence[object],
+    stops: Sequence[int] = (),
+    *,
+    ranks: int = 2,
+    devices: int = 0,
+    **environment: str,
+) -> ddp.Ranks:
     """Starts the script, with its arguments, as the run's next attempt; attempt k stops in step ``stops[k]``."""
     steps = ",".join(map(str, stops))
-    return ddp.start(HARNESS, run.path, steps, *script, ranks=2, folder=run.path.parent / "out", **environment)
+    folder = run.path.parent / "out"
+    return ddp.start(HARNESS, run.path, steps, *script, ranks=ranks, folder=folder, devices=devices, **environment)
 
 
 def train_twice(
-    folder: Path, script: Sequence[object], stops: Sequence[int], **environment: str
+    folder: Path,
+    script: Sequence[object],
+    stops: Sequence[int],
+    *,
+    ranks: int = 2,
+    devices: int = 0,
+    **environment: str,
 ) -> tuple[RunDirectory, RunDirectory, str]:
     """The run preempted in each of these steps, the undisturbed one, and what rank 0 of that printed."""
     preempted, whole = RunDirectory(folder / "preempted"), RunDirectory(folder / "whole")
-    said = attempt(whole, script, (), **environment).expect(0).output(0)
+    said = attempt(whole, script, (), ranks=ranks, devices=devices, **environment).expect(0).output(0)
     for _ in stops:
-        attempt(preempted, script, stops, **environment).expect(75)
-    attempt(preempted, script, stops, **environment).expect(0)
+        attempt(preempted, script, stops, ranks=ranks, devices=devices, **environment).expect(75)
+    attempt(preempted, script, stops, ranks=ranks, devices=devices, **environment).expect(0)
     return preempted, whole, said
 
 

@@ -35,7 +35,8 @@ class CheckpointFolder:
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int | Keep = 3) -> None:
         directory = RunDirectory(path)
-        self._device = torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
+        only_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if only_nccl else torch.device("cpu")
         self._checkpoints: Checkpoints | None = None
         self._restored = False
         if dist.is_initialized() and dist.get_rank() != 0:

@@ -39,13 +39,16 @@ def restore(
     device: torch.device,
     on_damaged: OnDamaged = lambda *_: None,
     on_found: OnFound = lambda *_: None,
+    *,
+    through: torch.device | None = None,
 ) -> tuple[Any, Place] | None:
     """The state of the newest undamaged checkpoint, with tensors on the CPU, and its place; None if there is none.
 
     The tensors lie in memory that the ranks of a host share: load copies of them, and keep none.
 
-    Collective if there is a process group: only rank 0 has ``checkpoints``; it reads the file and broadcasts the
-    content through ``device``. Raises CheckpointError on all ranks if there are checkpoints but all are damaged.
+    Collective if there is a process group: only rank 0 has ``checkpoints``; it reads the file and sends the content to
+    the other hosts ``through`` a device. The ranks agree by collectives on ``device``, which is also the default for
+    the content. Raises CheckpointError on all ranks if there are checkpoints but all are damaged.
 
     All ranks call ``on_found`` when a checkpoint's head is verified, before any thread reads its tensors; again for an
     older checkpoint if these are damaged.
@@ -67,7 +70,7 @@ def restore(
         if alone:
             data, damage = _read(_Source(found), entries, size)
         else:
-            data, damage = _fetched(_Source(found), memory or HostMemory.open(size, offered), device)
+            data, damage = _fetched(_Source(found), memory or HostMemory.open(size, offered), device, through or device)
         if damage is None:
             return unpacked(Content(entries, facts, state, data)), (place[0], place[1])
         search.report(damage)
@@ -162,7 +165,9 @@ def _read(source: _Source, entries: Mapping[str, Any], size: int) -> tuple[mmap.
     return data, source.damage
 
 
-def _fetched(source: _Source, memory: HostMemory, device: torch.device) -> tuple[mmap.mmap, str | None]:
+def _fetched(
+    source: _Source, memory: HostMemory, device: torch.device, through: torch.device
+) -> tuple[mmap.mmap, str | None]:
     """The data on every rank, and how it is damaged, if it is.
 
     On one host, two small collectives: for a small state, each takes as long as a part of the reading. Rank 0 reads the
@@ -178,7 +183,7 @@ def _fetched(source: _Source, memory: HostMemory, device: torch.device) -> tuple
             raise CheckpointError(failure)
         if ranks is not None:
             memory, hosts = memory.spread(Hosts.of(ranks, dist.get_rank()), device)
-            damage = _passed_on(source, memory, hosts, device)
+            damage = _passed_on(source, memory, hosts, device, through)
         return memory.data, damage
     finally:
         memory.close()
@@ -200,9 +205,11 @@ def _conclusion(source: _Source, memory: HostMemory, facts: list[list[int]] | No
     return [None, None, source.damage]
 
 
-def _passed_on(source: _Source, memory: HostMemory, hosts: Hosts, device: torch.device) -> str | None:
+def _passed_on(
+    source: _Source, memory: HostMemory, hosts: Hosts, device: torch.device, through: torch.device
+) -> str | None:
     """Sends the data to the other leaders while it is read; returns how it is damaged, if it is. Collective."""
-    with _Relay(memory, hosts, device) as relay:
+    with _Relay(memory, hosts, through) as relay:
         for start in range(0, memory.size, PORTION):
             stop = min(start + PORTION, memory.size)
             source.read_up_to(stop)

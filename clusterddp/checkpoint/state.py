@@ -88,7 +88,9 @@ def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
     if not isinstance(part, torch.nn.Module):
         if isinstance(part, torch.optim.Optimizer):
             _check_kind(part, state)
-        part.load_state_dict(_taken_over(state) if isinstance(part, torch.optim.Optimizer) else copied(state))
+            part.load_state_dict(_for_optimizer(part, state))
+        else:
+            part.load_state_dict(copied(state))
         return
     module = bare(part)
     own = module.state_dict()
@@ -136,10 +138,35 @@ def copied(state: Mapping[str, Any]) -> Any:
     return unpack(plain, {name: tensor.clone() for name, tensor in tensors.items()})
 
 
-def _taken_over(state: Mapping[str, Any]) -> Any:
-    """``copied``, but tensors in blocks of their own stay there."""
+def _for_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Any:
+    """``copied``, but tensors in blocks of their own stay there, as do those that the optimizer copies to a device.
+
+    With clones of these, the host would hold the whole state once more for each of its ranks.
+    """
     plain, tensors = pack(state)
-    return unpack(plain, {name: tensor if take_over(tensor) else tensor.clone() for name, tensor in tensors.items()})
+    moved = _copied_to_devices(optimizer, state)
+    return unpack(
+        plain,
+        {
+            name: tensor if id(tensor) in moved or take_over(tensor) else tensor.clone()
+            for name, tensor in tensors.items()
+        },
+    )
+
+
+def _copied_to_devices(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> set[int]:
+    """The ids of the tensors that torch's ``load_state_dict`` copies to the devices of their parameters."""
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return set()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state.get("param_groups", ()) for number in group["params"]]
+    return {
+        id(value)
+        for number, parameter in zip(numbers, parameters, strict=False)  # torch refuses another number of them
+        if parameter.device.type != "cpu"
+        for name, value in state["state"].get(number, {}).items()
+        if isinstance(value, torch.Tensor) and name != "step"  # which mostly stays where it is
+    }
 
 
 def _bare_name(name: str) -> str:

@@ -208,20 +208,21 @@ def judge_clock(ahead_s: float, trip_s: float) -> Check:
 
 def reduced(ranks: RankEnvironment, place: Place, device: torch.device) -> Check:
     """An all-reduce over all ranks that take part."""
-    from clusterddp.distributed.process_group import ProcessGroup, StoreAddress, choose_backend
+    from clusterddp.distributed.process_group import ProcessGroup, StoreAddress, backend_of, choose_backend
 
     own = dataclasses.replace(ranks, rank=place.rank, world_size=place.world_size)
     backend = choose_backend(None, device)
     store = StoreAddress(place.store_host, place.store_port, os.environ[protocol.TOKEN])
     group = ProcessGroup(own, device, backend, store, GROUP_S)
-    elements = all_reduce.GPU_ELEMENTS if backend == "nccl" else all_reduce.CPU_ELEMENTS
+    elements = all_reduce.GPU_ELEMENTS if group.over_nccl else all_reduce.CPU_ELEMENTS
+    used = backend_of(backend, device.type)
     right = all_reduce.sum_is_right(group.collective_device, elements, GROUP_S)
     if not right:
-        return failed("all-reduce", f"wrong sum over {place.world_size} ranks ({backend})", compute.REPLACE)
+        return failed("all-reduce", f"wrong sum over {place.world_size} ranks ({used})", compute.REPLACE)
     if place.world_size == 1:
-        return ok("all-reduce", f"right sum, one rank ({backend})")
+        return ok("all-reduce", f"right sum, one rank ({used})")
     speed = all_reduce.bandwidth(group.collective_device, elements)
-    found = f"right sum over {place.world_size} ranks, {speed / 1e9:.2f} GB/s ({backend})"
+    found = f"right sum over {place.world_size} ranks, {speed / 1e9:.2f} GB/s ({used})"
     return ok("all-reduce", found, bus_bytes_per_s=round(speed), ranks=place.world_size)
 
 

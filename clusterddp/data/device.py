@@ -38,7 +38,7 @@ class ToDevice:
         tensors: list[torch.Tensor] = []
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            if not _is_on_host(tensor):
                 return tensor
             tensors.append(tensor.to(self._device, non_blocking=True))
             return tensors[-1]
@@ -75,6 +75,15 @@ class ToDevice:
 def to_device(device: torch.device | None) -> ToDevice | None:
     """None on a CPU, where nothing is to be copied."""
     return ToDevice(device) if device is not None and device.type == "cuda" else None
+
+
+def pinned(batch: Any) -> Any:
+    """The batch with its tensors in pinned memory, but for those that lie on a device, or are not dense."""
+    return mapped(batch, lambda tensor: tensor.pin_memory() if _is_on_host(tensor) else tensor)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from clusterddp.data.device import to_device
+from clusterddp.data.device import pinned, to_device
 from clusterddp.data.loader_options import checked
 from clusterddp.data.workers import ShieldedDataLoader, close
 
@@ -38,6 +38,7 @@ class EvalLoader:
         at_batch: Callable[[], None],
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         device: torch.device | None = None,
+        pins_here: bool = False,
         **options: Any,
     ) -> None:
         if clash := _ORDERING & options.keys():
@@ -50,7 +51,7 @@ class EvalLoader:
         self.dataset = dataset
         self._loader = ShieldedDataLoader(dataset, batch_size=batch_size, sampler=share, **options)
         self._most = math.ceil(math.ceil(length / world_size) / batch_size)
-        self._copies = to_device(device)
+        self._copies, self._pins_here = to_device(device), pins_here
         self._at_batch, self._around = at_batch, around
 
     def __len__(self) -> int:
@@ -62,11 +63,12 @@ class EvalLoader:
 
     def _batches(self) -> Iterator[Any]:
         iterator = iter(self._loader)
+        batches = map(pinned, iterator) if self._pins_here else iterator
         try:
             for number in range(self._most):
                 self._at_batch()
                 if number < len(self):
-                    batch = next(iterator)
+                    batch = next(batches)
                     yield batch if self._copies is None else self._copies.take(self._copies.begin(batch))
         finally:
             if not self._loader.persistent_workers:

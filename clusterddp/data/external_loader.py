@@ -45,7 +45,7 @@ class ExternalLoader(Passes):
         #: Of all ranks, on rank 0: their loaders' states, and their passes, which may differ in length.
         self._states: list[dict[str, Any]] = []
         self._all_passes: list[int] = []
-        self._gathering = transfer.Gathering(group.collective_device)
+        self._gathering = transfer.Gathering(group.control_device)
         #: Whether the loader has drawn from the global generators, whose state is not the loader's.
         self._drew = False
         #: The state before a batch was fetched that is not handed out yet.

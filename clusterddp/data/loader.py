@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from clusterddp.data import randomness
 from clusterddp.data.batches.collation import collated, is_torchs
-from clusterddp.data.device import to_device
+from clusterddp.data.device import pinned, to_device
 from clusterddp.data.loader_options import checked
 from clusterddp.data.orders.order import Binding, BoundOrder, Order, ScheduledOrder
 from clusterddp.data.seeding import ALWAYS, SEEDED, Batch, SeededSamples
@@ -59,6 +59,7 @@ class Loader:
         drop_last: bool = False,
         global_batch: int | None = None,
         device: torch.device | None = None,
+        pins_here: bool = False,
         **options: Any,
     ) -> None:
         source = order.dataset(dataset)
@@ -73,7 +74,7 @@ class Loader:
         self._unbound, self._seed, self._drop_last = order, seed, drop_last
         self._samples = SeededSamples(source, seed, options.get("collate_fn"))
         self._rank, self._world_size, self._options = rank, world_size, options
-        self._copies = to_device(device)
+        self._copies, self._pins_here = to_device(device), pins_here
         self._stream, self._bound_batch = self._bound(None), self.global_batch
         self._early: EarlyStart | None = None
         self._restored: dict[str, Any] = {}
@@ -268,7 +269,8 @@ class Loader:
         iterator: Iterator[Any] = iter(loader)  # draws a random number, in any case
         if self.workers or loader.pin_memory:
             return iterator
-        return _read_here(batches, self._samples, collate)
+        read = _read_here(batches, self._samples, collate)
+        return map(pinned, read) if self._pins_here else read
 
 
 def _read_here(batches: Iterator[Batch], samples: SeededSamples, collate: Callable[[Any], Any]) -> Iterator[Any]:

@@ -66,7 +66,8 @@ class Loaders:
             to_device: on a GPU, hands out batches whose tensors are on this rank's device, copied on a stream of their
                 own, with workers a step ahead; ``.to(ctx.device)`` then does nothing. Only tensors in tuples, lists and
                 dicts are copied. Pass False for batches that the script reads on the CPU.
-            options: of torch's DataLoader, such as ``num_workers``.
+            options: of torch's DataLoader, such as ``num_workers``. On a GPU, ``pin_memory`` is on unless they say
+                otherwise; a dataset without workers may hand out tensors on the device.
 
         Raises TypeError for a dataset without a length, for unknown options, switches that are neither True nor False,
         two orders and a DistributedSampler;
@@ -86,7 +87,7 @@ class Loaders:
             world_size=self.world_size,
             global_batch=self._global_batch,
             device=self.device if to_device else None,
-            **{"pin_memory": self.device.type == "cuda", **options},
+            **self._pinning(options),
         )
 
     def eval_loader(
@@ -114,5 +115,15 @@ class Loaders:
             at_batch=self._stop_in_evaluation,
             around=self._evaluating,
             device=self.device if to_device else None,
-            **{"pin_memory": self.device.type == "cuda", **options},
+            **self._pinning(options),
         )
+
+    def _pinning(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options, with pinned memory on a GPU unless they say otherwise.
+
+        With workers, a thread of torch pins their batches. It refuses tensors on a device, which a dataset can hand out
+        where there are no workers.
+        """
+        if self.device.type != "cuda" or "pin_memory" in options:
+            return dict(options)
+        return {**options, "pin_memory" if options.get("num_workers") else "pins_here": True}

@@ -69,7 +69,9 @@ def choose_devices(
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:
-    """NCCL for GPUs, gloo for CPUs, or as asked; DeviceError for one that cannot work here."""
+    """gloo for CPUs, and for GPUs NCCL, with gloo for tensors on the CPU; or as asked. DeviceError for one that cannot
+    work here.
+    """
     if asked == "nccl" and device.type != "cuda":
         raise DeviceError(f"backend nccl needs a GPU per rank, but the device is {device}; leave it out, or use gloo")
     # One backend, or one per device type as in "cpu:gloo,cuda:nccl"; torch 2.4's own check knows only the former.
@@ -77,7 +79,16 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
         raise DeviceError(
             f"backend {asked}: this torch was built without it; leave it out for gloo on CPUs, NCCL on GPUs"
         )
-    return asked or ("nccl" if device.type == "cuda" else "gloo")
+    return asked or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+
+
+def backend_of(backend: str, device_type: str) -> str:
+    """Which backend communicates tensors of a kind of device: of one name, or of several as ``choose_backend``'s."""
+    for one in backend.split(","):
+        kind, _, name = one.rpartition(":")
+        if kind in ("", device_type):
+            return name
+    return ""
 
 
 def devices_of(environment: RankEnvironment, asked: str | None, per_rank: int) -> tuple[torch.device, ...]:
@@ -177,20 +188,33 @@ class ProcessGroup:
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=start_s),
-            device_id=device if backend == "nccl" else None,  # NCCL then connects now rather than in the first step.
+            device_id=device if self.over_nccl else None,  # NCCL then connects now rather than in the first step.
         )
         if self.world_size > 1 and self.store.add(_CONNECTED, 1) == self.world_size:
             self.store.set(_ALL_CONNECTED, "")
 
     @property
+    def over_nccl(self) -> bool:
+        """Whether the ranks' GPUs communicate by NCCL."""
+        return self.device.type == "cuda" and backend_of(self.backend, "cuda") == "nccl"
+
+    @property
     def collective_device(self) -> torch.device:
-        """The device that tensors must be on for a collective."""
+        """The device for collectives of a script's values, and of much data."""
+        return self.device if self.over_nccl else torch.device("cpu")
+
+    @property
+    def control_device(self) -> torch.device:
+        """The device for collectives that a stop needs: the CPU, because a GPU may have no memory left for them.
+
+        A job that asks for the backend "nccl" alone has no other.
+        """
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     def shorten_timeout(self, step_s: float) -> None:
         """Start-up is over: from now on a collective that takes longer than ``step_s`` seconds fails."""
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=step_s))
-        ignored = "gloo" in self.backend and not GLOO_TIMEOUT_CHANGES and step_s < self._start_s
+        ignored = not self.over_nccl and "gloo" in self.backend and not GLOO_TIMEOUT_CHANGES and step_s < self._start_s
         if ignored and self.rank == 0 and self.world_size > 1:
             say(
                 f"torch {torch.__version__} cannot change gloo's timeout after the start: a collective that never "
@@ -259,7 +283,7 @@ class ProcessGroup:
 
     def _refuse_shared_gpu(self, host: str) -> None:
         """NCCL needs one GPU per rank; with two ranks on one it fails with 'Duplicate GPU detected' at best."""
-        if self.backend != "nccl" or self.world_size == 1:
+        if not self.over_nccl or self.world_size == 1:
             return
         mine = str(torch.cuda.get_device_properties(self.device).uuid)
         holder = self.store.compare_set(f"gpu/{mine}", "", str(self.rank)).decode()

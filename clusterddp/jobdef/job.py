@@ -227,7 +227,7 @@ class Job:
     """Whether ``submit --wait`` and ``watch`` release a requeued job from Slurm's hold. Its owner is allowed to; a site
     may ask its users not to."""
     backend: Literal["nccl", "gloo"] | None = None
-    """The process group's backend; None: NCCL for cuda, gloo for cpu."""
+    """The process group's backend; None: gloo for cpu, and for cuda NCCL, with gloo for tensors on the CPU."""
     keep_logs: int = 50
     """The number of newest attempts whose logs are kept; those of the first attempt are always kept."""
     share: Literal["private", "group"] = "private"

@@ -62,7 +62,8 @@ def init(
     Args:
         seed: for the order of samples and all random numbers; the job's, or 0, if None.
         device: "cpu", "cuda" or "cuda:N"; in a job, the job's device applies. A GPU if one is visible, if None.
-        backend: of torch.distributed, such as "gloo"; the job's, or NCCL on GPUs and gloo on CPUs, if None.
+        backend: of torch.distributed, such as "gloo"; if None the job's, or NCCL for tensors on GPUs and gloo for those
+            on CPUs.
         run_dir: where to save if no ``clusterddp submit`` started this process; nothing is saved if None.
         checkpoint: how often to save there; in a job, the job definition applies.
 
@@ -147,7 +148,7 @@ class Context(Ranks, Loaders):
             preflight.run(read, self._group, self._history.report, checked_s)
         randomness.seed_all(randomness.hash32("init", self.seed), self.device)
         if read.device is None and self.is_main:
-            say(f"{self.world_size} x {self.device.type}, {backend}")
+            say(f"{self.world_size} x {self.device.type}, {process_group.backend_of(backend, self.device.type)}")
 
     @property
     def run_dir(self) -> Path | None:

@@ -96,7 +96,13 @@ class Saver:
         """
         if not self.saves:
             return None
-        restored = restore(self._checkpoints, self._group.collective_device, self._report_damaged, on_found)
+        restored = restore(
+            self._checkpoints,
+            self._group.control_device,
+            self._report_damaged,
+            on_found,
+            through=self._group.collective_device,
+        )
         if restored is not None:
             self._committed = restored[1][1]
         return restored
@@ -210,7 +216,7 @@ class Saver:
         if step % TOGETHER_STEPS and not asked:
             return False
         due = self._checkpoints is not None and (self._is_time() or self._best.better)
-        return bool(broadcast_json(due, self._group.collective_device))
+        return bool(broadcast_json(due, self._group.control_device))
 
     def look(self) -> None:
         """Rank 0 reports a save that has ended meanwhile. Raises Superseded."""

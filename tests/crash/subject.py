@@ -45,7 +45,7 @@ _ALWAYS_THE_SAME = Path(__file__).with_name("same")
 def saver_of(run: RunDirectory, attempt: int, report: Callable[..., None], keep: int = 2) -> Saver:
     """Rank 0's saver, without other ranks."""
     cpu = torch.device("cpu")
-    alone: Any = SimpleNamespace(rank=0, world_size=1, device=cpu, collective_device=cpu)
+    alone: Any = SimpleNamespace(rank=0, world_size=1, device=cpu, collective_device=cpu, control_device=cpu)
     return Saver(run, attempt, alone, report, Checkpointing(every_steps=STEPS_PER_SAVE, every_s=None, keep=Keep(keep)))
 
 

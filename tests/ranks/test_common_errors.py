@@ -77,11 +77,11 @@ ctx = clusterddp.init(device="cpu")
 # Through private members: init() itself asks with NCCL alone, which needs a GPU.
 group, torch.cuda.get_device_properties = ctx._group, lambda device: types.SimpleNamespace(uuid="GPU-0")
 try:
-    group.backend = "nccl"
+    group.backend, group.device = "nccl", torch.device("cuda:0")
     group._refuse_shared_gpu("n1")
 except clusterddp.errors.DeviceError as error:
     print(error, flush=True)
-group.backend = "gloo"
+group.backend, group.device = "gloo", ctx.device
 ctx.all_reduce_sum(1.0)  # both have asked
 os._exit(1)
 """

@@ -79,7 +79,7 @@ def test_too_few_gpus_are_an_error_and_never_a_cpu_run(
 
 def test_the_backend_of_a_device() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert choose_backend(None, cpu) == "gloo" and choose_backend(None, gpu) == "nccl"
+    assert choose_backend(None, cpu) == "gloo" and choose_backend(None, gpu) == "cpu:gloo,cuda:nccl"
     assert choose_backend("gloo", gpu) == "gloo"
     with pytest.raises(DeviceError, match="backend nccl needs a GPU"):
         choose_backend("nccl", cpu)
@@ -116,7 +116,8 @@ def test_a_gloo_timeout_that_cannot_be_shortened_is_reported_once(monkeypatch: p
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_set_pg_timeout", lambda timeout: None)
     # Not by its initializer, which would wait for the other rank.
     group = object.__new__(process_group.ProcessGroup)
-    group.rank, group.world_size, group.backend, group._start_s = 0, 2, "gloo", 1800.0
+    group.rank, group.world_size, group._start_s = 0, 2, 1800.0
+    group.device, group.backend = torch.device("cpu"), "gloo"
     group.shorten_timeout(1.0)
     group.rank = 1
     group.shorten_timeout(1.0)

@@ -21,7 +21,7 @@ from tests.packages import require
 
 
 def group(rank: int = 0, ranks: int = 1) -> Any:
-    return SimpleNamespace(rank=rank, world_size=ranks, collective_device=torch.device("cpu"))
+    return SimpleNamespace(rank=rank, world_size=ranks, control_device=torch.device("cpu"))
 
 
 class Plain:

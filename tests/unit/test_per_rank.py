@@ -17,7 +17,7 @@ from clusterddp.training.state.per_rank import PerRank
 
 
 def group(rank: int = 0, ranks: int = 1) -> Any:
-    return SimpleNamespace(rank=rank, world_size=ranks, collective_device=torch.device("cpu"))
+    return SimpleNamespace(rank=rank, world_size=ranks, control_device=torch.device("cpu"))
 
 
 class Numbers:

@@ -81,7 +81,7 @@ def test_an_evaluation_is_due_after_each_epoch_that_ended_also_within_a_skip() -
 
 
 class Group:
-    rank, world_size, collective_device = 0, 1, torch.device("cpu")
+    rank, world_size, control_device = 0, 1, torch.device("cpu")
 
 
 def external(progress: dict[str, Any] | None = None) -> TrainingLoader:

@@ -30,7 +30,7 @@ class PerRank:
         self._kept: bytes | None = None
         #: Of all ranks' states, when they were last gathered; and whether ``near_limit`` has told of it.
         self._bytes, self._told = 0, False
-        others = broadcast_json(sorted(self._parts), group.collective_device)
+        others = broadcast_json(sorted(self._parts), group.control_device)
         if others != sorted(self._parts):
             raise TypeError(
                 f"run(per_rank=...): rank {group.rank} has {_listed(self._parts)}, and rank 0 has {_listed(others)}: "
@@ -68,7 +68,7 @@ class PerRank:
         if not self._parts:
             return
         try:
-            self._states = transfer.gather(self._own(), self._group.collective_device, self._note_size) or []
+            self._states = transfer.gather(self._own(), self._group.control_device, self._note_size) or []
         except transfer.TooLarge as error:
             raise CheckpointError(
                 f"the per-rank state of all {self._group.world_size} ranks ({_listed(self._parts)}) takes "

@@ -97,7 +97,7 @@ class RunState:
         if self._group.world_size > 1:
             own = {"gradients": self.gradients.apart(before_step), "buffers": self._own_buffers()}
             with suppress(transfer.TooLarge, CheckpointError):  # the checkpoint then says that it lacks them
-                found = transfer.gather({key: one for key, one in own.items() if one}, self._group.collective_device)
+                found = transfer.gather({key: one for key, one in own.items() if one}, self._group.control_device)
                 if found is not None:
                     self.gradients.gathered = [one.get("gradients", {}) for one in found]
                     self.buffers.gathered = [one.get("buffers", {}) for one in found]
@@ -108,7 +108,7 @@ class RunState:
         if not own:
             return {}
         marks = {part: dict(zip(found, fingerprints(found.values()), strict=True)) for part, found in own.items()}
-        first = broadcast_json(marks, self._group.collective_device)
+        first = broadcast_json(marks, self._group.control_device)
         differ = {
             part: {name: own[part][name] for name, mark in found.items() if first[part].get(name, mark) != mark}
             for part, found in marks.items()
