@@ -22,15 +22,18 @@ def identify(device: torch.device) -> Check:
     """The device; on a GPU its memory must be free, as nobody else should use it."""
     import torch
 
+    from clusterddp.distributed.process_group import gpu_identity
+
     if device.type != "cuda":
         return ok("device", f"CPU, {len(os.sched_getaffinity(0))} cores", cores=len(os.sched_getaffinity(0)))
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
-    return judge_gpu(properties.name, str(properties.uuid), free, total, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return judge_gpu(properties.name, gpu_identity(device), free, total, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def judge_gpu(name: str, uuid: str, free: int, total: int, visible: str | None) -> Check:
-    """From what torch says of a GPU, and CUDA_VISIBLE_DEVICES. Ranks with the same ``uuid`` share a GPU."""
+    """From what torch says of a GPU, and CUDA_VISIBLE_DEVICES. Ranks with the same ``uuid`` (``gpu_identity``) share
+    a GPU."""
     found = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
     values = {"uuid": uuid, "free": free, "total": total, "visible": visible}
     if free < FREE * total:

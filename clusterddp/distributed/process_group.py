@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # Its default arguments keep the group that exists when it is first imported (by DDP).
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.torch_version import TorchVersion
 
 from clusterddp.environment import RankEnvironment
 from clusterddp.errors import DeviceError, LauncherEnvironmentError
@@ -29,6 +33,9 @@ LEAVE_TIMEOUT_S = 30.0
 GLOO_TIMEOUT_CHANGES = hasattr(dist.ProcessGroup, "set_timeout")
 #: Whether TCPStore supports ``master_listen_fd``: its libuv backend does since torch 2.8.
 TAKES_SOCKET = torch.__version__ >= (2, 8)  # type: ignore[operator]
+#: The entries of NCCL's flight recorder: torch 2.11's default. torch 2.4 to 2.10 record nothing by default.
+FLIGHT_RECORDS = 2000
+TORCH_LIBRARIES = Path(torch.__file__).parent / "lib"
 _OWNER, _LEFT, _ALL_LEFT = "clusterddp/owner", "left", "left/all"
 _CONNECTED, _ALL_CONNECTED = "connected", "connected/all"
 #: A rank's connections with rank 0's store, the most with other libraries' too, and the files that it opens besides.
@@ -95,6 +102,32 @@ def devices_of(environment: RankEnvironment, asked: str | None, per_rank: int) -
     """``choose_devices`` for this process and its visible devices. CUDA_VISIBLE_DEVICES stays as it is."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return choose_devices(environment, asked, per_rank, visible, socket.gethostname())
+
+
+def gpu_identity(device: torch.device) -> str:
+    """Equal for two ranks, of any nodes, if they see the same GPU: its UUID, or with torch 2.4, which has none, its PCI
+    address and host. DeviceError if CUDA does not tell."""
+    properties = torch.cuda.get_device_properties(device)
+    if hasattr(properties, "uuid"):
+        return str(properties.uuid)
+    platform = "hip" if torch.version.hip else "cuda"
+    library = ctypes.CDLL(str(TORCH_LIBRARIES / f"libc10_{platform}.so"))  # linked against the runtime in use
+    address = ctypes.create_string_buffer(32)
+    name = f"{platform}DeviceGetPCIBusId"
+    if error := getattr(library, name)(address, len(address), device.index):
+        raise DeviceError(f"cannot tell which GPU {device} is: {name} returned {error}")
+    return f"{address.value.decode()} on {socket.gethostname()}"
+
+
+def flight_recorder(version: TorchVersion, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that turns on NCCL's flight recorder in this torch; none if the user set one, or it is on anyway.
+
+    torch 2.8 renamed it, and warns about the older name.
+    """
+    names = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"
+    if version >= (2, 11) or any(name in environ for name in names):
+        return {}
+    return {names[version >= (2, 8)]: str(FLIGHT_RECORDS)}
 
 
 @dataclass(frozen=True)
@@ -182,6 +215,7 @@ class ProcessGroup:
         #: and serves nobody meanwhile, which must not happen while the ranks agree on a stop.
         self.watched = self._connect()
         self._refuse_shared_gpu(socket.gethostname())
+        os.environ.update(flight_recorder(torch.__version__, os.environ))
         dist.init_process_group(
             backend,
             store=PrefixStore("group", self.store),
@@ -285,7 +319,7 @@ class ProcessGroup:
         """NCCL needs one GPU per rank; with two ranks on one it fails with 'Duplicate GPU detected' at best."""
         if not self.over_nccl or self.world_size == 1:
             return
-        mine = str(torch.cuda.get_device_properties(self.device).uuid)
+        mine = gpu_identity(self.device)
         holder = self.store.compare_set(f"gpu/{mine}", "", str(self.rank)).decode()
         if holder != str(self.rank):
             raise DeviceError(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from clusterddp import environment
 from clusterddp.distributed import process_group
@@ -86,6 +89,70 @@ def test_the_backend_of_a_device() -> None:
     assert choose_backend("cpu:gloo", cpu) == "cpu:gloo"
     with pytest.raises(DeviceError, match="backend smoke: this torch was built without it; leave it out"):
         choose_backend("smoke", cpu)
+
+
+PCI_OF_DEVICE = """
+#include <stdio.h>
+int cudaDeviceGetPCIBusId(char *text, int length, int device) {
+    return device > 1 ? 101 : (snprintf(text, length, "0000:%02X:00.0", 0x17 + device), 0);
+}
+"""
+
+
+def test_a_gpu_is_known_by_its_pci_address_where_torch_has_no_uuid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.4, whose properties have neither; by the runtime library that torch's own is linked against."""
+    without = SimpleNamespace(name="A100", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: without)
+    library = tmp_path / "libc10_cuda.so"
+    compiler = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(compiler, input=PCI_OF_DEVICE, text=True, check=True)
+    monkeypatch.setattr(process_group, "TORCH_LIBRARIES", tmp_path)
+    found = [process_group.gpu_identity(torch.device("cuda", index)) for index in (0, 1)]
+    assert found == [f"0000:{bus}:00.0 on {socket.gethostname()}" for bus in (17, 18)]
+    with pytest.raises(DeviceError, match=r"cannot tell which GPU cuda:2 is: cudaDeviceGetPCIBusId returned 101"):
+        process_group.gpu_identity(torch.device("cuda", 2))
+    without.uuid = "1a2b3c4d-5e6f"
+    assert process_group.gpu_identity(torch.device("cuda", 0)) == "1a2b3c4d-5e6f"
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "added"),
+    [
+        ("2.4.1+cu121", {}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}),
+        ("2.7.1", {}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}),
+        ("2.8.0", {}, {"TORCH_FR_BUFFER_SIZE": "2000"}),  # which warns about the older name
+        ("2.10.0", {}, {"TORCH_FR_BUFFER_SIZE": "2000"}),
+        ("2.11.0", {}, {}),  # the default there
+        ("2.9.1", {"TORCH_FR_BUFFER_SIZE": "0"}, {}),
+        ("2.9.1", {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000"}, {}),
+        ("2.4.1", {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}, {}),
+    ],
+)
+def test_nccls_flight_recorder_is_on_unless_the_user_set_its_size(
+    version: str, given: dict[str, str], added: dict[str, str]
+) -> None:
+    """torch 2.4 to 2.10 record nothing by default, and would leave no trace of a hang."""
+    assert process_group.flight_recorder(TorchVersion(version), given) == added
+
+
+RECORDER = """
+import os
+import torch
+seen = []
+torch.distributed.init_process_group = lambda *_, **__: seen.append(os.environ.get("TORCH_FR_BUFFER_SIZE"))
+torch.__version__ = type(torch.__version__)("2.9.1")
+import clusterddp
+clusterddp.init(device="cpu")
+print(*seen)
+os._exit(0)
+"""
+
+
+def test_the_size_of_the_flight_record_is_set_before_the_process_group_reads_it(tmp_path: Path) -> None:
+    found = subprocess.run([sys.executable, "-c", RECORDER], capture_output=True, text=True, cwd=tmp_path)
+    assert found.stdout == "2000\n", found.stderr
 
 
 HEAD = "import os, sys, time, torch, clusterddp\nimport torch.distributed as dist\nctx = clusterddp.init()\n"
