@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # Its default arguments keep the group that exists when it is first imported (by DDP).
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.torch_version import TorchVersion
 
 from clusterddp.environment import RankEnvironment
 from clusterddp.errors import DeviceError, LauncherEnvironmentError
@@ -119,15 +118,16 @@ def gpu_identity(device: torch.device) -> str:
     return f"{address.value.decode()} on {socket.gethostname()}"
 
 
-def flight_recorder(version: TorchVersion, environ: Mapping[str, str]) -> dict[str, str]:
+def flight_recorder(version: str, environ: Mapping[str, str]) -> dict[str, str]:
     """The variable that turns on NCCL's flight recorder in this torch; none if the user set one, or it is on anyway.
 
     torch 2.8 renamed it, and warns about the older name.
     """
     names = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"
-    if version >= (2, 11) or any(name in environ for name in names):
+    release = tuple(map(int, version.split(".")[:2]))
+    if release >= (2, 11) or any(name in environ for name in names):
         return {}
-    return {names[version >= (2, 8)]: str(FLIGHT_RECORDS)}
+    return {names[release >= (2, 8)]: str(FLIGHT_RECORDS)}
 
 
 @dataclass(frozen=True)

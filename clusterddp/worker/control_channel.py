@@ -189,8 +189,9 @@ class ControlChannel:
         """Calls ``act`` once with each reason for which the supervisor orders a stop; at once if it already has."""
         with self._stopping:
             self._on_stop = act
-            for reason in self._stops if act is not None else ():
-                act(reason)
+            if act is not None:
+                for reason in self._stops:
+                    act(reason)
 
     def stop(self, reason: str) -> None:
         """The supervisor ordered a stop."""

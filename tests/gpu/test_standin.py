@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.gpu.conftest import GPUs
 
@@ -89,7 +90,7 @@ def faults() -> None:
 def test_devices_fail_as_asked(gpus: GPUs, tmp_path: Path) -> None:
     """Sticky errors, out of memory, a kernel that never ends, NCCL's watchdog, a device that is lost afterwards."""
     once, state = tmp_path / "once", tmp_path / "state"
-    planned = [
+    planned: list[dict[str, Any]] = [
         {"kind": "assert", "rank": 3, "attempt": 0, "op": "aten::mul", "inside": "forward", "after": 1},
         {"kind": "oom", "op": "aten::mm"},
         {"kind": "illegal", "rank": 4},

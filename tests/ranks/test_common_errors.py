@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def submitted(folder: Path, body: str, *options: str) -> str:
     return done.stderr + "".join(log.read_text() for log in (folder / "run" / "logs").rglob("rank-*.err"))
 
 
-def started(folder: Path, body: str, ranks: int = 2, **variables: str) -> str:
+def started(folder: Path, body: str, ranks: int = 2, **variables: Any) -> str:
     """The output of ranks that fail."""
     (folder / "script.py").write_text(body)
     return ddp.start(folder / "script.py", ranks=ranks, folder=folder / "out", **variables).expect(1).text()

@@ -78,8 +78,8 @@ def test_of_several_notices_the_nearest_end_counts_once(acted: Any, reasons: tup
 def test_a_hung_step_ends_with_the_checkpoint_before_it_and_the_stacks(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
-    notice = {"CLUSTERDDP_TERM_NOTICE_S": "4"}
-    ranks = ddp.start(script, tmp_path / "run", "hang", ranks=2, folder=tmp_path / "out", **notice)
+    where: dict[str, Any] = {"folder": tmp_path / "out", "CLUSTERDDP_TERM_NOTICE_S": "4"}
+    ranks = ddp.start(script, tmp_path / "run", "hang", ranks=2, **where)
     ranks.wait_for(1, "hanging")
     wait_until(lambda: any((tmp_path / "run" / "checkpoints").glob("step-000000000004.*")), "checkpoint 4")
     ranks.signal(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_every_job_is_on_the_page() -> None:
 
 
 def trained(
-    folder: Path, job: str, *arguments: object, stops: list[int], resumed: list[int], said: str, **environment: str
+    folder: Path, job: str, *arguments: object, stops: list[int], resumed: list[int], said: str, **environment: Any
 ) -> RunDirectory:
     """The undisturbed run, the same as the one that was preempted in the steps ``stops`` and resumed at ``resumed``."""
     preempted, whole, output = train_twice(folder, [JOBS / f"{job}.py", *arguments], stops, **environment)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,8 +66,12 @@ def test_mixed_precision_accumulates_over_pieces_and_resumes_with_the_scale(tmp_
     whole.create()
     whole.create_attempt()
     shutil.copy(preempted.job_file, whole.job_file)
-    ranks = {"CLUSTERDDP_RUN_DIR": str(whole.path), "CLUSTERDDP_ATTEMPT": "0", "CLUSTERDDP_DEVICE": "cpu"}
-    ddp.run(script, *steps, ranks=2, folder=tmp_path / "out", **ranks)
+    ranks: dict[str, Any] = {
+        "CLUSTERDDP_RUN_DIR": str(whole.path),
+        "CLUSTERDDP_ATTEMPT": "0",
+        "CLUSTERDDP_DEVICE": "cpu",
+    }
+    ddp.run(script, *steps, ranks=2, folder=tmp_path / "out", CLUSTERDDP_DEVICE="cpu", **ranks)
     check_same(preempted, whole)
     assert {line["scale"] for line in whole.metrics()} - {2.0**16}, "no step was skipped: the scale was never changed"
 

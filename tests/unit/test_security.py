@@ -12,7 +12,9 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, quote_plus
 
 import pytest
@@ -364,7 +366,8 @@ def test_no_text_of_a_run_reaches_the_terminal_with_control_characters(
     failed = event("rank_failed", rank=0, host=HOSTILE, error=HOSTILE, step=3)
     best = event("checkpoint", step=3, blocked_s=0.1, durable_s=0.1, bytes=9, best={HOSTILE: 0.5})
     stopped = event("stopped", reason=HOSTILE, step=3, checkpoint=3, cause="signal")
-    metrics = steps(range(4), **{HOSTILE: 0.5, "text": HOSTILE, "acc": 0.5})
+    values: dict[str, Any] = {HOSTILE: 0.5, "text": HOSTILE, "acc": 0.5}
+    metrics = steps(range(4), **values)
     history = [
         started(nodes=HOSTILE),
         event("progress", step=0, steps=4),
@@ -389,7 +392,7 @@ def test_no_text_of_a_run_reaches_the_terminal_with_control_characters(
     of_one = ["status", "status --json", "logs", "wait", "cancel", "report -o page.html"]
     for words in [*of_all, *(f"{words} runs/{name}" for words in of_one for name in ("failed", "done"))]:
         with pytest.raises(SystemExit):
-            entry.exit_with(lambda words=words: run_command(words.split(" ")))
+            entry.exit_with(partial(run_command, words.split(" ")))
         printed = capsys.readouterr()
         text = printed.out + printed.err
         assert text.replace("\n", "").isprintable(), words
