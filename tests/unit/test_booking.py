@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +18,9 @@ from clusterddp.protocol import BY_SLURM
 from clusterddp.report.booking import CATEGORIES, Booking, book
 from clusterddp.report.intervals import Wait
 from clusterddp.report.ratios import spent
-from clusterddp.rundir.records import EVENT, read_lines
 from clusterddp.training import evaluations
 from tests.histories import check_history
 
-OLDER = Path(__file__).resolve().parents[1] / "older" / "run"
 BEGAN = 1_795_000_000
 
 
@@ -314,17 +311,6 @@ def test_a_run_that_waits_for_its_first_start_is_queued_or_held() -> None:
         seconds = book([], BEGAN + 60, state=state, submitted=BEGAN).seconds()
         assert {name: value for name, value in seconds.items() if value} == {category: 60}
     assert spent(book([], BEGAN), []) is None
-
-
-def test_a_history_of_an_older_version_is_booked_more_coarsely() -> None:
-    """Its start-up as a whole, and no time is unknown before the records end."""
-    events = list(read_lines(OLDER / "events.jsonl", EVENT))
-    booking = book(events, now=events[-1]["time"] + 60, state="stopped")
-    check_shape(booking)
-    seconds = booking.seconds()
-    assert seconds["launching"] == pytest.approx(events[2]["time"] - events[0]["time"] + 0.4441, abs=1e-3)
-    assert seconds["training"] == pytest.approx(events[5]["time"] - events[2]["time"])
-    assert seconds["down"] == pytest.approx(60) and not seconds["unknown"]
 
 
 def test_steps_wait_for_a_straggler_from_its_report_until_it_keeps_up() -> None:
