@@ -18,6 +18,7 @@ import torch
 from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.save_plan import Packer
 from clusterddp.checkpoint.snapshot import Snapshot
+from clusterddp.distributed.device_threads import device_thread
 from clusterddp.errors import Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import module_command
@@ -59,7 +60,7 @@ class CheckpointClient:
         self._requests: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._sent = threading.Event()
         self._sent.set()
-        threading.Thread(target=self._send, name="snapshot", daemon=True).start()
+        device_thread(device, self._send, name="snapshot").start()
         self._step: int | None = None
         #: Why the save was not sent to the writer.
         self._refused: NotSaved | None = None

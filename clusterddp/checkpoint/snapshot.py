@@ -18,12 +18,15 @@ from clusterddp.checkpoint import file_format
 from clusterddp.checkpoint.file_format import Tensor, offsets
 from clusterddp.checkpoint.memory.anonymous import anonymous_file, free_memory
 from clusterddp.checkpoint.state import TORCH_DTYPES
+from clusterddp.distributed.device_threads import device_thread
 from clusterddp.errors import CheckpointError
 
 #: Bytes of the largest tensor that is copied together with others; torch copies large ones on all cores.
 SMALL = 1 << 16
 #: The kernel's limit (IOV_MAX) of one call.
 MOST_VECTORS = 1024
+#: ``cudaHostRegisterPortable``: pinned for all of a rank's GPUs, not only for the first.
+_PORTABLE = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -58,7 +61,7 @@ class Snapshot:
         Raises CheckpointError if the machine does not have enough memory.
         """
         self._reserve(layout)
-        self._preparing = threading.Thread(target=self._try_resize, args=(layout,), name="snapshot", daemon=True)
+        self._preparing = device_thread(self._device, self._try_resize, args=(layout,), name="snapshot")
         self._preparing.start()
 
     def take(self, layout: list[Tensor], sources: list[torch.Tensor], addresses: Sequence[int] | None = None) -> None:
@@ -130,8 +133,7 @@ class Snapshot:
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._memory.zero_()  # touches every page now, without the GIL
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
-            code = int(_cuda_runtime().cudaHostRegister(self._memory.data_ptr(), size, 0))
+            code = int(_cuda_runtime().cudaHostRegister(self._memory.data_ptr(), size, _PORTABLE))
             if code != 0:
                 self._memory, self._map = torch.empty(0, dtype=torch.uint8), None
                 raise CheckpointError(f"cannot pin {size / 2**30:.1f} GiB for the snapshot: CUDA error {code}")

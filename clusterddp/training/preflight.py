@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import errno
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 
 from clusterddp.checks import all_reduce, clock, compute
 from clusterddp.checks.check import FAILED, Check, failed, guarded
+from clusterddp.distributed.device_threads import device_thread
 from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import PreflightError
 from clusterddp.rundir.files import write_atomically
@@ -36,7 +37,7 @@ def check_node(read: Settings, devices: Sequence[torch.device]) -> float:
     """
     started = time.monotonic()
     for device in devices:
-        check = bounded("compute", lambda device=device: compute.multiply(device), DEVICE_S)  # type: ignore[misc]
+        check = bounded("compute", partial(compute.multiply, device), DEVICE_S, device)
         if check.state == FAILED:
             raise PreflightError(f"node {node_of(read)} failed the check 'compute' on {device}: {check.found}")
     if read.ranks.local_rank == 0 and read.run_dir is not None:
@@ -55,11 +56,11 @@ def node_of(read: Settings) -> str:
     return read.ranks.hosts[read.ranks.node_rank] if read.ranks.hosts else socket.gethostname()
 
 
-def bounded(name: str, check: Callable[[], Check], seconds: float) -> Check:
+def bounded(name: str, check: Callable[[], Check], seconds: float, device: torch.device | None = None) -> Check:
     """The result of a check, or a failed one after so many seconds: a faulty GPU may never answer."""
     found: list[Check] = []
     work = lambda: found.append(guarded(name, "", check))  # noqa: E731
-    thread = threading.Thread(target=work, name="preflight", daemon=True)
+    thread = device_thread(device, work, name="preflight")
     thread.start()
     thread.join(seconds)
     return found[0] if found else failed(name, f"no result within {seconds:g} s", "")

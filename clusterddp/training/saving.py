@@ -16,6 +16,7 @@ from clusterddp.checkpoint.client import CheckpointClient, NotSaved
 from clusterddp.checkpoint.restore import OnFound, Place, restore
 from clusterddp.checkpoint.store import Checkpoint, Checkpoints, best_of
 from clusterddp.distributed.collectives import broadcast_json
+from clusterddp.distributed.device_threads import device_thread
 from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
 from clusterddp.jobdef.job import Checkpointing
@@ -59,14 +60,16 @@ class Saver:
             self._directory = directory
             self._checkpoints = Checkpoints(directory, attempt, settings.keep)
             self._metrics = Metrics(directory.metrics_file, attempt, report)
-            self._media = MediaFile(directory, attempt, report)
+            self._media = MediaFile(directory, attempt, report, group.device)
             self._checkpoint_client = CheckpointClient(directory, attempt, settings.keep, group.device)
             if group.world_size > 1:
                 self._metrics.receiver = Receiver(group.store, group.world_size, self._metrics.drain)
         #: Whether there is a run directory to save in.
         self.saves = directory is not None
         #: Passes on what this rank logs with ``reduce``, on ranks other than 0.
-        self._sender = Sender(group.store, group.rank, group.world_size) if self.saves and group.rank != 0 else None
+        self._sender = None
+        if self.saves and group.rank != 0:
+            self._sender = Sender(group.store, group.rank, group.world_size, group.device)
         self._committed: int | None = None
         self._saved_at = time.monotonic()
         self._every_s = FIRST_S if settings.auto else settings.every_s
@@ -248,13 +251,16 @@ class Saver:
 
         Waits for a save under way, for as long as one may take, unless the main thread is already waiting for it.
         """
-        with suppress(RuntimeError):  # of CUDA
-            self._metrics.take_arrived()
-            self._metrics.drain()
-        waiting = threading.Thread(target=self._take_answer, args=(True,), name="last save", daemon=True)
+        waiting = device_thread(self._group.device, self._finish, name="last save")
         waiting.start()
         waiting.join(1.0 + CAUTION * self.last_save_s)
         return self._committed
+
+    def _finish(self) -> None:
+        with suppress(RuntimeError):  # of CUDA
+            self._metrics.take_arrived()
+            self._metrics.drain()
+        self._take_answer(wait=True)
 
     def close(self, clean: bool = True, complete: bool = False) -> None:
         """Lets the writer finish its last save. Not ``clean``, after an error: without waiting for other ranks.

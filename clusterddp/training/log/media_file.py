@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 import torch
 
+from clusterddp.distributed.device_threads import device_thread
 from clusterddp.reporter import in_words
 from clusterddp.rundir.files import append_line, create_folder, finite, write_atomically
 from clusterddp.rundir.records import drop_torn_line
@@ -35,8 +36,10 @@ Report = Callable[..., None]
 class MediaFile:
     """Appends to ``media.jsonl``. The thread begins with the first medium."""
 
-    def __init__(self, directory: RunDirectory, attempt: int, report: Report) -> None:
-        self._directory, self._attempt, self._report = directory, attempt, report
+    def __init__(
+        self, directory: RunDirectory, attempt: int, report: Report, device: torch.device | None = None
+    ) -> None:
+        self._directory, self._attempt, self._report, self._device = directory, attempt, report, device
         self._waiting: Queue[tuple[int, float, Sequence[Medium]]] = Queue(MOST_WAITING)
         self._done = threading.Condition()
         self._added = self._written = 0
@@ -49,7 +52,7 @@ class MediaFile:
         if not media:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="media", daemon=True)
+            self._thread = device_thread(self._device, self._run, name="media")
             self._thread.start()
         self._added += 1
         self._waiting.put((step, time.time(), media))

@@ -33,8 +33,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import Store
 
+from clusterddp.distributed.device_threads import device_thread
 from clusterddp.reporter import counted, say
 from clusterddp.training.log.values import Logged
 
@@ -59,7 +61,9 @@ Row = tuple[int, Mapping[str, tuple[str, float]]]
 class Sender:
     """A rank other than 0: passes on what it logs with ``reduce``."""
 
-    def __init__(self, store: Store, rank: int, world_size: int = 1) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int = 1, device: torch.device | None = None
+    ) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._steps: deque[tuple[int, Logged]] = deque()
         #: Of these, the values that have not been seen to arrive from a GPU, oldest first.
@@ -69,7 +73,7 @@ class Sender:
         self._chunks = 0
         self._active = self._ending = self._said = False
         self._wake, self._publishing = threading.Event(), threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread = device_thread(device, self._run, name="log")
         self._thread.start()
 
     def add(self, step: int, logged: Logged, now: bool) -> None:

@@ -1,0 +1,68 @@
+"""Trains, logs and saves on the device that is not the rank's number, and checks which device each thread is on.
+
+threads.py RUN_DIR
+"""
+
+import os
+import sys
+import threading
+
+import torch
+
+import clusterddp
+from clusterddp.distributed import device_threads
+from clusterddp.jobdef.job import Checkpointing
+
+ctx = clusterddp.init(
+    device=f"cuda:{1 - int(os.environ['RANK'])}",
+    run_dir=sys.argv[1],
+    checkpoint=Checkpointing(every_steps=2),
+)
+callers, foreign, modes = set(), [], []
+
+
+def noting(function):
+    def called(*values, **options):
+        thread = threading.current_thread().name
+        callers.add(thread)
+        if torch._C._cuda_getDevice() != ctx.device.index:
+            foreign.append((thread, function.__name__))
+        return function(*values, **options)
+
+    return called
+
+
+if ctx.rank == 1:  # so that its thread has to wait
+    torch.cuda.Event.query = lambda event: False
+for name in ("query", "synchronize", "record"):
+    setattr(torch.cuda.Event, name, noting(getattr(torch.cuda.Event, name)))
+runtime = torch.cuda.cudart()
+register = runtime.cudaHostRegister
+flags = []
+type(runtime).cudaHostRegister = staticmethod(noting(lambda *given: flags.append(given[2]) or register(*given)))
+
+
+class Runtime:
+    """Of CUDA, which the stand-in lacks as a library."""
+
+    @staticmethod
+    def cudaThreadExchangeStreamCaptureMode(mode):
+        modes.append((threading.current_thread().name, mode._obj.value))
+
+
+device_threads._LIBRARY = Runtime
+model = ctx.wrap(torch.nn.Linear(4, 4))
+optimizer = torch.optim.Adam(model.parameters())
+run = ctx.run(model=model, optimizer=optimizer)
+for _ in run.steps(6):
+    loss = model(torch.ones(2, 4, device=ctx.device)).sum()
+    loss.backward()
+    optimizer.step()
+    run.log(loss=loss, reduce="mean")
+    run.log_media(images={"image": torch.rand(8, 8, device=ctx.device)})
+expected = {"MainThread", "snapshot", "media"} if ctx.rank == 0 else {"MainThread", "log"}
+assert foreign == [], foreign
+assert callers >= expected, callers
+assert {name for name, mode in modes if mode == 1} >= expected - {"MainThread"}, modes
+assert not flags or set(flags) == {1}, flags  # portable
+print("all threads were on", ctx.device, flags)
