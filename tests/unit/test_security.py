@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote, quote_plus
 
@@ -364,7 +365,7 @@ def test_no_text_of_a_run_reaches_the_terminal_with_control_characters(
     failed = event("rank_failed", rank=0, host=HOSTILE, error=HOSTILE, step=3)
     best = event("checkpoint", step=3, blocked_s=0.1, durable_s=0.1, bytes=9, best={HOSTILE: 0.5})
     stopped = event("stopped", reason=HOSTILE, step=3, checkpoint=3, cause="signal")
-    metrics = steps(range(4), **{HOSTILE: 0.5, "text": HOSTILE, "acc": 0.5})
+    metrics = [{**line, HOSTILE: 0.5, "text": HOSTILE} for line in steps(range(4), acc=0.5)]
     history = [
         started(nodes=HOSTILE),
         event("progress", step=0, steps=4),
@@ -389,7 +390,7 @@ def test_no_text_of_a_run_reaches_the_terminal_with_control_characters(
     of_one = ["status", "status --json", "logs", "wait", "cancel", "report -o page.html"]
     for words in [*of_all, *(f"{words} runs/{name}" for words in of_one for name in ("failed", "done"))]:
         with pytest.raises(SystemExit):
-            entry.exit_with(lambda words=words: run_command(words.split(" ")))
+            entry.exit_with(partial(run_command, words.split(" ")))
         printed = capsys.readouterr()
         text = printed.out + printed.err
         assert text.replace("\n", "").isprintable(), words
