@@ -61,8 +61,8 @@ class Booking:
     def seconds(self) -> dict[str, float]:
         """The seconds of each category, in the order of CATEGORIES."""
         sums = dict.fromkeys(CATEGORIES, 0.0)
-        for interval in self.intervals:
-            sums[interval.category] += interval.seconds
+        for begin, end, category, _ in self.intervals:
+            sums[category] += end - begin
         return sums
 
 

@@ -10,7 +10,11 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, islice
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.reporter import counted
@@ -22,6 +26,8 @@ Point = list[float]
 BUCKETS, MOST_METRICS = 1000, 100
 #: Larger values are cut, so that differences between values stay finite.
 _LARGEST = 1e300
+#: The types of a value that is drawn, and how many lines are sorted into columns at once.
+_NUMBERS, _TOGETHER = frozenset((int, float, bool)), 250
 
 
 @dataclass
@@ -50,12 +56,14 @@ def read_metrics(run: RunDirectory) -> Metrics:
     found, left_out, wrong, torn = Metrics(), set[str](), 0, False
     try:
         with open(run.metrics_file, "rb") as file:
-            for text in file:
-                torn = not text.endswith(b"\n")
-                line, error = (None, None) if torn else records.parse(text, records.METRICS)
-                wrong += error is not None
-                if line is not None:
-                    _add(found, records.with_floats(line), left_out)
+            lines = records.WholeLines(file)
+            read = records.parsed(lines, records.METRICS)
+            while together := list(islice(read, _TOGETHER)):
+                wrong += sum(error is not None for _, error in together)
+                known = (line for line, _ in together if line is not None)
+                for _, alike in groupby(known, _kind):
+                    _add(found, list(alike), left_out)
+            torn = lines.torn
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -74,25 +82,50 @@ def incomplete(name: str) -> str:
     return f"the last line of {name} is incomplete: it is still being written, or its writer was killed"
 
 
-def _add(found: Metrics, line: Mapping[str, Any], left_out: set[str]) -> None:
-    step, attempt, time = line["step"], line["attempt"], line.get("time")
-    found.lines += 1
-    found.first[attempt] = min(step, found.first.get(attempt, step))
-    for name, value in line.items():
-        if name in records.NOT_METRICS or type(value) not in (int, float, bool):
+def _kind(line: Mapping[str, Any]) -> tuple[object, ...]:
+    """Lines of the same kind have the same columns."""
+    return line["attempt"], *line
+
+
+def _add(found: Metrics, lines: Sequence[Mapping[str, Any]], left_out: set[str]) -> None:
+    """Adds lines of one attempt that have the same keys, a column at a time."""
+    attempt, steps = lines[0]["attempt"], [line["step"] for line in lines]
+    times = [float(line["time"]) if records.is_time(line.get("time")) else math.nan for line in lines]
+    found.lines += len(lines)
+    found.first[attempt] = min(found.first.get(attempt, steps[0]), *steps)
+    for name in lines[0]:
+        if name in records.NOT_METRICS:
+            continue
+        column = [line[name] for line in lines]
+        whole = set(map(type, column)) <= _NUMBERS and all(-_LARGEST <= value <= _LARGEST for value in column)
+        if not whole:
+            column = [records.with_floats({name: value})[name] for value in column]
+        if not any(type(value) in _NUMBERS for value in column):
             continue
         if name not in found.values:
             if len(found.values) >= MOST_METRICS:
                 left_out.add(name)
                 continue
             found.values[name] = {}
-        if value != value or value in (math.inf, -math.inf):
-            found.not_finite.setdefault(name, []).append(step)
+        if whole:
+            _extend(found.values[name], attempt, steps, times, column)
             continue
-        own = found.values[name].setdefault(attempt, _Values())
-        own.steps.append(step)
-        own.times.append(float(time) if time is not None and records.is_time(time) else math.nan)
-        own.values.append(float(max(-_LARGEST, min(_LARGEST, value))))
+        for step, time, value in zip(steps, times, column, strict=True):
+            if type(value) not in _NUMBERS:
+                continue
+            if value != value or value in (math.inf, -math.inf):
+                found.not_finite.setdefault(name, []).append(step)
+            else:
+                _extend(found.values[name], attempt, [step], [time], [max(-_LARGEST, min(_LARGEST, value))])
+
+
+def _extend(
+    own: dict[int, _Values], attempt: int, steps: list[int], times: list[float], values: Sequence[float]
+) -> None:
+    part = own.setdefault(attempt, _Values())
+    part.steps.extend(steps)
+    part.times.extend(times)
+    part.values.extend(values)
 
 
 def limits(run: RunDirectory, events: Iterable[Mapping[str, Any]], metrics: Metrics) -> dict[int, float]:
@@ -124,8 +157,10 @@ def curves(metrics: Metrics, limit: Mapping[int, float], began: float, buckets: 
     found = []
     for name, own in metrics.values.items():
         steps = Grid((step for part in own.values() for step in _ends(part.steps)), buckets)
-        times = (time for part in own.values() for time in part.times if time == time)
-        hours = Grid(((time - began) / 3600 for time in times), buckets)
+        times = (np.asarray(part.times) for part in own.values())
+        known = (part[~np.isnan(part)] for part in times)
+        ends = (float(end) for part in known if part.size for end in (part.min(), part.max()))
+        hours = Grid(((end - began) / 3600 for end in ends), buckets)
         found.append(_metric(name, own, limit, (steps, hours, began)) | {"not_finite": _not_finite(metrics, name)})
     return found
 
@@ -149,7 +184,7 @@ def _metric(
                 counted_values += values
             else:
                 discarded.append({"attempt": attempt, "points": steps.reduced(numbers, values)})
-            timed = hours.reduced([(time - began) / 3600 for time in part.times[chosen]], values)
+            timed = hours.reduced((np.asarray(part.times[chosen]) - began) / 3600, values)
             if timed:
                 over_hours.append({"attempt": attempt, "counts": counts, "points": timed})
     return {
@@ -173,11 +208,8 @@ def _ends(steps: Sequence[int]) -> Sequence[int]:
 
 def _where(steps: Sequence[int], limit: float) -> int:
     """How many of an attempt's lines, which are in the order of their steps, count."""
-    return (
-        next((index for index, step in enumerate(steps) if step >= limit), len(steps))
-        if limit < math.inf
-        else len(steps)
-    )
+    beyond = np.flatnonzero(np.asarray(steps) >= limit)
+    return int(beyond[0]) if beyond.size else len(steps)
 
 
 class Grid:
@@ -188,37 +220,19 @@ class Grid:
         self._low = min(known, default=0.0)
         self._width = (max(known, default=0.0) - self._low) / buckets * (1 + 1e-9)  # so that the largest is in the last
 
-    def reduced(self, xs: Sequence[float], ys: Sequence[float]) -> list[Point]:
+    def reduced(self, xs: npt.ArrayLike, ys: npt.ArrayLike) -> list[Point]:
         """The points of a curve in the order of ``xs``; those whose x is NaN are left out."""
-        found: list[Point] = []
-        bucket, number = None, 0
-        for x, y in zip(xs, ys, strict=True):
-            if x != x:
-                continue
-            here = int((x - self._low) / self._width) if self._width else 0
-            if here != bucket:
-                if number > 1:
-                    _close(found[-1], number)
-                found.append([x, y, y, y])
-                bucket, number = here, 1
-                continue
-            point = found[-1]
-            point[0] += x
-            point[1] += y
-            if y < point[2]:
-                point[2] = y
-            elif y > point[3]:
-                point[3] = y
-            number += 1
-        if number > 1:
-            _close(found[-1], number)
-        return [[short(value) for value in point] for point in found]
-
-
-def _close(point: Point, number: int) -> None:
-    """Sums become means."""
-    point[0] /= number
-    point[1] = min(max(point[1] / number, point[2]), point[3])
+        x, y = np.asarray(xs, dtype=float), np.asarray(ys, dtype=float)
+        x, y = x[~np.isnan(x)], y[~np.isnan(x)]
+        if not x.size:
+            return []
+        parts = ((x - self._low) / self._width).astype(np.int64) if self._width else np.zeros(x.size, np.int64)
+        begins = np.flatnonzero(np.diff(parts, prepend=parts[0] - 1))
+        numbers = np.diff(begins, append=x.size)
+        low, high = np.minimum.reduceat(y, begins), np.maximum.reduceat(y, begins)
+        mean = np.clip(np.add.reduceat(y, begins) / numbers, low, high)
+        points = np.stack([np.add.reduceat(x, begins) / numbers, mean, low, high], axis=1)
+        return [[short(value) for value in point] for point in points.tolist()]
 
 
 def short(value: float) -> float:

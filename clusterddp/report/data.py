@@ -128,12 +128,12 @@ def _events(run: RunDirectory, notes: list[str]) -> list[Event]:
     wrong, torn = 0, False
     try:
         with open(run.events_file, "rb") as file:
-            for text in file:
-                torn = not text.endswith(b"\n")
-                event, error = (None, None) if torn else records.parse(text, records.EVENT)
+            lines = records.WholeLines(file)
+            for event, error in records.parsed(lines, records.EVENT):
                 wrong += error is not None
                 if event is not None:
                     found.append(event)
+            torn = lines.torn
     except FileNotFoundError:
         pass
     except OSError as error:

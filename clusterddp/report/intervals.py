@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """``attempt`` is None before the first and between two attempts. Times are unix seconds."""
 
     begin: float
@@ -35,6 +34,8 @@ def laid_over(
 ) -> list[Interval]:
     """The parts of ``intervals`` of the categories ``onto`` that lie in ``spans`` become ``category``."""
     waiting = sorted(spans)
+    if not waiting:
+        return list(intervals)
     found: list[Interval] = []
     next_span = 0
     for whole in intervals:
@@ -51,7 +52,7 @@ def laid_over(
                 found.append(Interval(begin, end, category, whole.attempt))
                 at = end
         if whole.end > at:
-            found.append(Interval(at, whole.end, whole.category, whole.attempt))
+            found.append(whole if at == whole.begin else Interval(at, whole.end, whole.category, whole.attempt))
     return found
 
 
@@ -73,14 +74,14 @@ def measured(estimated: Iterable[Wait], waited: Sequence[Wait]) -> Iterator[Wait
 def shared(intervals: Iterable[Interval], slow: Iterable[Wait]) -> list[Interval]:
     """Of the time in which a rank was slow, only a share was waited: it is booked at the beginning."""
     found: list[Interval] = []
-    spans = sorted(slow)
+    spans = deque(sorted(slow))
     for one in intervals:
         if one.category == "straggler":
-            while spans and spans[0][1] <= one.begin:
-                del spans[0]
-            waited = one.begin + one.seconds * (spans[0][2] if spans else 0.0)
+            while spans and spans[0].end <= one.begin:
+                spans.popleft()
+            waited = one.begin + one.seconds * (spans[0].share if spans else 0.0)
             found.append(Interval(one.begin, waited, "straggler", one.attempt))
             one = Interval(waited, one.end, "training", one.attempt)
-        if one.seconds > 0:
+        if one.end > one.begin:
             found.append(one)
     return found

@@ -47,7 +47,7 @@ class Recent:
 def recent(path: Path) -> Recent | None:
     """What the end of metrics.jsonl says; None if there is no line yet, or it cannot be read."""
     try:
-        _, texts = records.both_ends(path, _BYTES)
+        texts = records.last_lines(path, _BYTES)
     except OSError:
         return None
     texts.reverse()
@@ -56,8 +56,8 @@ def recent(path: Path) -> Recent | None:
     if newest is None:
         return None
     values = _metrics(newest) or next((found for line in lines if (found := _metrics(line))), {})
-    sample = (records.parse(text, records.METRICS)[0] for text in texts[:: len(texts) // SAMPLES + 1])
-    seconds = pace([line for line in sample if line is not None])
+    sample = records.parsed(texts[:: len(texts) // SAMPLES + 1], records.METRICS)
+    seconds = pace([line for line, _ in sample if line is not None])
     return Recent(newest["attempt"], newest["step"] + 1, values, seconds)
 
 

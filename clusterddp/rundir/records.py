@@ -11,7 +11,8 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -25,6 +26,8 @@ _TRANSIENT = frozenset((errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEI
 _PAUSES_S = (0.05, 0.2, 0.75)
 #: Bytes read at a time from the end of a file; doubled for as long as a line continues.
 _BLOCK = 1 << 16
+#: Lines that are parsed at once.
+_TOGETHER = 250
 
 
 # --- schemas
@@ -72,8 +75,10 @@ def schema_error(value: Any, schema: Schema) -> str | None:
     """What is wrong with a value that should be an object of this schema; None if nothing is."""
     if not isinstance(value, dict):
         return f"expected an object, got {json.dumps(value)[:60]}"
-    wrong = next((key for key, check in schema.items() if not check(value.get(key))), None)
-    return None if wrong is None else f"{wrong!r} is {json.dumps(value.get(wrong))[:60]}"
+    for key, check in schema.items():
+        if not check(value.get(key)):
+            return f"{key!r} is {json.dumps(value.get(key))[:60]}"
+    return None
 
 
 _FLOATS = {text: float(text) for text in ("NaN", "Infinity", "-Infinity", "nan", "inf", "-inf")}  # the last three: 0.1
@@ -129,8 +134,7 @@ def read_lines(path: Path, schema: Schema | None = None) -> Iterator[dict[str, A
     except FileNotFoundError:
         return
     skipped: list[tuple[int, str]] = []
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        value, wrong = parse(line, schema)
+    for number, (value, wrong) in enumerate(parsed(content.split(b"\n")[:-1], schema), start=1):
         if value is not None:
             yield value
         elif wrong:
@@ -159,11 +163,17 @@ def read_backwards(path: Path, schema: Schema | None = None) -> Iterator[dict[st
                 warned = True
 
 
-def both_ends(path: Path, size: int) -> tuple[list[bytes], list[bytes]]:
+def last_lines(path: Path, size: int) -> list[bytes]:
+    """The complete lines in the last ``size`` bytes of a file, oldest first. If one line fills these, more are read."""
+    return both_ends(path, size, first=0)[1]
+
+
+def both_ends(path: Path, size: int, first: int | None = None) -> tuple[list[bytes], list[bytes]]:
     """The complete lines in the first and in the last ``size`` bytes of a file, oldest first; of a small file, none and
-    all. The file is opened once. If one line fills the last bytes, more are read."""
+    all. The file is opened once. If one line fills the last bytes, more are read. ``first``: another number of bytes at
+    the beginning."""
     try:
-        file = retrying(path, lambda: open(path, "rb"))
+        file = retrying(path, lambda: open(path, "rb", buffering=0))
     except FileNotFoundError:
         return [], []
     with file:
@@ -173,7 +183,8 @@ def both_ends(path: Path, size: int) -> tuple[list[bytes], list[bytes]]:
         while block < end and len(lines) < 3:  # the first line is cut, and what follows the last line end is torn
             block = min(2 * block, end)
             lines = _read_at(path, file, end - block, block).split(b"\n")
-        beginning = _read_at(path, file, 0, min(size, end - block)).split(b"\n")
+        most = min(size if first is None else first, end - block)
+        beginning = _read_at(path, file, 0, most).split(b"\n") if most else [b""]
     return beginning[:-1], lines[block < end : -1]
 
 
@@ -218,13 +229,43 @@ def drop_torn_line(path: Path) -> None:
 
 def parse(line: bytes, schema: Schema | None) -> tuple[dict[str, Any] | None, str | None]:
     """A line's object, or what is wrong with the line; neither if the line was lost in a machine crash."""
-    written = line.rpartition(b"\0")[2]  # what the machine did not write reads as NUL, which JSON never contains
+    # What the machine did not write reads as NUL, which JSON never contains.
+    written = line.rpartition(b"\0")[2] if b"\0" in line else line
     try:
-        value = json.loads(written)
+        value = json.loads(str(written, errors="surrogatepass"))
     except (ValueError, RecursionError) as error:
         return None, None if b"\0" in line else f"not JSON: {error}"
     wrong = schema_error(value, schema or {})
     return (value, None) if wrong is None else (None, wrong)
+
+
+class WholeLines:
+    """The lines of an open JSON lines file but an incomplete last one; ``torn``: whether there was one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.torn = file, False
+
+    def __iter__(self) -> Iterator[bytes]:
+        for line in self._file:
+            self.torn = not line.endswith(b"\n")
+            if not self.torn:
+                yield line
+
+
+def parsed(lines: Iterable[bytes], schema: Schema | None) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
+    """``parse`` of each line. Reads many lines as one JSON array, which takes a third of the time."""
+    remaining = iter(lines)
+    while together := list(islice(remaining, _TOGETHER)):
+        try:
+            values = json.loads(str(b"[" + b",".join(together) + b"]", errors="surrogatepass"))
+            if len(values) != len(together):
+                raise ValueError("not one object per line")
+        except (ValueError, RecursionError):
+            yield from (parse(line, schema) for line in together)
+            continue
+        for value in values:
+            wrong = schema_error(value, schema or {})
+            yield (value, None) if wrong is None else (None, wrong)
 
 
 def counts(first_steps: Mapping[int, int]) -> Callable[[Mapping[str, Any]], bool]:

@@ -20,34 +20,49 @@ SWEEP_FILE = "sweep.yaml"
 _ATTEMPT = re.compile(r"attempt-(\d{1,18})")
 
 
+class _Below:
+    """A path in a run directory, made when it is first asked for: a list of runs needs few of them of each."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __set_name__(self, _: type, attribute: str) -> None:
+        self._attribute = attribute
+
+    def __get__(self, run: RunDirectory, _: type) -> Path:
+        path = run.__dict__[self._attribute] = run.path / self._name
+        return path
+
+
 class RunDirectory:
     """The paths of one run, whose identity is its folder. Creating this object does not touch the disk."""
 
+    job_file = _Below("job.yaml")
+    batch_script = _Below("job.sbatch")
+    events_file = _Below("events.jsonl")
+    metrics_file = _Below("metrics.jsonl")
+    timing_file = _Below("timing.jsonl")
+    outcome_file = _Below("outcome.json")
+    checkpoints = _Below("checkpoints")
+    logs = _Below("logs")
+    loop_log = _Below("logs/loop.log")
+    hook_log = _Below("logs/hook.log")
+    profiles = _Below("profiles")
+    media_file = _Below("media.jsonl")
+    media = _Below("media")
+    tensorboard = _Below("tensorboard")
+    wandb = _Below("wandb")
+    code = _Below("code")
+    code_file = _Below("code/current.json")  # which snapshot of the code the run uses
+    private = _Below("private")
+    submitted_file = _Below("private/submitted.json")
+    request_file = _Below("private/resubmit.json")
+    loop_file = _Below("private/loop.json")
+    notice_file = _Below("private/notice.json")  # why the loop of a local run sends a signal
+    _cancel_mark = _Below("cancelled")
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
-        self.job_file = self.path / "job.yaml"
-        self.batch_script = self.path / "job.sbatch"
-        self.events_file = self.path / "events.jsonl"
-        self.metrics_file = self.path / "metrics.jsonl"
-        self.timing_file = self.path / "timing.jsonl"
-        self.outcome_file = self.path / "outcome.json"
-        self.checkpoints = self.path / "checkpoints"
-        self.logs = self.path / "logs"
-        self.loop_log = self.logs / "loop.log"
-        self.hook_log = self.logs / "hook.log"
-        self.profiles = self.path / "profiles"
-        self.media_file = self.path / "media.jsonl"
-        self.media = self.path / "media"
-        self.tensorboard = self.path / "tensorboard"
-        self.wandb = self.path / "wandb"
-        self.code = self.path / "code"
-        self.code_file = self.code / "current.json"  # which snapshot of the code the run uses
-        self.private = self.path / "private"
-        self.submitted_file = self.private / "submitted.json"
-        self.request_file = self.private / "resubmit.json"
-        self.loop_file = self.private / "loop.json"
-        self.notice_file = self.private / "notice.json"  # why the loop of a local run sends a signal
-        self._cancel_mark = self.path / "cancelled"
 
     def __str__(self) -> str:
         return str(self.path)

@@ -170,8 +170,7 @@ def _named(lines: Iterable[bytes]) -> list[tuple[str, bytes]]:
 
 def _events(lines: Iterable[tuple[str, bytes]]) -> Iterator[dict[str, Any]]:
     """The events that a summary needs. Most lines of a long history are not parsed."""
-    for name, line in lines:
-        event = records.parse(line, records.EVENT)[0] if name in _READ else None
+    for event, _ in records.parsed((line for name, line in lines if name in _READ), records.EVENT):
         if event is not None:
             yield event
 
@@ -199,7 +198,7 @@ def _metrics(run: RunDirectory, history: _History, wanted: Collection[str]) -> t
     A line counts unless a later attempt began at its step or before.
     """
     try:
-        _, lines = records.both_ends(run.metrics_file, _WANTED_BYTES if wanted else _METRICS_BYTES)
+        lines = records.last_lines(run.metrics_file, _WANTED_BYTES if wanted else _METRICS_BYTES)
     except OSError:  # another user's
         return {}, None
     lines.reverse()
@@ -217,8 +216,8 @@ def _metrics(run: RunDirectory, history: _History, wanted: Collection[str]) -> t
             quoted = json.dumps(name).encode()
             earlier = newest(line for line in lines if quoted in line)
             found |= {key: value for key, value in earlier.items() if key == name}
-    sample = (records.parse(line, records.METRICS)[0] for line in lines[:: len(lines) // SAMPLES + 1])
-    return found | _values(history.result, found), pace([line for line in sample if line is not None])
+    sample = records.parsed(lines[:: len(lines) // SAMPLES + 1], records.METRICS)
+    return found | _values(history.result, found), pace([line for line, _ in sample if line is not None])
 
 
 def _values(result: Mapping[str, Any] | None, newest: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,7 +286,8 @@ def best_saved(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     for event in events:
         step, best = event.get("step"), event.get("best")
         if event["event"] in ("training", "resumed"):
-            found = [one for one in found if one["step"] <= (step or 0)]
+            while found and found[-1]["step"] > (step or 0):
+                found.pop()
         elif event["event"] == "checkpoint" and isinstance(best, Mapping):
             found += [{"step": step, "metric": metric, "value": value} for metric, value in best.items()]
     return found[-1] if found else None

@@ -366,8 +366,7 @@ def test_no_text_of_a_run_reaches_the_terminal_with_control_characters(
     failed = event("rank_failed", rank=0, host=HOSTILE, error=HOSTILE, step=3)
     best = event("checkpoint", step=3, blocked_s=0.1, durable_s=0.1, bytes=9, best={HOSTILE: 0.5})
     stopped = event("stopped", reason=HOSTILE, step=3, checkpoint=3, cause="signal")
-    values: dict[str, Any] = {HOSTILE: 0.5, "text": HOSTILE, "acc": 0.5}
-    metrics = steps(range(4), **values)
+    metrics = [{**line, HOSTILE: 0.5, "text": HOSTILE} for line in steps(range(4), acc=0.5)]
     history = [
         started(nodes=HOSTILE),
         event("progress", step=0, steps=4),
