@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,8 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.controller import give_notice
 
-POLL_S = 0.05
+#: How often what a run has written is looked at, in seconds: for the user, and while a preemption is to come.
+LOOK_S, POLL_S = 0.2, 0.05
 INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
@@ -139,18 +141,19 @@ class LocalRun:
     def _watch(self, process: subprocess.Popen[bytes], progress: Progress) -> int:
         started, starts_before = time.monotonic(), progress.starts
         moment = self.preemptions.pop(0) if self.preemptions else None
-        while (code := process.poll()) is None:
+        ended = threading.Event()
+        threading.Thread(target=lambda: (process.wait(), ended.set()), daemon=True).start()
+        while not ended.wait(POLL_S if moment else LOOK_S):
             progress.update()
             # Not before the ranks run: the signal would be lost, or end the shell before it ignores TERM.
             begun = progress.starts > starts_before
             if moment and begun and moment.reached(progress.steps_done, time.monotonic() - started):
                 self._signal(Cause.PREEMPTED)
                 moment = None
-            time.sleep(POLL_S)
         progress.update()
         if moment and not self.interrupts:
             show(moment.missed(progress.steps_done))
-        return code
+        return process.wait()
 
     def _interrupted(self) -> None:
         self.interrupts += 1

@@ -56,6 +56,10 @@ _SET_BY_A_JOB = re.compile(
 )
 _CHANGES_OUTPUT = re.compile(r"(SQUEUE|SACCT|SINFO|SCONTROL)_.*|SLURM_TIME_FORMAT", re.DOTALL)
 
+#: All times in unix seconds: a local time without an offset is ambiguous in the hour that is repeated in autumn.
+#: scontrol and squeue honour it (seen on 22.05.8). Not for sbatch, from which the job would inherit it.
+_UNIX_TIMES = {"SLURM_TIME_FORMAT": "%s"}
+
 
 def scrub(environ: Mapping[str, str]) -> dict[str, str]:
     """A copy without the variables of a surrounding job: a new submission would inherit them, or sbatch refuse it."""
@@ -165,7 +169,7 @@ def run(*command: str, timeout_s: float | None = TIMEOUT_S) -> str:
     try:
         done = subprocess.run(
             command,
-            env=for_parsing(os.environ),
+            env=for_parsing(os.environ) | (_UNIX_TIMES if command[0] != "sbatch" else {}),
             capture_output=True,
             encoding="utf-8",
             errors="replace",  # names and comments are the users' and administrators'
@@ -349,6 +353,8 @@ def parse_job(text: str) -> JobInfo | None:
     own = text[head.end() :].partition(" Command=")[0] if head else ""
     fields = dict(re.findall(r"(\w+)=(\S*)", own))
     with understood("scontrol", text):
+        run_time_s, limit_s = _seconds(fields.get("RunTime")), _seconds(fields.get("TimeLimit"))
+        start = unix_time(fields.get("StartTime"), time.time() - run_time_s)
         return JobInfo(
             job_id=f"{array[1]}_{array[2]}" if array else job_id[1] if job_id else "",
             state=fields["JobState"],
@@ -356,12 +362,12 @@ def parse_job(text: str) -> JobInfo | None:
             nodes=fields.get("NodeList", "").replace("(null)", ""),
             restarts=int(fields.get("Restarts", 0)),
             preempt_time=unix_time(fields.get("PreemptTime")),
-            end_time=unix_time(fields.get("EndTime")),
-            run_time_s=_seconds(fields.get("RunTime")),
-            time_limit_s=_seconds(fields.get("TimeLimit")),
+            end_time=unix_time(fields.get("EndTime"), start + limit_s if start and limit_s else None),
+            run_time_s=run_time_s,
+            time_limit_s=limit_s,
             submit_time=unix_time(fields.get("SubmitTime")),
             eligible_time=unix_time(fields.get("EligibleTime")),
-            start_time=unix_time(fields.get("StartTime")),
+            start_time=start,
         )
 
 
@@ -372,9 +378,19 @@ def _seconds(text: str | None) -> float:
     return 86400 * days + 3600 * hours + 60 * minutes + seconds
 
 
-def unix_time(text: str | None) -> float | None:
-    """Unix seconds of Slurm's ``2026-01-31T12:00:00`` (local time); None for None, Unknown, N/A and the like."""
+def unix_time(text: str | None, near: float | None = None) -> float | None:
+    """Unix seconds of a time of Slurm; None for None, Unknown, N/A and the like.
+
+    A local time, ``2026-01-31T12:00:00``, comes from a command that ignores SLURM_TIME_FORMAT, such as a site's
+    wrapper. In the hour that is repeated in autumn, the reading counts that is nearer to ``near`` (None: now).
+    """
+    if re.fullmatch(r"\d{1,11}", text or "", re.ASCII):
+        return float(text or 0)
     try:
-        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
+        local = time.strptime(text or "", "%Y-%m-%dT%H:%M:%S")
+        readings = [time.mktime((*local[:8], is_summer)) for is_summer in (0, 1)]
+        # mktime corrects the reading that does not exist
+        real = [at for at in readings if time.localtime(at)[:6] == local[:6]] or [time.mktime(local)]
+        return min(real, key=lambda at: abs(at - (time.time() if near is None else near)))
     except (ValueError, OverflowError):
         return None

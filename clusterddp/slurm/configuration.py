@@ -6,7 +6,6 @@ Read by ``clusterddp doctor``; the parsers are pure functions of what scontrol, 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -59,14 +58,7 @@ class Configuration:
 def parse_configuration(text: str) -> Configuration:
     """``scontrol show config``. Its first line has the controller's time, in this host's time zone."""
     moment = re.search(r"^Configuration data as of (\S+)", text, re.MULTILINE)
-    return Configuration(text, fields(text), _time(moment[1]) if moment else None)
-
-
-def _time(text: str) -> float | None:
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except (ValueError, OverflowError):
-        return None
+    return Configuration(text, fields(text), slurm.unix_time(moment[1]) if moment else None)
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,13 @@ class Attempt:
         return Watch(watchdog.period_s(self._job.world_size)) if watchdog else None
 
     def supervise(self) -> int:
-        """Runs the attempt to its end; returns this process's exit code, or RESTART."""
+        """Runs the attempt to its end; returns this process's exit code, or RESTART.
+
+        Raises what ends one of its threads: without it the attempt would miss a stop, or the end of a rank.
+        """
         self._run_ranks()
+        if self._state.removed:
+            return 1
         code = Recovery(self._run, self._number, self._controller, self._history, self._result()).act()
         if code != RESTART:
             self._hook.finish()
@@ -130,11 +135,13 @@ class Attempt:
             self._launcher.supervisor_host,
             self._job.world_size,
             lambda client, kind, values: self.post(Request(client, kind, values)),
+            self._fail,
         )
         logs = self._run.attempt_logs(self._number)
         self._launched = time.time()
         self._launcher.start(rank_command(self._job, self._number), self._environment(token), logs)
-        self._monitor = Monitor(self._controller, partial(self._run.superseded, self._number), self.post)
+        margin_s = lambda: self._state.stop_margin_s  # noqa: E731
+        self._monitor = Monitor(self._controller, self._run, self._number, self.post, margin_s, self._fail)
         # A local launcher reaps any child of this process: it waits only once git, asked for the code's state, is done.
         for write in (
             partial(self._record_address, token),
@@ -193,11 +200,15 @@ class Attempt:
             try:
                 work()
             except BaseException as error:
-                self._events.put((time.time(), error))
+                self._fail(error)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         thread.start()
         return thread
+
+    def _fail(self, error: BaseException) -> None:
+        """Raises a thread's exception in the main thread."""
+        self._events.put((time.time(), error))
 
     def _wait(self) -> None:
         self.post(RanksExited(self._launcher.wait()))

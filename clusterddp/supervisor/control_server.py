@@ -65,6 +65,7 @@ class ControlServer:
     ``on_event(rank, event, values)`` and ``on_lost(rank, silent)`` are called from the server's own thread, one at a
     time. ``silent``: the rank did not exit; its node does not respond.
     ``on_request(client, kind, values)``: the same for a request of the user, which ``answer`` answers.
+    ``failed`` gets an error that ends the server's thread; None leaves it to ``threading.excepthook``.
     ``ranks``: the number of ranks; None: any number may join. Each may join once, and rejoin (event ``rejoined``) after
     its connection broke, but not after its node was silent, because it may have been declared lost.
 
@@ -80,9 +81,10 @@ class ControlServer:
         host: str = "",
         ranks: int | None = None,
         on_request: Callable[[int, str, Mapping[str, Any]], None] = lambda *_: None,
+        failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._token, self._on_event, self._on_lost, self._ranks = token, on_event, on_lost, ranks
-        self._on_request = on_request
+        self._on_request, self._failed = on_request, failed
         self._most_strangers = _most_strangers(ranks)
         # All ranks may connect at once. Beyond net.core.somaxconn they wait until their kernel tries again.
         self._listener = socket.create_server((host, 0), backlog=max(4096, ranks or 0))
@@ -105,7 +107,7 @@ class ControlServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._outbox = Outbox(self._selector)
-        self._thread = threading.Thread(target=self._serve, name="link", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="link", daemon=True)
         self._thread.start()
 
     def tell(self, **values: Any) -> None:
@@ -144,6 +146,14 @@ class ControlServer:
         """
         self._wake_write.close()
         self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            if self._failed is None:
+                raise
+            self._failed(error)
 
     def _serve(self) -> None:
         deadline: float | None = None

@@ -38,6 +38,8 @@ class Controller(Protocol):
     resubmits: bool
     #: Whether it restarts a run at all.
     starts_again: bool
+    #: Whether it serves many jobs, so that it is asked rarely.
+    busy: bool = True
 
     def holder(self) -> dict[str, Any]:
         """The lease entry of this attempt."""
@@ -196,7 +198,7 @@ class LocalController(Controller):
 
     leave_code = INTERRUPTED
     again_code = STOPPED
-    resubmits = False
+    busy = resubmits = False
     starts_again = True
 
     def __init__(self, run: RunDirectory) -> None:

@@ -29,6 +29,7 @@ from clusterddp.supervisor.state import (
     RanksExited,
     Record,
     Request,
+    RunRemoved,
     Say,
     StartTimer,
     State,
@@ -143,13 +144,17 @@ def _on_left(state: State, event: RankEvent, now: float) -> Step:
     if event.values["end"] in ("done", "stopped"):
         return state, []
     # A rank that exits with 0 in its loop may do so for a signal that only the controller knows of; so may its peers.
-    more_s = ASK_S if event.values["end"] == "unfinished" else 0.0
-    state = _lose(state, event.rank, now)
-    return _dismiss_peers(state, f"rank {event.rank} ({event.values['host']}) failed", more_s)
+    unfinished = event.values["end"] == "unfinished"
+    state, actions = _dismiss_peers(
+        _lose(state, event.rank, now),
+        f"rank {event.rank} ({event.values['host']}) failed",
+        ASK_S if unfinished else 0.0,
+    )
+    return state, [*actions, Do.ASK_CONTROLLER] if unfinished else actions
 
 
 def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step:
-    rank = event.rank
+    rank, first_lost = event.rank, not state.lost_at
     # A peer that waits for a silent rank may fail before the silence has lasted long enough.
     lost_at = now - SILENCE_S if event.silent else now
     state = _lose(state, rank, lost_at)
@@ -159,7 +164,8 @@ def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step
         return state, actions
     if not event.silent:
         state, more = _dismiss_peers(state, _exited(state, rank))
-        return state, [*actions, *more]
+        ask: list[Action] = [Do.ASK_CONTROLLER] if first_lost else []
+        return state, [*actions, *more, *ask]
     # Its node is lost, unless this one is cut off: then the controller is unreachable, too. srun would wait until Slurm
     # gives the node up, and so would the ranks on other nodes.
     first = not state.silent
@@ -312,6 +318,13 @@ def _on_superseded(state: State, _event: Superseded, _now: float) -> Step:
     return replace(state, superseded=True), [Do.FENCE, StartTimer(Timer.ABANDON, state.abandon_s)]
 
 
+def _on_removed(state: State, event: RunRemoved, _now: float) -> Step:
+    """Nothing that the ranks do can be kept."""
+    actions: list[Action] = [Say(f"{event.why}: ending the ranks"), Broadcast("leave", event.why)]
+    state = replace(state, removed=True, watched=False, dismissal=event.why)
+    return state, [*actions, StartTimer(Timer.KILL, HANG_GRACE_S)]
+
+
 # Hangs
 
 
@@ -338,6 +351,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     Notice: _on_notice,
     ControllerFailed: _on_controller_failed,
     Superseded: _on_superseded,
+    RunRemoved: _on_removed,
     RanksExited: _on_exit,
     Request: _on_request,
     Hang: _on_hang,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from clusterddp.errors import ClusterddpError, SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.errors import ClusterddpError, RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.failures import exclusion
 from clusterddp.protocol import BY_SLURM
 from clusterddp.reporter import say, show
@@ -30,6 +31,10 @@ _T = TypeVar("_T")
 RESTART = -1
 #: The first pause before an unreachable controller is asked again, in seconds.
 FIRST_PAUSE_S = 0.5
+#: Errors of the run directory that no file server's outage explains, so that waiting does not help.
+_LASTING = frozenset(
+    (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+)
 
 
 @dataclass(frozen=True)
@@ -311,5 +316,17 @@ class Recovery:
 
 
 def _until_answered(ask: Callable[[], _T]) -> _T:
-    """The result of ``ask``, once the controller and the run directory answer."""
-    return slurm.patiently(ask, math.inf, FIRST_PAUSE_S, (SlurmUnavailable, OSError))
+    """The result of ``ask``, once the controller and the run directory answer; RunDirectoryError if one never will."""
+
+    def answer() -> _T:
+        try:
+            return ask()
+        except OSError as error:
+            if error.errno not in _LASTING:
+                raise
+            raise RunDirectoryError(
+                f"{error.filename}: {error.strerror}: this job ends, and the run does not continue by itself; once its "
+                "directory can be used again, continue with `clusterddp submit --run-dir`"
+            ) from error
+
+    return slurm.patiently(answer, math.inf, FIRST_PAUSE_S, (SlurmUnavailable, OSError))

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from clusterddp.failures.hangs import Hang, KeptUp, Slow
 from clusterddp.jobdef.job import Job
 
-#: How often the controller is asked: ranks are told of a stop within 5 s even if no signal reached them.
+#: How often the controller is asked, in seconds, while something may be happening to the job.
 ASK_S = 4.0
 
 
@@ -82,6 +82,13 @@ class Superseded:
 
 
 @dataclass(frozen=True)
+class RunRemoved:
+    """The run directory does not exist any more; ``why`` says so."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class RanksExited:
     """All ranks have exited; ``exit_code`` is the launcher's."""
 
@@ -115,6 +122,7 @@ Event = (
     | Notice
     | ControllerFailed
     | Superseded
+    | RunRemoved
     | RanksExited
     | Request
     | Timer
@@ -330,6 +338,8 @@ class State:
     #: Whether the user wants the run to stop (Stop.HOLD), or to be requeued.
     wanted: Stop | None = None
     superseded: bool = False
+    #: Whether the run directory was removed: the attempt ends, and nothing can be recorded.
+    removed: bool = False
     exit_code: int | None = None
 
     def but(self, **changed: Any) -> State:

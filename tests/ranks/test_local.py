@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from clusterddp.cli import local
+from clusterddp.cli.progress import Progress
+from clusterddp.jobdef.job import Job
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
@@ -114,6 +117,16 @@ def test_a_preempted_and_interrupted_run_is_the_uninterrupted_one(
         "state": "completed", "step": STEPS, "attempts": 3, "reason": "all ranks finished",
     }  # fmt: skip
     check_same(stopped_twice, uninterrupted)
+
+
+def test_the_end_of_an_attempt_is_awaited_not_looked_for(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command takes no CPU while it waits, and ends at once."""
+    run.create()
+    monkeypatch.setattr(local, "LOOK_S", 600.0)
+    monkeypatch.setattr(local, "module_command", lambda _: ["/bin/sh", "-c", "exit 3", "sh"])
+    job = Job(name="x", module="x", device="cpu")
+    with Progress(run, None) as progress:
+        assert local.LocalRun(run, job).loop(progress) == 3
 
 
 def test_ctrl_c_before_the_ranks_have_started_stops_the_run(run: RunDirectory, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from clusterddp import protocol
-from clusterddp.errors import SlurmError, SlurmUnavailable
+from clusterddp.errors import RunDirectoryError, SlurmError, SlurmUnavailable
 from clusterddp.failures import exclusion
 from clusterddp.failures.exit_status import ExitStatus
 from clusterddp.failures.hangs import Hang
@@ -32,7 +33,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.commands import JobInfo
-from clusterddp.supervisor import decide, lease, recovery
+from clusterddp.supervisor import decide, lease, monitor, recovery
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import SlurmController, allocated
 from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
@@ -47,7 +48,7 @@ from tests.waiting import wait_until
 class FakeController:
     """Gives the answers in order and repeats the last one; exceptions are raised."""
 
-    leave_code, again_code, resubmits, starts_again = 3, 4, True, True
+    leave_code, again_code, resubmits, starts_again, busy = 3, 4, True, True, True
     nodes = ["n1"]
 
     def __init__(self, *causes: Cause | Exception, requeue: list[Exception | None] | None = None) -> None:
@@ -680,6 +681,79 @@ def test_the_ranks_are_told_to_stop_while_the_disk_blocks_the_history(
     disk.set()
     supervisor.join()
     assert [event["event"] for event in run.events()] == ["started", "notice", "requeued"]
+
+
+class Endless(FakeRanks):
+    """Ranks that run until they are killed."""
+
+    def __init__(self, run: RunDirectory, end: Mapping[str, Any] = STOPPED) -> None:
+        super().__init__(run, end)
+        self.killed = threading.Event()
+
+    def wait(self) -> int:
+        self.killed.wait()
+        return 137
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+def ended(attempt: Attempt) -> int | BaseException:
+    """What an attempt returns or raises, within 20 s."""
+    found: queue.Queue[int | BaseException] = queue.Queue()
+
+    def supervise() -> None:
+        try:
+            found.put(attempt.supervise())
+        except BaseException as error:
+            found.put(error)
+
+    threading.Thread(target=supervise, daemon=True).start()
+    return found.get(timeout=20)
+
+
+@pytest.mark.parametrize(
+    "broken", ["clusterddp.supervisor.channel.outbox.Outbox.retry", "clusterddp.supervisor.monitor.Monitor._asked"]
+)
+def test_an_error_in_a_thread_of_the_supervisor_ends_it_with_that_error(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Without its control server it would hear no rank, without its monitor it would miss a preemption."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(broken, fail)
+    error = ended(Attempt(run, JOB, run.create_attempt(), Endless(run), FakeController(Cause.NONE)))
+    assert isinstance(error, RuntimeError) and str(error) == "boom"
+
+
+def test_a_run_directory_that_was_removed_ends_its_job_and_says_why(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing that the ranks do can be kept: they would hold their nodes until the time limit."""
+    monkeypatch.setattr(decide, "HANG_GRACE_S", 0.0)
+    monkeypatch.setattr(monitor, "LOOK_S", 0.01)
+    monkeypatch.setattr(monitor, "REMOVED_S", 0.05)
+
+    class Removing(Endless):
+        def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+            shutil.rmtree(run.path)
+
+    run.job_file.write_text(JOB.to_yaml())
+    controller = FakeController(Cause.NONE)
+    assert ended(Attempt(run, JOB, run.create_attempt(), Removing(run), controller)) == 1
+    assert controller.asked == [] and not run.path.exists()
+    assert f"{run} was removed or renamed: ending the ranks" in capsys.readouterr().err
+
+
+def test_what_cannot_pass_is_not_asked_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose mode was changed: the job ends instead of holding its nodes."""
+    denied = PermissionError(errno.EACCES, "Permission denied", str(run.private))
+    controller = FakeController(denied, SlurmUnavailable("never reached"))
+    error = ended(Attempt(run, JOB, run.create_attempt(), FakeRanks(run, {"end": "died"}), controller))
+    assert isinstance(error, RunDirectoryError)
+    assert str(error).startswith(f"{run.private}: Permission denied") and "--run-dir" in str(error)
 
 
 def test_a_task_that_srun_cannot_launch_does_not_leave_the_others_waiting(

@@ -24,6 +24,7 @@ from clusterddp.supervisor.state import (
     RanksExited,
     Record,
     Request,
+    RunRemoved,
     Say,
     StartTimer,
     State,
@@ -71,7 +72,8 @@ def recorded(state: State, event: Event) -> list[str]:
     ("events", "event", "expected"),
     [
         ([], FAILED, LET_GO),
-        ([], ConnectionLost(1), LET_GO),
+        ([], ConnectionLost(1), [*LET_GO, Do.ASK_CONTROLLER]),
+        ([ConnectionLost(0)], ConnectionLost(1), []),
         ([FAILED], ConnectionLost(1), []),
         ([FAILED], ConnectionLost(0), []),
         ([], RankEvent(1, "left", {"host": "n2", "end": "stopped"}), []),
@@ -94,9 +96,9 @@ def test_the_peers_of_a_failed_rank_get_a_grace_period_and_are_then_told_to_exit
 
 
 def test_the_peers_of_a_rank_that_exits_unfinished_get_time_until_the_controller_has_answered() -> None:
-    """It may have exited for a signal that only the controller knows of."""
-    [timer] = actions(after(), RankEvent(1, "left", {"host": "n2", "end": "unfinished"}))
-    assert isinstance(timer, StartTimer) and timer.seconds > PEER_GRACE_S
+    """It may have exited for a signal that only the controller knows of, which is asked at once."""
+    timer, ask = actions(after(), RankEvent(1, "left", {"host": "n2", "end": "unfinished"}))
+    assert isinstance(timer, StartTimer) and timer.seconds > PEER_GRACE_S and ask is Do.ASK_CONTROLLER
 
 
 def test_the_first_record_of_a_ranks_end_counts() -> None:
@@ -298,7 +300,12 @@ def test_a_superseded_attempt_writes_nothing_sends_nothing_and_exits() -> None:
     assert step(state, RanksExited(137), NOW)[0].exit_code == 137
 
 
-# ---- hangs
+def test_a_removed_run_directory_ends_all_ranks() -> None:
+    """Told first, then killed; what else happens to them does not count."""
+    state, todo = step(after(), RunRemoved("gone"), NOW)
+    assert todo == [Say("gone: ending the ranks"), Broadcast("leave", "gone"), StartTimer(Timer.KILL, HANG_GRACE_S)]
+    assert actions(state, Timer.KILL) == [Do.KILL_RANKS]
+    assert actions(state, HANG) == actions(state, FAILED) == []
 
 
 def test_a_hang_ends_all_ranks_with_a_grace_period_first() -> None:

@@ -1,16 +1,20 @@
-"""What the monitor posts while the ranks train: the controller's answers, and that a newer attempt exists."""
+"""What the monitor posts while the ranks train: the controller's answers, a newer attempt, a removed run directory."""
 
 from __future__ import annotations
 
 import queue
+import shutil
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from clusterddp.errors import SlurmError, SlurmMissing, SlurmUnavailable
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import monitor
-from clusterddp.supervisor.monitor import Monitor
-from clusterddp.supervisor.state import ControllerFailed, Event, Notice, Stop, Superseded
+from clusterddp.supervisor.monitor import Monitor, pause_s
+from clusterddp.supervisor.state import ASK_S, ControllerFailed, Event, Notice, RunRemoved, Stop, Superseded
 from tests.unit.test_attempt import FakeController
 
 
@@ -28,6 +32,16 @@ class Clockwork(FakeController):
         return answer
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run that is in attempt 0."""
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    run.job_file.write_text("name: x")
+    run.create_attempt()
+    return run
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(monitor, "LOOK_S", 0.01)
@@ -35,25 +49,29 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def posted(count: int, *answers: Notice | Exception) -> list[Event]:
+def watching(run: RunDirectory, events: queue.Queue[Event], *answers: Notice | Exception) -> Monitor:
+    return Monitor(Clockwork(*answers), run, 0, events.put, lambda: 100.0, lambda error: None)
+
+
+def posted(run: RunDirectory, count: int, *answers: Notice | Exception) -> list[Event]:
     """The first events."""
     events: queue.Queue[Event] = queue.Queue()
-    watch = Monitor(Clockwork(*answers), lambda: False, events.put)
+    watch = watching(run, events, *answers)
     found = [events.get(timeout=10) for _ in range(count)]
     watch.close()
     return found
 
 
-def test_the_controllers_answers_are_posted_as_they_change() -> None:
+def test_the_controllers_answers_are_posted_as_they_change(run: RunDirectory) -> None:
     """An administrator may lower the time limit; a preemption may have signalled nobody."""
     answers = [Notice(9000.0), Notice(30.0), Notice(30.0, Stop.PREEMPTION)]
-    assert posted(3, *answers) == answers
+    assert posted(run, 3, *answers) == answers
 
 
-def test_a_controller_that_does_not_answer_is_queried_again() -> None:
+def test_a_controller_that_does_not_answer_is_queried_again(run: RunDirectory) -> None:
     """An error is an answer, too: the controller is reachable."""
     away = SlurmUnavailable("Unable to contact slurm controller")
-    assert posted(4, away, SlurmError("Invalid job id"), SlurmMissing("scontrol"), Notice(None)) == [
+    assert posted(run, 4, away, SlurmError("Invalid job id"), SlurmMissing("scontrol"), Notice(None)) == [
         ControllerFailed(str(away)),
         ControllerFailed("Invalid job id", reachable=True),
         ControllerFailed("scontrol", missing=True),
@@ -61,22 +79,69 @@ def test_a_controller_that_does_not_answer_is_queried_again() -> None:
     ]
 
 
-def test_the_controller_is_queried_at_once_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_controller_is_queried_at_once_on_request(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a node is silent, the answer decides whether it is lost."""
     monkeypatch.setattr(monitor, "LOOK_S", 600.0)
     monkeypatch.setattr(monitor, "ASK_S", 600.0)
     events: queue.Queue[Event] = queue.Queue()
-    watch = Monitor(Clockwork(Notice(None)), lambda: False, events.put)
+    watch = watching(run, events, Notice(None))
     events.get(timeout=10)
     watch.ask()
     assert events.get(timeout=10) == Notice(None)
     watch.close()
 
 
-def test_a_newer_attempt_ends_the_monitor() -> None:
+def test_a_newer_attempt_ends_the_monitor(run: RunDirectory) -> None:
     """It is posted once, and the controller is not asked."""
+    run.create_attempt()
     events: queue.Queue[Event] = queue.Queue()
-    watch = Monitor(Clockwork(Notice(None)), lambda: True, events.put)
+    watch = watching(run, events, Notice(None))
     assert events.get(timeout=10) == Superseded()
     watch.close()
     assert events.empty()
+
+
+def test_a_run_directory_that_is_missing_for_a_moment_is_no_removed_one(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An automounter may have lost it; and a deleted part of it ends nothing."""
+    monkeypatch.setattr(monitor, "REMOVED_S", 0.2)
+    events: queue.Queue[Event] = queue.Queue()
+    watch = watching(run, events, Notice(None))
+    away = run.path.rename(run.path.with_name("away"))
+    events.get(timeout=10)
+    away.rename(run.path)
+    shutil.rmtree(run.attempt_private(0))
+    until = time.monotonic() + 0.4
+    while time.monotonic() < until:
+        assert events.get(timeout=10) == Notice(None)
+    run.path.rename(away)
+    while (event := events.get(timeout=10)) == Notice(None):
+        pass
+    assert event == RunRemoved(f"{run} was removed or renamed")
+    watch.close()
+
+
+def test_an_undisturbed_job_is_asked_about_once_a_minute_and_near_its_time_limit_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slurm's controller serves thousands of jobs; an unreachable one is asked less and less often, up to that."""
+    monkeypatch.setattr(monitor, "ASK_S", ASK_S)
+    quiet = [pause_s(left_s) for left_s in (None, 9000.0) for _ in range(50)]
+    assert 60 <= min(quiet) < 63 and 72 < max(quiet) <= 75
+    assert [pause_s(left_s) for left_s in (30.0, 12.0, 5.0, -5.0)] == [22.0, ASK_S, ASK_S, ASK_S]
+    assert [pause_s(None, failures) for failures in (1, 2, 3, 4, 99)] == [8.0, 16.0, 32.0, 60.0, 60.0]
+
+
+def test_after_a_signal_the_controller_is_asked_often_for_a_while(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record may follow the signal."""
+    monkeypatch.setattr(monitor, "RESTLESS_S", 0.0)
+    events: queue.Queue[Event] = queue.Queue()
+    watch = watching(run, events, Notice(None))
+    events.get(timeout=10)
+    monkeypatch.setattr(monitor, "RESTLESS_S", 600.0)
+    watch.ask()
+    assert [events.get(timeout=10) for _ in range(3)] == [Notice(None)] * 3
+    watch.close()

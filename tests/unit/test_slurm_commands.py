@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,74 @@ def test_a_preempted_jobs_time_is_read() -> None:
     job = slurm.parse_job(text)
     assert job is not None
     assert job.preempt_time is not None
+
+
+#: Where clocks are put back, and when: the hour before is repeated.
+PUT_BACK = {"Europe/Berlin": 1792890000, "America/New_York": 1793512800, "Australia/Sydney": 1775318400}
+
+
+@pytest.fixture(params=PUT_BACK)
+def put_back(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The moment at which this machine's clock is put back by an hour."""
+    monkeypatch.setenv("TZ", request.param)
+    time.tzset()
+    moment = PUT_BACK[request.param]
+    assert time.localtime(moment - 1).tm_isdst and not time.localtime(moment).tm_isdst
+    yield moment
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_a_jobs_end_is_read_exactly_in_the_hour_that_is_repeated(
+    put_back: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour early would stop the run too soon, an hour late leave it to be killed."""
+    scontrol = tmp_path / "scontrol"  # as 22.05.8 writes times
+    scontrol.write_text(
+        f"""#!/bin/sh
+echo '{RUNNING}' | sed "s/EndTime=[^ ]*/EndTime=$(date -d @$4 "+${{SLURM_TIME_FORMAT:-%FT%T}}")/"
+"""
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for end in range(put_back - 5400, put_back + 5400, 1500):
+        job = slurm.show_job(str(end))
+        assert job is not None and job.end_time == end
+
+
+def test_a_job_does_not_inherit_the_form_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own squeue would print unix seconds."""
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 41${SLURM_TIME_FORMAT:+0}\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert slurm.submit(Path("x")) == "41"
+
+
+@pytest.mark.parametrize("asked_before_s", [-7200, 7200])
+def test_a_local_time_of_that_hour_is_read_by_what_is_known_besides(put_back: int, asked_before_s: int) -> None:
+    """From a wrapper that ignores the form of times; glibc's own reading depends on what it was asked before."""
+
+    def shown(at: float) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at))
+
+    time.mktime(time.localtime(put_back + asked_before_s))
+    for end in range(put_back - 5400, put_back + 5400, 300):
+        assert slurm.unix_time(shown(end), near=end + 1500) == slurm.unix_time(shown(end), near=end - 1500) == end
+        start = end - 1800
+        times = {"StartTime": start, "EndTime": end}
+        text = RUNNING.replace("RunTime=00:00:07", f"RunTime={_clock(time.time() - start - 60)}")
+        for name, at in times.items():
+            text = re.sub(rf" {name}=\S+", f" {name}={shown(at)}", text)
+        job = slurm.parse_job(text)
+        assert job is not None and (job.start_time, job.end_time) == (start, end)
+
+
+def _clock(seconds: float) -> str:
+    """As Slurm writes a duration."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours // 24}-{hours % 24:02}:{minute:02}:{second:02}"
 
 
 def test_an_arrays_member_keeps_its_own_id() -> None:
