@@ -1,11 +1,12 @@
-"""The training of benchmarks/gpu_check.py: a small convolutional network with deterministic kernels.
+"""The training of benchmarks/gpu_check: a small convolutional network with deterministic kernels.
 
-Logs, in each step, the digest of the parameters as the step leaves them, and what the steps cost. With ``--hang`` the
-last rank of the first attempt hangs in step 20: ``host`` in Python, ``device`` in a kernel.
+Logs, in each step, the digest of the parameters as the step leaves them, and what the steps cost. What goes wrong does
+so in one step of one attempt (``--at``, ``--attempt``), on the last rank.
 """
 
 import argparse
 import os
+import signal
 import threading
 import time
 
@@ -16,13 +17,26 @@ from torch import nn
 
 import clusterddp
 
+WRONG = ("hang-host", "hang-device", "collective", "spin", "kill", "assert", "illegal", "memory")
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--amp", choices=("float16", "bfloat16"), help="autocast; float16 with a GradScaler")
 parser.add_argument("--compile", metavar="BACKEND", help="by torch.compile")
+parser.add_argument("--mode", help="torch.compile's")
+parser.add_argument("--fast", action="store_true", help="channels_last; fused AdamW, and a capturable Adam")
 parser.add_argument("--megabytes", type=int, default=0, help="parameters that each step changes, beside the network's")
-parser.add_argument("--hang", choices=("host", "device"))
+parser.add_argument("--workers", type=int, default=0, help="of the loader")
+parser.add_argument("--lag", type=float, default=0.0, help="seconds by which each step delays the device")
+parser.add_argument("--pace", type=float, default=0.0, help="seconds by which each step delays the host")
+parser.add_argument("--hold", type=float, default=0.0, help="GB of device memory that every attempt takes")
+parser.add_argument("--wrong", choices=WRONG)
+parser.add_argument("--at", type=int, default=20, help="in this step")
+parser.add_argument("--attempt", type=int, default=0, help="of this attempt")
+parser.add_argument("--spin", type=float, default=5.0, help="seconds for which `spin` keeps the device busy")
+parser.add_argument("--diverge", action="store_true", help="the last rank has another buffer")
 options = parser.parse_args()
+#: Cycles of torch.cuda._sleep per second: a little less than a GPU's clock, so that it does not take longer.
+HZ = 1.5e9
 
 
 class Images(torch.utils.data.Dataset):
@@ -45,6 +59,7 @@ class Net(nn.Module):
             nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(4096, 10),
         )  # fmt: skip
         self.ballast = nn.Parameter(torch.ones(options.megabytes * 2**18))
+        self.register_buffer("own", torch.zeros(1))
 
     def forward(self, x):
         return self.body(x) + self.ballast.sum() * 1e-9
@@ -52,48 +67,88 @@ class Net(nn.Module):
 
 def digest(model):
     """The sum of all parameters' bits: one that is copied too late has another."""
-    return sum(parameter.detach().view(torch.int32).sum(dtype=torch.int64) for parameter in model.parameters()).item()
+    bits = [parameter.detach().contiguous().view(torch.int32) for parameter in model.parameters()]
+    return sum(one.sum(dtype=torch.int64) for one in bits) % 2**50  # run.log() has floats
 
 
-def hang():
-    if options.hang == "host":
+def go_wrong():
+    if options.wrong == "hang-host":
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
-    else:
+    elif options.wrong in ("hang-device", "collective"):
         for _ in range(100):
             torch.cuda._sleep(2**40)
+        if options.wrong == "collective":
+            dist.all_reduce(ones)
         torch.cuda.synchronize()
+    elif options.wrong == "spin":
+        torch.cuda._sleep(int(options.spin * HZ))
+    elif options.wrong == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif options.wrong == "assert":
+        ones[torch.tensor([2**20], device=ctx.device)].sum().item()
+    elif options.wrong == "illegal":
+        code = "template <typename T> T poke(T x) { return *reinterpret_cast<volatile T*>(16ull) + x; }"
+        torch.cuda.jiterator._create_jit_fn(code)(ones).sum().item()
+    else:
+        held.append(torch.empty(2**48, dtype=torch.uint8, device=ctx.device))
 
 
 torch.use_deterministic_algorithms(True)
 torch.backends.cudnn.benchmark = False
 ctx = clusterddp.init(seed=1)
+on_gpu = ctx.device.type == "cuda"
 ones = torch.ones(1000, device=ctx.device)
 dist.all_reduce(ones)
 assert ones.eq(ctx.world_size).all()
 ctx.print(f"backend {dist.get_backend()}, {ctx.world_size} ranks on {ctx.device.type}")
+held = [torch.ones(10**9 // 4, device=ctx.device) for _ in range(int(options.hold))]
+held.append(torch.ones(int(options.hold % 1 * 10**9 / 4), device=ctx.device))
 net = Net()
+if options.fast:
+    net.to(memory_format=torch.channels_last)
+if options.diverge and ctx.rank == ctx.world_size - 1:
+    net.own += 1
 if options.compile:
-    net.compile(backend=options.compile)
-model = ctx.wrap(net)
+    net.compile(backend=options.compile, mode=options.mode)
+model = ctx.wrap(net, **({"broadcast_buffers": False} if options.diverge else {}))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+parts = {"optimizer": optimizer}
+optimizers = [optimizer]
+if options.fast:
+    first, *others = model.parameters()
+    optimizers = [torch.optim.Adam([first], capturable=on_gpu), torch.optim.AdamW(others, fused=True)]
+    parts = {"capturable": optimizers[0], "fused": optimizers[1]}
 precision = getattr(torch, options.amp) if options.amp else None
-scaling = precision is torch.float16
-scaler = torch.amp.GradScaler(ctx.device.type, init_scale=2.0**20, growth_interval=4, enabled=scaling)
-run = ctx.run(model=model, optimizer=optimizer, scaler=scaler, loader=ctx.loader(Images(), batch_size=8))
-first = os.environ["CLUSTERDDP_ATTEMPT"] == "0"
+scaler = torch.amp.GradScaler(
+    ctx.device.type, init_scale=2.0**20, growth_interval=4, enabled=precision is torch.float16
+)
+loader = ctx.loader(Images(), batch_size=8, num_workers=options.workers)
+run = ctx.run(model=model, scaler=scaler, loader=loader, **parts)
+attempt = int(os.environ["CLUSTERDDP_ATTEMPT"])
 ended = time.perf_counter()
 for x, y in run.steps(options.steps):
-    if options.hang and first and run.step == 20 and ctx.rank == ctx.world_size - 1:
-        hang()
+    if options.wrong and run.step == options.at and attempt == options.attempt and ctx.rank == ctx.world_size - 1:
+        go_wrong()
+    if options.pace:
+        time.sleep(options.pace)  # so that a preemption comes within a few steps
+    if options.lag:
+        torch.cuda._sleep(int(options.lag * HZ))
+    x, y = x.to(ctx.device), y.to(ctx.device)
+    if options.fast:
+        x = x.to(memory_format=torch.channels_last)
     with torch.autocast(ctx.device.type, precision, enabled=precision is not None):
-        loss = F.cross_entropy(model(x.to(ctx.device)), y.to(ctx.device))
-    optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+    for one in optimizers:
+        one.zero_grad()
     scaler.scale(loss).backward()
-    scaler.step(optimizer)
+    for one in optimizers:
+        scaler.step(one)
     scaler.update()
-    value = digest(net)  # waits for the step's kernels, and for a copy of the state before them
+    value = digest(net)
+    if not options.lag:
+        value = value.item()  # waits for the step's kernels, and for a copy of the state before them
     now = time.perf_counter()
     run.log(loss=loss, scale=scaler.get_scale(), digest=value, cycle_s=now - ended)
     ended = now

@@ -128,6 +128,7 @@ class CheckpointFolder:
                 self.wait()
             finally:
                 self._checkpoint_client.close()
+                self._checkpoint_client.free()
                 self._checkpoints = None
 
     def __enter__(self) -> CheckpointFolder:

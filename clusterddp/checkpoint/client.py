@@ -142,6 +142,10 @@ class CheckpointClient:
             except subprocess.TimeoutExpired:
                 pass  # a slow disk: the writer exits when it has finished
 
+    def free(self) -> None:
+        """Frees the snapshot's memory after ``close()``, for a process that goes on and saves elsewhere."""
+        self._snapshot.close()
+
     def _start(self) -> None:
         if self._writer is not None:
             return

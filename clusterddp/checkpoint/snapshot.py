@@ -94,6 +94,10 @@ class Snapshot:
         for copied in self._copied:
             copied.synchronize()
 
+    def close(self) -> None:
+        """Frees the memory, once no copy is on its way. CUDA refuses to pin addresses again that were only unmapped."""
+        self._release()
+
     def _try_resize(self, layout: list[Tensor]) -> None:
         with suppress(CheckpointError):  # `take` tries again and raises it
             self._resize(layout)
