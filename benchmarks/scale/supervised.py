@@ -40,7 +40,7 @@ def answer(**values: Any) -> None:
 class Controller:
     """A job whose nodes stay; ``stop``: a preemption."""
 
-    leave_code, again_code, resubmits, starts_again = 3, 4, False, True
+    leave_code, again_code, resubmits, starts_again, busy = 3, 4, False, True, False
 
     def __init__(self, nodes: int) -> None:
         self._nodes = f"n[00000-{nodes - 1:05}]"

@@ -142,7 +142,12 @@ class LocalRun:
         started, starts_before = time.monotonic(), progress.starts
         moment = self.preemptions.pop(0) if self.preemptions else None
         ended = threading.Event()
-        threading.Thread(target=lambda: (process.wait(), ended.set()), daemon=True).start()
+
+        def wait() -> None:
+            process.wait()
+            ended.set()
+
+        threading.Thread(target=wait, daemon=True).start()
         while not ended.wait(POLL_S if moment else LOOK_S):
             progress.update()
             # Not before the ranks run: the signal would be lost, or end the shell before it ignores TERM.
