@@ -1,8 +1,9 @@
 """The Python half of the stand-in: what a CUDA build of torch has in ``torch._C``, over ``_standin``.
 
 Environment: STANDIN_CUDA_DEVICES (how many; CUDA_VISIBLE_DEVICES selects among them), STANDIN_CUDA_MEMORY_GIB (of
-each, default 4), STANDIN_CUDA_DELAY_MS (copies to and from pinned memory are late by this, on their stream), and what
-``standin_watch`` lists: faults, counters, memory of several processes.
+each, default 4), STANDIN_CUDA_DELAY_MS (copies to and from pinned memory are late by this, on their stream; with
+STANDIN_CUDA_SEED, each by a random part of it), STANDIN_CUDA_RACES=count (missing synchronization between streams is
+counted instead of raised), and what ``standin_watch`` lists: faults, counters, memory of several processes.
 """
 
 import os
@@ -33,6 +34,10 @@ def _visible():
 
 def _memory():
     return int(float(os.environ.get("STANDIN_CUDA_MEMORY_GIB", "4")) * 2**30)
+
+
+def _number(name):
+    return float(os.environ.get("STANDIN_CUDA_" + name) or 0)
 
 
 def before(name):
@@ -81,8 +86,9 @@ def _into_c():
     torch = sys.modules["torch"]
     C = torch._C
     visible = _visible()
-    delay_s = float(os.environ.get("STANDIN_CUDA_DELAY_MS") or 0) / 1e3
-    _standin.start(len(visible), _memory(), delay_s, float(os.environ.get("STANDIN_CUDA_PATIENCE_S") or 0))
+    delay_s, patience_s = _number("DELAY_MS") / 1e3, _number("PATIENCE_S")
+    raises = os.environ.get("STANDIN_CUDA_RACES", "raise") == "raise"
+    _standin.start(len(visible), _memory(), delay_s, int(_number("SEED")), patience_s, raises)
     standin_watch.start(visible)
     C._has_cuda = True
     bad_fork, initialized = [False], [False]
@@ -183,7 +189,7 @@ def _into_c():
         "_cuda_memoryStats": usage,
         "_cuda_resetPeakMemoryStats": _standin.reset_peak,
         "_cuda_resetAccumulatedMemoryStats": nothing,
-        "_cuda_emptyCache": nothing,
+        "_cuda_emptyCache": _standin.empty_cache,
         "_cuda_ipc_collect": nothing,
         "_cuda_setMemoryFraction": nothing,
         "_cuda_getAllocatorBackend": lambda: "native",

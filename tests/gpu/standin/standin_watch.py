@@ -31,9 +31,15 @@ seconds after another process first missed it.
 STANDIN_CUDA_PATIENCE_S, a host that waited so long for one continues without it, as it would with NCCL, and waits for
 ever where it next needs the device.
 
-**Counters.** ``counts()`` has the devices on which this process has a context, and where it opened each; and how often
-the host waited for a device. With ``tracing()`` there is a stack for each wait. STANDIN_CUDA_COUNTS names a folder in
-which each process writes them at its exit, with the stacks of all waits: ``rank-0.<pid>.json``.
+**Missing synchronization.** Each kernel is checked against the streams and events that order it (order.h). One that
+uses memory which another stream may still use raises RuntimeError: "stand-in: stream 0 of device 0 reads memory that
+stream 1 of device 0 writes, and did not wait for it". If memory is freed while a stream other than its own may use it,
+and record_stream was not called, the next kernel raises that. Freed memory is filled with 0xFF (NaN, -1) when its own
+stream gets there, and handed out again at once.
+
+**Counters.** ``counts()`` has the devices on which this process has a context, and where it opened each; how often the
+host waited for a device; and the races. With ``tracing()`` there is a stack for each wait. STANDIN_CUDA_COUNTS names a
+folder in which each process writes them at its exit, with the stacks of all waits: ``rank-0.<pid>.json``.
 """
 
 from __future__ import annotations
@@ -64,6 +70,7 @@ _visible: list[int] = []
 _faults: list[dict[str, Any]] = []
 _contexts: dict[int, str] = {}
 _waits: list[dict[str, Any]] = []
+_races: list[str] = []
 
 
 def text(kind: str) -> str:
@@ -143,8 +150,9 @@ def start(visible: list[int]) -> None:
 
 
 def counts() -> dict[str, Any]:
-    """``contexts``: for each device with one, the thread and the frames that opened it. ``waits``: their number."""
-    return {"contexts": dict(_contexts), "waits": _standin.waits()}
+    """``contexts``: for each device with one, the thread and the frames that opened it. ``waits``: their number.
+    ``races``: what is wrong with each, and where."""
+    return {"contexts": dict(_contexts), "waits": _standin.waits(), "races": list(_races)}
 
 
 @contextlib.contextmanager
@@ -185,6 +193,8 @@ def _observed(what: str, name: str, device: int) -> str | None:
             if not fault.get("over") and _due(fault, name):
                 fault["over"] = True
                 return fail(fault["kind"], device, lose=fault.get("lose", False), watchdog=fault.get("watchdog", False))
+    elif what == "race":
+        _races.append(f"{name} {_stack()}")
     elif what == "context":
         _contexts[device] = f"{threading.current_thread().name}: {_stack()}"
     else:

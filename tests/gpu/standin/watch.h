@@ -18,6 +18,9 @@
 namespace watch {
 constexpr int kDevices = 16;
 
+/// A child has no use for the devices, nor the threads and locks that free memory.
+inline bool g_forked = false;
+
 // ---- The observer: a Python function of (what, name, device), called for a device's first context, for host waits
 // while these are traced, and for every kernel while faults are planned. It returns "oom" to have an allocation fail.
 inline PyObject* g_observer = nullptr;
@@ -26,7 +29,7 @@ inline std::atomic<int64_t> g_waits{0};
 inline std::atomic<int> g_sync_mode{0};  // of torch.cuda.set_sync_debug_mode
 
 inline std::string ask(const char* what, const std::string& name, int device) {
-  if (g_observer == nullptr || !Py_IsInitialized()) return "";
+  if (g_observer == nullptr || g_forked || !Py_IsInitialized()) return "";
   py::gil_scoped_acquire gil;
   try {
     auto answer = py::reinterpret_borrow<py::object>(g_observer)(what, name, device);
@@ -98,8 +101,9 @@ inline void share(int device, const std::string& path) {
   for (int i = 0; i < kSlots && !g_mine[device]; ++i)
     if (int64_t none = 0; g_shared[device][i].pid.compare_exchange_strong(none, getpid()))
       g_mine[device] = &g_shared[device][i];
-  static bool once = pthread_atfork(nullptr, nullptr, [] { g_mine.fill(nullptr); }) == 0;
-  (void)once;
+}
+inline void mind_forks() {
+  pthread_atfork(nullptr, nullptr, [] { g_forked = true, g_mine.fill(nullptr); });
 }
 inline void unshare() {
   for (auto& mine : g_mine)
