@@ -210,17 +210,19 @@ def counts() -> None:
     with standin_watch.tracing() as waits:
         host.copy_(value.mul(2), non_blocking=True)
         event = torch.cuda.current_stream().record_event()
-        assert event.query()
-        assert not waits
+        while not event.query():
+            pass
         value.sum().item()
         value.cpu()
-        event.synchronize()
+        event.synchronize()  # has passed
+        late = host.copy_(value, non_blocking=True)
+        torch.cuda.current_stream().record_event().synchronize()
         torch.cuda.current_stream().synchronize()
         torch.cuda.synchronize()
         value[value > 0]
     names = "aten::_local_scalar_dense copy_ event.synchronize stream.synchronize synchronize".split()
     assert [wait["name"] for wait in waits][:5] == names
-    assert len(waits) == 6  # the indices of true values
+    assert len(waits) == 6 and late is host  # the last one is for the indices of true values
     assert all(any(frame.endswith("counts") for frame in wait["stack"][:2]) for wait in waits)
     torch.cuda.set_sync_debug_mode("error")
     assert "called a synchronizing CUDA operation" in error_of(value.sum().item)
@@ -350,7 +352,7 @@ def test_models_train_to_the_cpu_s_bits(gpus: GPUs) -> None:
 
 def test_contexts_and_host_waits_are_counted(gpus: GPUs, tmp_path: Path) -> None:
     """A wait with its stack, as torch's sync debug mode counts them; a context that a thread opens elsewhere."""
-    gpus(2, counts=str(tmp_path))
+    gpus(2, counts=str(tmp_path), delay_ms="1")
     told = json.loads(run(counts, RANK="5"))
     (file,) = tmp_path.glob("rank-5.*.json")
     written = json.loads(file.read_text())

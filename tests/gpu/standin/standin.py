@@ -86,10 +86,7 @@ def _into_c():
     torch = sys.modules["torch"]
     C = torch._C
     visible = _visible()
-    delay_s, patience_s = _number("DELAY_MS") / 1e3, _number("PATIENCE_S")
-    raises = os.environ.get("STANDIN_CUDA_RACES", "raise") == "raise"
-    _standin.start(len(visible), _memory(), delay_s, int(_number("SEED")), patience_s, raises)
-    standin_watch.start(visible)
+    _standin.start(len(visible))
     C._has_cuda = True
     bad_fork, initialized = [False], [False]
 
@@ -124,7 +121,12 @@ def _into_c():
         if not visible:
             raise RuntimeError("No CUDA GPUs are available")
         if not initialized[0]:
+            # Only now: a process that has not used the devices may fork others that do, with settings of their own.
             os.register_at_fork(after_in_child=lambda: bad_fork.__setitem__(0, True))
+            raises = os.environ.get("STANDIN_CUDA_RACES", "raise") == "raise"
+            delay_s, patience_s = _number("DELAY_MS") / 1e3, _number("PATIENCE_S")
+            _standin.configure(_memory(), delay_s, int(_number("SEED")), patience_s, raises)
+            standin_watch.start(visible)
         initialized[0] = True
         cuda = sys.modules["torch.cuda"]
         cuda._get_device_properties = [_Properties(*pair) for pair in enumerate(visible)].__getitem__

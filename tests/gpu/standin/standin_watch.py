@@ -38,8 +38,9 @@ and record_stream was not called, the next kernel raises that. Freed memory is f
 stream gets there, and handed out again at once.
 
 **Counters.** ``counts()`` has the devices on which this process has a context, and where it opened each; how often the
-host waited for a device; and the races. With ``tracing()`` there is a stack for each wait. STANDIN_CUDA_COUNTS names a
-folder in which each process writes them at its exit, with the stacks of all waits: ``rank-0.<pid>.json``.
+host waited for a device, also for what was complete already, except for an event; and the races. With ``tracing()``
+there is a stack for each wait. STANDIN_CUDA_COUNTS names a folder in which each process writes them at its exit, with
+the stacks of all waits: ``rank-0.<pid>.json``.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def present(devices: int) -> list[int]:
 
 
 def start(visible: list[int]) -> None:
-    """Called once, when torch.cuda is imported."""
+    """Called once, when a process begins to use the devices."""
     _visible[:] = visible
     planned = os.environ.get("STANDIN_CUDA_FAULTS", "")
     if planned:
