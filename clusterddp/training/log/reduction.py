@@ -61,9 +61,7 @@ Row = tuple[int, Mapping[str, tuple[str, float]]]
 class Sender:
     """A rank other than 0: passes on what it logs with ``reduce``."""
 
-    def __init__(
-        self, store: Store, rank: int, world_size: int = 1, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int = 1, device: torch.device | None = None) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._steps: deque[tuple[int, Logged]] = deque()
         #: Of these, the values that have not been seen to arrive from a GPU, oldest first.
