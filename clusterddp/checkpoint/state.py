@@ -74,7 +74,7 @@ def state_of(part: Stateful) -> dict[str, Any]:
     A module's state is an OrderedDict with the versions of its submodules in ``_metadata``, as in torch.
     """
     if not isinstance(part, torch.nn.Module):
-        return part.state_dict()
+        return _of_scaler(part) if isinstance(part, torch.amp.GradScaler) else part.state_dict()
     found = bare(part).state_dict()
     if type(found) is OrderedDict and "_orig_mod" not in "\n".join([*found, *_metadata(found)]):
         return found  # most are: a large module has thousands of names
@@ -89,6 +89,9 @@ def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
         if isinstance(part, torch.optim.Optimizer):
             _check_kind(part, state)
             part.load_state_dict(_for_optimizer(part, state))
+        elif isinstance(part, torch.amp.GradScaler):
+            plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+            part.load_state_dict(plain)
         else:
             part.load_state_dict(copied(state))
         return
@@ -99,6 +102,19 @@ def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
     if versions := _metadata(state):
         found._metadata = OrderedDict((name, versions.get(_bare_name(name), {})) for name in _metadata(own))
     module.load_state_dict(found)
+
+
+def _of_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """The scaler's state, with tensors where it has some on a GPU: their numbers would have to be waited for."""
+    scale, growth = scaler._scale, scaler._growth_tracker
+    if not scaler.is_enabled() or scale is None or growth is None or scale.device.type == "cpu":
+        return scaler.state_dict()
+    factors = {
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+    }
+    return {"scale": scale, **factors, "_growth_tracker": growth}
 
 
 def _own(name: str, value: Any) -> Any:

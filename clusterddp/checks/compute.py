@@ -10,8 +10,9 @@ from clusterddp.checks.check import Check, failed, ok, warning
 if TYPE_CHECKING:
     import torch
 
-#: Rows and columns of the matrices, a multiple of PERIOD: 64 MiB in float32 on a GPU.
-GPU_SIZE, CPU_SIZE, PERIOD = 4096, 512, 8
+#: Rows and columns of the matrices, a multiple of PERIOD: 64 MiB in float32 on a GPU; on a CPU, and on a GPU with fewer
+#: multiprocessors than FEW, as a part of one may have, they are smaller.
+GPU_SIZE, CPU_SIZE, PERIOD, FEW = 4096, 512, 8, 8
 GIB = 2**30
 #: The fraction of a GPU's memory that should be free before training.
 FREE = 0.9
@@ -49,7 +50,8 @@ def multiply(device: torch.device) -> Check:
     import torch
 
     types = (torch.float32, torch.float16) if device.type == "cuda" else (torch.float32,)
-    size = GPU_SIZE if device.type == "cuda" else CPU_SIZE
+    many = device.type == "cuda" and torch.cuda.get_device_properties(device).multi_processor_count >= FEW
+    size = GPU_SIZE if many else CPU_SIZE
     index = torch.arange(size, device=device)
     rows, columns = index[:, None], index[None, :]
     tile = torch.tensor(product_tile(size), device=device)

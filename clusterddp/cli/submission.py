@@ -139,6 +139,12 @@ def check_place(job: Job, place: str | None) -> None:
             f"{job.world_size} ranks with --local on this machine's {counted(cores, 'core')}: expected at most {most}; "
             "reduce --nodes or --gpus"
         )
+    needed, named = job.nodes * job.gpus_per_node, os.environ.get("CUDA_VISIBLE_DEVICES")
+    if place == "--local" and job.device == "cuda" and named and needed > (listed := len(named.split(","))):
+        raise UsageError(
+            f"{job.shape} with --local need {counted(needed, 'GPU')} of this machine, but CUDA_VISIBLE_DEVICES={named} "
+            f"lists {listed}: reduce --nodes or --gpus, or use --device cpu"
+        )
     if place == "--here" and job.gpus_per_rank > 1:
         raise UsageError(
             f"gpus_per_rank {job.gpus_per_rank} with --here: each task of the allocation is one rank. "

@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,32 +37,46 @@ TAKES_SOCKET = torch.__version__ >= (2, 8)  # type: ignore[operator]
 FLIGHT_RECORDS = 2000
 TORCH_LIBRARIES = Path(torch.__file__).parent / "lib"
 _OWNER, _LEFT, _ALL_LEFT = "clusterddp/owner", "left", "left/all"
+_GPU_NAME = "gpu name"
 _CONNECTED, _ALL_CONNECTED = "connected", "connected/all"
 #: A rank's connections with rank 0's store, the most with other libraries' too, and the files that it opens besides.
 _STORE_CONNECTIONS, _MOST_CONNECTIONS, _OWN_FILES = 2, 4, 256
 
 
 def choose_devices(
-    environment: RankEnvironment, asked: str | None, per_rank: int, visible_gpus: int, host: str
+    environment: RankEnvironment,
+    asked: str | None,
+    per_rank: int,
+    visible_gpus: int,
+    host: str,
+    named: str | None = None,
 ) -> tuple[torch.device, ...]:
     """The ``per_rank`` devices of a rank. ``asked`` is "cpu", "cuda", "cuda:N" (the first one), or None: a GPU if any
     is visible.
 
     If Slurm bound each task to its own GPUs, exactly ``per_rank`` are visible, from index 0; otherwise the local rank
-    selects them. On a CPU all are the same device. Raises DeviceError when CUDA is requested but absent, or has fewer
-    GPUs than the ranks need.
+    selects them. On a CPU all are the same device. ``named`` is CUDA_VISIBLE_DEVICES. Raises DeviceError when CUDA is
+    requested but absent, or has fewer GPUs than the ranks need.
     """
     if asked is None:
         asked = "cuda" if visible_gpus else "cpu"
     device = torch.device(asked)
     if device.type != "cuda":
         return (device,) * per_rank
-    if not visible_gpus:
+    needed, slurm = environment.local_world_size * per_rank, environment.launcher == "slurm"
+    if not visible_gpus and named:
+        local = environment.launcher == "local" and environment.world_size > environment.local_world_size
+        whole = f"; with --local, {environment.world_size * per_rank} GPUs of one machine are needed" if local else ""
         raise DeviceError(
-            f"device {asked} requested, but no GPU is visible on node {host}; request GPUs (--gpus-per-node), "
+            f"device {asked} requested, but node {host} has none of the GPUs that CUDA_VISIBLE_DEVICES={named} "
+            f"lists{whole}"
+        )
+    if not visible_gpus:
+        hidden = ", because CUDA_VISIBLE_DEVICES is empty" if named == "" else ""
+        raise DeviceError(
+            f"device {asked} requested, but no GPU is visible on node {host}{hidden}; request GPUs (--gpus-per-node), "
             "install a torch with CUDA, or use --device cpu"
         )
-    needed, slurm = environment.local_world_size * per_rank, environment.launcher == "slurm"
     if device.index is not None:
         first = device.index
     elif visible_gpus == per_rank and slurm:
@@ -98,9 +113,35 @@ def backend_of(backend: str, device_type: str) -> str:
 
 
 def devices_of(environment: RankEnvironment, asked: str | None, per_rank: int) -> tuple[torch.device, ...]:
-    """``choose_devices`` for this process and its visible devices. CUDA_VISIBLE_DEVICES stays as it is."""
+    """``choose_devices`` for this process and its visible devices. CUDA_VISIBLE_DEVICES stays as it is, unless it lists
+    several MIG devices."""
+    named, host = os.environ.get("CUDA_VISIBLE_DEVICES"), socket.gethostname()
+    own = None if named is None or asked == "cpu" else own_mig_device(environment, per_rank, named, host)
+    if own is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = own
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return choose_devices(environment, asked, per_rank, visible, socket.gethostname())
+    if own is not None and visible == 1:
+        return (torch.device("cuda", 0),)
+    return choose_devices(environment, asked, per_rank, visible, host, named)
+
+
+def own_mig_device(environment: RankEnvironment, per_rank: int, named: str, host: str) -> str | None:
+    """The rank's own of the several MIG devices that CUDA_VISIBLE_DEVICES lists; None if it lists anything else.
+
+    CUDA shows a process only the first MIG device of the list, so that all ranks of a node would use that one. Raises
+    DeviceError if the node has too few for its ranks.
+    """
+    devices = [one.strip() for one in named.split(",")]
+    if len(devices) < 2 or not all(one.startswith("MIG-") for one in devices):
+        return None
+    if per_rank > 1:
+        raise DeviceError(
+            f"gpus_per_rank is {per_rank}, but node {host} has MIG devices, of which a process can use only one: leave "
+            "gpus_per_rank out"
+        )
+    if len(devices) < environment.local_world_size:
+        raise DeviceError(f"needs {environment.local_world_size} GPUs on node {host}, there are {len(devices)} (MIG)")
+    return devices[environment.local_rank]
 
 
 def gpu_identity(device: torch.device) -> str:
@@ -215,6 +256,9 @@ class ProcessGroup:
         #: and serves nobody meanwhile, which must not happen while the ranks agree on a stop.
         self.watched = self._connect()
         self._refuse_shared_gpu(socket.gethostname())
+        self._ranks_per_node = environment.local_world_size
+        if device.type == "cuda":
+            self.store.set(f"{_GPU_NAME}/{self.rank}", torch.cuda.get_device_properties(device).name)
         os.environ.update(flight_recorder(torch.__version__, os.environ))
         dist.init_process_group(
             backend,
@@ -244,6 +288,15 @@ class ProcessGroup:
         A job that asks for the backend "nccl" alone has no other.
         """
         return self.device if self.backend == "nccl" else torch.device("cpu")
+
+    def hardware(self) -> dict[str, Any]:
+        """What the order and precision of sums on GPUs depend on, on rank 0: how many ranks have which GPU, and the
+        ranks of a node. Empty on CPUs."""
+        if self.device.type != "cuda":
+            return {}
+        names = self.store.multi_get([f"{_GPU_NAME}/{rank}" for rank in range(self.world_size)])
+        gpus = dict(sorted(Counter(name.decode() for name in names).items()))
+        return {"gpus": gpus, "ranks_per_node": self._ranks_per_node}
 
     def shorten_timeout(self, step_s: float) -> None:
         """Start-up is over: from now on a collective that takes longer than ``step_s`` seconds fails."""

@@ -237,7 +237,7 @@ def local_variables(job: Job, rank: int) -> dict[str, str]:
     node_rank, local_rank = divmod(rank, job.ranks_per_node)
     cores = len(os.sched_getaffinity(0))
     first = node_rank * job.gpus_per_node
-    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(job.nodes * job.gpus_per_node)))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(job.nodes * job.gpus_per_node))))
     gpus = ",".join(named.split(",")[first : first + job.gpus_per_node])
     place = (rank, local_rank, job.world_size, job.ranks_per_node, node_rank)
     ranks = RankEnvironment(*place, hosts=(), master_addr=None, master_port=None, launcher="local")

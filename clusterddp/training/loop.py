@@ -70,6 +70,7 @@ class Run(Logging, Steering):
         self._values, self._media = logged.Values(keeps_own=self._group.rank == 0), Media()
         self._micro = MicroBatches(parts, loader)
         self._optimizer_steps = OptimizerSteps(parts, self._note_optimizer_step)
+        self._saver.behind = self._optimizer_steps.behind
         self._made = 0  # steps, in this attempt
         self._state.restore(self._saver.restore(self._state.start_loader))
         if self._state.parent is None and warm_start is not None:
@@ -311,7 +312,7 @@ class Run(Logging, Steering):
 
     def _gather(self) -> None:
         """Brings what each rank has for itself to rank 0. Collective."""
-        with self._times.waiting():
+        with self._times.waiting(), self._optimizer_steps.behind():
             self._loader.gather()
             if self._saver.saves:
                 self._state.gather(before_step=self._making is not None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from clusterddp.distributed.modules import optimizers
+from clusterddp.distributed.modules import optimizers, trained_parameters
 
 
 class OptimizerSteps:
@@ -25,6 +26,12 @@ class OptimizerSteps:
         #: Whether there are optimizers.
         self.any = bool(self._names)
         self._stepped: dict[str, None] = {}
+        self._gpus: dict[int, set[torch.device]] = {}
+        for part in optimizers(parts).values():
+            if gpus := {one.device for one in trained_parameters(part) if one.device.type == "cuda"}:
+                self._gpus[id(part)] = gpus
+        #: The streams of GPUs on which optimizers have stepped, other than those that are current between the steps.
+        self._streams: set[torch.cuda.Stream] = set()
         self._before: dict[str, None] = {}
         for part in dict.fromkeys(optimizers(parts).values()):
             if isinstance(part, torch.optim.Optimizer):
@@ -44,7 +51,23 @@ class OptimizerSteps:
         """The optimizers that have stepped in an earlier step of the loop, the last with any, and not in this one."""
         return [name for name in self._before if name not in self._stepped]
 
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """What is queued on GPUs inside comes after the optimizers' steps, and before what follows on their streams:
+        a script may step on streams of its own."""
+        current = [(stream, torch.cuda.current_stream(stream.device)) for stream in self._streams]
+        for stream, own in current:
+            own.wait_stream(stream)
+        yield
+        for stream, own in current:
+            stream.wait_stream(own)
+
     def _note(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if self._gpus:
+            for device in self._gpus.get(id(optimizer), ()):
+                stream = torch.cuda.current_stream(device)
+                if stream != torch.cuda.default_stream(device):
+                    self._streams.add(stream)
         if (name := self._names.get(id(optimizer))) is not None:
             self._stepped[name] = None
         self._on_step(optimizer)

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -89,6 +89,8 @@ class Saver:
         self._commits = 0
         #: Is told each committed step, on rank 0.
         self.on_commit: Callable[[int], None] = lambda _: None
+        #: Around the copies of a state that lies on GPUs.
+        self.behind: Callable[[], AbstractContextManager[None]] = nullcontext
         #: Held while taking the writer's answer: by the main thread, or by the one that acts at the deadline.
         self._answering = threading.Lock()
 
@@ -303,7 +305,8 @@ class Saver:
         seconds = WAIT_S if urgent else BESIDE_S
         pending = self._metrics.pending or self._media.pending
         before = partial(self._complete_metrics, step, seconds) if pending else None
-        self._checkpoint_client.save(step, state(), self._best.facts(), urgent, before)
+        with self.behind():
+            self._checkpoint_client.save(step, state(), self._best.facts(), urgent, before)
         self._stall_s = time.monotonic() - started
         return None
 

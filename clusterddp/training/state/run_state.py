@@ -61,6 +61,7 @@ class RunState:
         self.before = BeforeStep(parts if group.rank == 0 else {}, values)
         self.divergence = Divergence({**parts, "progress": values} if values else parts, group)
         self.buffers = Buffers(parts, group.world_size)
+        self._hardware = group.hardware() if group.rank == 0 else {}
         self._partly_saved = self._check_saved() if group.rank == 0 else []
 
     def content(self, before_step: bool) -> dict[str, Any]:
@@ -72,6 +73,7 @@ class RunState:
             "seed": self._seed,
             "finished": self.finished,
             "diverged": sorted(self.divergence.parts),
+            **({"hardware": self._hardware} if self._hardware else {}),
             **self.stopped_in_step,
             **self.gradients.progress(before_step),
             **self.buffers.progress(),
@@ -134,6 +136,8 @@ class RunState:
         self.inexact = self._reasons_for_doubt()
         if progress["world_size"] != self._group.world_size:
             self.inexact.append(f"{counted(self._group.world_size, 'rank')} instead of {progress['world_size']}")
+        if self._group.rank == 0:
+            self.inexact += other_hardware(progress.get("hardware", {}), self._hardware)
         for name, part in self._parts.items():
             try:
                 load_state(part, content[name])
@@ -188,6 +192,15 @@ class RunState:
                 if self._group.world_size > 2 and (doubt := wrapping.doubt(module)):
                     reasons.append(f"{name} {doubt}")
         return reasons
+
+
+def other_hardware(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """How the hardware of ``ProcessGroup.hardware`` differs from that of the checkpoint, in words."""
+    gpus = ["CPUs" if not of else " and ".join(of["gpus"]) for of in (before, now)]
+    if gpus[0] != gpus[1]:
+        return [f"on {gpus[1]} instead of {gpus[0]}"]
+    per_node = [of.get("ranks_per_node") for of in (before, now)]
+    return [f"{counted(per_node[1], 'rank')} per node instead of {per_node[0]}"] if per_node[0] != per_node[1] else []
 
 
 def _listed(names: Iterable[str]) -> str:

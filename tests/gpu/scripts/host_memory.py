@@ -1,4 +1,6 @@
-"""Saves or restores a model and its optimizer, and prints the host memory that a restore needs: host_memory.py RUN_DIR
+"""Saves or restores a model and its optimizer, and prints the host memory that a restore needs.
+
+host_memory.py RUN_DIR [NAME OF THE GPU]
 
 In shares of the optimizer's state: what is resident and this process's own when the optimizer begins to load.
 """
@@ -19,6 +21,8 @@ def own_memory():
     return resident - torch.cuda.memory_allocated()
 
 
+if sys.argv[2:]:
+    torch.cuda.get_device_properties(0).__class__.name = property(lambda _: sys.argv[2], lambda *_: None)
 ctx = clusterddp.init(run_dir=sys.argv[1])
 model = ctx.wrap(nn.Linear(1 << 11, 1 << 11))
 optimizer = torch.optim.Adam(model.parameters())

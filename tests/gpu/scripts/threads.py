@@ -7,9 +7,11 @@ import os
 import sys
 import threading
 
+import standin_watch
 import torch
 
 import clusterddp
+from clusterddp.checkpoint.state import state_of
 from clusterddp.distributed import device_threads
 from clusterddp.jobdef.job import Checkpointing
 
@@ -53,14 +55,22 @@ class Runtime:
 device_threads._LIBRARY = Runtime
 model = ctx.wrap(torch.nn.Linear(4, 4))
 optimizer = torch.optim.Adam(model.parameters())
-run = ctx.run(model=model, optimizer=optimizer)
+scaler = torch.amp.GradScaler("cuda")
+run = ctx.run(model=model, optimizer=optimizer, scaler=scaler)
 for _ in run.steps(6):
     loss = model(torch.ones(2, 4, device=ctx.device)).sum()
-    loss.backward()
-    optimizer.step()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
     run.log(loss=loss, reduce="mean")
     run.log_media(images={"image": torch.rand(8, 8, device=ctx.device)})
 expected = {"MainThread", "snapshot", "media"} if ctx.rank == 0 else {"MainThread", "log"}
+before = standin_watch.counts()
+state = state_of(scaler)  # waits for no GPU
+assert standin_watch.counts() == before
+plain = {name: value.item() if torch.is_tensor(value) else value for name, value in state.items()}
+assert plain == scaler.state_dict()
+assert list(before["contexts"]) == [ctx.device.index], before
 assert foreign == [], foreign
 assert callers >= expected, callers
 assert {name for name, mode in modes if mode == 1} >= expected - {"MainThread"}, modes

@@ -1,0 +1,56 @@
+"""Runs with ``device: cuda`` on a real Slurm with GPUs as generic resources: stand-in devices, as many as it lists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from clusterddp.rundir.run_directory import RunDirectory
+from tests import ddp
+from tests.cluster import Cluster
+from tests.gpu import build
+from tests.preempted import attempt, check_same
+from tests.trainings import events_of
+from tests.waiting import story, wait_for_outcome, wait_for_step
+
+STEPS = 100
+DIGITS = ddp.REPOSITORY / "jobs" / "digits.py"
+
+
+ONE_EACH = """
+import os, socket, torch, clusterddp
+ctx = clusterddp.init()
+model = ctx.wrap(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2, device=ctx.device)).sum().backward()
+print(socket.gethostname(), ctx.local_rank, os.environ["CUDA_VISIBLE_DEVICES"], ctx.device, torch.cuda.device_count())
+"""
+
+
+def standin(cluster: Cluster) -> dict[str, str]:
+    """The stand-in of this checkout, with two devices on each node, where the cluster's user sees it."""
+    found = build.environment(2)
+    return {**found, "PYTHONPATH": found["PYTHONPATH"].replace(str(ddp.REPOSITORY), str(cluster.source))}
+
+
+def test_digits_on_two_nodes_of_two_devices_preempted_ends_with_the_same_bits(
+    cluster: Cluster, runs: Path, tmp_path: Path
+) -> None:
+    """Each task sees both devices of its node, which ``--gpus-per-node`` requests."""
+    run, whole = RunDirectory(runs / "run"), RunDirectory(tmp_path / "whole")
+    command = [cluster.python, "-m", "clusterddp.submit", "jobs/digits.yaml", "--run-dir", run.path]
+    shape = ["--device", "cuda", "--nodes", "2", "--gpus", "2", "--partition", "low"]
+    cluster.run([*command, *shape, "--", "--steps", str(STEPS)], cwd=cluster.source, env=standin(cluster))
+    wait_for_step(run, 10)
+    cluster.preempt(seconds=1)
+    attempt(whole, [DIGITS, "--steps", STEPS], ranks=4, devices=4).expect(0)
+    assert wait_for_outcome(run) == "completed", story(run)
+    (resumed,) = events_of(run, "resumed")
+    assert 10 <= resumed["step"] < STEPS, story(run)
+    check_same(run, whole)
+
+
+def test_tasks_that_see_one_device_each_use_it(cluster: Cluster) -> None:
+    """Where the site binds tasks to devices, as with plain srun here: it is index 0 for each, and another device."""
+    srun = ["srun", "--partition=low", "--nodes=1", "--ntasks=2", "--gpus-per-task=1", "--cpus-per-task=1"]
+    said = cluster.run([*srun, cluster.python, "-c", ONE_EACH], cwd=cluster.source, env=standin(cluster)).stdout
+    seen = [line.split()[1:] for line in sorted(said.splitlines())]
+    assert seen == [["0", "0", "cuda:0", "1"], ["1", "1", "cuda:0", "1"]]

@@ -1,0 +1,118 @@
+"""Which GPUs the ranks of a node see, and what is said where they see too few."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from clusterddp.cli.submission import check_place
+from clusterddp.distributed import process_group
+from clusterddp.distributed.process_group import choose_devices, devices_of, own_mig_device
+from clusterddp.environment import RankEnvironment
+from clusterddp.errors import DeviceError, UsageError
+from clusterddp.jobdef.job import Job
+from clusterddp.supervisor.launcher import local_variables
+from clusterddp.training.state.run_state import other_hardware
+
+MIG = "MIG-11,MIG-22, MIG-33"
+
+
+def place(rank: int, ranks: int, on_node: int, launcher: Any = "local") -> RankEnvironment:
+    return RankEnvironment(rank, rank % on_node, ranks, on_node, rank // on_node, (), None, None, launcher)
+
+
+def visible(rank: int, **shape: int) -> str | None:
+    return local_variables(Job("train.py", **shape), rank).get("CUDA_VISIBLE_DEVICES")  # type: ignore[arg-type]
+
+
+def test_local_nodes_share_the_machines_gpus_or_those_that_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty list is none, also with several nodes."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [visible(rank, nodes=2, gpus_per_node=2) for rank in range(4)] == ["0,1", "0,1", "2,3", "2,3"]
+    assert visible(0, gpus_per_node=2) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert [visible(rank, nodes=2, gpus_per_node=2) for rank in (0, 2)] == ["4,5", "6,7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert [visible(rank, nodes=2, gpus_per_node=2) for rank in (0, 2)] == ["", ""]
+
+
+def test_a_list_that_is_too_short_for_a_local_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    check_place(Job("train.py", gpus_per_node=2), "--local")
+    check_place(Job("train.py", nodes=2, gpus_per_node=2, device="cpu"), "--local")
+    check_place(Job("train.py", nodes=2, gpus_per_node=2), None)
+    with pytest.raises(UsageError, match=r"need 4 GPUs of this machine, but CUDA_VISIBLE_DEVICES=0,1 lists 2: "):
+        check_place(Job("train.py", nodes=2, gpus_per_node=2), "--local")
+
+
+@pytest.mark.parametrize(
+    ("rank", "launcher", "named", "words"),
+    [
+        (
+            2,
+            "local",
+            "2,3",
+            "node n1 has none of the GPUs that CUDA_VISIBLE_DEVICES=2,3 lists; with --local, 4 GPUs of one machine",
+        ),
+        (0, "slurm", "GPU-5", "node n1 has none of the GPUs that CUDA_VISIBLE_DEVICES=GPU-5 lists$"),
+        (0, "slurm", "", "no GPU is visible on node n1, because CUDA_VISIBLE_DEVICES is empty; request GPUs"),
+        (0, "slurm", None, "no GPU is visible on node n1; request GPUs"),
+    ],
+)
+def test_no_visible_gpu_is_explained_by_what_hides_them(rank: int, launcher: Any, named: Any, words: str) -> None:
+    """As where 2 x 2 GPUs are asked for on a machine with two, whose second pair is not there."""
+    with pytest.raises(DeviceError, match=words):
+        choose_devices(place(rank, 4, 2, launcher), "cuda", 1, 0, "n1", named)
+
+
+def test_each_rank_uses_its_own_mig_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA shows a process only the first one of a list."""
+    cuda = process_group.torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: 1 if "MIG" in os.environ["CUDA_VISIBLE_DEVICES"] else 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", MIG)
+    assert devices_of(place(1, 3, 3, "slurm"), "cuda", 1) == (torch.device("cuda:0"),)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-22"
+    assert devices_of(place(0, 1, 1, "slurm"), None, 1) == (torch.device("cuda:0"),)  # already its own
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert devices_of(place(1, 3, 3, "slurm"), "cuda", 1) == (torch.device("cuda:1"),)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_rank", "words"),
+    [
+        (4, 1, "needs 4 GPUs on node n1, there are 3 \\(MIG\\)"),
+        (1, 2, "gpus_per_rank is 2, but node n1 has MIG devices"),
+    ],
+)
+def test_what_mig_devices_cannot_do_is_refused(ranks: int, per_rank: int, words: str) -> None:
+    with pytest.raises(DeviceError, match=words):
+        own_mig_device(place(0, ranks, ranks), per_rank, MIG, "n1")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ({}, {}, []),
+        ({"gpus": {"A": 8}, "ranks_per_node": 8}, {"gpus": {"A": 8}, "ranks_per_node": 8}, []),
+        ({"gpus": {"A": 8}, "ranks_per_node": 8}, {"gpus": {"H": 8}, "ranks_per_node": 8}, ["on H instead of A"]),
+        (
+            {"gpus": {"A": 8}, "ranks_per_node": 8},
+            {"gpus": {"A": 4, "H": 4}, "ranks_per_node": 4},
+            ["on A and H instead of A"],
+        ),
+        (
+            {"gpus": {"A": 8}, "ranks_per_node": 8},
+            {"gpus": {"A": 8}, "ranks_per_node": 4},
+            ["4 ranks per node instead of 8"],
+        ),
+        ({"gpus": {"A": 1}, "ranks_per_node": 1}, {}, ["on CPUs instead of A"]),
+    ],
+)
+def test_other_gpus_and_another_layout_make_a_resume_inexact(before: Any, now: Any, words: list[str]) -> None:
+    """Kernels and the order of NCCL's sums depend on them."""
+    assert other_hardware(before, now) == words
