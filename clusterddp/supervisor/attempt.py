@@ -55,6 +55,7 @@ from clusterddp.supervisor.state import (
     NodeNames,
     Notice,
     RankEvent,
+    RankFailed,
     RanksExited,
     Record,
     Request,
@@ -62,6 +63,7 @@ from clusterddp.supervisor.state import (
     StartTimer,
     State,
     Stop,
+    TermNotice,
     Timer,
 )
 from clusterddp.supervisor.verdict import RankEnd
@@ -139,15 +141,15 @@ class Attempt:
         )
         logs = self._run.attempt_logs(self._number)
         self._launched = time.time()
+        self._launcher.failed = lambda rank: self.post(RankFailed(rank))
         self._launcher.start(rank_command(self._job, self._number), self._environment(token), logs)
         margin_s = lambda: self._state.stop_margin_s  # noqa: E731
         self._monitor = Monitor(self._controller, self._run, self._number, self.post, margin_s, self._fail)
-        # A local launcher reaps any child of this process: it waits only once git, asked for the code's state, is done.
         for write in (
             partial(self._record_address, token),
             self._tell_notice,
             self._record_start,
-            lambda: self._start("launcher", self._wait),
+            lambda: self._start("launcher", self._wait),  # no attempt ends before its start is recorded
         ):
             self._writes.put(write)
         history = self._start("history", self._write)
@@ -313,7 +315,10 @@ class Attempt:
     def _tell_notice(self) -> None:
         """While the ranks start: how long after a TERM they are killed. Without an answer nobody knows."""
         try:
-            self._server.tell(term_notice_s=self._controller.term_notice_s())
+            seconds = self._controller.term_notice_s()
+            self._server.tell(term_notice_s=seconds)
+            if seconds is not None:
+                self.post(TermNotice(seconds))
         except SlurmError as error:
             say(f"cannot determine how much notice a preemption gives: {error}")
 

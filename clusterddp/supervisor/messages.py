@@ -90,6 +90,13 @@ def _requested(event: Event) -> str:
     return f"requested by `clusterddp {command}`: {_REQUESTS.get(event['request'], event['request'])}{without}"
 
 
+def _node_lost(event: Event) -> str:
+    if ranks := event.get("unkillable"):
+        who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        return f"node {event['node']} lost: {who} did not exit after SIGKILL"
+    return f"node {event['node']} lost: it no longer responds"
+
+
 def _failed(event: Event) -> str:
     reason = event["reason"]
     shown = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ..."
@@ -184,7 +191,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     ),
     "rank_failed": lambda e: f"rank {e['rank']} ({e['host']}) failed first{at_step(e.get('step'))}: {e['error']}",
     "rejoined": lambda e: f"rank {e['rank']} ({e['host']}) lost its connection to the supervisor and reconnected",
-    "node_lost": lambda e: f"node {e['node']} lost: it no longer responds",
+    "node_lost": _node_lost,
     "excluded": lambda e: (
         f"{' and '.join(e['nodes'])} failed this run {' and '.join(map(str, e['failures']))} times: "
         "excluded from its jobs for 24 hours"
