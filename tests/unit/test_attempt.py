@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,7 @@ class FakeRanks:
     """Two ranks that write records instead of running."""
 
     name, supervisor_host, abandon_s = "slurm", "127.0.0.1", 0.0
+    failed: Callable[[int], object]
 
     def __init__(self, run: RunDirectory, end: Mapping[str, Any]) -> None:
         self._run, self._end = run, end
