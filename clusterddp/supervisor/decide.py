@@ -366,7 +366,7 @@ def _on_superseded(state: State, _event: Superseded, _now: float) -> Step:
 def _on_removed(state: State, event: RunRemoved, _now: float) -> Step:
     """Nothing that the ranks do can be kept."""
     actions: list[Action] = [Say(f"{event.why}: ending the ranks"), Broadcast("leave", event.why)]
-    state = replace(state, removed=True, watched=False, dismissal=event.why)
+    state = replace(state, removed=True, watched=False, dismissal=event.why, failed=True)
     return state, [*actions, StartTimer(Timer.KILL, HANG_GRACE_S)]
 
 
