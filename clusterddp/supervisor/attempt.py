@@ -9,9 +9,11 @@ the supervisor itself (``main.prepare_process``).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -26,6 +28,7 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.failures import preflight
 from clusterddp.failures.exit_status import ExitStatus, in_order
 from clusterddp.failures.hangs import Watch
+from clusterddp.failures.stacks import uncaught
 from clusterddp.hostlist import expand
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_state import changed, code_state
@@ -42,6 +45,7 @@ from clusterddp.supervisor.controller import Controller
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
+from clusterddp.supervisor.messages import end_of_file
 from clusterddp.supervisor.monitor import Monitor
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.state import (
@@ -369,6 +373,10 @@ class Attempt:
                 words = "exited with code 0 in its loop, by os._exit"
                 return RankEnd(rank, host, "unfinished", lost_at, error=words, used_clusterddp=True)
             return RankEnd(rank, host, "done", lost_at, used_clusterddp=state.unfinished is False)
+        if status is not None and status.signal == signal.SIGABRT and end.end == "died":
+            log = self._run.attempt_logs(self._number) / f"rank-{rank}.err"
+            if thrown := uncaught(end_of_file(log)):
+                return dataclasses.replace(end, error=f"aborted: {thrown}")
         if rank in state.silent and end.end == "died":
             return RankEnd(rank, host, "silent", lost_at, error=f"lost with its node {node}")
         return end
