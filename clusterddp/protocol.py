@@ -119,7 +119,7 @@ EVENTS: Mapping[str, Event] = {
     "controller_away": Event("error", "Slurm's controller is unreachable; training continues"),
     "controller_back": Event("", "Slurm's controller answers again"),
     "controller_missing": Event("error", "Slurm's commands are not installed here"),
-    "node_lost": Event("node suspect", "a node does not answer"),
+    "node_lost": Event("node suspect unkillable?", "a node does not answer, or these ranks outlived a KILL"),
     "rank_failed": Event(
         "rank host error step? suspect? since? raised?",
         "the first failure of the attempt; `raised`: its exception, line and step",

@@ -14,7 +14,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,7 @@ class Launcher:
     """Tells the driver when ranks are wanted; the driver tells how they ended."""
 
     name, supervisor_host, abandon_s = "slurm", "127.0.0.1", 5.0
+    failed: Callable[[int], object]
 
     def __init__(self) -> None:
         self._ends: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

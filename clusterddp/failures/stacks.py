@@ -24,6 +24,16 @@ _NOT_THE_USERS = re.compile(
 #: What torch says if ranks are in different collectives; of a timeout, one of them may also be late.
 _MISMATCH = re.compile(r"collective mismatch|mismatch between collectives|op\.preamble\.length <= op\.nbytes")
 _TIMEOUT = re.compile(r"Timed out waiting \d+ms for|collective operation timeout")
+#: What libstdc++ prints of an uncaught exception, up to Python's fault handler or an empty line.
+_TERMINATE = re.compile(
+    r"^terminate called after throwing an instance of '([^']+)'\n"
+    r"\s*what\(\):\s*((?:.|\n)*?)(?=\n\n|\nFatal Python error|\Z)",
+    re.MULTILINE,
+)
+_ADVICE = re.compile(
+    r"\n(?:CUDA|HIP) kernel errors might be|\nSearch for `|\nException raised from |\nframe #0|\nCompile with `"
+)
+_ROCM = re.compile(r"^(?:HW Exception by GPU node|Memory access fault by GPU node).*", re.MULTILINE)
 
 
 def users_line(text: str) -> str | None:
@@ -46,6 +56,21 @@ def different_calls(error: str, texts: Mapping[int, str]) -> str:
     if apart and _TIMEOUT.search(error):
         return f"the ranks waited in different calls ({where}): one was late, or they called different collectives"
     return ""
+
+
+def uncaught(text: str) -> str | None:
+    """The C++ exception that ended the process, as ``TYPE: MESSAGE``, or what the ROCm runtime said before it did.
+
+    Under NCCL torch's watchdog thread ends a process so after an asynchronous error of its device or of a peer. torch
+    appends advice and its own C++ stack to the message, which are left out.
+    """
+    if amd := _ROCM.findall(text):
+        return str(amd[-1])
+    found = _TERMINATE.findall(text)
+    if not found:
+        return None
+    kind, message = found[-1]
+    return f"{kind}: {_ADVICE.split(message)[0].strip()}"
 
 
 def end_of_log(text: str) -> str:

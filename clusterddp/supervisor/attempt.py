@@ -9,9 +9,11 @@ the supervisor itself (``main.prepare_process``).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -26,6 +28,7 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.failures import preflight
 from clusterddp.failures.exit_status import ExitStatus, in_order
 from clusterddp.failures.hangs import Watch
+from clusterddp.failures.stacks import uncaught
 from clusterddp.hostlist import expand
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_state import changed, code_state
@@ -42,6 +45,7 @@ from clusterddp.supervisor.controller import Controller
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
+from clusterddp.supervisor.messages import end_of_file
 from clusterddp.supervisor.monitor import Monitor
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.state import (
@@ -55,6 +59,7 @@ from clusterddp.supervisor.state import (
     NodeNames,
     Notice,
     RankEvent,
+    RankFailed,
     RanksExited,
     Record,
     Request,
@@ -62,6 +67,7 @@ from clusterddp.supervisor.state import (
     StartTimer,
     State,
     Stop,
+    TermNotice,
     Timer,
 )
 from clusterddp.supervisor.verdict import RankEnd
@@ -139,15 +145,15 @@ class Attempt:
         )
         logs = self._run.attempt_logs(self._number)
         self._launched = time.time()
+        self._launcher.failed = lambda rank: self.post(RankFailed(rank))
         self._launcher.start(rank_command(self._job, self._number), self._environment(token), logs)
         margin_s = lambda: self._state.stop_margin_s  # noqa: E731
         self._monitor = Monitor(self._controller, self._run, self._number, self.post, margin_s, self._fail)
-        # A local launcher reaps any child of this process: it waits only once git, asked for the code's state, is done.
         for write in (
             partial(self._record_address, token),
             self._tell_notice,
             self._record_start,
-            lambda: self._start("launcher", self._wait),
+            lambda: self._start("launcher", self._wait),  # no attempt ends before its start is recorded
         ):
             self._writes.put(write)
         history = self._start("history", self._write)
@@ -313,7 +319,10 @@ class Attempt:
     def _tell_notice(self) -> None:
         """While the ranks start: how long after a TERM they are killed. Without an answer nobody knows."""
         try:
-            self._server.tell(term_notice_s=self._controller.term_notice_s())
+            seconds = self._controller.term_notice_s()
+            self._server.tell(term_notice_s=seconds)
+            if seconds is not None:
+                self.post(TermNotice(seconds))
         except SlurmError as error:
             say(f"cannot determine how much notice a preemption gives: {error}")
 
@@ -364,6 +373,10 @@ class Attempt:
                 words = "exited with code 0 in its loop, by os._exit"
                 return RankEnd(rank, host, "unfinished", lost_at, error=words, used_clusterddp=True)
             return RankEnd(rank, host, "done", lost_at, used_clusterddp=state.unfinished is False)
+        if status is not None and status.signal == signal.SIGABRT and end.end == "died":
+            log = self._run.attempt_logs(self._number) / f"rank-{rank}.err"
+            if thrown := uncaught(end_of_file(log)):
+                return dataclasses.replace(end, error=f"aborted: {thrown}")
         if rank in state.silent and end.end == "died":
             return RankEnd(rank, host, "silent", lost_at, error=f"lost with its node {node}")
         return end

@@ -26,6 +26,7 @@ from clusterddp.supervisor.state import (
     Heartbeat,
     Notice,
     RankEvent,
+    RankFailed,
     RanksExited,
     Record,
     Request,
@@ -36,14 +37,20 @@ from clusterddp.supervisor.state import (
     Step,
     Stop,
     Superseded,
+    TermNotice,
     Timer,
 )
 from clusterddp.supervisor.verdict import check_record
 from clusterddp.worker.control_channel import SILENCE_S
 
-#: Grace period, in seconds, for the peers of a failed rank to fail with errors of their own, and for hung ranks to exit
-#: on their own. The launcher ends them as well, but Slurm waits for KillWait where they do not react to TERM.
+#: Grace period, in seconds, for the peers of a failed rank to fail with errors of their own. Then they are told to
+#: exit, like hung ranks, and are killed after as long.
 PEER_GRACE_S = HANG_GRACE_S = 3.0
+#: Seconds before the end of a notice in which the peers of a failed rank are ended and the job is requeued.
+END_S = 8.0
+#: A rank that exists so many seconds after a KILL waits for a device or a file system that does not answer. Slurm's
+#: UnkillableStepTimeout is the same by default.
+UNKILLABLE_S = 60.0
 #: How often the time limit is compared with the clock. Ranks that did not confirm a stop are told again as often.
 LOOK_S = 2.0
 #: A signal gets this much time to reach the ranks before they are told what it means.
@@ -66,9 +73,11 @@ def step(state: State, event: Event, now: float) -> Step:
         return state, [action for action in actions if isinstance(action, Record | Heartbeat)]
     if state.superseded and not (isinstance(event, RanksExited) or event is Timer.ABANDON):
         return state, []
-    if isinstance(event, Timer):
-        return _TIMERS[event](state, now)
-    return _HANDLERS[type(event)](state, event, now)
+    before = state.told
+    state, actions = (
+        _TIMERS[event](state, now) if isinstance(event, Timer) else _HANDLERS[type(event)](state, event, now)
+    )
+    return state if state.told == before else state.but(told_at=now), actions
 
 
 # Reports of ranks
@@ -144,17 +153,13 @@ def _on_left(state: State, event: RankEvent, now: float) -> Step:
     if event.values["end"] in ("done", "stopped"):
         return state, []
     # A rank that exits with 0 in its loop may do so for a signal that only the controller knows of; so may its peers.
-    unfinished = event.values["end"] == "unfinished"
-    state, actions = _dismiss_peers(
-        _lose(state, event.rank, now),
-        f"rank {event.rank} ({event.values['host']}) failed",
-        ASK_S if unfinished else 0.0,
-    )
-    return state, [*actions, Do.ASK_CONTROLLER] if unfinished else actions
+    more_s = ASK_S if event.values["end"] == "unfinished" else 0.0
+    state = _lose(state, event.rank, now)
+    return _dismiss_peers(state, f"rank {event.rank} ({event.values['host']}) failed", more_s, failed=True)
 
 
 def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step:
-    rank, first_lost = event.rank, not state.lost_at
+    rank = event.rank
     # A peer that waits for a silent rank may fail before the silence has lasted long enough.
     lost_at = now - SILENCE_S if event.silent else now
     state = _lose(state, rank, lost_at)
@@ -164,8 +169,7 @@ def _on_connection_lost(state: State, event: ConnectionLost, now: float) -> Step
         return state, actions
     if not event.silent:
         state, more = _dismiss_peers(state, _exited(state, rank))
-        ask: list[Action] = [Do.ASK_CONTROLLER] if first_lost else []
-        return state, [*actions, *more, *ask]
+        return state, [*actions, *more]
     # Its node is lost, unless this one is cut off: then the controller is unreachable, too. srun would wait until Slurm
     # gives the node up, and so would the ranks on other nodes.
     first = not state.silent
@@ -192,16 +196,57 @@ def _exited(state: State, rank: int) -> str:
     return f"rank {rank} ({state.hosts[rank]}) exited"
 
 
-def _dismiss_peers(state: State, why: str, more_s: float = 0.0) -> Step:
-    """Tells the other ranks to exit after a grace period; not in a stop, in which they may be saving."""
-    if state.dismissal or state.told:
+def _dismiss_peers(state: State, why: str, more_s: float = 0.0, *, failed: bool = False) -> Step:
+    """Ends the other ranks after a grace period. ``failed``: the rank did, rather than exit with code 0.
+
+    It may have been ended by a signal that only the controller can explain.
+    """
+    if state.dismissal and (state.failed or not failed):
         return state, []
-    return replace(state, dismissal=why), [StartTimer(Timer.DISMISS, PEER_GRACE_S + more_s)]
+    state = replace(state, dismissal=state.dismissal or why, failed=state.failed or failed)
+    return state, [StartTimer(Timer.DISMISS, PEER_GRACE_S + more_s), Do.ASK_CONTROLLER]
 
 
-def _on_dismiss(state: State, _now: float) -> Step:
-    wanted = state.dismissal and not state.told and not state.saving
-    return state, [Broadcast("leave", state.dismissal)] if wanted else []
+def _on_dismiss(state: State, now: float) -> Step:
+    """Tells the other ranks to exit, and kills the peers of a failed one that do not, as scripts without clusterddp.
+
+    In a stop they may be saving: they have the rest of the notice.
+    """
+    if not state.dismissal:
+        return state, []
+    if (rest_s := _rest_s(state, now)) > 0:
+        return state, [StartTimer(Timer.DISMISS, rest_s)]
+    kill: list[Action] = [StartTimer(Timer.KILL, HANG_GRACE_S)] if state.failed else []
+    return state, [Broadcast("leave", state.dismissal), *kill]
+
+
+def _rest_s(state: State, now: float) -> float:
+    """How long the peers of a failed rank may still save."""
+    notice_s = state.notice_ends - END_S - now if state.told else 0.0
+    return max(notice_s, PEER_GRACE_S if state.saving else 0.0)
+
+
+def _on_rank_failed(state: State, event: RankFailed, _now: float) -> Step:
+    """It may never have joined, or have crashed after its last report."""
+    return _dismiss_peers(state, f"rank {event.rank} ({state.node_of(event.rank)}) exited", failed=True)
+
+
+def _on_kill(state: State, now: float) -> Step:
+    """Of the peers of a failed rank only now it may be known that they have a notice."""
+    if state.dismissal and not state.removed and (rest_s := _rest_s(state, now)) > 0:
+        return state, [StartTimer(Timer.DISMISS, rest_s)]
+    return state, [Do.KILL_RANKS, StartTimer(Timer.UNKILLABLE, UNKILLABLE_S)]
+
+
+def _on_unkillable(state: State, _now: float) -> Step:
+    """Abandons the ranks that are still connected. Their nodes count as lost: what they wait for is still in use."""
+    stuck = state.hosts.keys() - state.lost_at.keys() - state.ends.keys()
+    nodes = dict.fromkeys(state.node_of(rank) for rank in sorted(stuck))
+    lost = {node: [rank for rank in sorted(stuck) if state.node_of(rank) == node] for node in nodes}
+    records: list[Action] = [
+        Record("node_lost", {"node": node, "suspect": node, "unkillable": ranks}) for node, ranks in lost.items()
+    ]
+    return replace(state, silent=state.silent | stuck), [*records, Do.ABANDON_RANKS]
 
 
 def _abandon(state: State) -> Step:
@@ -321,7 +366,7 @@ def _on_superseded(state: State, _event: Superseded, _now: float) -> Step:
 def _on_removed(state: State, event: RunRemoved, _now: float) -> Step:
     """Nothing that the ranks do can be kept."""
     actions: list[Action] = [Say(f"{event.why}: ending the ranks"), Broadcast("leave", event.why)]
-    state = replace(state, removed=True, watched=False, dismissal=event.why)
+    state = replace(state, removed=True, watched=False, dismissal=event.why, failed=True)
     return state, [*actions, StartTimer(Timer.KILL, HANG_GRACE_S)]
 
 
@@ -350,6 +395,8 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     ConnectionLost: _on_connection_lost,
     Notice: _on_notice,
     ControllerFailed: _on_controller_failed,
+    TermNotice: lambda state, event, _: (replace(state, term_notice_s=event.seconds), []),
+    RankFailed: _on_rank_failed,
     Superseded: _on_superseded,
     RunRemoved: _on_removed,
     RanksExited: _on_exit,
@@ -362,7 +409,8 @@ _TIMERS: Mapping[Timer, Callable[[State, float], Step]] = {
     Timer.LOOK: _look,
     Timer.WATCHDOG: _on_watchdog,
     Timer.DISMISS: _on_dismiss,
-    Timer.KILL: lambda state, _: (state, [Do.KILL_RANKS]),
+    Timer.KILL: _on_kill,
+    Timer.UNKILLABLE: _on_unkillable,
     Timer.ASK: lambda state, _: (state, [Do.ASK_CONTROLLER]),
     Timer.ABANDON: lambda state, _: (state, [Do.ABANDON_RANKS]),
     Timer.ANSWER: requests.on_timer,

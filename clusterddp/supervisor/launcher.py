@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +32,8 @@ class Launcher(Protocol):
     supervisor_host: str
     #: Grace period, in seconds, for reachable ranks to exit before ``abandon``.
     abandon_s: float
+    #: Called by ``wait`` when a rank has failed, with its number.
+    failed: Callable[[int], object]
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts all ranks, with their output in ``logs/rank-<r>.out`` and ``.err``."""
@@ -44,7 +48,10 @@ class Launcher(Protocol):
         """Stops waiting for ranks that may be unreachable."""
 
     def wait(self) -> int:
-        """Waits until all ranks have exited; the first exit code that is not 0, or 0. A failed rank ends its peers."""
+        """Waits until all ranks have exited, or are abandoned; the first exit code that is not 0, or 0.
+
+        A failed rank does not end its peers: they may be saving.
+        """
 
     def exit_statuses(self) -> Mapping[int, ExitStatus]:
         """How ranks failed, as far as known, once all have exited; the first failure comes first."""
@@ -59,6 +66,7 @@ class SlurmLauncher:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self.failed: Callable[[int], object] = lambda _: None
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
         """Starts srun. Its own messages go to ``logs/srun.err``."""
@@ -90,19 +98,23 @@ class SlurmLauncher:
         self._srun.kill()
 
     def wait(self) -> int:
-        """srun's exit code. It is 137 for a peer killed by --kill-on-bad-exit, whatever the first failure was.
+        """srun's exit code, which may be that of a rank that was killed after the first failure.
 
         If a task cannot be launched, srun reports it and waits for the others, which wait for that task (seen on
         22.05.8 when a cable was cut in that second): they are killed.
         """
-        ended = False
+        known: set[int] = set()
         while True:
             try:
                 return self._srun.wait(timeout=LOOK_S)
             except subprocess.TimeoutExpired:
-                if not ended and any(death.not_started for death in self.exit_statuses().values()):
-                    ended = True
-                    self.kill()
+                statuses = self.exit_statuses()
+            new = [rank for rank in statuses if rank not in known]
+            known.update(new)
+            for rank in new:
+                self.failed(rank)
+            if any(statuses[rank].not_started for rank in new):
+                self.kill()
 
     def exit_statuses(self) -> Mapping[int, ExitStatus]:
         """From srun's messages; empty if they cannot be read."""
@@ -115,8 +127,9 @@ class SlurmLauncher:
 def srun_command(job: Job, logs: Path) -> list[str]:
     """srun's part of the ranks' command line.
 
-    --cpus-per-task is always given: in 22.05 and 23.02 srun does not inherit the job's. --wait: after the first clean
-    exit the other ranks may take as long as a collective.
+    --cpus-per-task is always given: in 22.05 and 23.02 srun does not inherit the job's. --kill-on-bad-exit: a site's
+    KillOnBadExit would end ranks that are saving; the supervisor ends the peers of a failed rank. --wait: after the
+    first clean exit the other ranks may take as long as a collective.
     """
     return [
         "srun",
@@ -124,7 +137,7 @@ def srun_command(job: Job, logs: Path) -> list[str]:
         f"--ntasks={job.world_size}",
         f"--ntasks-per-node={job.ranks_per_node}",
         f"--cpus-per-task={cpus_per_rank(job)}",
-        "--kill-on-bad-exit=1",
+        "--kill-on-bad-exit=0",
         f"--wait={job.timeouts.step_s:.0f}",
         "--unbuffered",
         "--open-mode=append",
@@ -155,7 +168,10 @@ class LocalLauncher:
 
     def __init__(self, job: Job, terminal_rank: int | None = None, told: Callable[[], bool] = lambda: False) -> None:
         self._job, self._terminal_rank, self._told = job, terminal_rank, told
-        self._ranks: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by pid
+        self.failed: Callable[[int], object] = lambda _: None
+        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        #: Ranks that have exited; None: the others are abandoned.
+        self._exited: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._exit_statuses: dict[int, ExitStatus] = {}
 
     def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
@@ -167,8 +183,8 @@ class LocalLauncher:
         adopt_orphans()
         with signals_blocked(signal.SIGTERM, signal.SIGUSR2):
             for rank in range(self._job.world_size):
-                process = self._start_rank(rank, command, {**environment, **local_variables(self._job, rank)}, logs)
-                self._ranks[process.pid] = rank, process
+                own = {**environment, **local_variables(self._job, rank)}
+                self._ranks[rank] = self._start_rank(rank, command, own, logs)
         if self._told():
             self._signal_all(signal.SIGTERM)
 
@@ -192,34 +208,38 @@ class LocalLauncher:
         self._signal_all(signal.SIGKILL)
 
     def abandon(self) -> None:
-        """Kills the ranks, which are all reachable."""
+        """Ends ``wait``: a rank in a driver or a file system that does not answer outlives a KILL."""
         self.kill()
+        self._exited.put(None)
 
     def wait(self) -> int:
-        """The first exit code that is not 0 (128 + signal for a killed rank); its peers are then killed, as by srun."""
-        first = 0
-        while self._ranks:
-            pid, status = os.wait()
-            if pid not in self._ranks:
-                continue
-            rank, process = self._ranks.pop(pid)
-            process.returncode = code = os.waitstatus_to_exitcode(status)
-            if code != 0:
-                self._exit_statuses[rank] = ExitStatus.of_code(code)
-            if code != 0 and first == 0:
-                first = code if code > 0 else 128 - code
-                self._signal_all(signal.SIGKILL)
+        """The first exit code that is not 0 (128 + signal for a killed rank).
+
+        A thread waits for each rank, and for no other child of this process, such as a hook.
+        """
+        for rank in self._ranks:
+            threading.Thread(target=self._wait_for, args=(rank,), daemon=True).start()
+        first, left = 0, set(self._ranks)
+        while left and (ended := self._exited.get()) is not None:
+            left.remove(ended)
+            if (code := self._ranks[ended].returncode) != 0:
+                self._exit_statuses[ended] = ExitStatus.of_code(code)
+                first = first or (code if code > 0 else 128 - code)
+                self.failed(ended)
         _end_orphans()
-        return first
+        return first or (1 if left else 0)
+
+    def _wait_for(self, rank: int) -> None:
+        self._ranks[rank].wait()
+        self._exited.put(rank)
 
     def exit_statuses(self) -> Mapping[int, ExitStatus]:
         """From waitpid."""
         return self._exit_statuses
 
     def _signal_all(self, signum: int) -> None:
-        for pid in list(self._ranks):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signum)  # Popen.send_signal would reap the rank before wait() does
+        for process in self._ranks.values():
+            process.send_signal(signum)
 
 
 def _end_orphans() -> None:

@@ -90,6 +90,13 @@ def _requested(event: Event) -> str:
     return f"requested by `clusterddp {command}`: {_REQUESTS.get(event['request'], event['request'])}{without}"
 
 
+def _node_lost(event: Event) -> str:
+    if ranks := event.get("unkillable"):
+        who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        return f"node {event['node']} lost: {who} did not exit after SIGKILL"
+    return f"node {event['node']} lost: it no longer responds"
+
+
 def _failed(event: Event) -> str:
     reason = event["reason"]
     shown = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ..."
@@ -184,7 +191,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     ),
     "rank_failed": lambda e: f"rank {e['rank']} ({e['host']}) failed first{at_step(e.get('step'))}: {e['error']}",
     "rejoined": lambda e: f"rank {e['rank']} ({e['host']}) lost its connection to the supervisor and reconnected",
-    "node_lost": lambda e: f"node {e['node']} lost: it no longer responds",
+    "node_lost": _node_lost,
     "excluded": lambda e: (
         f"{' and '.join(e['nodes'])} failed this run {' and '.join(map(str, e['failures']))} times: "
         "excluded from its jobs for 24 hours"
@@ -217,10 +224,11 @@ def failure_box(
     ``step``: the number of completed steps, if known. ``secrets``: values to mask in the log. ``then``: what follows.
     """
     log = run.attempt_logs(attempt) / f"rank-{failure.rank}.err"
-    body = failure.traceback or end_of_log(masked(_end_of(log), secrets))
+    body = failure.traceback or end_of_log(masked(end_of_file(log), secrets))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(failure.lost_at, now)))
     lines = [failure.sentence(), f"attempt {attempt}{at_step(step)}, {when}", "", *body.rstrip().splitlines(), ""]
     lines += [*_who_waited(failure, others), *_different_calls(failure, others, body)]
+    lines += [f"likely cause: {failure.known.cause}"] if failure.known is not None else []
     lines += [f"log: {log}", *([then] if then else []), *_other_ends(failure, others)]
     wrapped = [
         piece for line in lines for piece in (textwrap.wrap(printable(line), 116, drop_whitespace=False) or [""])
@@ -229,8 +237,8 @@ def failure_box(
     return "\n".join([f"+{rule}", *(f"| {line}" for line in wrapped), f"+{rule}"])
 
 
-def _end_of(log: Path) -> str:
-    """The end of a log, which may be larger than memory; empty if it cannot be read."""
+def end_of_file(log: Path) -> str:
+    """The last MiB of a log; empty if it cannot be read."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))

@@ -77,6 +77,20 @@ class ControllerFailed:
 
 
 @dataclass(frozen=True)
+class TermNotice:
+    """On this cluster ranks are killed so many seconds after a TERM."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RankFailed:
+    """The launcher has seen a rank's process fail."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Superseded:
     """A newer attempt of the run exists."""
 
@@ -110,7 +124,8 @@ class Timer(enum.Enum):
     LOOK = "compare the time limit with the clock"
     WATCHDOG = "look for hung and slow ranks"
     DISMISS = "tell the peers of a failed rank to exit"
-    KILL = "kill hung ranks"
+    KILL = "kill hung ranks, and the peers of a failed one"
+    UNKILLABLE = "stop waiting for ranks that outlive a KILL"
     ASK = "ask the controller again while a node is silent"
     ABANDON = "stop waiting for the launcher"
     ANSWER = "answer requests whose ranks had time enough"
@@ -121,6 +136,8 @@ Event = (
     | ConnectionLost
     | Notice
     | ControllerFailed
+    | TermNotice
+    | RankFailed
     | Superseded
     | RunRemoved
     | RanksExited
@@ -313,6 +330,9 @@ class State:
     #: Why the ranks were told to stop, and what of it one has confirmed: values of Stop, or SIGNAL.
     told: frozenset[str] = frozenset()
     heard: frozenset[str] = frozenset()
+    #: When they were told last, in unix seconds, and how long after a TERM they are killed; None: unknown.
+    told_at: float = 0.0
+    term_notice_s: float | None = None
     #: What the controller said last, and why it was time to stop at the last look.
     notice: Notice = field(default_factory=lambda: Notice(None))
     due: Stop | None = None
@@ -325,8 +345,9 @@ class State:
     #: Whether the newest training loop has steps left; None: none has begun.
     unfinished: bool | None = None
     last_save_s: float = 0.0
-    #: Why the peers of a failed rank are to exit; empty: none failed.
+    #: Why all ranks are to exit, as one has; empty: none has. Whether that one failed.
     dismissal: str = ""
+    failed: bool = False
     #: How many events of each kind ranks other than 0 have reported.
     reported: Mapping[str, int] = field(default_factory=dict)
     #: Whether heartbeats count: a lost rank, or node, is no hang.
@@ -354,6 +375,14 @@ class State:
         short. A save may take three times as long as the last one on a shared disk."""
         wanted = max(self.job.timeouts.notice_s, 10.0 + 3.0 * self.last_save_s)
         return wanted if self.job.time_s is None else min(wanted, self.job.time_s / 4)
+
+    @property
+    def notice_ends(self) -> float:
+        """When the notice ends that ranks have been given, in unix seconds. A stop that the user wants kills no rank:
+        then it ends as long after it as one before the time limit."""
+        by_signal = self.notice.stop is not None and self.term_notice_s is not None
+        notice_s = self.term_notice_s if by_signal else self.stop_margin_s
+        return min(self.told_at + (notice_s or 0.0), self.notice.end_time or math.inf)
 
     @property
     def lost_nodes(self) -> tuple[str, ...]:

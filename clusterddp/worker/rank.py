@@ -12,6 +12,7 @@ import faulthandler
 import fcntl
 import os
 import random
+import resource
 import runpy
 import signal
 import socket
@@ -52,6 +53,8 @@ def main() -> None:
     started, process = time.time(), os.getpid()
     os.register_at_fork(after_in_child=_forget_in_child)
     faulthandler.enable()  # for its own crashes, whose stacks failures/stacks.py reads
+    # Torch's watchdog aborts every rank of a failed NCCL job. Their core files would be as large as their memory.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if os.environ[protocol.LAUNCHER] == "local":
         die_with_parent()
     run = RunDirectory(os.environ[protocol.RUN_DIR])

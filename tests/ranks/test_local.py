@@ -23,7 +23,7 @@ from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.controller import give_notice
 from tests.cluster.system import Process
 from tests.histories import check_history
-from tests.waiting import differing, final_state, story, wait_for_step, wait_until
+from tests.waiting import differing, final_state, preempt_local, story, wait_for_step, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 120
@@ -260,6 +260,18 @@ def test_an_exception_is_shown_with_its_rank_and_ends_the_run(run: RunDirectory,
     assert 'broken.py", line 3' in done.stderr
     assert run.attempts() == [0]
     assert (run.outcome() or {})["state"] == "failed"
+
+
+def test_a_rank_that_saves_after_a_notice_outlives_its_peers(run: RunDirectory) -> None:
+    """Rank 1 dies of the TERM; rank 0's own save takes longer than the peers of a failed rank have otherwise."""
+    process = start(run, "tests/scripts/saving_alone.py", "--device", "cpu", "--gpus", "2", "--", "8")
+    wait_until(lambda: len(list(run.path.glob("ready-*"))) == 2, "both ranks")
+    preempt_local(run)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert (run.path / "own.txt").read_text() == "first half, second half"
+    assert [event["event"] for event in run.events() if "cause" in event] == ["requeued"]
+    assert run.attempts() == [0, 1]
 
 
 @pytest.mark.parametrize("code", [75, 130])

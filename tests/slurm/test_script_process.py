@@ -9,7 +9,7 @@ import pytest
 
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.ranks.test_child_processes import TRAINING
-from tests.waiting import story, wait_for_outcome, wait_for_step
+from tests.waiting import story, wait_for_outcome, wait_for_step, wait_until
 
 SCRIPT = f"""
 import multiprocessing, signal, sys, time
@@ -49,4 +49,21 @@ def test_an_open_pool_delays_no_preemption_and_a_script_handler_does_not_end_the
     # The ranks wait in step 4, and may make one more before all have agreed; the handler's ranks save nothing.
     assert events["requeued"].get("checkpoint") in ((5, 6) if what == "pool" else (None,)), story(run)
     assert (run.outcome() or {})["attempts"] == 2
+    cluster.drain_jobs()
+
+
+def test_a_rank_that_saves_after_a_notice_outlives_its_peers(clusters: Any, runs_on: Any) -> None:
+    """Rank 1 dies of the TERM; srun ends no peers, and the run continues after rank 0's own save."""
+    cluster = clusters.get(clusters.standard)
+    cluster.set_grace(30)
+    folder = runs_on(cluster)
+    run = RunDirectory(folder / "run")
+    shape = ["--nodes", "2", "--gpus", "1", "--device", "cpu", "--partition", "low", "--run-dir", run.path]
+    script = ["tests/scripts/saving_alone.py", *shape, "--", "12"]
+    cluster.run([cluster.python, "-m", "clusterddp.submit", *script], cwd=cluster.source)
+    wait_until(lambda: len(list(run.path.glob("ready-*"))) == 2, "both ranks")
+    cluster.preempt(seconds=1)
+    assert wait_for_outcome(run) == "completed", story(run)
+    assert (run.path / "own.txt").read_text() == "first half, second half", story(run)
+    assert [event["event"] for event in run.events() if "cause" in event] == ["requeued"], story(run)
     cluster.drain_jobs()

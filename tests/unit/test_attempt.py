@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from clusterddp.slurm.commands import JobInfo
 from clusterddp.supervisor import decide, lease, monitor, recovery
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import SlurmController, allocated
-from clusterddp.supervisor.launcher import SlurmLauncher, srun_command
+from clusterddp.supervisor.launcher import LocalLauncher, SlurmLauncher, srun_command
 from clusterddp.supervisor.limits import exceeded
 from clusterddp.supervisor.main import as_started, supervise
 from clusterddp.supervisor.state import ConnectionLost, Notice, PerRank, RankEvent, State, Stop
@@ -107,6 +107,7 @@ class FakeRanks:
     """Two ranks that write records instead of running."""
 
     name, supervisor_host, abandon_s = "slurm", "127.0.0.1", 0.0
+    failed: Callable[[int], object]
 
     def __init__(self, run: RunDirectory, end: Mapping[str, Any]) -> None:
         self._run, self._end = run, end
@@ -613,6 +614,21 @@ def test_a_hung_run_is_killed_and_then_restarted_or_ended_as_its_definition_says
     reason = run.events()[-1]["reason"]
     assert reason == ("rank 1 (n1) hung" if watchdog.on_hang == "restart" else hang.what)
     assert "as a result: rank 0 (n1) ended by clusterddp after rank 1 hung\n" in capsys.readouterr().err
+
+
+def test_a_local_rank_that_outlives_a_kill_is_abandoned(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in state D would; the other one's end is known."""
+    logs = run.attempt_logs(run.create_attempt())
+    launcher = LocalLauncher(JOB)
+    launcher.start(["/bin/sh", "-c", "[ $RANK = 0 ] || exec sleep 60; exit 3"], os.environ, logs)
+    failed: list[int] = []
+    launcher.failed = lambda rank: (failed.append(rank), launcher.abandon())
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalLauncher, "_signal_all", lambda *_: None)
+        patch.setattr("clusterddp.supervisor.launcher._end_orphans", lambda: None)
+        assert launcher.wait() == 3
+    assert failed == [0] and launcher.exit_statuses() == {0: ExitStatus(exit_code=3)}
+    launcher.kill()
 
 
 def test_a_disk_that_delays_the_history_is_no_hang_of_the_ranks(

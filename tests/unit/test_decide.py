@@ -10,7 +10,16 @@ import pytest
 
 from clusterddp.failures.hangs import Hang, Slow, Watch
 from clusterddp.jobdef.job import Job, Timeouts, Watchdog
-from clusterddp.supervisor.decide import ASK_AGAIN_S, HANG_GRACE_S, LOOK_S, PEER_GRACE_S, SETTLE_S, step
+from clusterddp.supervisor.decide import (
+    ASK_AGAIN_S,
+    END_S,
+    HANG_GRACE_S,
+    LOOK_S,
+    PEER_GRACE_S,
+    SETTLE_S,
+    UNKILLABLE_S,
+    step,
+)
 from clusterddp.supervisor.state import (
     Action,
     Broadcast,
@@ -21,6 +30,7 @@ from clusterddp.supervisor.state import (
     Heartbeat,
     Notice,
     RankEvent,
+    RankFailed,
     RanksExited,
     Record,
     Request,
@@ -30,6 +40,7 @@ from clusterddp.supervisor.state import (
     State,
     Stop,
     Superseded,
+    TermNotice,
     Timer,
 )
 from clusterddp.worker.control_channel import SILENCE_S
@@ -38,7 +49,9 @@ JOB = Job(name="x", module="x", nodes=2, gpus_per_node=1, device="cpu", watchdog
 NOW = 1000.0
 FAILED = RankEvent(1, "left", {"host": "n2", "end": "exception", "error": "ValueError: no"})
 STOPPED = RankEvent(0, "left", {"host": "n1", "end": "stopped"})
-LET_GO = [StartTimer(Timer.DISMISS, PEER_GRACE_S)]
+GRACE = StartTimer(Timer.DISMISS, PEER_GRACE_S)
+LET_GO = [GRACE, Do.ASK_CONTROLLER]
+KILL = StartTimer(Timer.KILL, HANG_GRACE_S)
 FINE = Notice(None)
 AWAY = ControllerFailed("Unable to contact slurm controller")
 PREEMPTED = Notice(None, Stop.PREEMPTION)
@@ -72,27 +85,58 @@ def recorded(state: State, event: Event) -> list[str]:
     ("events", "event", "expected"),
     [
         ([], FAILED, LET_GO),
-        ([], ConnectionLost(1), [*LET_GO, Do.ASK_CONTROLLER]),
+        ([], ConnectionLost(1), LET_GO),
         ([ConnectionLost(0)], ConnectionLost(1), []),
         ([FAILED], ConnectionLost(1), []),
         ([FAILED], ConnectionLost(0), []),
         ([], RankEvent(1, "left", {"host": "n2", "end": "stopped"}), []),
         ([], RankEvent(1, "left", {"host": "n2", "end": "done"}), []),
-        ([TOLD], FAILED, []),
-        ([FAILED], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) failed")]),
+        ([], RankFailed(1), LET_GO),
+        ([FAILED], RankFailed(1), []),
+        ([ConnectionLost(1)], RankFailed(1), LET_GO),
+        ([TOLD], FAILED, LET_GO),
+        ([FAILED], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) failed"), KILL]),
         ([ConnectionLost(1)], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) exited")]),
-        ([FAILED, TOLD], Timer.DISMISS, []),
-        ([FAILED, RankEvent(0, "stopping", {"step": 7})], Timer.DISMISS, []),
+        ([ConnectionLost(1), RankFailed(1)], Timer.DISMISS, [Broadcast("leave", "rank 1 (n2) exited"), KILL]),
+        ([FAILED, RankEvent(0, "stopping", {"step": 7})], Timer.DISMISS, [GRACE]),
         ([RankEvent(0, "stopping", {"step": 7}), FAILED, ConnectionLost(0)], Timer.DISMISS, [
-            Broadcast("leave", "rank 1 (n2) failed")
+            Broadcast("leave", "rank 1 (n2) failed"), KILL
         ]),
     ],
 )  # fmt: skip
-def test_the_peers_of_a_failed_rank_get_a_grace_period_and_are_then_told_to_exit(
+def test_the_peers_of_a_failed_rank_get_a_grace_period_and_are_then_ended(
     events: Sequence[Event], event: Event, expected: list[Action]
 ) -> None:
-    """Once, and not in a stop: then they may be saving."""
+    """Once, and not while rank 0 saves. Those of a rank that exited, perhaps with code 0, are not killed."""
     assert actions(after(*events), event) == expected
+
+
+@pytest.mark.parametrize(
+    ("events", "notice_s"),
+    [
+        ([TermNotice(30), PREEMPTED], 30),
+        ([TermNotice(30), Notice(NOW + 90)], 90),
+        ([Notice(None, Stop.INTERRUPTION)], 120),
+        ([TermNotice(30), Notice(NOW + 20, Stop.PREEMPTION)], 20),
+    ],
+)
+def test_after_a_notice_the_peers_of_a_failed_rank_have_the_rest_of_it(events: Sequence[Event], notice_s: int) -> None:
+    """They may be saving; what is left at the end serves the requeue."""
+    state = after(TOLD, *events, FAILED)
+    for timer in (Timer.DISMISS, Timer.KILL):
+        assert actions(state, timer, NOW + 3) == [StartTimer(Timer.DISMISS, notice_s - END_S - 3)]
+    ended = [Broadcast("leave", "rank 1 (n2) failed"), KILL]
+    assert actions(state, Timer.DISMISS, NOW + notice_s - END_S) == ended
+
+
+def test_ranks_that_outlive_a_kill_are_abandoned_and_their_nodes_are_lost() -> None:
+    """A rank in a driver that does not answer, for example; the other one has exited."""
+    state, todo = step(after(FAILED), Timer.KILL, NOW)
+    assert todo == [Do.KILL_RANKS, StartTimer(Timer.UNKILLABLE, UNKILLABLE_S)]
+    state, todo = step(state, Timer.UNKILLABLE, NOW)
+    assert todo == [Record("node_lost", {"node": "n1", "suspect": "n1", "unkillable": [0]}), Do.ABANDON_RANKS]
+    assert state.lost_nodes == ("n1",)
+    assert actions(after(FAILED, ConnectionLost(0)), Timer.UNKILLABLE) == [Do.ABANDON_RANKS]
 
 
 def test_the_peers_of_a_rank_that_exits_unfinished_get_time_until_the_controller_has_answered() -> None:
@@ -304,7 +348,7 @@ def test_a_removed_run_directory_ends_all_ranks() -> None:
     """Told first, then killed; what else happens to them does not count."""
     state, todo = step(after(), RunRemoved("gone"), NOW)
     assert todo == [Say("gone: ending the ranks"), Broadcast("leave", "gone"), StartTimer(Timer.KILL, HANG_GRACE_S)]
-    assert actions(state, Timer.KILL) == [Do.KILL_RANKS]
+    assert Do.KILL_RANKS in actions(state, Timer.KILL)
     assert actions(state, HANG) == actions(state, FAILED) == []
 
 
@@ -313,8 +357,8 @@ def test_a_hang_ends_all_ranks_with_a_grace_period_first() -> None:
     state, todo = step(after(), HANG, NOW)
     record = Record("hung", {"rank": 1, **dataclasses.asdict(HANG)})
     orders = [Broadcast("flight_record", HANG.what), Broadcast("leave", HANG.what)]
-    assert todo == [record, *orders, StartTimer(Timer.KILL, HANG_GRACE_S)]
-    assert actions(state, Timer.KILL) == [Do.KILL_RANKS]
+    assert todo == [record, *orders, KILL]
+    assert Do.KILL_RANKS in actions(state, Timer.KILL)
     assert (state.hang, state.hung_at) == (HANG, NOW)
     assert actions(state, HANG) == []
 

@@ -132,6 +132,7 @@ class StubRanks:
     """Ranks that are connections of this process. Each has the stacks of this process, in one of two places."""
 
     name, supervisor_host, abandon_s = "local", "127.0.0.1", 0.0
+    failed: Callable[[int], object]
 
     def __init__(self, job: Job) -> None:
         self._job, self.exited = job, threading.Event()

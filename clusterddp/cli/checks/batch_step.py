@@ -6,7 +6,6 @@ Probes that do not answer in time are left out of the checks that need several n
 
 from __future__ import annotations
 
-import dataclasses
 import hmac
 import json
 import os
@@ -175,7 +174,6 @@ def check_nodes(folder: RunDirectory) -> int:
     """The whole batch step; 0 once the results are written."""
     prepare_process()
     job, nodes = load_resolved(folder.path / JOB_FILE), expand(os.environ["SLURM_JOB_NODELIST"])
-    job = dataclasses.replace(job, srun={**job.srun, "kill-on-bad-exit": "0"})  # a probe that fails ends no other
     server, clock, launcher, exited = ProbeServer(), TimeServer(), SlurmLauncher(job), threading.Event()
     file = folder.path / RESULTS_FILE
 

@@ -1,0 +1,186 @@
+# ruff: noqa: E501  (messages as they are)
+"""Whose fault an error is, by its text: each row of the table with real messages, as the libraries word them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from clusterddp.failures.error_texts import TABLE, Blame, find
+from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.failures.stacks import uncaught
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor.limits import Progress
+from clusterddp.supervisor.verdict import Action, RankEnd, judge
+
+NODE, NETWORK, PEER, SCRIPT = Blame.NODE, Blame.NETWORK, Blame.PEER, Blame.SCRIPT
+ADVICE = """
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+WATCHDOG = "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: "
+REMOTE = """NCCL error: remote process exited or there was a network error, NCCL version 2.20.5
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:
+socketProgress: Connection closed by remote peer gpu-node1<45074>"""
+
+TEXTS = [
+    # Out of memory.
+    (SCRIPT, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"),
+    (SCRIPT, "OutOfMemoryError: HIP out of memory. Tried to allocate 4.50 GiB. GPU 0 has a total capacity of 63.98 GiB"),
+    (SCRIPT, "OutOfMemoryError: Allocation on device 0 would exceed allowed memory."),
+    (SCRIPT, f"AcceleratorError: CUDA error: out of memory{ADVICE}"),
+    (SCRIPT, "RuntimeError: Triton Error [CUDA]: out of memory"),
+    (SCRIPT, "RuntimeError: CUDA driver error: out of memory"),
+    (SCRIPT, "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled cuda error (run with NCCL_DEBUG=INFO "
+             "for details), NCCL version 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+             "Cuda failure 2 'out of memory'"),
+    (SCRIPT, "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    (SCRIPT, "MemoryError: "),
+    (SCRIPT, "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+             "tried to allocate 400000000000 bytes. Error code 12 (Cannot allocate memory)"),
+    # The script's kernels and calls.
+    (SCRIPT, f"RuntimeError: CUDA error: device-side assert triggered{ADVICE}"),
+    (SCRIPT, f"{WATCHDOG}CUDA error: device-side assert triggered{ADVICE}"),
+    (SCRIPT, f"AcceleratorError: CUDA error: an illegal memory access was encountered{ADVICE}"),
+    (SCRIPT, "RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered"),
+    (SCRIPT, f"RuntimeError: CUDA error: misaligned address{ADVICE}"),
+    (SCRIPT, "RuntimeError: HIP error: an illegal memory access was encountered\nHIP kernel errors might be asynchronously"),
+    (SCRIPT, "Memory access fault by GPU node-1 (Agent handle: 0x7f2e) on address 0x7f4a00000000. Reason: Unknown."),
+    (SCRIPT, f"RuntimeError: CUDA error: no kernel image is available for execution on the device{ADVICE}"),
+    (SCRIPT, "RuntimeError: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"),
+    (SCRIPT, f"RuntimeError: CUDA error: invalid device ordinal{ADVICE}"),
+    (SCRIPT, f"AcceleratorError: CUDA error: operation not permitted when stream is capturing{ADVICE}"),
+    (SCRIPT, "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use "
+             "the 'spawn' start method"),
+    (SCRIPT, "OutOfResources: out of resource: shared memory, Required: 245760, Hardware limit: 232448."),
+    (SCRIPT, "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
+             "non-contiguous input."),
+    (SCRIPT, "RuntimeError: CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm( handle, opa, opb, m, n, k)`"),
+    (SCRIPT, "DistBackendError: NCCL error in: NCCLUtils.cpp:77, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL "
+             "version 2.26.2\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+             "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"),
+    # Peers.
+    (PEER, f"DistBackendError: {REMOTE}"),
+    (PEER, f"{WATCHDOG}{REMOTE}"),
+    (PEER, "DistBackendError: NCCL communicator was aborted on rank 3."),
+    (PEER, f"{WATCHDOG}[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE, "
+           "NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600001 milliseconds before timing out."),
+    (PEER, "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31250"),
+    (PEER, "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms "
+           "for recv operation to complete"),
+    (PEER, "DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."),
+    (PEER, "DistNetworkError: The client socket has timed out after 600000ms while trying to connect to (n1, 29500)."),
+    (PEER, "ConnectionResetError: [Errno 104] Connection reset by peer"),
+    (PEER, "PreflightError: the all-reduce of all nodes gave a wrong sum"),
+    # The network, or a peer's end that NCCL did not recognize.
+    (NETWORK, "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1691, unhandled system error (run with "
+              "NCCL_DEBUG=INFO for details), NCCL version 2.19.3\nncclSystemError: System call (e.g. socket, malloc) or "
+              "external library call failed or device error.\nLast error:\nCall to ibv_modify_qp failed"),
+    (NETWORK, "DistBackendError: NCCL error in: NCCLUtils.hpp:275, internal error - please report this issue to the NCCL "
+              "developers, NCCL version 2.21.5\nncclInternalError: Internal check failed."),
+    (NETWORK, "DistBackendError: NCCL error in: ..."),
+    # Devices and drivers.
+    (NODE, "RuntimeError: No CUDA GPUs are available"),
+    (NODE, "RuntimeError: No HIP GPUs are available"),
+    (NODE, "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a "
+           "driver from http://www.nvidia.com/Download/index.aspx"),
+    (NODE, f"RuntimeError: CUDA error: no CUDA-capable device is detected{ADVICE}"),
+    (NODE, "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env "
+           "variable CUDA_VISIBLE_DEVICES after program start. Setting the available devices to be zero."),
+    (NODE, f"AcceleratorError: CUDA error: unknown error{ADVICE}"),
+    (NODE, f"AcceleratorError: CUDA error: uncorrectable ECC error encountered{ADVICE}"),
+    (NODE, f"RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution{ADVICE}"),
+    (NODE, "RuntimeError: Unable to determine the device handle for GPU 0000:1B:00.0: GPU is lost. Reboot the system to "
+           "recover this GPU"),
+    (NODE, "NVML: GPU 0000:1B:00.0: GPU has fallen off the bus."),
+    (NODE, "HW Exception by GPU node-4 (Agent handle: 0x55d8) reason :GPU Hang"),
+    (NODE, f"RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable{ADVICE}"),
+    (NODE, "RuntimeError: CUDA driver error: device not ready"),
+    (NODE, "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    (NODE, "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),
+    (NODE, "RuntimeError: Triton Error [CUDA]: unknown error"),
+    (NODE, "RuntimeError: HIP error: unspecified error\nHIP kernel errors might be asynchronously reported"),
+    (NODE, "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled cuda error (run with NCCL_DEBUG=INFO for "
+           "details), NCCL version 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+           "Cuda failure 999 'unknown error'"),
+    (NODE, "[PG ID 0 PG GUID 0 Rank 0] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in "
+           "monitoring enqueued collectives."),
+    (NODE, "PreflightError: node n2: the product of two matrices is wrong"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("blame", "text"), TEXTS)
+def test_an_error_is_blamed_by_its_text(blame: Blame, text: str) -> None:
+    """On the node, its network, a peer or the script; an exception and an abort by torch's watchdog alike."""
+    found = find(text)
+    assert found is not None and found.blame is blame
+
+
+def test_every_row_has_an_example_and_says_where_it_comes_from() -> None:
+    """Also a cause without a full stop: it is part of a line."""
+    found = [find(text) for _, text in TEXTS]
+    assert [row.pattern for row in TABLE if row not in found] == []
+    assert all(row.source and row.cause and not row.cause.endswith(".") for row in TABLE)
+
+
+@pytest.mark.parametrize(
+    "error", ["ValueError: bad label", "OSError: [Errno 5] Input/output error", "KeyError: 'image'"]
+)
+def test_the_scripts_own_errors_are_in_no_row(error: str) -> None:
+    """A message that mentions a peer's connection is the script's, too."""
+    assert find(error) is None
+    assert find("ValueError: the connection closed by peer is mentioned") is None
+
+
+LOG = """step 7
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  {}
+Exception raised from ncclCommWatchdog at ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1691 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f in libc10.so)
+
+Fatal Python error: Aborted
+
+Thread 0x1 (most recent call first):
+  File "train.py", line 7 in <module>
+"""
+
+
+def abort(rank: int, lost_at: float, text: str) -> RankEnd:
+    """A rank that torch's watchdog aborted, with this message in its log."""
+    thrown = uncaught(LOG.format(text))
+    assert thrown is not None
+    death = ExitStatus(signal=6, first=rank == 0)
+    return RankEnd(rank, f"n{rank}", "died", lost_at, f"aborted: {thrown}", used_clusterddp=True, death=death)
+
+
+def test_an_abort_is_named_by_its_exception_without_torchs_advice() -> None:
+    """The process is killed by SIGABRT, which says nothing."""
+    ended = abort(1, 1.0, f"{WATCHDOG}CUDA error: device-side assert triggered{ADVICE}")
+    assert (
+        ended.sentence()
+        == f"rank 1 (n1) aborted: c10::DistBackendError: {WATCHDOG}CUDA error: device-side assert triggered"
+    )
+    assert uncaught("step 7\nValueError: x\n") is None
+    rocm = "HW Exception by GPU node-4 (Agent handle: 0x55d8) reason :GPU Hang"
+    assert uncaught(f"step 7\n{rocm}\nAborted (core dumped)\n") == rocm
+
+
+def test_of_several_aborts_the_one_that_names_no_peer_is_the_first_failure() -> None:
+    """Even if it is seen last; and only a device's error counts against a node."""
+    peers = [abort(0, 1.0, f"{WATCHDOG}{REMOTE}"), abort(1, 1.1, f"{WATCHDOG}{REMOTE}")]
+    assert not any(peer.of_the_node or peer.own for peer in peers)
+    for says, of_the_node in (("uncorrectable ECC error encountered", True), ("device-side assert triggered", False)):
+        broken = abort(2, 1.2, f"{WATCHDOG}CUDA error: {says}{ADVICE}")
+        verdict = judge([*peers, broken], 134, False, lambda: Cause.NONE, Progress(steps=5))
+        assert (verdict.first_failure, verdict.action) == (broken, Action.RESTART)
+        assert broken.of_the_node is of_the_node
+
+
+def test_a_device_side_assert_before_the_first_step_ends_the_run() -> None:
+    """As an exception of the script would."""
+    failed = abort(0, 1.0, f"{WATCHDOG}CUDA error: device-side assert triggered{ADVICE}")
+    assert judge([failed], 134, False, lambda: Cause.NONE).action is Action.FAIL
+    assert not re.search("signal 6", failed.sentence())
