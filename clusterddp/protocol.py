@@ -109,7 +109,10 @@ EVENTS: Mapping[str, Event] = {
     **RANK_EVENTS,
     "slow": Event("rank host own_s ratio", "a straggler"),
     "kept_up": Event("rank host", "a rank that was slow is not slow any more"),
-    "hung": Event("rank late host step seconds what stalled_s?", "a hang: all ranks are being ended"),
+    "hung": Event(
+        "rank late host step seconds what stalled_s? suspect?",
+        "a hang: all ranks are being ended; `suspect`: the node whose GPU hung",
+    ),
     "notice": Event("why", "the supervisor asks the ranks to stop"),
     "requested": Event(
         "request nodes? steps? ranks? batches?",
@@ -167,8 +170,12 @@ CHANNEL_EVENTS: Mapping[str, Event] = {
     "joined": Event("host pid address", "made by the supervisor from a rank's first message"),
     "serving": Event("", "rank 0's store accepts connections"),
     "alive": Event(
-        "count step age_s allowed_s own_s? step_s? timing? timing_age_s? histograms? place? waits? line? still_s?",
-        "the rank's heartbeat; `timing`: the steps timed `timing_age_s` ago, and the seconds of each phase in them",
+        "count step age_s allowed_s own_s? step_s? timing? timing_age_s? histograms? place? waits? line? still_s? "
+        "device? collectives? stood_s?",
+        "the rank's heartbeat; `timing`: the steps timed `timing_age_s` ago, and the seconds of each phase in them; "
+        "after a timeout, `device`: its step, what it does there and for how many seconds, and `collectives`: of each "
+        "process group, the number of the last complete one, of the last one, and which one is not complete; "
+        "`stood_s`: for how long the rank was stopped since its last heartbeat",
     ),
     "stacks": Event("request place threads", "a rank's stacks, for a request"),
     "saving": Event("request step? committed?", "rank 0 will save; without `step` it has no run to save"),

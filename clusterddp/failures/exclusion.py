@@ -50,9 +50,10 @@ def choose(events: Iterable[Event], lost: Sequence[str], usable: Sequence[str], 
 
 
 def failures(events: Iterable[Event], node: str, now: float) -> list[Event]:
-    """A node's failures: a rank on it failed first, and not by an error of the script, or the node was lost."""
+    """A node's failures: a rank on it failed first, and not by an error of the script, its GPU hung, or the node was
+    lost."""
     own = (event for event in events if event.get("suspect") == node and event["time"] > now - FOR_S)
-    return [event for event in own if event["event"] in ("rank_failed", "node_lost")]
+    return [event for event in own if event["event"] in ("rank_failed", "hung", "node_lost")]
 
 
 def failed(events: Iterable[Event], now: float) -> list[str]:
@@ -108,5 +109,5 @@ def letter(events: Iterable[Event], node: str, now: float) -> str:
 
 def _line(event: Event, job: str | None) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
-    what = event["error"] if event["event"] == "rank_failed" else "the node stopped responding"
+    what = event.get("error") or event.get("what") or "the node stopped responding"
     return f"  {when}  job {job}: {what.splitlines()[0]}"

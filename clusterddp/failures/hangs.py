@@ -1,8 +1,12 @@
 """Finds hangs and stragglers from the ranks' heartbeats, which arrive every few seconds.
 
 A heartbeat has the number of boundaries that the rank has reached, for how long it has not reached the next one, how
-long that may take, and, meanwhile, where its main thread is. Time is measured by the supervisor's clock, which stops
-while the supervisor itself is stopped (a suspended job); clocks of different hosts are never compared.
+long that may take, and, meanwhile, where its main thread is. On a GPU that is rarely where the run hangs: the hosts are
+ahead of their devices, by different numbers of steps, and wait for them in any line. After a timeout the heartbeat
+therefore tells where the device is, too, and which collective is not complete.
+
+Time is measured by the supervisor's clock, which stops while the supervisor itself is stopped (a suspended job); clocks
+of different hosts are never compared.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clusterddp.failures.flight_records import Apart, Row, compare, is_outline
 from clusterddp.process import RunningClock
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, schema_error
 
@@ -26,6 +31,10 @@ NAMED = 4
 #: A rank is slow if its compute time is so many times the others', and the difference such a fraction of a step.
 SLOW_RATIO, SLOW_SHARE = 1.5, 0.1
 _TOLD = ("count", "step", "allowed_s", "place", "waits", "line", "own_s", "step_s", "still_s")
+#: What a device does: the rank's own work, a wait for other ranks, or nothing, as the host gave it nothing else to do.
+OWN, WAIT, IDLE = "own", "wait", "idle"
+#: A device that needed less than so many times the usual time of a step for its last step makes progress.
+DEVICE_GAP = 4.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,8 @@ class RankStatus:
     '' while it makes progress. ``waits``: whether it waits there for other ranks. ``line``: of the script, then.
     ``own_s``, ``step_s``: its compute time in a step, and the whole step. ``still_s``: for how long its main thread has
     been at one place.
+    ``device``: the step that its device is in, and whether it does its OWN work there, WAITs for other ranks or is
+    IDLE; None if unknown, and on a CPU. ``device_still_s``: since when. ``collectives``: of its flight record.
     """
 
     rank: int
@@ -52,6 +63,9 @@ class RankStatus:
     own_s: float | None = None
     step_s: float | None = None
     still_s: float = math.inf
+    device: tuple[int, str] | None = None
+    device_still_s: float = math.inf
+    collectives: Sequence[Row] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,8 @@ class Hang:
     """The ranks at fault, in order; the host and step of the first; ``what``: the message.
 
     ``seconds``: since their last boundary. ``stalled_s``: since any rank's. What a rank did after its last heartbeat is
-    unknown, so that the others' boundaries tell better since when no step is made.
+    unknown, so that the others' boundaries tell better since when no step is made. ``of_device``: whether these ranks'
+    devices do not complete their own work, for which the others' wait: the node is suspect.
     """
 
     late: tuple[int, ...]
@@ -86,6 +101,7 @@ class Hang:
     seconds: float
     what: str
     stalled_s: float
+    of_device: bool = False
 
 
 def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang | None:
@@ -97,9 +113,21 @@ def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang
     if not (over := [status for status in statuses if _over(status, now, beat_s)]):
         return None
     silent = [status for status in statuses if _silent(status, now, beat_s)]
-    if not silent and (mismatch := _mismatch(statuses, over, now)) is not None:
+    on_devices = not silent and any(status.device is not None and status.device[1] != IDLE for status in statuses)
+    if on_devices and any(status.device is None and _is_watched(status) for status in statuses):
+        if not all(_over(status, now, beat_s) for status in statuses if _is_watched(status)):
+            return None  # where their devices are is known once they have timed out, too
+        on_devices = False
+    apart = compare({status.rank: status.collectives for status in statuses})
+    if on_devices and apart is not None and apart.different:
+        return _different(apart, statuses, now)
+    if not silent and not on_devices and (mismatch := _mismatch(statuses, over, now)) is not None:
         return mismatch
-    late = _late(statuses, silent)
+    late = _late_devices(statuses) if on_devices else _late(statuses, silent)
+    if len(late) == len(statuses) > 1 and apart is not None and apart.late:
+        late = [status for status in statuses if status.rank in apart.late]
+    else:
+        apart = None
     if not any(status.allowed_s is None or _over(status, now, beat_s) for status in late):
         return None  # they are back from something long, and the others still wait
     if any(status.allowed_s == math.inf for status in late):
@@ -114,15 +142,70 @@ def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang
         what += f", in {place}"
     at_fault = {status.rank for status in late}
     others = [status for status in statuses if status.rank not in at_fault]
-    if place := _most_common([status for status in others if status.waits]):
+    if apart is not None:
+        what += f", {apart.groups[0][1]}"
+    elif on_devices:
+        what += f", {_devices(late, bool(others))}"
+    waiting = [status.device[0] for status in others if status.device and status.device[1] == WAIT]
+    if on_devices and waiting:
+        what += f"; the other ranks' GPUs wait in step {min(waiting)}"
+    elif place := _most_common([status for status in others if status.waits]):
         what += f"; the others wait in {place}"
-    return _hang(late, seconds, what, statuses, now)
+    of_device = on_devices and apart is None and bool(others) and all(s.device and s.device[1] == OWN for s in late)
+    return _hang(late, seconds, what, statuses, now, of_device)
 
 
-def _hang(late: Sequence[RankStatus], seconds: float, what: str, statuses: Sequence[RankStatus], now: float) -> Hang:
+def _hang(
+    late: Sequence[RankStatus],
+    seconds: float,
+    what: str,
+    statuses: Sequence[RankStatus],
+    now: float,
+    of_device: bool = False,
+) -> Hang:
     stalled_s = round(now - max(status.moved for status in statuses), 1)
-    first = late[0]
-    return Hang(tuple(status.rank for status in late), first.host, first.step, round(seconds, 1), what, stalled_s)
+    ranks, first = tuple(status.rank for status in late), late[0]
+    return Hang(ranks, first.host, first.step, round(seconds, 1), what, stalled_s, of_device)
+
+
+def _is_watched(status: RankStatus) -> bool:
+    return status.allowed_s is not None and status.allowed_s != math.inf
+
+
+def _late_devices(statuses: list[RankStatus]) -> list[RankStatus]:
+    """The ranks that the others' devices wait for: of those whose device has come least far, the ones that do not wait
+    there for others. A device without work waits for its host, which may wait for other ranks itself.
+
+    A device may be seen at its own work while it waits in a collective of the script, so that an idle one comes first.
+    """
+    least = min(status.device[0] for status in statuses if status.device)
+    behind = [status for status in statuses if status.device and status.device[0] == least]
+    hosts = [status for status in behind if status.device and status.device[1] == IDLE and not status.waits]
+    return hosts or [status for status in behind if status.device and status.device[1] == OWN] or behind
+
+
+def _devices(late: list[RankStatus], apart: bool) -> str:
+    """Where the devices of these ranks are, which have come equally far. ``apart``: whether the others' are ahead."""
+    assert late[0].device is not None
+    step, does = late[0].device
+    gpu = "its GPU" if len(late) == 1 else "their GPUs"
+    if does == OWN:
+        return f"{gpu} still at work on step {step}"
+    if does == IDLE:
+        return f"{gpu} idle in step {step}"
+    return f"{gpu} still in a collective of step {step}" if apart else f"all GPUs in a collective of step {step}"
+
+
+def _different(apart: Apart, statuses: list[RankStatus], now: float) -> Hang:
+    """A hang in which the ranks' flight records show different collectives with the same number."""
+    by_rank = {status.rank: status for status in statuses}
+    late = [by_rank[rank] for rank in apart.late] or statuses
+    seconds = now - min(status.moved for status in late)
+    where = ", ".join(f"{_names([by_rank[rank] for rank in ranks])} {words}" for ranks, words in apart.groups[-NAMED:])
+    return _hang(late, seconds, f"{where}, for {seconds:.0f} s: {_CALLED}; {_ORDER}", statuses, now)
+
+
+_CALLED, _ORDER = "the ranks called different collectives", "every rank must call the same ones in the same order"
 
 
 def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) -> Hang | None:
@@ -147,8 +230,8 @@ def _mismatch(statuses: list[RankStatus], over: list[RankStatus], now: float) ->
     seconds = now - min(status.moved for status in behind)
     where = ", ".join(map(_where, groups[-NAMED:]))
     same = not ahead and len({status.place for status in statuses}) == 1
-    said = "the ranks wait in different calls" if same else "the ranks called different collectives"
-    what = f"{where}, for {seconds:.0f} s: {said}; every rank must call the same ones in the same order"
+    said = "the ranks wait in different calls" if same else _CALLED
+    what = f"{where}, for {seconds:.0f} s: {said}; {_ORDER}"
     return _hang(late, seconds, what, statuses, now)
 
 
@@ -176,8 +259,10 @@ def _over(status: RankStatus, now: float, beat_s: float) -> bool:
 
 
 def _works(status: RankStatus, now: float) -> bool:
-    """Whether its code made progress lately without reaching a boundary: perhaps a long evaluation."""
-    return status.still_s < 0.5 * (now - status.moved)
+    """Whether its code made progress lately without reaching a boundary: perhaps a long evaluation. Or its device did,
+    for which the host waits: with CUDA graphs it may have a thousand steps to do."""
+    steps = status.device_still_s < DEVICE_GAP * (status.step_s or 0.0)
+    return steps or status.still_s < 0.5 * (now - status.moved)
 
 
 def _late(statuses: list[RankStatus], silent: list[RankStatus]) -> list[RankStatus]:
@@ -247,6 +332,9 @@ class Watch:
         if wrong := schema_error(beat, _BEAT):
             raise ValueError(wrong)
         now, told = self._clock.now, {name: beat[name] for name in _TOLD if name in beat}
+        if beat.get("device") is not None:
+            told |= {"device": (beat["device"][0], beat["device"][1]), "device_still_s": beat["device"][2]}
+        told["collectives"] = beat.get("collectives") or ()
         self._statuses[rank] = RankStatus(rank, host, moved=now - beat["age_s"], heard=now, **told)
 
     def look(self, counts: bool = True) -> list[Hang | Slow | KeptUp]:
@@ -288,6 +376,12 @@ def _is_seconds(value: Any) -> bool:
     return type(value) in (int, float)
 
 
+def _is_device(value: Any) -> bool:
+    """A step, what the device does there, and for how many seconds it was seen there."""
+    checks = (is_count, is_text, _is_seconds)
+    return isinstance(value, list) and len(value) == 3 and all(map(lambda check, one: check(one), checks, value))
+
+
 _BEAT: Schema = {
     "count": is_count,
     "step": is_count,
@@ -298,4 +392,7 @@ _BEAT: Schema = {
     "own_s": optional(_is_seconds),
     "step_s": optional(_is_seconds),
     "still_s": optional(_is_seconds),
+    "device": optional(_is_device),
+    "collectives": optional(is_outline),
+    "stood_s": optional(_is_seconds),
 }

@@ -73,6 +73,20 @@ def uncaught(text: str) -> str | None:
     return f"{kind}: {_ADVICE.split(message)[0].strip()}"
 
 
+def after_suspension(error: str, stood_s: float, timeout_s: float) -> str:
+    """A sentence if ``error`` is a timeout of a collective that may have ended while the job was suspended; '' if not.
+
+    The clocks of NCCL's watchdog and of gloo go on meanwhile: after the resume, both take what was under way for late.
+    ``stood_s``: for how long the ranks were stopped.
+    """
+    if stood_s < timeout_s or not _TIMEOUT.search(error):
+        return ""
+    return (
+        f"the ranks had been stopped for {stood_s:.0f} s, as by scontrol suspend, which timeouts.step_s "
+        f"({timeout_s:g} s) counts"
+    )
+
+
 def end_of_log(text: str) -> str:
     """The part of a rank's error output that best explains its end."""
     return _crash(text) or _hang(text) or "\n".join(text.splitlines()[-MOST_LINES:])

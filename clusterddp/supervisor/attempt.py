@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.failures import preflight
 from clusterddp.failures.exit_status import ExitStatus, in_order
 from clusterddp.failures.hangs import Watch
-from clusterddp.failures.stacks import uncaught
+from clusterddp.failures.stacks import after_suspension, uncaught
 from clusterddp.hostlist import expand
 from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.code_state import changed, code_state
@@ -353,6 +354,9 @@ class Attempt:
         if hang is not None and ends[hang.late[0]].failed:  # it comes first
             end = "hung" if self._job.watchdog and self._job.watchdog.on_hang == "restart" else "hung for good"
             ends[hang.late[0]] = RankEnd(hang.late[0], hang.host, end, state.hung_at, hang.what, used_clusterddp=True)
+        for rank, one in enumerate(ends):
+            if words := after_suspension(one.error, state.stood_s, self._job.timeouts.step_s):
+                ends[rank] = replace(one, error=f"{one.error}\n{words}")
         return AttemptResult(state, tuple(end.without(self._history.secrets) for end in ends))
 
     def _end_of(self, rank: int, status: ExitStatus | None) -> RankEnd:

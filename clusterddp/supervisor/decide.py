@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from clusterddp.failures.hangs import Hang, KeptUp, Slow
-from clusterddp.rundir.records import is_count, optional, schema_error
+from clusterddp.rundir.records import is_count, is_time, optional, schema_error
 from clusterddp.supervisor import requests
 from clusterddp.supervisor.state import (
     ASK_S,
@@ -88,6 +88,8 @@ def _on_rank_event(state: State, event: RankEvent, now: float) -> Step:
     if event.name == "joined":
         return state.but(hosts=state.hosts.put(rank, values["host"])), []
     if event.name == "alive":
+        if is_time(values.get("stood_s")):
+            state = state.but(stood_s=max(state.stood_s, values["stood_s"]))
         return state, [Heartbeat(rank, state.hosts[rank], values)]
     if event.name == "left":
         return _on_left(state, event, now)
@@ -377,7 +379,11 @@ def _on_hang(state: State, hang: Hang, now: float) -> Step:
     """Ends all ranks: those that can exit on their own do when they are told, and the launcher kills the rest."""
     if not state.watched:
         return state, []
-    record = Record("hung", {"rank": hang.late[0], **asdict(hang)})
+    values = {"rank": hang.late[0], **asdict(hang)}
+    nodes = {state.node_of(rank) for rank in hang.late}
+    if values.pop("of_device") and len(nodes) == 1:
+        values["suspect"] = nodes.pop()
+    record = Record("hung", values)
     orders = [Broadcast("flight_record", hang.what), Broadcast("leave", hang.what)]
     actions: list[Action] = [record, *orders, StartTimer(Timer.KILL, HANG_GRACE_S)]
     return replace(state, hang=hang, hung_at=now, watched=False), actions

@@ -350,6 +350,8 @@ class State:
     failed: bool = False
     #: How many events of each kind ranks other than 0 have reported.
     reported: Mapping[str, int] = field(default_factory=dict)
+    #: For how many seconds in a row ranks were stopped, at most: suspended with their job, or by a signal.
+    stood_s: float = 0.0
     #: Whether heartbeats count: a lost rank, or node, is no hang.
     watched: bool = True
     hang: Hang | None = None

@@ -138,6 +138,7 @@ class Context(Ranks, Loaders):
         self._heartbeat = begin_heartbeat(
             read,
             self.attempt,
+            self.device,
             boundaries=lambda: self._agreement.entered,
             step=lambda: self._run.step if self._run is not None else 0,
         )

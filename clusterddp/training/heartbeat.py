@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import math
+import pickle
 import sys
 import threading
 import time
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from clusterddp.distributed.device_threads import device_thread
+from clusterddp.failures.flight_records import outline
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.reporter import say
@@ -93,6 +96,7 @@ class Heartbeat:
         send: sends an event to the supervisor.
         flight_record: the file for torch's record of the last collectives after a timeout.
         rank, ranks: of how many it is which.
+        device: the rank's.
     """
 
     def __init__(
@@ -104,11 +108,14 @@ class Heartbeat:
         flight_record: Path,
         rank: int = 0,
         ranks: int = 1,
+        device: torch.device | None = None,
     ) -> None:
         self._boundaries, self._step, self._send, self._flight_record = boundaries, step, send, flight_record
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._device = rank, ranks, device
         #: What to tell about the steps (``training/timing.py``), with histograms or without.
         self.timing: Callable[[bool], Mapping[str, Any]] = lambda _: {}
+        #: Where the device is, relative to the completed steps (``training/timing.py``).
+        self.on_device: Callable[[], tuple[int, str] | None] = lambda: None
         self._thread: threading.Thread | None = None
         self._begun_at: int | None = None
         self._paused = 0
@@ -117,9 +124,13 @@ class Heartbeat:
         self._end = threading.Event()
         #: Writes the flight record of this timeout.
         self._recording: threading.Thread | None = None
+        #: What a heartbeat tells of the device and of the flight record after a timeout, and since when the device has
+        #: been where it is.
+        self._stalled: dict[str, Any] = {}
+        self._device_since = 0.0
         self._starting_record = threading.Lock()
         if watchdog is not None:
-            self._thread = threading.Thread(target=self._beat, args=(watchdog,), name="heartbeat", daemon=True)
+            self._thread = device_thread(device, self._beat, args=(watchdog,), name="heartbeat")
             self._thread.start()
 
     def begin(self) -> None:
@@ -161,7 +172,8 @@ class Heartbeat:
         counted_at = time.monotonic()
         stood: set[object] = set()
         while not self._end.wait(period_s):
-            if stood_s := clock.look():
+            stood_s = clock.look()
+            if stood_s:
                 say(f"this process was stopped for {stood_s:.0f} s, by a signal or because its job was suspended")
             if time.monotonic() > self._stacks_at:
                 self._stacks_at = math.inf
@@ -174,19 +186,34 @@ class Heartbeat:
             beat: dict[str, Any] = {"count": count, "step": self._step(), "age_s": age_s, "allowed_s": pace.allowed_s}
             counts = time.monotonic() - counted_at >= HISTOGRAMS_S
             counted_at = time.monotonic() if counts else counted_at
+            beat |= {"stood_s": round(stood_s, 1)} if stood_s else {}
             beat |= self.timing(counts)
             if age_s == 0:
                 self._set_timer(pace.allowed_s)
-                self._recording = None
+                self._recording, self._stalled = None, {}
             else:
                 beat["place"], beat["waits"] = main_thread_place()
                 beat |= {"line": main_thread_line()} if beat["waits"] else {}
                 before, stood = stood, positions_of(threading.main_thread().ident or 0)
                 still_since = still_since if len(stood) == 1 and stood == before else clock.now
                 beat["still_s"] = clock.now - still_since
-            self._send("alive", **beat)
-            if age_s > (pace.allowed_s or math.inf):
+            self._send("alive", **beat, **self._stalled)
+            if age_s > (pace.allowed_s or math.inf):  # after the heartbeat: a driver that hangs may block this thread
                 self._start_flight_record()
+                self._look_at_device(clock.now)
+
+    def _look_at_device(self, now: float) -> None:
+        try:
+            found = self.on_device()
+        except RuntimeError:  # of CUDA, which the script gets, too
+            found = None
+        if found is None:
+            self._stalled.pop("device", None)
+            return
+        step, does = self._step() + found[0], found[1]
+        if self._stalled.get("device", [])[:2] != [step, does]:
+            self._device_since = now
+        self._stalled["device"] = [step, does, now - self._device_since]
 
     def _set_timer(self, allowed_s: float | None) -> None:
         if self._end.is_set() or allowed_s is None or math.isinf(allowed_s):
@@ -206,7 +233,8 @@ class Heartbeat:
     def _start_flight_record(self) -> threading.Thread:
         with self._starting_record:  # the heartbeat and an order of the supervisor may coincide
             if self._recording is None:
-                self._recording = threading.Thread(target=self._record_flight, name="flight record", daemon=True)
+                # NCCL's recorder queries its events.
+                self._recording = device_thread(self._device, self._record_flight, name="flight record")
                 self._recording.start()
             return self._recording
 
@@ -216,8 +244,9 @@ class Heartbeat:
             if record is None:
                 say(f"torch {torch.__version__} kept no flight record of the last collectives")
             else:
+                self._stalled["collectives"] = outline(record)
                 write_atomically(self._flight_record, json.dumps(record) + "\n")
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, LookupError) as error:
             say(f"torch's flight record was not written: {error}")
 
 
@@ -225,13 +254,20 @@ def flight_record(bound: Any) -> dict[str, Any] | None:
     """torch's flight record of the last collectives, at most RECORDED; None if there is none.
 
     ``bound`` is torch._C._distributed_c10d. A CUDA build has one record for NCCL and one for all other backends, of
-    which one is empty. torch 2.4 has neither as JSON; torch 2.9 records nothing for gloo.
+    which one is empty. torch 2.4 has NCCL's, pickled; torch 2.9 records nothing for gloo.
     """
+    if hasattr(bound, "_dump_nccl_trace") and not hasattr(bound, "_dump_nccl_trace_json"):
+        record = pickle.loads(bound._dump_nccl_trace(includeStackTraces=False))
+        return _newest(record)
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         record = json.loads(getattr(bound, name)()) if hasattr(bound, name) else {}
-        if record.get("entries"):
-            return {**record, "entries": record["entries"][-RECORDED:]}
+        if newest := _newest(record):
+            return newest
     return None
+
+
+def _newest(record: dict[str, Any]) -> dict[str, Any] | None:
+    return {**record, "entries": record["entries"][-RECORDED:]} if record.get("entries") else None
 
 
 def positions_of(thread: int) -> set[object]:
@@ -254,7 +290,9 @@ def position_of(frame: FrameType) -> tuple[tuple[CodeType, int], ...]:
     return tuple((one.f_code, one.f_lasti) for one in outward(frame))
 
 
-def begin_heartbeat(read: Settings, attempt: int, boundaries: Callable[[], int], step: Callable[[], int]) -> Heartbeat:
+def begin_heartbeat(
+    read: Settings, attempt: int, device: torch.device, boundaries: Callable[[], int], step: Callable[[], int]
+) -> Heartbeat:
     """This rank's heartbeat; off without a supervisor, which would receive it. The arguments: see ``Heartbeat``."""
     channel = control_channel.current
     logs = read.run_dir.attempt_logs(attempt) if read.run_dir else Path()
@@ -266,6 +304,7 @@ def begin_heartbeat(read: Settings, attempt: int, boundaries: Callable[[], int],
         flight_record=logs / f"rank-{read.ranks.rank}.collectives.json",
         rank=read.ranks.rank,
         ranks=read.ranks.world_size,
+        device=device,
     )
     if channel is not None:
         channel.write_flight_record = heartbeat.write_flight_record

@@ -55,7 +55,8 @@ def start_services(
     times = step_times(parts, group.device, group.world_size)
     profiling = Profiling(read, attempt, group.device, report, heartbeat.pause)
     tracking = Tracking(read.run_dir if group.rank == 0 else None, read.job, attempt, report)
-    stopping.saver, heartbeat.timing, saver.on_commit = saver, times.told, tracking.committed
+    stopping.saver, saver.on_commit = saver, tracking.committed
+    heartbeat.timing, heartbeat.on_device = times.told, times.on_device
     return Services(
         read.job, group, stopping.agreement, saver, stopping.deadline, heartbeat, times, profiling, tracking, report
     )

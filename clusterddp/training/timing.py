@@ -32,6 +32,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.distributed.modules import ddp_modules
+from clusterddp.failures.hangs import IDLE, OWN, WAIT
 from clusterddp.rundir.timing import FIRST_BUCKET, LAST_BUCKET, PHASES
 
 #: The pace, by which stragglers are found, is the median of so many samples, each the mean of so many steps.
@@ -80,13 +81,20 @@ class StreamClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: list[torch.cuda.Event] = []
+        #: The stream of the last mark.
+        self._stream: torch.cuda.Stream | None = None
 
     def mark(self) -> torch.cuda.Event | None:
         if torch.cuda.is_current_stream_capturing():
             return None
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        self._stream = torch.cuda.current_stream(self._device)
+        event.record(self._stream)
         return event
+
+    def is_idle(self) -> bool:
+        """Whether the stream has nothing left to do."""
+        return self._stream is None or self._stream.query()
 
     def passed(self, marks: Iterable[torch.cuda.Event | None]) -> bool:
         return all(mark is None or mark.query() for mark in marks)  # type: ignore[no-untyped-call]
@@ -249,6 +257,26 @@ class StepTimes:
             self._step.waits.append(self._clock.mark())
         self._reducing, self._knows_waits = False, True
 
+    # --- where the device is
+
+    def on_device(self) -> tuple[int, str] | None:
+        """Where the device is: the step, relative to the number of steps that the host has completed, and OWN, WAIT or
+        IDLE (``failures/hangs.py``). None on a CPU and outside the loop.
+
+        For a thread of ``device_thread``, while the loop's is at rest. Waits for nothing.
+        """
+        clock, current = self._clock, self._step
+        if not isinstance(clock, StreamClock) or current is None:
+            return None
+        newest = 1 if current.done is None else 0
+        steps = [*self._pending, current]
+        for number, step in enumerate(steps, newest + 1 - len(steps)):
+            if (does := _doing(step, clock)) is not None:
+                return number, does
+        if not clock.is_idle():
+            return newest, OWN
+        return newest, WAIT if len(current.waits) % 2 else IDLE
+
     # --- what comes of it
 
     def _count_passed(self) -> None:
@@ -313,6 +341,16 @@ class StepTimes:
                 if one is not None
             }
         return values
+
+
+def _doing(step: _Step, clock: Clock) -> str | None:
+    """Whether a device that is in this step does its OWN work there or WAITs; None if it has passed all marks."""
+    late = len(step.waits) if step.late is None else step.late
+    in_order = [(step.asked, OWN), (step.begun, OWN)]
+    in_order += [(mark, WAIT if number % 2 else OWN) for number, mark in enumerate(step.waits)]
+    in_order[2 + late : 2 + late] = [(step.done, OWN)]
+    in_order.append((step.left, OWN))
+    return next((does for mark, does in in_order if mark is not None and not clock.passed([mark])), None)
 
 
 #: What times the broadcasts of each DDP module.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+import queue
 import sys
 import threading
 from collections.abc import Callable
@@ -53,6 +55,18 @@ def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytes
         assert clock.now - before == counted
     now += 3.0
     assert (clock.look(counts=False), clock.now) == (3.0, 13.0)
+
+
+def test_a_rank_tells_for_how_long_it_was_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In its next heartbeat alone."""
+    stood, beats = iter([0.0, 700.0, 0.0]), queue.Queue[dict[str, object]]()
+    monkeypatch.setattr(RunningClock, "look", lambda _: next(stood, 0.0))
+    heartbeat = Heartbeat(
+        Watchdog(step_s=0.1), lambda: 3, lambda: 2, lambda _, **beat: beats.put(beat), tmp_path / "collectives.json"
+    )
+    found = [beats.get(timeout=10).get("stood_s") for _ in range(3)]
+    heartbeat.close()
+    assert found == [None, 700.0, None]
 
 
 def test_an_evaluation_in_one_line_makes_progress_and_a_waiting_rank_does_not() -> None:
@@ -227,6 +241,17 @@ def test_the_flight_record_of_a_cuda_build_is_that_of_the_backend_in_use(nccl: l
     assert flight_record(bound) == {"version": "2.10", "entries": nccl[1:] or gloo}
 
 
+def test_the_flight_record_of_torch_2_4_is_read_although_it_is_pickled() -> None:
+    """Without the stacks, which would be most of it."""
+    entries = [{"profiling_name": "nccl:all_reduce"}] * (RECORDED + 1)
+
+    def dump(includeCollectives: bool = True, includeStackTraces: bool = True) -> bytes:
+        assert not includeStackTraces
+        return pickle.dumps({"version": "2.1", "entries": entries})
+
+    assert flight_record(SimpleNamespace(_dump_nccl_trace=dump)) == {"version": "2.1", "entries": entries[1:]}
+
+
 @pytest.mark.parametrize("dump", [{}, {"_dump_fr_trace_json": lambda: '{"version": "2.10"}'}])
 def test_a_torch_without_a_flight_record_is_reported(
     dump: dict[str, Callable[[], str]],
@@ -234,7 +259,7 @@ def test_a_torch_without_a_flight_record_is_reported(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """torch 2.4 has no such function; torch 2.9 records nothing for gloo."""
+    """A CPU build of torch 2.4 has no such function; torch 2.9 records nothing for gloo."""
     monkeypatch.setattr(torch._C, "_distributed_c10d", SimpleNamespace(**dump))
     target = tmp_path / "rank-0.collectives.json"
     Heartbeat(None, lambda: 0, lambda: 0, lambda *_, **__: None, target).write_flight_record()

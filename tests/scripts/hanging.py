@@ -1,8 +1,9 @@
 """A small training in which the last rank misbehaves: ``hanging.py HOW``, in attempt 0 at step 100 of 160.
 
 HOW: lock (Python code waits forever), extension (C code waits forever and holds the GIL), slow (longer steps than the
-others', and, inside ``ctx.unwatched()``, a pause that is longer than the watchdog's time; then work for
-as long), skip (a collective that the others make), or nothing; after a comma, that of attempt 1, at step 130.
+others', and, inside ``ctx.unwatched()``, a pause that is longer than the watchdog's time; then work for as long), skip
+(a collective that the others make), kernel (its GPU never completes one), or nothing; after a comma, that of attempt 1,
+at step 130.
 """
 
 import ctypes
@@ -57,7 +58,10 @@ for (x,) in run.steps(160):
     time.sleep((0.08 if odd else 0.005) if HOW == "slow" else 0.03)
     loss = model(x).square().mean()
     optimizer.zero_grad()
-    loss.backward()
+    gradient = torch.ones_like(loss)  # backward() would make it, and wait there for a stand-in device
+    if HOW == "kernel" and odd and run.step == STEP:
+        torch.cuda._sleep(10**18)
+    loss.backward(gradient)
     optimizer.step()
     if HOW == "skip" and not (odd and run.step == STEP):
         torch.distributed.barrier()

@@ -450,6 +450,34 @@ def test_only_a_rank_that_its_launcher_did_not_kill_is_told_to_check_its_memory(
     assert "| as a result: rank 0 (n1) ended by clusterddp after rank 1 failed\n" in shown
 
 
+TIMEOUT = (
+    "DistBackendError: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "stopped_s", "named"), [(TIMEOUT, 2000.0, True), (TIMEOUT, 900.0, False), ("OSError: x", 2000.0, False)]
+)
+def test_a_timeout_of_collectives_that_ran_while_the_job_was_suspended_is_named(
+    run: RunDirectory, error: str, stopped_s: float, named: bool
+) -> None:
+    """NCCL's and gloo's clocks go on. Longer than timeouts.step_s, 1800 s; the restart comes in any case."""
+
+    class Resumed(FakeRanks):
+        def wait(self) -> int:
+            attempt.post(RankEvent(0, "joined", {"host": "n1"}))
+            beat = {"count": 5, "step": 4, "age_s": 0.0, "allowed_s": 600.0, "stood_s": stopped_s}
+            attempt.post(RankEvent(0, "alive", beat))
+            return super().wait()
+
+    ranks = Resumed(run, {"end": "exception", "error": error, "traceback": "", "step": 4})
+    attempt = Attempt(run, JOB, run.create_attempt(), ranks, FakeController(Cause.NONE))
+    attempt.supervise()
+    (failed,) = [event for event in run.events() if event["event"] == "rank_failed"]
+    words = "the ranks had been stopped for 2000 s, as by scontrol suspend, which timeouts.step_s (1800 s) counts"
+    assert (words in failed["error"]) is named, failed
+
+
 class Cut(FakeRanks):
     """Each rank on a node of its own. All but the first's do not answer, one noticed after the other, the later ones
     when the first rank is being ended. To be told the attempt before the start."""

@@ -29,6 +29,7 @@ from clusterddp.supervisor.state import (
     Event,
     Heartbeat,
     Notice,
+    PerRank,
     RankEvent,
     RankFailed,
     RanksExited,
@@ -355,12 +356,25 @@ def test_a_removed_run_directory_ends_all_ranks() -> None:
 def test_a_hang_ends_all_ranks_with_a_grace_period_first() -> None:
     """Those that can exit on their own do."""
     state, todo = step(after(), HANG, NOW)
-    record = Record("hung", {"rank": 1, **dataclasses.asdict(HANG)})
+    values = dataclasses.asdict(HANG)
+    assert values.pop("of_device") is False
+    record = Record("hung", {"rank": 1, **values})
     orders = [Broadcast("flight_record", HANG.what), Broadcast("leave", HANG.what)]
     assert todo == [record, *orders, KILL]
     assert Do.KILL_RANKS in actions(state, Timer.KILL)
     assert (state.hang, state.hung_at) == (HANG, NOW)
     assert actions(state, HANG) == []
+
+
+@pytest.mark.parametrize(
+    ("late", "suspect"), [((1,), {"suspect": "n2"}), ((2, 3), {"suspect": "n2"}), ((0, 1), {}), ((0, 1, 2, 3), {})]
+)
+def test_the_node_of_a_device_that_hangs_is_suspect(late: tuple[int, ...], suspect: dict[str, str]) -> None:
+    """Unless there are several such nodes: then it is rather the network, or the script."""
+    state = dataclasses.replace(after(), hosts=PerRank({0: "n1", 1: "n2", 2: "n2", 3: "n2"}))
+    found = dataclasses.replace(HANG, late=late, of_device=True)
+    record = next(action for action in step(state, found, NOW)[1] if isinstance(action, Record))
+    assert {key: value for key, value in record.values.items() if key == "suspect"} == suspect
 
 
 def test_a_lost_rank_is_no_hang() -> None:

@@ -33,6 +33,7 @@ def left_out(*nodes: str, age_s: float = 30.0) -> dict[str, Any]:
         (failed("n2", "n3"), [], ALL, Choice()),
         (failed("n2", "n2"), [], ALL, Choice(("n2",), ("n2",))),
         (failed("n2", kind="node_lost") + failed("n1", "n2"), [], ALL, Choice(("n2",), ("n2",))),
+        (failed("n2", "n2", kind="hung"), [], ALL, Choice(("n2",), ("n2",))),
         (failed("n2", "n2", age_s=FOR_S + 60), [], ALL, Choice()),
         ([*failed("n2", "n2"), left_out("n2")], [], ALL, Choice(("n2",))),
         ([left_out("n2", age_s=FOR_S + 1)], [], ALL, Choice()),
@@ -82,6 +83,8 @@ def test_the_text_for_the_administrator_says_what_failed_and_when() -> None:
     """Ready to be sent."""
     started = [{"event": "started", "attempt": number, "time": NOW - 90, "job": "41"} for number in range(2)]
     text = letter([*started, *failed("n2", "n2")], "n2", NOW)
+    hung = {**failed("n2", kind="hung")[0], "error": None, "what": "rank 3 (n2) last at step 7, its GPU still at work"}
+    assert "job 41: rank 3 (n2) last at step 7, its GPU still at work" in letter([*started, hung], "n2", NOW)
     assert text.startswith("Node n2 failed one of our training runs 2 times:\n")
     assert text.count("job 41: killed by signal 9") == 2
     assert "sbatch --exclude=n2" in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.distributed.buffers import Buffers
+from clusterddp.failures.hangs import IDLE, OWN, WAIT
 from clusterddp.training import timing
 from clusterddp.training.timing import BATCH, MOST_PENDING, SAMPLE_STEPS, SAMPLES, HostClock, StepTimes, StreamClock
 
@@ -261,6 +262,16 @@ class Event:
     wait = synchronize
 
 
+class UsedStream(NamedTuple):
+    """A stream of a device that has nothing to do but the events on it."""
+
+    name: str
+    device: torch.device
+
+    def query(self) -> bool:
+        return all(event.passed for event in Event.made if event.stream == self)
+
+
 class Gpu:
     """The current stream of a GPU, and whether it captures a graph."""
 
@@ -270,13 +281,15 @@ class Gpu:
         cuda = timing.torch.cuda
         monkeypatch.setattr(Event, "made", [])
         monkeypatch.setattr(cuda, "Event", Event)
-        monkeypatch.setattr(cuda, "current_stream", lambda device: (self.stream, device))
+        monkeypatch.setattr(cuda, "current_stream", lambda device: UsedStream(self.stream, device))
         monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(cuda, "synchronize", lambda *_: pytest.fail("it must never wait"))
 
-    def work_off(self, stream: str) -> None:
-        for event in Event.made:
-            event.passed |= event.stream[0] == stream
+    def work_off(self, stream: str, events: int | None = None) -> None:
+        """``events``: how many more; all if None."""
+        due = [event for event in Event.made if event.stream[0] == stream and not event.passed]
+        for event in due[:events]:
+            event.passed = True
 
 
 @pytest.fixture
@@ -302,6 +315,34 @@ def test_the_marks_of_a_gpu_are_events_on_its_stream_from_a_pool(gpu: Gpu) -> No
     assert len(Event.made) < 3 * (MOST_PENDING + 2)
     assert told(times)[0] > 8 * BATCH
     assert told(times)[1:] == [1.5 * told(times)[0], 1.5 * told(times)[0], 0.0, 1.5 * told(times)[0]]
+
+
+def test_where_the_device_is_follows_from_the_marks_that_it_has_passed(gpu: Gpu) -> None:
+    """In step 2 of a host that makes step 4: in its own work, in the reduction, after it; in the next; at its end."""
+    times = timing.step_times([], torch.device("cuda:1"), world_size=2)
+    assert times.on_device() is None  # outside the loop
+    for _ in range(2):
+        times.ask()
+        times.begin()
+        backward(times, lambda: None)
+        times.end()
+    times.ask()
+    times.begin()
+    found: list[Any] = []
+    while (before := sum(event.passed for event in Event.made)) < len(Event.made):
+        if not found or found[-1] != times.on_device():
+            found.append(times.on_device())
+        gpu.work_off("the usual", events=1)
+        assert sum(event.passed for event in Event.made) == before + 1
+    assert found == [(-1, OWN), (-1, WAIT), (-1, OWN), (0, OWN), (0, WAIT), (0, OWN), (1, OWN)]
+    assert times.on_device() == (1, IDLE)
+    with times.waiting():
+        assert times.on_device() == (1, OWN)
+        gpu.work_off("the usual")
+        assert times.on_device() == (1, WAIT)  # with its host
+    times.end()
+    gpu.work_off("the usual")
+    assert times.on_device() == (0, IDLE)
 
 
 def test_no_event_is_recorded_while_a_graph_is_captured(gpu: Gpu) -> None:
