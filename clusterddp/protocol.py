@@ -41,6 +41,7 @@ RANK_EVENTS: Mapping[str, Event] = {
     "tracker": Event("tracker problem", "TensorBoard or W&B does not get all values; training continues"),
     "media_left_out": Event("step kind name reason", "an image, histogram or text was not written; said once"),
     "uneven_calls": Event("step explanation", "some ranks call `run.every()` more often than others; said once"),
+    "shapes_changed": Event("step explanation", "torch.compile has seen changing shapes; said once"),
     "per_rank_grows": Event(
         "step names bytes limit", "the per-rank state takes more than half of what a checkpoint holds; said once"
     ),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import socket
 import subprocess
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -22,6 +25,7 @@ from clusterddp.distributed.device_threads import device_thread
 from clusterddp.errors import Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import module_command
+from clusterddp.reporter import in_words, what_failed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker import signals
 
@@ -76,7 +80,8 @@ class CheckpointClient:
         Raises CheckpointError if there is not enough memory, or if the state cannot be saved.
         """
         self._snapshot.prepare(self._pack(state).layout)
-        self._start()
+        with suppress(OSError):  # the first save tries again
+            self._start()
 
     def save(
         self,
@@ -93,8 +98,12 @@ class CheckpointClient:
         """
         packed = self._pack(state)
         self._snapshot.take(packed.layout, packed.tensors, packed.addresses)
-        self._start()
         self._step = step
+        try:
+            self._start()
+        except OSError as error:  # for the moment, there are too many processes or too little memory
+            self._refused = NotSaved(step, f"cannot start the checkpoint writer ({what_failed(error)})")
+            return
         facts = {"step": str(step), "attempt": str(self._first["attempt"]), **facts}
         self._sent.wait()  # for a request to a writer that has exited
         self._sent.clear()
@@ -123,7 +132,7 @@ class CheckpointClient:
             line = b""
         step, self._step = self._step, None
         if not line.endswith(b"\n"):
-            raise NotSaved(step, f"the writer process exited with code {self._end_writer()}")
+            raise NotSaved(step, f"the checkpoint writer {self._end_writer()}")
         answer = json.loads(line)
         if "superseded" in answer:
             raise Superseded(answer["superseded"])
@@ -157,13 +166,23 @@ class CheckpointClient:
             self._writer = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(), memory))
         self._say(self._first)
 
-    def _end_writer(self) -> int:
-        """Reaps a writer that has exited, and returns its exit code; the next save starts another one."""
+    def _end_writer(self) -> str:
+        """Reaps a writer that has exited, and returns how; the next save starts another one."""
         assert self._writer is not None
         self._sent.wait()
         self._socket.close()
-        code, self._writer = self._writer.wait(), None
-        return code
+        writer, self._writer = self._writer, None
+        try:
+            os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)
+            known = True
+        except ChildProcessError:  # Popen would have 0
+            known = False
+        code = writer.wait()
+        if not known:
+            return "has exited, and its exit code was taken by the script (os.wait(), or SIGCHLD ignored)"
+        if code == -signal.SIGKILL:
+            return "was killed by SIGKILL, probably out of memory"
+        return f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exited with code {code}"
 
     def _send(self) -> None:
         """Sends each save to the writer once the snapshot is complete; a thread, because JSON takes time."""
@@ -178,9 +197,9 @@ class CheckpointClient:
                 self._say({"step": step, "beginning": len(beginning), "size": size, "urgent": urgent}, beginning)
             except NotSaved as error:
                 self._refused = error
-            except Exception:  # such as a CUDA error in the copy: nobody may wait forever
+            except Exception as error:  # such as a CUDA error in the copy: ``result`` must not wait for an answer
                 traceback.print_exc()
-                self._socket.shutdown(socket.SHUT_RDWR)
+                self._refused = NotSaved(step, f"cannot take the snapshot ({in_words(error)})")
             finally:
                 del request, packed, state, before
                 self._sent.set()

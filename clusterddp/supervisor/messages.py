@@ -155,6 +155,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     ),
     "diverged": lambda e: str(e["explanation"]),
     "uneven_calls": lambda e: str(e["explanation"]),
+    "shapes_changed": lambda e: str(e["explanation"]),
     "per_rank_grows": lambda e: (
         f"the per-rank state of all ranks ({', '.join(e['names'])}) takes {e['bytes'] / 1e6:,.0f} MB, more than half "
         f"of the {e['limit'] / 1e6:,.0f} MB that a checkpoint holds; beyond that the run fails: save less of it"

@@ -23,6 +23,7 @@ from clusterddp.reporter import say
 from clusterddp.training.log import values as logged
 from clusterddp.training.log.media import Media
 from clusterddp.training.optimizer_steps import OptimizerSteps
+from clusterddp.training.state import compiled_shapes
 from clusterddp.training.state.divergence import COMPARED_AFTER, explanation, explanation_of_calls
 from clusterddp.training.state.initial import Loaded
 from clusterddp.training.state.per_rank import PerRank
@@ -264,6 +265,8 @@ class Run(Logging, Steering):
         self._state.gradients.note()
         self._state.buffers.share()
         self._made += 1
+        if self._made % compiled_shapes.LOOK_STEPS == 0:
+            self._look_at_shapes()
         if self._saver.saves and self._made in COMPARED_AFTER:
             self._compare()
         self._times.end()
@@ -286,6 +289,13 @@ class Run(Logging, Steering):
             say(explanation(parts))
             self._report("diverged", step=self.step, parts=parts, explanation=explanation(parts))
 
+    def _look_at_shapes(self, ask: bool = False) -> None:
+        """``ask``: on rank 0, also what other ranks have seen."""
+        shapes = self._state.shapes
+        if self._saver.saves and (shapes.look() or (ask and shapes.ask())):
+            say(compiled_shapes.EXPLANATION)
+            self._report("shapes_changed", step=self.step, explanation=compiled_shapes.EXPLANATION)
+
     def _tell_uneven(self, words: str) -> None:
         """Some ranks only call ``run.every``. Where all save together, they would wait for different things."""
         if self._together and self._best_metric:
@@ -300,6 +310,7 @@ class Run(Logging, Steering):
         if made.skip:
             self._skip(self.step, made.skip)
         self._may_be_due |= made.evaluates and bool(self._best_metric)
+        self._look_at_shapes()
 
     def stop_point(self) -> None:
         """See ``Context.stop_point``. An evaluation may follow, with a forward without gradients."""
@@ -312,6 +323,7 @@ class Run(Logging, Steering):
 
     def _gather(self) -> None:
         """Brings what each rank has for itself to rank 0. Collective."""
+        self._look_at_shapes()
         with self._times.waiting(), self._optimizer_steps.behind():
             self._loader.gather()
             if self._saver.saves:
@@ -352,6 +364,7 @@ class Run(Logging, Steering):
         self._enter("after_loop")
 
     def _content(self) -> dict[str, Any]:
+        self._look_at_shapes(ask=True)
         return self._state.content(before_step=self._making is not None)
 
     def _over(self) -> bool:

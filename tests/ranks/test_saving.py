@@ -125,17 +125,62 @@ def test_a_killed_writer_is_reported_and_the_next_save_starts_another(
 ) -> None:
     save(checkpoint_client, 1, state())
     os.kill(writer_pid(), signal.SIGKILL)
-    with pytest.raises(NotSaved, match=r"the writer process exited with code -9"):
+    with pytest.raises(NotSaved, match=r"the checkpoint writer was killed by SIGKILL, probably out of memory"):
         save(checkpoint_client, 2, state())
     save(checkpoint_client, 3, state())
     assert [name[5:17] for name in names(directory)] == ["000000000001", "000000000003"]
+
+
+def test_a_dead_writer_whose_exit_code_the_script_has_taken_is_not_said_to_have_exited_with_0(
+    checkpoint_client: Any,
+) -> None:
+    """``os.wait()`` in the script, or an ignored SIGCHLD; Popen then has 0."""
+    save(checkpoint_client, 1, state())
+    pid = writer_pid()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with pytest.raises(NotSaved, match=r"the checkpoint writer has exited, and its exit code was taken by the script"):
+        save(checkpoint_client, 2, state())
+    save(checkpoint_client, 3, state())
+
+
+def test_a_writer_that_cannot_be_started_fails_the_save_and_the_next_one_tries_again(
+    directory: RunDirectory, checkpoint_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        checkpoint_client.prepare(state())
+        checkpoint_client.save(1, state(), {}, urgent=False)
+        assert checkpoint_client.busy
+        with pytest.raises(NotSaved, match=r"cannot start the checkpoint writer \(Resource temporarily unavailable\)"):
+            checkpoint_client.result(wait=False)
+        assert not checkpoint_client.busy
+    save(checkpoint_client, 2, state())
+    assert [name[5:17] for name in names(directory)] == ["000000000002"]
+
+
+def test_a_snapshot_that_fails_is_reported_as_what_it_is(directory: RunDirectory, checkpoint_client: Any) -> None:
+    """Such as a CUDA error in the copy; the writer is not to blame, and saves the next one."""
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    checkpoint_client.save(1, state(), {}, urgent=True, before=fail)
+    with pytest.raises(NotSaved, match=r"cannot take the snapshot \(CUDA error: unspecified launch failure\)"):
+        checkpoint_client.result(wait=True)
+    pid = writer_pid()
+    save(checkpoint_client, 2, state())
+    assert writer_pid() == pid
 
 
 def test_a_writer_that_fails_unexpectedly_exits_and_is_not_waited_for(
     directory: RunDirectory, checkpoint_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(checkpoint_client, 1, state())
-    with monkeypatch.context() as patch, pytest.raises(NotSaved, match=r"the writer process exited with code 1"):
+    with monkeypatch.context() as patch, pytest.raises(NotSaved, match=r"the checkpoint writer exited with code 1"):
         more_than_there_is = property(lambda _: 1 << 40, lambda *_: None)
         patch.setattr(snapshot.Snapshot, "nbytes", more_than_there_is, raising=False)
         save(checkpoint_client, 2, state())

@@ -19,6 +19,7 @@ from clusterddp.distributed.process_group import ProcessGroup
 from clusterddp.errors import CheckpointError
 from clusterddp.reporter import counted, say
 from clusterddp.training.state.before_step import BeforeStep
+from clusterddp.training.state.compiled_shapes import CompiledShapes
 from clusterddp.training.state.divergence import Divergence, fingerprints
 from clusterddp.training.state.per_rank import PerRank
 from clusterddp.training.state.values import Values
@@ -62,6 +63,7 @@ class RunState:
         self.divergence = Divergence({**parts, "progress": values} if values else parts, group)
         self.buffers = Buffers(parts, group.world_size)
         self._hardware = group.hardware() if group.rank == 0 else {}
+        self.shapes = CompiledShapes(group)
         self._partly_saved = self._check_saved() if group.rank == 0 else []
 
     def content(self, before_step: bool) -> dict[str, Any]:
@@ -77,6 +79,7 @@ class RunState:
             **self.stopped_in_step,
             **self.gradients.progress(before_step),
             **self.buffers.progress(),
+            **self.shapes.progress(),
             **self.per_rank.progress(),
         }
         if self._values:
@@ -147,6 +150,7 @@ class RunState:
         self.per_rank.restore(progress)
         self.inexact += self.gradients.restore(progress)
         self.inexact += self.buffers.restore(progress, self._group.rank, self._group.world_size)
+        self.inexact += self.shapes.restore(progress)
         self.divergence.parts = set(progress.get("diverged", []))
         self.inexact += [f"{name} differed between ranks, all have rank 0's" for name in progress.get("diverged", [])]
         if progress.get("cut"):
