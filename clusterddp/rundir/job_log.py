@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterddp.rundir.claims import read_claim
 from clusterddp.rundir.run_directory import RunDirectory
 
 #: The most bytes and lines that are read at the end of a log.
@@ -35,7 +36,7 @@ def early_end(run: RunDirectory, claim: Mapping[str, Any], state: str | None) ->
     ``claim``: the newest of the run, which is that of a submission until the supervisor has taken it over. ``state``:
     how the job ended, None if Slurm has forgotten it.
     """
-    if "time" not in claim or state not in (None, *_OWN_ENDS):
+    if "time" not in claim or state not in (None, *_OWN_ENDS) or taken_over(run, claim):
         return None
     log = job_log(run, claim["job"])
     lines = _last_lines(log)
@@ -45,6 +46,14 @@ def early_end(run: RunDirectory, claim: Mapping[str, Any], state: str | None) ->
     if lines:
         return EarlyEnd(f"{ended}: {lines[-1]}", lines)
     return EarlyEnd(f"{ended}, and wrote no log: can its nodes see {run}?", ())
+
+
+def taken_over(run: RunDirectory, claim: Mapping[str, Any]) -> bool:
+    """Whether the supervisor of a claim's job holds the newest attempt: it may have started before ``submit`` wrote the
+    claim of the submission, which then stays."""
+    newest = run.newest_attempt()
+    holder = None if newest is None else read_claim(run.holder_file(newest), run)
+    return holder is not None and holder.get("job") == claim["job"]
 
 
 def _last_lines(path: Path) -> tuple[str, ...]:

@@ -85,11 +85,12 @@ def test_a_job_that_ended_before_its_supervisor_started_is_a_failure_with_the_en
 
 
 def test_a_job_whose_supervisor_took_the_run_over_is_judged_by_its_history(tmp_path: Path, squeue: Squeue) -> None:
-    """It removes the submission's claim."""
+    """Also if it did so before `submit` had written the submission's claim, which it would have removed."""
     squeue(ENDED.format("FAILED"))
-    run = recorded_run(tmp_path / "a", [started()], holder=of_job())
-    (run.logs / "job-41.log").write_text(NOT_FOUND)
-    assert state_of(run).word == "stopped"
+    for files in ({}, {"submitted": {**of_job(), "time": 1.0}}):
+        run = recorded_run(tmp_path / str(len(files)), [started()], holder=of_job(), **files)
+        (run.logs / "job-41.log").write_text(NOT_FOUND)
+        assert state_of(run).word == "stopped"
 
 
 @pytest.mark.parametrize(

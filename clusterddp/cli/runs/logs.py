@@ -13,7 +13,7 @@ from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import counted, put, say, show
 from clusterddp.rundir.claims import read_claim
 from clusterddp.rundir.find import open_run
-from clusterddp.rundir.job_log import job_log
+from clusterddp.rundir.job_log import job_log, taken_over
 from clusterddp.rundir.run_directory import RunDirectory
 
 _ALL, _FAILED = "all", "failed"
@@ -211,7 +211,7 @@ def _show_job_log(run: RunDirectory) -> bool:
     except PermissionError:  # another user's run
         return False
     log = job_log(run, str((claim or {}).get("job")))
-    if claim is None or not log.is_file() or not log.stat().st_size:
+    if claim is None or not log.is_file() or not log.stat().st_size or taken_over(run, claim):
         return False
     show(f"job {claim['job']} has not started its supervisor, or ended before that; its log: {log}")
     if run.attempts():
