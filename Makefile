@@ -20,6 +20,7 @@
 # make soak-booking  whether each second of a run interrupted 23 times is booked to what it was doing (11 minutes)
 # make bench  our figures, each beside its limit, in one table: docs/measurements/bench.md; at most 15 minutes;
 #             BENCH="--only saves,restore" prints some of them
+# make bench-controller   what a run asks of slurmctld, by sdiag
 # make bench-submission   what submitting and launching cost, beside sbatch and srun
 # make bench-compare REV=main  what is slower by 10% or more than at that commit; REV="v1 v2" compares two commits
 # make bench-steady-state what a run costs while it trains, beside a bare DDP loop
@@ -135,6 +136,10 @@ bench-steady-state: .venv/ready
 
 bench-agreement: .venv/ready
 	.venv/bin/python -m benchmarks.steps.agreement
+
+.PHONY: bench-controller
+bench-controller: .venv/ready slurm
+	.venv/bin/python -m benchmarks.controller
 
 .PHONY: bench-submission
 bench-submission: .venv/ready slurm

@@ -238,7 +238,9 @@ class Handle:
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"{self._run} is not over after {timeout:g} s: {self.status()}")
                 time.sleep(LOOK_S)
-        return str((self._run.outcome() or {"state": "stopped"})["state"])
+        if (outcome := self._run.outcome()) is not None:
+            return str(outcome["state"])
+        return "failed" if not local and self.status().state == "failed" else "stopped"
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
         """Return what a rank has printed so far: its stdout, followed by its stderr.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 from clusterddp.checkpoint.store import of_run
@@ -18,7 +19,7 @@ from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import FUNCTION, Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.packages import check_packages
-from clusterddp.process import signals_blocked
+from clusterddp.process import PACKAGE_FOLDER, signals_blocked
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.find import runs_folder
 from clusterddp.rundir.ownership import check_run
@@ -222,6 +223,7 @@ def submit_to_slurm(
     fitted = fit_to_cluster(job, required=True)
     plant = with_code(job, run_dir, plant, batch=True, source=source)
     run, created = claim(run_dir, job)
+    warn_of_unseen(run)
     # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
     with alone(run), signals_blocked(signal.SIGINT), recorded(run, job, created, plant):
         job_id = batch.submit(fitted, run, Path.cwd())
@@ -229,6 +231,15 @@ def submit_to_slurm(
         run.loop_file.unlink(missing_ok=True)
     show(f"submitted as job {job_id}; run directory: {run}")
     return run, job_id
+
+
+def warn_of_unseen(run: RunDirectory) -> None:
+    """Warns of what the nodes probably do not have: then the job fails before its supervisor can say why."""
+    from clusterddp.cli.checks.login import unseen
+
+    places = {"the run directory": run.path, "Python": Path(sys.executable), "clusterddp": PACKAGE_FOLDER}
+    for warning in unseen({what: path.absolute() for what, path in places.items()}):
+        show(warning)
 
 
 def fit_to_cluster(job: Job, required: bool) -> Job:

@@ -11,6 +11,7 @@ from typing import Any
 from clusterddp.errors import SlurmError
 from clusterddp.rundir.claims import on_this_machine, process_alive
 from clusterddp.rundir.find import as_typed
+from clusterddp.rundir.job_log import early_end
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
@@ -38,6 +39,8 @@ class RunState:
     """What a user can do about a run that waits."""
     job: QueuedJob | None = None
     """Slurm's record of the newest job, if it has one."""
+    log: tuple[str, ...] = ()
+    """The end of the log of a job that ended before its supervisor started."""
 
 
 def run_states(
@@ -83,6 +86,9 @@ def _state(summary: Summary, jobs: Mapping[str, QueuedJob], away: str, cluster: 
     job = jobs.get(summary.job_id or "")
     if summary.cancelled:
         return RunState("cancelled", "cancelled", summary.job_id, job=job)
+    claim = summary.claims[0] if summary.claims else {}
+    if early := early_end(summary.run, claim, None if job is None else job.state):
+        return RunState("failed", early.reason, summary.job_id, job=job, log=early.lines)
     return RunState("stopped", _why_stopped(summary, job), summary.job_id, job=job)
 
 

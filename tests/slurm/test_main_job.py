@@ -179,6 +179,19 @@ def test_a_script_that_does_not_use_clusterddp_is_restarted(cluster: Cluster, ru
     assert "rank 1 is done" in second
 
 
+def test_a_job_that_ends_before_its_supervisor_starts_says_why(cluster: Cluster, runs: Path) -> None:
+    """Its log has the reason: the interpreter is not on the nodes, say."""
+    run = RunDirectory(runs / "early")
+    job_id = submit(cluster, run, "--set", "setup=[exec /nowhere/python]", *job()).stdout.strip()
+    cluster.wait_job(job_id, {"FAILED"})
+    words = f"job {job_id} ended (FAILED) before it started the supervisor"
+    for command, code in (("status", 0), ("watch", 1)):
+        done = cluster.run([cluster.python, "-m", "clusterddp", command, run.path], check=False)
+        assert done.returncode == code and words in done.stdout + done.stderr
+        assert "/nowhere/python: " in done.stdout + done.stderr
+    assert "/nowhere/python: " in cluster.run([cluster.python, "-m", "clusterddp", "logs", run.path]).stdout
+
+
 def test_a_run_that_another_job_holds_is_refused_with_its_name(cluster: Cluster, runs: Path) -> None:
     """The message names the holder, its state and its nodes."""
     run = RunDirectory(runs / "run")

@@ -14,8 +14,8 @@ ROWS = [
 
 
 def test_the_faults_are_numbered_without_gaps_and_each_has_a_test() -> None:
-    """41 rows, six cells each, none of them empty."""
-    assert [int(row[0]) for row in ROWS] == list(range(1, 42))
+    """42 rows, six cells each, none of them empty."""
+    assert [int(row[0]) for row in ROWS] == list(range(1, 43))
     assert {len(row) for row in ROWS} == {6}
     assert all(cell for row in ROWS for cell in row)
     assert all("::test_" in row[5] for row in ROWS)

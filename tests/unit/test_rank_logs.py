@@ -15,6 +15,7 @@ from clusterddp.cli.runs import rank_logs
 from clusterddp.errors import RunDirectoryError, UsageError
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor import lease
 
 Captured = pytest.CaptureFixture[str]
 
@@ -187,6 +188,22 @@ def test_a_failed_run_shows_its_first_failure(run: RunDirectory, capsys: Capture
         ]
     assert logs(run, "--rank", "0") == 0
     assert capsys.readouterr().out == "x\n"
+
+
+def test_a_job_without_a_supervisor_shows_its_own_log(run: RunDirectory, capsys: Captured) -> None:
+    """The reason is there and nowhere else; after earlier attempts it is named."""
+    lease.submitted(run, "41")
+    with pytest.raises(RunDirectoryError, match="has not started yet"):
+        logs(run)
+    (run.logs / "job-41.log").write_text("python: not found\n")
+    assert logs(run) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "python: not found\n"
+    assert "job 41 has not started its supervisor, or ended before that" in captured.err
+    attempt(run, r0="zero\n")
+    assert logs(run) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "zero\n" and str(run.logs / "job-41.log") in captured.err
 
 
 def test_a_run_that_failed_without_a_rank_that_did_shows_rank_0(run: RunDirectory, capsys: Captured) -> None:

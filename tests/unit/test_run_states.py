@@ -52,6 +52,47 @@ def state_of(run: RunDirectory) -> RunState:
     return run_states([summarize(run)])[0]
 
 
+NOT_FOUND = "slurm_script: line 20: /home/me/venv/bin/python: No such file or directory"
+ENDED = "41|{}|n1|2026-11-22T08:00:00|1:00:00|gpu|NonZeroExitCode"
+
+
+@pytest.mark.parametrize(
+    ("line", "log", "word", "reason"),
+    [
+        (ENDED.format("FAILED"), NOT_FOUND, "failed", f"(FAILED) before it started the supervisor: {NOT_FOUND}"),
+        (ENDED.format("COMPLETED"), NOT_FOUND, "failed", f"(COMPLETED) before it started the supervisor: {NOT_FOUND}"),
+        ("", NOT_FOUND, "failed", f"job 41 ended before it started the supervisor: {NOT_FOUND}"),
+        (ENDED.format("FAILED"), "", "failed", "and wrote no log: can its nodes see"),
+        (ENDED.format("NODE_FAIL"), NOT_FOUND, "stopped", "job 41 ended: NODE_FAIL"),
+        (ENDED.format("CANCELLED"), NOT_FOUND, "stopped", "job 41 ended: CANCELLED"),
+        (ENDED.format("RUNNING"), NOT_FOUND, "running", ""),
+    ],
+)
+def test_a_job_that_ended_before_its_supervisor_started_is_a_failure_with_the_end_of_its_log(
+    tmp_path: Path, squeue: Squeue, line: str, log: str, word: str, reason: str
+) -> None:
+    """Such as an interpreter that the nodes do not have; also of a run that had attempts before."""
+    squeue(line)
+    claim = {**of_job(), "time": 1.0}
+    for run in (
+        recorded_run(tmp_path / "new", submitted=claim),
+        recorded_run(tmp_path / "old", [started(job="40")], submitted=claim),
+    ):
+        (run.logs / "job-41.log").write_text(f"loading modules\n\n{log}\n" if log else "")
+        found = state_of(run)
+        assert found.word == word and reason in found.reason
+        assert found.log == (("loading modules", log) if log and word == "failed" else ())
+
+
+def test_a_job_whose_supervisor_took_the_run_over_is_judged_by_its_history(tmp_path: Path, squeue: Squeue) -> None:
+    """Also if it did so before `submit` had written the submission's claim, which it would have removed."""
+    squeue(ENDED.format("FAILED"))
+    for files in ({}, {"submitted": {**of_job(), "time": 1.0}}):
+        run = recorded_run(tmp_path / str(len(files)), [started()], holder=of_job(), **files)
+        (run.logs / "job-41.log").write_text(NOT_FOUND)
+        assert state_of(run).word == "stopped"
+
+
 @pytest.mark.parametrize(
     ("line", "word", "reason"),
     [

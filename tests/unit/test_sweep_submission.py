@@ -20,6 +20,7 @@ from clusterddp.jobdef import code_snapshot
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor import lease
 from clusterddp.supervisor.lease import holders
 from clusterddp.sweeps.folder import read_record
 
@@ -191,6 +192,7 @@ def test_a_member_that_its_user_stopped_is_left_alone(slurm: Slurm, capsys: pyte
     slurm.end("COMPLETED")
     for seed, cause in ((0, Cause.STOP_REQUESTED), (1, Cause.NONE)):
         line = {"time": 1.0, "attempt": member(seed).create_attempt(), "event": "stopped"}
+        lease.take(member(seed), 0, lease.of_job(f"41_{seed}"))
         append_line(
             member(seed).events_file, {**line, "reason": cause.value, "cause": cause.value, "step": 7, "checkpoint": 7}
         )

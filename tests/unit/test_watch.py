@@ -146,6 +146,26 @@ def test_a_watcher_that_learned_of_the_end_before_another_resubmitted_leaves_it_
     assert submitted == [] and watcher.result is None
 
 
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_job_that_ended_before_its_supervisor_started_is_not_submitted_again_and_its_log_is_shown(
+    run: RunDirectory,
+    submitted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    earlier: bool,
+) -> None:
+    """It would end in the same way."""
+    if not earlier:
+        run.events_file.unlink()
+    lease.submitted(run, "42")
+    (run.logs / "job-42.log").write_text("module: cannot load cuda\nslurm_script: line 20: python: not found\n")
+    watcher = look(run, info("FAILED", job="42"), monkeypatch)
+    assert (submitted, watcher.result) == ([], 1)
+    said = capsys.readouterr().err
+    assert said.startswith("module: cannot load cuda\nslurm_script: line 20: python: not found\n")
+    assert "job 42 ended (FAILED) before it started the supervisor: slurm_script: line 20: python: not found" in said
+
+
 def test_an_attempt_that_is_just_being_claimed_leaves_no_gap_in_who_holds_the_run(run: RunDirectory) -> None:
     """Its folder is there, its entry not yet: the one before still holds the run."""
     run.create_attempt()

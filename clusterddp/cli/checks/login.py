@@ -94,6 +94,27 @@ def timed_write(there: Path) -> Check:
     return ok("writes", found, write_s=seconds)
 
 
+def unseen(places: Mapping[str, Path]) -> list[str]:
+    """Warnings about paths that probably only this host has; ``places``: by what they are."""
+    table = MOUNTS.read_text(errors="replace") if MOUNTS.exists() else ""
+    found: dict[str, list[str]] = {}
+    for what, path in places.items():
+        mount = folder.mount_of(folder.existing(Path(os.path.realpath(path))), table)
+        if (own := _own(path)) and (mount is None or not mount.shared):
+            found.setdefault(own, []).append(f"{what} ({path})")
+    return [
+        f"{', '.join(names)}: usually each node has its own {own}, and then the job fails at once; "
+        "use a folder that all nodes share"
+        for own, names in found.items()
+    ]
+
+
+def _own(path: Path) -> str | None:
+    """The folder that every host has for itself and that a path is in, by its name or where it leads."""
+    ways = (str(path), os.path.realpath(path))
+    return next((top for top in OWN for way in ways if way.startswith(f"{top}/")), None)
+
+
 # --- Python and torch
 
 
@@ -103,7 +124,7 @@ def judge_places(places: Mapping[str, Path], table: str) -> Check:
     values = {name: str(path) for name, path in places.items()}
     ways = {str(way): path for path in places.values() for way in (path, Path(os.path.realpath(path)))}
     for way, path in ways.items():
-        if own := next((top for top in OWN if way.startswith(f"{top}/")), None):
+        if own := _own(Path(way)):
             advice = f"install it in a folder that all nodes share: each node has its own {own}"
             return warning("python", f"{path} leads to {way}" if way != str(path) else found, advice, **values)
     for way, path in ways.items():

@@ -11,7 +11,9 @@ from clusterddp.cli.runs.rank_logs import Follower, Log, logs_of, print_grouped,
 from clusterddp.errors import FAILED, RunDirectoryError, UsageError
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import counted, put, say, show
+from clusterddp.rundir.claims import read_claim
 from clusterddp.rundir.find import open_run
+from clusterddp.rundir.job_log import job_log, taken_over
 from clusterddp.rundir.run_directory import RunDirectory
 
 _ALL, _FAILED = "all", "failed"
@@ -95,7 +97,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
         if by_default:
             _show_failure(run)
         return 0
-    if by_default and _show_failure(run):
+    if by_default and (_show_failure(run) or _show_job_log(run)):
         return 0
     logs = _chosen(run, ranks, arguments.attempt)
     alone = len(logs) == 1 and ranks.single is not None and arguments.attempt != _ALL
@@ -196,4 +198,23 @@ def _show_failure(run: RunDirectory) -> bool:
     rank, attempt = failure["rank"], failure["attempt"]
     show(f"the whole output of rank {rank}: clusterddp logs {run.quoted} --rank {rank} --attempt {attempt}")
     show("of others: --rank failed, --rank 0,4-7 or --rank all; of all attempts: --attempt all")
+    return True
+
+
+def _show_job_log(run: RunDirectory) -> bool:
+    """Shows the log of the run's job if no supervisor has taken the run over yet; returns whether it did.
+
+    The job may have ended before, for a reason that is in its log. After earlier attempts it only names the log.
+    """
+    try:
+        claim = read_claim(run.submitted_file, run)
+    except PermissionError:  # another user's run
+        return False
+    log = job_log(run, str((claim or {}).get("job")))
+    if claim is None or not log.is_file() or not log.stat().st_size or taken_over(run, claim):
+        return False
+    show(f"job {claim['job']} has not started its supervisor, or ended before that; its log: {log}")
+    if run.attempts():
+        return False
+    put(log.read_text(errors="replace").rstrip())
     return True

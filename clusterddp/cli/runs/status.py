@@ -87,7 +87,7 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
     facts: dict[str, Sequence[Fact]] = {
         "run": [("run", str(summary.run))],
         "job": [("job", f"{job.name}: {job.shape}")],
-        "state": [("state", _sentence(summary, state)), *_waiting(state, now)],
+        "state": [("state", _sentence(summary, state)), *_waiting(state, now), *_log(state)],
         "code": [("code", code)] if code else [],
         "attempts": [("attempts", str(attempts_made(events)))],
         **_time(job, *booked(summary, state, events, now), events),
@@ -204,6 +204,8 @@ def _sentence(summary: Summary, state: RunState) -> str:
     """The state in a sentence, with the job or process that holds the run, or how to continue it."""
     if summary.outcome is not None:
         return how_it_ended(summary.outcome)
+    if state.word == "failed":
+        return f"failed: {state.reason}; fix it, then continue with: clusterddp submit --run-dir {summary.run.quoted}"
     if state.word in OVER:
         return state.reason
     if state.word == "unknown":
@@ -229,6 +231,11 @@ def _waiting(state: RunState, now: float) -> Sequence[Fact]:
         when = time.strftime("%m-%d %H:%M", time.localtime(start))
         lines.append(("starts", f"{when} at the earliest{f', in {duration(start - now)}' if start > now else ''}"))
     return lines
+
+
+def _log(state: RunState) -> Sequence[Fact]:
+    """What a job printed that ended before its supervisor started."""
+    return [("" if index else "its log", line) for index, line in enumerate(state.log)]
 
 
 def _time(job: Job, booking: Booking, made: Spent | None, events: Sequence[Event]) -> dict[str, Sequence[Fact]]:

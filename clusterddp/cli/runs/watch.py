@@ -21,6 +21,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show, what_failed
 from clusterddp.rundir.find import find_runs
+from clusterddp.rundir.job_log import early_end
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -125,6 +126,9 @@ class Watcher:
         if self._should_continue(job):
             return self._resubmit(ended, claims)
         self.result = 1
+        if early := early_end(self._run, claims[0], job.state if job else None):
+            show("\n".join(early.lines))
+            ended = early.reason
         return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run.quoted}")
 
     def _claims(self) -> list[dict[str, Any]]:
@@ -162,10 +166,10 @@ class Watcher:
         return job.state in _INVOLUNTARY_ENDS or wanted or self._never_started(job)
 
     def _never_started(self, job: JobInfo) -> bool:
-        """Whether the job failed before its batch script ran: no attempt has recorded this restart."""
+        """Whether a requeued job failed before its batch script ran: no attempt has recorded this restart."""
         started = [event for event in self._run.events() if event["event"] == "started"]
         known = any(event.get("job") == job.job_id and event.get("restarts") == job.restarts for event in started)
-        return job.state == "FAILED" and bool(started) and not known
+        return job.state == "FAILED" and bool(started) and job.restarts > 0 and not known
 
     def _resubmit(self, ended: str, claims: Sequence[Mapping[str, Any]]) -> bool:
         """Submits the run again, unless another watcher does, or has done so since these claims were read."""

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from clusterddp.cli.recording import claim, recorded
-from clusterddp.cli.submission import checkout_for, fit_to_cluster
+from clusterddp.cli.submission import checkout_for, fit_to_cluster, warn_of_unseen
 from clusterddp.cli.sweeps.plan import Plan, Sweep
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.jobdef import code_snapshot
@@ -80,6 +80,7 @@ def submit(sweep: Sweep, plan: Plan) -> Submitted:
         return done
     most = largest_array()
     ready = [fitted(group) for group in groups(sweep, plan.submit)]  # all checks before anything is written
+    warn_of_unseen(RunDirectory(sweep.folder.path))
     checkout = checkout_for(sweep.job, str(sweep.folder), batch=True, source=sweep.source)
     if text := code_snapshot.renew(RunDirectory(sweep.folder.path), checkout):
         show(text)
