@@ -60,7 +60,7 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
     run, notes = summary.run, [summary.error] if summary.error else []
     job = _tried("job.yaml", lambda: load_resolved(run.job_file), notes)
     events = _events(run, notes)
-    metrics = read_metrics(run)
+    metrics = read_metrics(run, events)
     counted_until = _tried("the attempts", lambda: limits(run, events, metrics), notes) or {}
     notes += metrics.notes
     timings = _tried("timing.jsonl", lambda: read_timings(run), notes) or Timings()
