@@ -8,12 +8,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from clusterddp.report.booking import Booking, book
+from clusterddp.report.booking import Booking, book_run
 from clusterddp.report.intervals import Wait
 from clusterddp.report.ratios import Spent, spent
 from clusterddp.report.stragglers import waits
 from clusterddp.rundir.files import finite
-from clusterddp.rundir.records import NOT_METRICS, is_count, is_time
+from clusterddp.rundir.records import NOT_METRICS, is_count
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
 from clusterddp.rundir.timing import read_timings
@@ -55,10 +55,7 @@ def booked(
     summary: Summary, state: RunState, events: Sequence[Mapping[str, Any]], now: float
 ) -> tuple[Booking, Spent | None]:
     """Where the run's time went, and the ratios of that."""
-    claimed = [claim["time"] for claim in summary.claims if is_time(claim.get("time"))]
-    step = summary.metrics.get("time")
-    newest = step if is_time(step) else None
-    booking = book(events, now, state.word, newest, min(claimed, default=None), _waits(summary.run))
+    booking = book_run(summary, state, events, now, _waits(summary.run))
     return booking, spent(booking, events)
 
 
