@@ -12,7 +12,7 @@ from clusterddp.cli.runs.confirmation import agreed, can_ask
 from clusterddp.errors import FAILED, ClusterddpError, RunDirectoryError, SlurmError, UsageError
 from clusterddp.process import process_start, signal_ranks
 from clusterddp.reporter import counted, put, say, show, what_failed
-from clusterddp.rundir.find import find_runs
+from clusterddp.rundir.find import find_runs, names_exactly
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
             live.append(run)
         else:
             put(over_already(run, outcome))
-    named = len(runs) == 1 and RunDirectory(arguments.run[0]).path == runs[0].path
+    named = len(runs) == 1 and names_exactly(arguments.run[0], runs[0])
     if live and not named and not arguments.yes and not _confirmed(live):
         show("nothing was cancelled")
         return FAILED

@@ -24,7 +24,7 @@ from clusterddp.report.ratios import Spent
 from clusterddp.report.stragglers import Scores, scores
 from clusterddp.reporter import counted, duration, put, speed
 from clusterddp.rundir.curve import curve, main_metric
-from clusterddp.rundir.find import as_typed, open_run
+from clusterddp.rundir.find import NEWEST, ONE_RUN, as_typed, open_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.rundir.timing import read_timings
@@ -42,7 +42,7 @@ Event = Mapping[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``status``."""
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("run", metavar="RUN", nargs="?", default=NEWEST, help=f"{ONE_RUN}; default: {NEWEST}")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, without the history (run.schema.json)")
     form.add_argument("--watch", action="store_true", help="refresh it every 5 s until the run is over, or Ctrl-C")
