@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clusterddp.checkpoint.store import of_run
 from clusterddp.cli.runs.confirmation import agreed, can_ask
 from clusterddp.errors import FAILED, ClusterddpError, RunDirectoryError, SlurmError, UsageError
 from clusterddp.process import process_start, signal_ranks
@@ -90,6 +91,8 @@ def _cancel(runs: Sequence[RunDirectory]) -> bool:
 def _report(run: RunDirectory) -> None:
     final = _finish(run)
     put(f"{run}: {final['state']}{at_step(final['step'])}; it will not run again")
+    if of_run(run).candidates():
+        show(f"to continue from its newest checkpoint in a new run: clusterddp submit --fork {run.quoted}")
 
 
 def cancel_run(run: RunDirectory) -> dict[str, Any]:
