@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     recorded_run(folder / "failed", [started(job="8"), *BEGUN, requeued, started(1, job="8")], outcome=ended)
     recorded_run(folder / "stopped", [started(job="7")], holder=of_job("7"), metrics=steps([0], loss=float("nan")))
     monkeypatch.setattr(slurm, "run", lambda *_, **__: QUEUE)
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 60)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
     return folder
@@ -182,6 +184,18 @@ def test_status_says_how_far_a_run_is(runs: Path, capsys: pytest.CaptureFixture[
     assert "saved     step 90, " in shown
     assert "nodes     n[1-2], 1 process each\n" in shown
     assert "state     failed at step 3: rank 1 (n2) failed:" in said(capsys, "status", "runs/failed")
+
+
+def test_a_run_without_new_steps_has_no_time_left(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its last step was 14 minutes ago: it may hang. A slow run is not meant."""
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 50 + 14 * 60)
+    assert "speed     2/s until 14 min ago; no step since then\n" in said(capsys, "status", "runs/running")
+    assert json.loads(said(capsys, "list", "--json", "runs/running"))[0]["left_s"] is None
+    recorded_run(runs / "slow", [started(), *BEGUN], holder=of_job(), metrics=steps(range(3), pace_s=600.0))
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 1200 + 5 * 600)
+    assert "speed     600 s/step, about 2 d 18 h left\n" in said(capsys, "status", "runs/slow")
 
 
 ODD = ["two words", "line\nbreak", "[red]x", "l\u00e4ufe \u65e5\u672c", "\x1b[2J\x9b\u202ex", "a\u0301b"]

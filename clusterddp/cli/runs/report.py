@@ -13,7 +13,7 @@ from clusterddp.report.intervals import Wait
 from clusterddp.report.ratios import Spent, spent
 from clusterddp.report.stragglers import waits
 from clusterddp.rundir.files import finite
-from clusterddp.rundir.records import NOT_METRICS, is_count
+from clusterddp.rundir.records import NOT_METRICS, is_count, is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
 from clusterddp.rundir.timing import read_timings
@@ -21,6 +21,8 @@ from clusterddp.slurm.run_states import RunState
 
 #: The version of the schema. A new key does not change it; another meaning of a key, or one that is removed, does.
 SCHEMA = 1
+#: Without a step for so many seconds, and for as long as so many steps took, a run has no time left that can be told.
+_STALLED_S, _STALLED_STEPS = 60.0, 10
 
 
 def report(summary: Summary, state: RunState) -> dict[str, Any]:
@@ -73,8 +75,20 @@ def _waits_of(run: Path, _size: int) -> tuple[Wait, ...]:
 
 
 def left_s(summary: Summary, state: RunState) -> float | None:
-    """Seconds of training that are left; None unless the run is being trained."""
-    return summary.left_s if state.word == "running" else None
+    """Seconds of training that are left; None unless the run is being trained, and makes steps."""
+    return summary.left_s if state.word == "running" and stalled_s(summary, state) is None else None
+
+
+def stalled_s(summary: Summary, state: RunState) -> float | None:
+    """For how long a run that is being trained has made no step, if that is longer than usual.
+
+    It may hang, start again, evaluate or save: its speed so far says nothing about when it ends.
+    """
+    at = summary.metrics.get("time")
+    if state.word != "running" or not summary.seconds_per_step or not is_time(at):
+        return None
+    age = time.time() - at
+    return age if age > max(_STALLED_S, _STALLED_STEPS * summary.seconds_per_step) else None
 
 
 def moment(seconds: float) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterddp.cli.runs import live
-from clusterddp.cli.runs.report import booked, left_s, moment, report, values
+from clusterddp.cli.runs.report import booked, left_s, moment, report, stalled_s, values
 from clusterddp.cli.runs.screen import INDENT, Fact, Size, composed, fact_lines
 from clusterddp.cli.runs.sparkline import labelled
 from clusterddp.cli.runs.text import clipped, one_line
@@ -247,8 +247,9 @@ def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
     logged = _values(values(summary))
     lines = [("steps", f"{summary.step}{of} done{f'; the last: {logged}' if logged else ''}")]
     if summary.seconds_per_step and state.word not in OVER:
-        left = left_s(summary, state)
+        left, stalled = left_s(summary, state), stalled_s(summary, state)
         about = "" if left is None else f", about {duration(left)} left"
+        about = about if stalled is None else f" until {duration(stalled)} ago; no step since then"
         lines.append(("speed", f"{speed(summary.seconds_per_step)}{about}"))
     if summary.saved is not None:
         lines.append(
