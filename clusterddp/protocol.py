@@ -106,7 +106,10 @@ EVENTS: Mapping[str, Event] = {
     "forked": Event("step source", "`submit --fork` copied checkpoint `step` of the run `source`"),
     "submitted": Event("job submitted", "when the job was submitted"),
     "started": Event("job? restarts? pid? nodes ranks code changed seen?", "the ranks are being started"),
-    "allocated": Event("submitted? eligible? begun", "when the job was queued, could start, and got its nodes"),
+    "allocated": Event(
+        "submitted? eligible? begun limit?",
+        "when the job was queued, could start, and got its nodes; of a task of an array, how many may run at a time",
+    ),
     **RANK_EVENTS,
     "slow": Event("rank host own_s ratio", "a straggler"),
     "kept_up": Event("rank host", "a rank that was slow is not slow any more"),

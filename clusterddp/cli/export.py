@@ -11,12 +11,12 @@ from clusterddp.errors import CheckpointError, UsageError
 from clusterddp.jobdef.job import Keep
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import put
-from clusterddp.rundir.find import open_run
+from clusterddp.rundir.find import ONE_RUN, open_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``export``."""
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("run", metavar="RUN", help=ONE_RUN)
     parser.add_argument(
         "step",
         nargs="?",

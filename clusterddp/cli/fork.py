@@ -12,6 +12,7 @@ from clusterddp.errors import CheckpointError, RunDirectoryError
 from clusterddp.jobdef.job import Keep
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.files import append_line, file_mode
+from clusterddp.rundir.find import open_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.messages import sentence
 
@@ -24,9 +25,10 @@ def parse(text: str) -> tuple[RunDirectory, int | Literal["best"] | None]:
     path, at, step = text.rpartition("@")
     if not at or not (step.isdecimal() or step == "best") or RunDirectory(text).exists():
         path, step = text, ""
-    run = RunDirectory(path)
-    if not run.exists():
-        raise RunDirectoryError(f"--fork {text}: {run} is not a run directory; expected RUN, RUN@STEP or RUN@best")
+    try:
+        run = open_run(path)
+    except RunDirectoryError as error:
+        raise RunDirectoryError(f"--fork {text}: {error} (expected RUN, RUN@STEP or RUN@best)") from error
     return run, "best" if step == "best" else int(step) if step else None
 
 

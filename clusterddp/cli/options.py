@@ -17,7 +17,7 @@ from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.profiles import find_profiles, read_profiles
 from clusterddp.reporter import show
-from clusterddp.rundir.find import open_run
+from clusterddp.rundir.find import as_typed, open_run
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -283,9 +283,10 @@ def default_target(values: dict[str, Any], run_dir: str | None) -> str:
         return "clusterddp.yaml"
     if run_dir:
         try:
-            open_run(run_dir)
+            found = open_run(run_dir)
         except RunDirectoryError as error:
             raise UsageError(f"{error}; to start a new run, name SCRIPT.py or JOB.yaml") from error
+        raise UsageError(f"--run-dir {run_dir}: no run there; did you mean {as_typed(found.path)}?")
     values.setdefault("time", "10")
     values.setdefault("device", "cuda")
     show("no script given and no ./clusterddp.yaml: running the bundled digits example (10 minutes at most)")

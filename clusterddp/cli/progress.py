@@ -55,7 +55,8 @@ class Progress:
     """Follows a run directory, as a context manager; call ``update()`` a few times per second.
 
     ``bar``: whether to show the progress: on a terminal as a bar, elsewhere as a line every ``every_s`` seconds (None:
-    never). ``output``: whether to show rank 0's output. ``events``: which events are shown; None: all.
+    never). ``output``: whether to show rank 0's output. ``events``: which events are shown; None: all. ``label``: the
+    beginning of each event's line.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class Progress:
         output: bool = True,
         every_s: float | None = None,
         events: Collection[str] | None = None,
+        label: str = "",
     ) -> None:
         self._run, self._wants_bar, self._wants_output = run, bar, output
         self._events = Tail(run.events_file, from_end=True)
         self._metrics = Tail(run.metrics_file, from_end=True)
         self._output = Tail(Path("/dev/null"))
         self._total, self._shown = total_steps, events
+        self._label = label
         self._bar: Bar | None = None
         self._every_s = every_s if bar else None
         self._words_at, self._steps_shown = time.monotonic(), 0
@@ -125,7 +128,7 @@ class Progress:
         said = sentence(event) if self._shown is None or event["event"] in self._shown else None
         self._say_output()
         if said:
-            self._say(said)
+            self._say(f"{self._label}{said}")
 
     def _say_output(self) -> None:
         """Shows what the user's own script has printed as it is, with its colours."""

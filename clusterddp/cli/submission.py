@@ -123,7 +123,10 @@ def completed(run: RunDirectory, changed: bool) -> bool:
             "the new number of steps"
         )
         return True
-    raise RunDirectoryError(f"{run} was cancelled{at_step(outcome['step'])} and cannot continue: start a new run")
+    raise RunDirectoryError(
+        f"{run} was cancelled{at_step(outcome['step'])} and cannot continue: `clusterddp submit --fork {run.quoted}` "
+        "starts a new run from its newest checkpoint"
+    )
 
 
 def check_place(job: Job, place: str | None) -> None:

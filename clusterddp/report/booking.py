@@ -15,6 +15,8 @@ from typing import Any
 from clusterddp.protocol import ATTEMPT_ENDS, BY_SLURM, PHASES, RUN_ENDS
 from clusterddp.report.intervals import Interval, Wait, laid_over, measured, shared
 from clusterddp.rundir.records import is_count, is_time
+from clusterddp.rundir.summary import Summary
+from clusterddp.slurm.run_states import RunState
 
 Event = Mapping[str, Any]
 
@@ -22,6 +24,7 @@ Event = Mapping[str, Any]
 CATEGORIES: Mapping[str, str] = {
     "queued": "queued",
     "held": "held",
+    "limited": "waiting for its turn in the sweep",
     "launching": "launching",
     "importing": "importing",
     "rendezvous": "rendezvous",
@@ -39,9 +42,11 @@ CATEGORIES: Mapping[str, str] = {
 #: The other phases of rank 0 (``protocol.PHASES``) are categories themselves.
 _OF_PHASE = {"after_loop": "unknown", "ending": "launching"}
 #: What the end of a run's records is followed by, by its state (``slurm/run_states.py``) unless it is over.
-_OF_STATE = {"pending": "queued", "held": "held", "running": "", "stopped": "down"}
+_OF_STATE = {"pending": "queued", "held": "held", "limited": "limited", "running": "", "stopped": "down"}
 #: By heartbeats it is known to within so many seconds when the last step before a hang ended; by the metrics exactly.
 BEAT_S = 2.0
+#: For how long Slurm holds a requeued job by default (AuthInfo=cred_expire, and a second).
+HOLD_S = 121.0
 #: During these, evaluations and saves are possible.
 _IN_LOOP = frozenset(("first_step", "training", "repeating"))
 
@@ -79,7 +84,7 @@ def book(
     Args:
         events: the run's history.
         now: unix seconds.
-        state: a word of ``run_states.WORDS``: what the run does once its records end.
+        state: a word of ``run_states.WORDS``, or limited: what the run does once its records end.
         newest_step: when the newest line of the metrics was written, if there is one.
         submitted: when the run's job was submitted, for a run without a history.
         waited: for how long ranks waited for stragglers, where that was measured; elsewhere it is estimated.
@@ -105,6 +110,17 @@ def book(
     following = {**_OF_STATE, "running": "queued" if queued else "launching"}.get(state, "unknown")
     line.until(line.end, following if provisional else "queued" if waits else "down")
     return Booking(tuple(_with_details(line.intervals, attempts, line.end, list(waited))), provisional)
+
+
+def book_run(
+    summary: Summary, state: RunState, events: Iterable[Event], now: float, waited: Iterable[Wait] = ()
+) -> Booking:
+    """``book`` for a run as ``list`` knows it."""
+    claimed = [claim["time"] for claim in summary.claims if is_time(claim.get("time"))]
+    step = summary.metrics.get("time")
+    limited = state.word == "pending" and state.job is not None and state.job.reason == "JobArrayTaskLimit"
+    word = "limited" if limited else state.word
+    return book(events, now, word, step if is_time(step) else None, min(claimed, default=None), waited)
 
 
 def continues(end: Event | None) -> bool:
@@ -241,7 +257,11 @@ def _book_wait(line: _Line, before: _Attempt | None, attempt: _Attempt) -> None:
         line.until(launched if submitted is None else min(submitted, launched), "down")
     eligible, begun = attempt.allocated("eligible"), attempt.allocated("begun")
     if eligible is not None:
-        line.until(min(eligible, begun or launched, launched), "held")
+        eligible = min(eligible, begun or launched, launched)
+        if attempt.allocated("limit"):  # Slurm does not say how much of the wait was the hold after a requeue
+            line.until(min(eligible, line.at + (HOLD_S if before is not None and waited else 0.0)), "held")
+            line.until(eligible, "limited")
+        line.until(eligible, "held")
     line.until(launched if begun is None else min(begun, launched), "queued")
     line.until(launched, "launching")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -51,8 +52,9 @@ class Metrics:
     lines: int = 0
 
 
-def read_metrics(run: RunDirectory) -> Metrics:
-    """Reads metrics.jsonl; what is wrong with it is in the notes."""
+def read_metrics(run: RunDirectory, events: Iterable[Mapping[str, Any]] = ()) -> Metrics:
+    """Reads metrics.jsonl; what is wrong with it is in the notes. ``events``: the history, which has what the script
+    logged outside its steps."""
     found, left_out, wrong, torn = Metrics(), set[str](), 0, False
     try:
         with open(run.metrics_file, "rb") as file:
@@ -68,6 +70,10 @@ def read_metrics(run: RunDirectory) -> Metrics:
         pass
     except OSError as error:
         found.notes.append(f"metrics.jsonl cannot be read: {error.strerror}")
+    lines_read, first = found.lines, dict(found.first)
+    for result in filter(None, map(records.result_line, events)):
+        _add(found, [result], left_out)
+    found.lines, found.first = lines_read, first
     if wrong:
         found.notes.append(f"{counted(wrong, 'line')} of metrics.jsonl cannot be read: written by another program")
     if torn:
@@ -123,6 +129,11 @@ def _extend(
     own: dict[int, _Values], attempt: int, steps: list[int], times: list[float], values: Sequence[float]
 ) -> None:
     part = own.setdefault(attempt, _Values())
+    if part.steps and part.steps[-1] > steps[0]:  # logged between two steps
+        at = bisect_right(part.steps, steps[0])
+        part.steps[at:at], part.times[at:at] = array("q", steps), array("d", times)
+        part.values[at:at] = array("d", values)
+        return
     part.steps.extend(steps)
     part.times.extend(times)
     part.values.extend(values)

@@ -18,7 +18,7 @@ from clusterddp.jobdef import code_snapshot
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.report.advice import advice
-from clusterddp.report.booking import Booking, book
+from clusterddp.report.booking import Booking, book_run
 from clusterddp.report.curves import BUCKETS, Grid, Metrics, curves, incomplete, limits, read_metrics
 from clusterddp.report.markup import clipped
 from clusterddp.report.ranks import LEAST_PARTS, PARTS, ranks_over_time
@@ -28,7 +28,7 @@ from clusterddp.report.timeline import Sentence, in_words, interruptions, lanes,
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir import records
 from clusterddp.rundir.files import finite
-from clusterddp.rundir.records import is_count, is_time
+from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved
 from clusterddp.rundir.timing import Timings, read_timings
@@ -60,7 +60,7 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
     run, notes = summary.run, [summary.error] if summary.error else []
     job = _tried("job.yaml", lambda: load_resolved(run.job_file), notes)
     events = _events(run, notes)
-    metrics = read_metrics(run)
+    metrics = read_metrics(run, events)
     counted_until = _tried("the attempts", lambda: limits(run, events, metrics), notes) or {}
     notes += metrics.notes
     timings = _tried("timing.jsonl", lambda: read_timings(run), notes) or Timings()
@@ -158,10 +158,7 @@ def _absent(run: RunDirectory, events: Sequence[Event], metrics: Metrics, state:
 
 
 def _booked(summary: Summary, state: RunState, events: Sequence[Event], timings: Timings, now: float) -> Booking:
-    claimed = [claim["time"] for claim in summary.claims if is_time(claim.get("time"))]
-    step = summary.metrics.get("time")
-    newest = step if is_time(step) else None
-    return book(events, now, state.word, newest, min(claimed, default=None), waits(timings.intervals))
+    return book_run(summary, state, events, now, waits(timings.intervals))
 
 
 def _time(booking: Booking, events: Sequence[Event]) -> dict[str, Any] | None:

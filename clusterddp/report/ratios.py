@@ -17,7 +17,7 @@ from clusterddp.rundir.records import is_count
 #: Steps that count, and evaluations.
 PRODUCTIVE = ("training", "evaluating")
 #: Meanwhile the run has no nodes.
-WITHOUT_NODES = ("queued", "held", "down")
+WITHOUT_NODES = ("queued", "held", "limited", "down")
 #: The least share that ``breakdown`` lists.
 LEAST = 0.01
 

@@ -24,6 +24,7 @@ from clusterddp.report.charts import (
 from clusterddp.report.curves import Point
 from clusterddp.report.intervals import Interval
 from clusterddp.report.markup import Markup, clipped, tag, with_code
+from clusterddp.report.ratios import WITHOUT_NODES
 from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES
 from clusterddp.report.timeline import spans
 from clusterddp.reporter import counted, duration
@@ -196,7 +197,7 @@ def _ratios(run: Run) -> Markup:
     booked = run["time"]
     seconds, total = booked["seconds"], booked["total_s"]
     productive = seconds.get("training", 0.0) + seconds.get("evaluating", 0.0)
-    without = sum(seconds.get(name, 0.0) for name in ("queued", "held", "down"))
+    without = sum(seconds.get(name, 0.0) for name in WITHOUT_NODES)
     lines = [
         f"ETTR = training and evaluating / all time since the first submission = {_exact(productive, total)} / "
         f"{_exact(total, total)} = {_share(booked['ettr'])}."

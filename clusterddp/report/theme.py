@@ -61,7 +61,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "repeating": ("repeated steps", ("repeating",)),
     "stuck": ("hung, waiting for a straggler", ("hung", "straggler")),
     "queued": ("queued", ("queued",)),
-    "held": ("held", ("held",)),
+    "held": ("held, waiting for its turn in the sweep", ("held", "limited")),
     "down": ("down or unknown", ("down", "unknown")),
 }
 #: How much longer than the median rank a rank worked, as a share of a step: from when on it has which colour, in words.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -17,6 +18,12 @@ from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 _OF_RUNS = ("private", "logs", "checkpoints", "events.jsonl", "outcome.json", "job.sbatch")
 
 
+#: The word for the run that the user submitted last.
+NEWEST = "newest"
+#: What commands for one run say of their argument.
+ONE_RUN = f"a run directory, or a run's name in $CLUSTERDDP_RUNS or ./runs, or {NEWEST}"
+
+
 def runs_folder(environ: Mapping[str, str]) -> Path:
     """The folder for new runs: $CLUSTERDDP_RUNS, else ./runs."""
     return Path(environ.get(RUNS) or "runs")
@@ -26,13 +33,14 @@ def find_runs(words: Sequence[str]) -> list[RunDirectory]:
     """The runs that ``words`` name, each once; without words, those of the folder for new runs, which may not exist.
 
     A word is a run directory, a folder of runs or of folders of runs (as sweeps are), or a pattern, which may also
-    match what is no run. RunDirectoryError if a word names no run at all.
+    match what is no run. It may be relative to the folder for new runs instead of the current one. NEWEST is the user's
+    newest run. RunDirectoryError if a word names no run at all.
     """
     if not words:
         return list(_runs_in(runs_folder(os.environ)))
     found: dict[Path, RunDirectory] = {}
     for word in words:
-        runs = list(_named(word))
+        runs = next((there for place in _places(word) if (there := list(_named(place)))), [])
         if not runs:
             proposal = _proposal(Path(word)) or "; expected a run directory or a folder of runs"
             raise RunDirectoryError(f"{word}: no run there{proposal}")
@@ -41,12 +49,41 @@ def find_runs(words: Sequence[str]) -> list[RunDirectory]:
 
 
 def open_run(path: str) -> RunDirectory:
-    """The run in a folder; RunDirectoryError, which proposes the nearest run, if there is none."""
-    run = RunDirectory(path)
-    if not run.exists():
-        proposal = _proposal(Path(path)) or ": expected the path that `clusterddp submit` printed"
-        raise RunDirectoryError(f"{run} is not a run directory (no job.yaml){proposal}")
-    return run
+    """The run that a path, a path below the folder for new runs, or NEWEST names.
+
+    RunDirectoryError, which proposes the nearest run, if there is none.
+    """
+    for place in _places(path):
+        if (run := RunDirectory(place)).exists():
+            return run
+    proposal = _proposal(Path(path)) or ": expected the path that `clusterddp submit` printed"
+    raise RunDirectoryError(f"{RunDirectory(path)} is not a run directory (no job.yaml){proposal}")
+
+
+def names_exactly(word: str, run: RunDirectory) -> bool:
+    """Whether a word is the path of a run, from here or below the folder for new runs: no folder, pattern or NEWEST."""
+    return any(RunDirectory(place).path == run.path for place in (word, runs_folder(os.environ) / word))
+
+
+def _places(word: str) -> Iterator[str]:
+    """Where a word may lead, what is most likely meant first."""
+    yield word
+    if word == NEWEST:
+        yield _newest()
+    elif not Path(word).is_absolute():
+        yield str(runs_folder(os.environ) / word)
+
+
+def _newest() -> str:
+    """The run whose job definition this user wrote last: submitting a run again writes it, too."""
+    own: list[tuple[float, str]] = []
+    for run in _runs_in(runs_folder(os.environ)):
+        with suppress(OSError):
+            status = run.job_file.stat()
+            own += [(status.st_mtime, str(run))] if status.st_uid == os.geteuid() else []
+    if not own:
+        raise RunDirectoryError(f"{NEWEST}: you have no run in {runs_folder(os.environ)}")
+    return max(own)[1]
 
 
 def _named(word: str) -> Iterator[RunDirectory]:

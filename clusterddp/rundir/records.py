@@ -81,6 +81,18 @@ def schema_error(value: Any, schema: Schema) -> str | None:
     return None
 
 
+def result_line(event: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An event ``result`` as a metrics line of the last step before it: what the script logged outside a step, such as
+    an evaluation behind the loop. None for any other event.
+
+    Events count steps, and metrics number them from 0.
+    """
+    if event["event"] != "result" or not is_count(event.get("step")):
+        return None
+    values = {name: value for name, value in event.items() if name not in NOT_VALUES}
+    return {"step": max(0, event["step"] - 1), "time": event["time"], "attempt": event["attempt"], **values}
+
+
 _FLOATS = {text: float(text) for text in ("NaN", "Infinity", "-Infinity", "nan", "inf", "-inf")}  # the last three: 0.1
 
 

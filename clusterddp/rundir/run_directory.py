@@ -175,9 +175,16 @@ class RunDirectory:
 
         A line (attempt a, step s) counts unless a later attempt resumed at a checkpoint S <= s.
         """
+        return self._counted()
+
+    def _counted(self, more: Iterable[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         lines = list(records.read_lines(self.metrics_file, records.METRICS))
-        counted = map(records.with_floats, filter(self._counts(lines), lines))
+        counted = map(records.with_floats, filter(self._counts(lines), [*lines, *more]))
         return sorted(counted, key=lambda line: (line["step"], line["attempt"]))
+
+    def logged(self) -> list[dict[str, Any]]:
+        """``metrics()``, with what the script logged outside its steps behind the line of the last step before it."""
+        return self._counted(line for event in self.events() if (line := records.result_line(event)) is not None)
 
     def newest_metrics(self) -> dict[str, Any] | None:
         """The last of ``metrics()``, or None; reads only the end of the file."""

@@ -217,14 +217,17 @@ def _metrics(run: RunDirectory, history: _History, wanted: Collection[str]) -> t
             earlier = newest(line for line in lines if quoted in line)
             found |= {key: value for key, value in earlier.items() if key == name}
     sample = records.parsed(lines[:: len(lines) // SAMPLES + 1], records.METRICS)
-    return found | _values(history.result, found), pace([line for line, _ in sample if line is not None])
+    return found | _outside(history.result, found, counts), pace([line for line, _ in sample if line is not None])
 
 
-def _values(result: Mapping[str, Any] | None, newest: Mapping[str, Any]) -> dict[str, Any]:
-    """What the script logged outside a step, after the newest step."""
-    if result is None or (has_time(newest) and result["time"] < newest["time"]):
+def _outside(
+    result: Mapping[str, Any] | None, newest: Mapping[str, Any], counts: Callable[[Mapping[str, Any]], bool]
+) -> dict[str, Any]:
+    """What the script logged outside a step, after the newest step that counts."""
+    line = records.result_line(result) if result else None
+    if line is None or not counts(line) or (has_time(newest) and line["time"] < newest["time"]):
         return {}
-    return {name: value for name, value in records.with_floats(result).items() if name not in records.NOT_VALUES}
+    return {name: value for name, value in records.with_floats(line).items() if name not in records.NOT_METRICS}
 
 
 def _step(outcome: Mapping[str, Any] | None, metrics: Mapping[str, Any], history: _History) -> int | None:

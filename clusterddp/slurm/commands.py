@@ -99,6 +99,8 @@ class JobInfo:
     eligible_time: float | None = None
     """When nothing but the queue kept it from starting: no hold, no dependency, no begin time."""
     start_time: float | None = None
+    task_limit: int = 0
+    """How many tasks of its array may run at a time, as `--max-running` says; 0 without a limit."""
 
     @property
     def live(self) -> bool:
@@ -346,7 +348,7 @@ def parse_job(text: str) -> JobInfo | None:
     if "JobId=" not in text:
         return None
     job_id = re.match(r"\s*JobId=(\d+)", text)
-    array = re.search(r"ArrayJobId=(\d+) ArrayTaskId=(\d+) ", text)
+    array = re.search(r"ArrayJobId=(\d+) ArrayTaskId=(\d+) (?:ArrayTaskThrottle=(\d+) )?", text)
     # The job's name comes first; its command and, since 26.05, its submit line come last. Any of them may imitate
     # fields: only those between are Slurm's.
     head = _HEAD.search(text)
@@ -368,6 +370,7 @@ def parse_job(text: str) -> JobInfo | None:
             submit_time=unix_time(fields.get("SubmitTime")),
             eligible_time=unix_time(fields.get("EligibleTime")),
             start_time=start,
+            task_limit=int(array[3] or 0) if array else 0,
         )
 
 

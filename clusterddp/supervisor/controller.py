@@ -240,14 +240,16 @@ def batch_step_began() -> float:
 
 
 def allocated(job: JobInfo, batch_step: float) -> dict[str, float] | None:
-    """When the job was queued, could start, and got its nodes; None if Slurm does not say when it got them.
+    """When the job was queued, could start, and got its nodes, and how many tasks of its array may run at a time; None
+    if Slurm does not say when it got them.
 
     Slurm's times are whole seconds: it got them before the batch step started, and within a second of StartTime.
     """
     if job.start_time is None:
         return None
     begun = min(max(job.start_time, batch_step), job.start_time + 1)
-    times = {"submitted": job.submit_time, "eligible": job.eligible_time, "begun": begun}
+    limit = job.task_limit or None
+    times = {"submitted": job.submit_time, "eligible": job.eligible_time, "begun": begun, "limit": limit}
     return {name: at for name, at in times.items() if at is not None}
 
 

@@ -67,7 +67,7 @@ def common_steps(members: Sequence[Found]) -> int | None:
 def metrics_after(run: RunDirectory, steps: int, names: Collection[str]) -> dict[str, Any]:
     """The newest values of these metrics after so many steps, as a metrics line."""
     found: dict[str, Any] = {}
-    for line in reversed(run.metrics()):
+    for line in reversed(run.logged()):
         if line["step"] < steps:
             found = {**{name: value for name, value in line.items() if not found or name in names}, **found}
             if all(name in found for name in names):

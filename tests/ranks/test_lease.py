@@ -99,7 +99,10 @@ def test_a_process_is_identified_by_its_machine_under_any_host_name(
     lease.take(run, run.create_attempt(), entry_of(sleeper))
     be_elsewhere(monkeypatch, lease.process_namespace())
     lease.let_go_unreachable(run)
-    with pytest.raises(RunDirectoryError, match="on this machine: wait for it, or end the run for good"):
+    advice = (
+        "follow it with `clusterddp watch .*`, or save and stop it with `clusterddp tell .* stop` and submit it again"
+    )
+    with pytest.raises(RunDirectoryError, match=f"on this machine: {advice}"):
         check_not_held(run)
     sleeper.kill()
     sleeper.wait()

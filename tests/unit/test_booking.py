@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from clusterddp.jobdef.job import Job
 from clusterddp.protocol import BY_SLURM
-from clusterddp.report.booking import CATEGORIES, Booking, book
+from clusterddp.report.advice import advice
+from clusterddp.report.booking import CATEGORIES, HOLD_S, Booking, book
 from clusterddp.report.intervals import Wait
 from clusterddp.report.ratios import spent
 from clusterddp.training import evaluations
@@ -502,3 +504,24 @@ def test_a_local_run_has_no_queue() -> None:
         ]
         between = [one for one in book(events, 30.0, state="running").intervals if one.begin >= 10]
         assert [(one.category, one.seconds) for one in between] == [(category, 20)], ended
+
+
+def test_a_wait_for_other_members_of_a_sweep_is_no_hold() -> None:
+    """With --max-running, at first and after a requeue, whose hold is booked as such; while it lasts, too."""
+    limit = {"event": "allocated", "limit": 2}
+    events = [
+        {"time": 0.0, "attempt": 0, "event": "submitted", "job": "7_1", "submitted": 0.0},
+        {"time": 305.0, "attempt": 0, "event": "started", "job": "7_1"},
+        {"time": 305.0, "attempt": 0, "submitted": 0.0, "eligible": 300.0, "begun": 304.0, **limit},
+        {"time": 310.0, "attempt": 0, "event": "requeued", "job": "7_1", "reason": "preempted"},
+        {"time": 1000.0, "attempt": 1, "event": "started", "job": "7_1"},
+        {"time": 1000.0, "attempt": 1, "submitted": 310.0, "eligible": 990.0, "begun": 999.0, **limit},
+    ]
+    found = book(events, 1000.0, state="running")
+    seconds = found.seconds()
+    assert {name: seconds[name] for name in ("limited", "held", "queued", "launching")} == {
+        "limited": 300 + (990 - 310 - HOLD_S), "held": HOLD_S, "queued": 4 + 9, "launching": 1 + 5 + 1
+    }  # fmt: skip
+    (words,) = advice(Job(name="net", module="net"), found, events)
+    assert words.startswith("Slurm held the run 1 time after a requeue, for 2 min on average, 12% of its time")
+    assert book(events[:1], 50.0, state="limited").seconds()["limited"] == 50.0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from clusterddp.errors import RunDirectoryError
-from clusterddp.rundir.find import find_runs, open_run, runs_folder
+from clusterddp.rundir.find import find_runs, names_exactly, open_run, runs_folder
+from tests.other_user import UID
 
 
 def make_run(folder: Path) -> None:
@@ -86,10 +89,43 @@ def test_a_sweep_is_no_run_and_its_links_to_members_are_no_other_runs(here: Path
         open_run("runs/lr")
 
 
+def test_a_run_has_a_short_name_wherever_the_runs_are(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative to $CLUSTERDDP_RUNS or ./runs, unless there is such a run here; members of sweeps and patterns, too."""
+    assert open_run("train-0").path == here / "runs/train-0"
+    make_run(here / "elsewhere/train-0")
+    monkeypatch.setenv("CLUSTERDDP_RUNS", str(here / "elsewhere"))
+    assert open_run("train-0").path == here / "elsewhere/train-0"
+    assert [run.path for run in find_runs(["train-*"])] == [here / "elsewhere/train-0"]
+    monkeypatch.setenv("CLUSTERDDP_RUNS", "runs")
+    assert open_run("lr/lr=0.1").path == here / "runs/lr/lr=0.1"
+    assert names("lr", "train-1") == ["lr=0.1", "lr=0.2", "train-1"]
+    make_run(here / "train-0")
+    (here / "train-1").mkdir()
+    assert (open_run("train-0").path, open_run("train-1").path) == (here / "train-0", here / "runs/train-1")
+    assert names_exactly("train-1", open_run("train-1")) and not names_exactly("newest", open_run("newest"))
+
+
+def test_the_newest_run_is_the_one_that_its_user_submitted_last(here: Path) -> None:
+    """A folder of that name is what it is; another user's run is not meant."""
+    os.utime(here / "runs/train-0/job.yaml", (2e9, 2e9))
+    assert open_run("newest").path.name == "train-0" and names("newest") == ["train-0"]
+    os.utime(here / "runs/lr/lr=0.2/job.yaml", (3e9, 3e9))
+    assert open_run("newest").path.name == "lr=0.2"
+    if os.geteuid() == 0:
+        os.chown(here / "runs/lr/lr=0.2/job.yaml", UID, UID)
+        assert open_run("newest").path.name == "train-0"
+    make_run(here / "newest")
+    assert open_run("newest").path == here / "newest"
+    shutil.rmtree(here / "newest")
+    shutil.rmtree(here / "runs")
+    with pytest.raises(RunDirectoryError, match="newest: you have no run in runs"):
+        open_run("newest")
+
+
 @pytest.mark.parametrize(
     ("path", "proposal"),
     [
-        ("train-1", "; did you mean runs/train-1?"),
+        ("train-11", "; did you mean runs/train-1?"),
         ("runs/trian-0", "; did you mean runs/train-0?"),
         ("lr=0.3", "; did you mean runs/lr/lr=0."),
         ("runs/train-1/checkpoints", "; did you mean runs/train-1?"),

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     recorded_run(folder / "failed", [started(job="8"), *BEGUN, requeued, started(1, job="8")], outcome=ended)
     recorded_run(folder / "stopped", [started(job="7")], holder=of_job("7"), metrics=steps([0], loss=float("nan")))
     monkeypatch.setattr(slurm, "run", lambda *_, **__: QUEUE)
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 60)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CLUSTERDDP_RUNS", raising=False)
     return folder
@@ -184,6 +186,18 @@ def test_status_says_how_far_a_run_is(runs: Path, capsys: pytest.CaptureFixture[
     assert "state     failed at step 3: rank 1 (n2) failed:" in said(capsys, "status", "runs/failed")
 
 
+def test_a_run_without_new_steps_has_no_time_left(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its last step was 14 minutes ago: it may hang. A slow run is not meant."""
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 50 + 14 * 60)
+    assert "speed     2/s until 14 min ago; no step since then\n" in said(capsys, "status", "runs/running")
+    assert json.loads(said(capsys, "list", "--json", "runs/running"))[0]["left_s"] is None
+    recorded_run(runs / "slow", [started(), *BEGUN], holder=of_job(), metrics=steps(range(3), pace_s=600.0))
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 1200 + 5 * 600)
+    assert "speed     600 s/step, about 2 d 18 h left\n" in said(capsys, "status", "runs/slow")
+
+
 ODD = ["two words", "line\nbreak", "[red]x", "l\u00e4ufe \u65e5\u672c", "\x1b[2J\x9b\u202ex", "a\u0301b"]
 
 
@@ -203,6 +217,55 @@ def test_odd_names_are_shown_in_one_line_as_they_are(
     at = {table.columns_of(line[: line.index("failed")]) for line in shown[1:]}
     assert len(at) == 1, "the columns are aligned, also behind letters that take two columns or none"
     assert {one["name"] for one in json.loads(said(capsys, "list", "--json"))} == set(ODD)
+
+
+def test_a_metric_that_no_run_has_logged_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And those that were; the other metrics are shown."""
+    command(["list", "--show", "los,acc"])
+    printed = capsys.readouterr()
+    assert "--show los: no run has logged it; logged: acc, loss" in printed.err
+    assert "ACC" in printed.out and "LOS" not in printed.out
+
+
+def test_members_of_a_sweep_stay_together_in_the_order_of_their_newest(tmp_path: Path, monkeypatch: Any) -> None:
+    """Although other runs began between them."""
+    monkeypatch.setattr(slurm, "run", lambda *_, **__: "")
+    for place, name in enumerate(["lr/a", "net-0", "lr/b", "net-1", "lr/c", "net-2"]):
+        run = recorded_run(tmp_path / name, [started()])
+        run.events_file.write_text(json.dumps({"time": BEGAN + place, **started()}) + "\n")
+    (tmp_path / "lr/sweep.yaml").touch()
+    summaries = [summarize(run) for run in find_runs([str(tmp_path)])]
+    shown = [table.Row(*pair) for pair in zip(summaries, run_states(summaries), strict=True)]
+    newest_first = ["net-2", "lr/c", "lr/b", "lr/a", "net-1", "net-0"]
+    assert [row.summary.name for row in table.ordered(shown, None, False)] == newest_first
+    assert [row.summary.name for row in table.ordered(shown, None, True)] == newest_first[::-1]
+
+
+def test_a_long_reason_widens_no_other_row_of_a_pipe(runs: Path) -> None:
+    """And is not clipped there; on a terminal it is."""
+    long = "rank 1 (n2) failed: " + "y" * 300
+    recorded_run(runs / "often", [started(), event("restarted", reason=long, cause="failed", step=1, checkpoint=0)])
+    piped = table.table(rows(runs), table.columns([]))
+    assert sum(long in line for line in piped) == 1
+    assert all(len(line) < 250 for line in piped if long not in line and "x" * 200 not in line)
+    assert all(len(line) <= 150 for line in table.table(rows(runs), table.columns([]), 150))
+
+
+def test_at_80_columns_long_paths_leave_room_for_more_than_the_state(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of runs elsewhere; those in the folder for new runs have short names, by which commands find them."""
+    elsewhere = tmp_path / ("a-long-name-of-a-project-on-a-shared-file-system/" * 2)
+    elsewhere.parent.mkdir(parents=True)
+    runs.rename(elsewhere)
+    monkeypatch.chdir("/")
+    heading, *lines = table.table(rows(elsewhere), table.columns(["loss", "acc"]), 80)
+    assert {"STATE", "STEP", "LEFT", "LOSS", "ACC", "REASON"} <= set(heading.split())
+    assert len({line.split()[0] for line in lines}) == 6
+    monkeypatch.setenv("CLUSTERDDP_RUNS", str(elsewhere))
+    assert {line.split()[0] for line in table.table(rows(elsewhere), table.columns([]), 80)[1:]} == {
+        "running", "pending", "held", "completed", "failed", "stopped"
+    }  # fmt: skip
 
 
 def rows(runs: Path) -> list[table.Row]:

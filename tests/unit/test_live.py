@@ -24,7 +24,7 @@ from clusterddp.cli.runs.sparkline import labelled, sparkline
 from clusterddp.errors import INTERRUPTED, UsageError
 from clusterddp.rundir.curve import curve, main_metric
 from clusterddp.slurm import commands as slurm
-from tests.runs_on_disk import event, of_job, recorded_run, started, steps, write_lines
+from tests.runs_on_disk import BEGAN, event, of_job, recorded_run, started, steps, write_lines
 
 FACTS = [("state", "job 41 (RUNNING on n[1-2])"), ("time", "ETTR 91% of 2 h 05 min so far, goodput 97%")]
 HAPPENED = [f"11-22 08:00:0{number}  attempt {number}: started" for number in range(9)]
@@ -121,6 +121,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     losses = [line | {"loss": 2.0 - line["step"] / 100, "acc": 0.25} for line in steps(range(101))]
     recorded_run(tmp_path / "runs/net-0", history, holder=of_job(), metrics=losses)
     monkeypatch.setattr(slurm, "run", lambda *_, **__: "41|RUNNING|n[1-2]|2026-11-22T08:00:00|1:00:00|gpu|None\n")
+    monkeypatch.setattr(time, "time", lambda: BEGAN + 60)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CLUSTERDDP_RUNS", "runs")
     return tmp_path / "runs/net-0"

@@ -260,3 +260,42 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "pipe").is_fifo()
     assert os.read(reader, 1 << 20).startswith(b"<!doctype html>")
     os.close(reader)
+
+
+def test_report_list_and_status_name_the_same_newest_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Of members of a sweep that were evaluated behind the loop, one of which then lost that to a resume before it."""
+    begun = [started(), event("progress", step=0, steps=4), event("training", step=0)]
+    evaluated = event("result", step=4, accuracy=0.9, loss=0.1)
+    folder, lines = tmp_path / "sweep", steps(range(4), loss=0.5)
+    over = {"state": "completed", "step": 4, "reason": "all ranks finished"}
+    between = [event("result", step=2, accuracy=0.4), evaluated]
+    recorded_run(folder / "lr=0.1", [*begun, evaluated], metrics=lines, outcome=over)
+    recorded_run(folder / "lr=0.2", [*begun, *between], metrics=lines, outcome=over)
+    lost = [*begun, evaluated, started(1), event("resumed", 1, step=2)]
+    recorded_run(folder / "lr=0.3", lost, metrics=[*lines, *steps([2], 1, loss=0.7)], holder=of_job())
+    record = Record(Job(name="net", module="net", device="cpu"), {f"lr=0.{n}": {"lr": f"0.{n}"} for n in (1, 2, 3)})
+    (folder / SWEEP_FILE).write_text(record.to_yaml())
+    wanted = {
+        "lr=0.1": {"loss": 0.1, "accuracy": 0.9},
+        "lr=0.2": {"loss": 0.1, "accuracy": 0.9},
+        "lr=0.3": {"loss": 0.7},
+    }
+
+    command(["list", "--json", "--show", "loss,accuracy", str(folder)])
+    listed = {Path(one["run"]).name: one["metrics"] for one in json.loads(capsys.readouterr().out)}
+    assert listed == wanted
+    for name, values in wanted.items():
+        command(["status", "--json", str(folder / name)])
+        assert json.loads(capsys.readouterr().out)["metrics"] == values
+    command(["report", "--json", str(folder)])
+    reported = json.loads(capsys.readouterr().out)["runs"]
+    newest = {
+        Path(run["run"]).name: {one["name"]: one["last"]["value"] for one in run["metrics"] if one["last"]}
+        for run in reported
+    }
+    assert newest == wanted
+    accuracy = next(one for one in reported[1]["metrics"] if one["name"] == "accuracy")
+    assert [point[:2] for point in accuracy["steps"]] == [[1, 0.4], [3, 0.9]]
+    assert [point[:2] for tail in reported[2]["metrics"][1]["discarded"] for point in tail["points"]] == [[3, 0.9]]

@@ -118,7 +118,9 @@ def test_an_arrays_member_keeps_its_own_id() -> None:
     """The bare id would requeue all members."""
     job = slurm.parse_job(RUNNING.replace("JobId=12 ", "JobId=14 ArrayJobId=12 ArrayTaskId=3 "))
     assert job is not None
-    assert job.job_id == "12_3"
+    assert (job.job_id, job.task_limit) == ("12_3", 0)
+    limited = slurm.parse_job(RUNNING.replace("JobId=12 ", "JobId=14 ArrayJobId=12 ArrayTaskId=3 ArrayTaskThrottle=2 "))
+    assert limited is not None and (limited.job_id, limited.task_limit) == ("12_3", 2)
     environ = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
     assert slurm.own_job_id(environ) == "12_3"
     assert slurm.own_job_id({"SLURM_JOB_ID": "14"}) == "14"

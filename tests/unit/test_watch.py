@@ -272,6 +272,32 @@ def test_a_run_that_cannot_be_read_does_not_end_the_watch_of_the_others(
         watch.watch([damaged])
 
 
+def test_each_event_of_several_runs_names_its_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As members of a sweep; of one run alone it would be noise."""
+    other = RunDirectory(run.path.with_name("other"))
+    other.create()
+    for one in (run, other):
+        one.job_file.write_text("module: x\n")
+    monkeypatch.setattr(watch.Watcher, "_help", lambda _: True)
+    resumed = {"time": 1.0, "attempt": 0, "event": "resumed", "step": 7}
+
+    def end(_: float) -> None:
+        for one in (run, other):
+            append_line(one.events_file, resumed)
+            write_json(one.outcome_file, {"state": "completed", "step": 7, "reason": "why"})
+
+    monkeypatch.setattr(watch.time, "sleep", end)
+    assert watch.watch([run, other]) == 0
+    shown = capsys.readouterr().err
+    for one in (run, other):
+        assert f"{one.path.name}: attempt 0: resumed from step 7\n" in shown
+    run.outcome_file.unlink()
+    assert watch.watch([run]) == 0
+    assert "\nattempt 0: resumed from step 7\n" in f"\n{capsys.readouterr().err}"
+
+
 def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,11 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clusterddp.checkpoint.store import of_run
 from clusterddp.cli.runs.confirmation import agreed, can_ask
 from clusterddp.errors import FAILED, ClusterddpError, RunDirectoryError, SlurmError, UsageError
 from clusterddp.process import process_start, signal_ranks
 from clusterddp.reporter import counted, put, say, show, what_failed
-from clusterddp.rundir.find import find_runs
+from clusterddp.rundir.find import find_runs, names_exactly
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
             live.append(run)
         else:
             put(over_already(run, outcome))
-    named = len(runs) == 1 and RunDirectory(arguments.run[0]).path == runs[0].path
+    named = len(runs) == 1 and names_exactly(arguments.run[0], runs[0])
     if live and not named and not arguments.yes and not _confirmed(live):
         show("nothing was cancelled")
         return FAILED
@@ -90,6 +91,8 @@ def _cancel(runs: Sequence[RunDirectory]) -> bool:
 def _report(run: RunDirectory) -> None:
     final = _finish(run)
     put(f"{run}: {final['state']}{at_step(final['step'])}; it will not run again")
+    if of_run(run).candidates():
+        show(f"to continue from its newest checkpoint in a new run: clusterddp submit --fork {run.quoted}")
 
 
 def cancel_run(run: RunDirectory) -> dict[str, Any]:

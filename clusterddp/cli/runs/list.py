@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace, _: object) -> int:
 def _tell_unknown(found: _Found, names: list[str]) -> None:
     """Names the metrics of ``--show`` that no run has a value of: they have no column."""
     known = sorted({name for row in found.rows for name in values(row.summary)})
-    if missing := [name for name in names if name not in known and name not in found.shown]:
+    if missing := [name for name in names if name not in [*known, *columns([], found.keys)]]:
         show(f"--show {','.join(missing)}: no run has logged it; logged: {', '.join(known) or 'nothing yet'}")
 
 

@@ -12,7 +12,7 @@ from clusterddp.errors import FAILED, RunDirectoryError, UsageError
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import counted, put, say, show
 from clusterddp.rundir.claims import read_claim
-from clusterddp.rundir.find import open_run
+from clusterddp.rundir.find import NEWEST, ONE_RUN, open_run
 from clusterddp.rundir.job_log import job_log, taken_over
 from clusterddp.rundir.run_directory import RunDirectory
 
@@ -64,7 +64,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``logs``."""
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("run", metavar="RUN", nargs="?", default=NEWEST, help=f"{ONE_RUN}; default: {NEWEST}")
     parser.add_argument("-f", "--follow", action="store_true", help="follow the output, across restarts, to the end")
     parser.add_argument(
         "--rank",

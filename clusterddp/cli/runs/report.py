@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from clusterddp.report.booking import Booking, book
+from clusterddp.report.booking import Booking, book_run
 from clusterddp.report.intervals import Wait
 from clusterddp.report.ratios import Spent, spent
 from clusterddp.report.stragglers import waits
@@ -21,6 +21,8 @@ from clusterddp.slurm.run_states import RunState
 
 #: The version of the schema. A new key does not change it; another meaning of a key, or one that is removed, does.
 SCHEMA = 1
+#: Without a step for so many seconds, and for as long as so many steps took, a run has no time left that can be told.
+_STALLED_S, _STALLED_STEPS = 60.0, 10
 
 
 def report(summary: Summary, state: RunState) -> dict[str, Any]:
@@ -55,10 +57,7 @@ def booked(
     summary: Summary, state: RunState, events: Sequence[Mapping[str, Any]], now: float
 ) -> tuple[Booking, Spent | None]:
     """Where the run's time went, and the ratios of that."""
-    claimed = [claim["time"] for claim in summary.claims if is_time(claim.get("time"))]
-    step = summary.metrics.get("time")
-    newest = step if is_time(step) else None
-    booking = book(events, now, state.word, newest, min(claimed, default=None), _waits(summary.run))
+    booking = book_run(summary, state, events, now, _waits(summary.run))
     return booking, spent(booking, events)
 
 
@@ -76,8 +75,20 @@ def _waits_of(run: Path, _size: int) -> tuple[Wait, ...]:
 
 
 def left_s(summary: Summary, state: RunState) -> float | None:
-    """Seconds of training that are left; None unless the run is being trained."""
-    return summary.left_s if state.word == "running" else None
+    """Seconds of training that are left; None unless the run is being trained, and makes steps."""
+    return summary.left_s if state.word == "running" and stalled_s(summary, state) is None else None
+
+
+def stalled_s(summary: Summary, state: RunState) -> float | None:
+    """For how long a run that is being trained has made no step, if that is longer than usual.
+
+    It may hang, start again, evaluate or save: its speed so far says nothing about when it ends.
+    """
+    at = summary.metrics.get("time")
+    if state.word != "running" or not summary.seconds_per_step or not is_time(at):
+        return None
+    age = time.time() - at
+    return age if age > max(_STALLED_S, _STALLED_STEPS * summary.seconds_per_step) else None
 
 
 def moment(seconds: float) -> str:

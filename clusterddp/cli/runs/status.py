@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterddp.cli.runs import live
-from clusterddp.cli.runs.report import booked, left_s, moment, report, values
+from clusterddp.cli.runs.report import booked, left_s, moment, report, stalled_s, values
 from clusterddp.cli.runs.screen import INDENT, Fact, Size, composed, fact_lines
 from clusterddp.cli.runs.sparkline import labelled
 from clusterddp.cli.runs.text import clipped, one_line
@@ -24,7 +24,7 @@ from clusterddp.report.ratios import Spent
 from clusterddp.report.stragglers import Scores, scores
 from clusterddp.reporter import counted, duration, put, speed
 from clusterddp.rundir.curve import curve, main_metric
-from clusterddp.rundir.find import as_typed, open_run
+from clusterddp.rundir.find import NEWEST, ONE_RUN, as_typed, open_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved, summarize
 from clusterddp.rundir.timing import read_timings
@@ -42,7 +42,7 @@ Event = Mapping[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``status``."""
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("run", metavar="RUN", nargs="?", default=NEWEST, help=f"{ONE_RUN}; default: {NEWEST}")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, without the history (run.schema.json)")
     form.add_argument("--watch", action="store_true", help="refresh it every 5 s until the run is over, or Ctrl-C")
@@ -254,8 +254,9 @@ def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
     logged = _values(values(summary))
     lines = [("steps", f"{summary.step}{of} done{f'; the last: {logged}' if logged else ''}")]
     if summary.seconds_per_step and state.word not in OVER:
-        left = left_s(summary, state)
+        left, stalled = left_s(summary, state), stalled_s(summary, state)
         about = "" if left is None else f", about {duration(left)} left"
+        about = about if stalled is None else f" until {duration(stalled)} ago; no step since then"
         lines.append(("speed", f"{speed(summary.seconds_per_step)}{about}"))
     if summary.saved is not None:
         lines.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from clusterddp.cli.runs.report import left_s, values
 from clusterddp.cli.runs.text import clipped, columns_of, one_line
 from clusterddp.reporter import counted, duration, speed
+from clusterddp.rundir.find import runs_folder
 from clusterddp.rundir.summary import Summary
 from clusterddp.slurm.run_states import RunState
 
@@ -35,6 +37,8 @@ class Column:
     value: Callable[[Row], Any]
     text: Callable[[Row], str]
     right: bool = False
+    most: int | None = None
+    """The columns of a terminal that it may take."""
 
 
 def columns(
@@ -47,7 +51,7 @@ def columns(
     ``keys``: those of a sweep, with the values of its members by run directory; shown behind the state. ``watched``:
     more columns of that kind, behind the metrics.
     """
-    here = str(Path.cwd())
+    here = [str(Path.cwd()), str(runs_folder(os.environ).absolute())]
     own = {name: _key(values) for name, values in (keys or {}).items()}
     return {
         "run": Column(lambda row: _path(row, here), lambda row: _path(row, here)),
@@ -61,21 +65,37 @@ def columns(
         "attempts": Column(lambda row: row.summary.attempts, lambda row: str(row.summary.attempts), right=True),
         "job": Column(lambda row: row.state.job_id, lambda row: row.state.job_id or "", right=True),
         "nodes": Column(lambda row: row.state.nodes or None, lambda row: row.state.nodes),
-        "ends": Column(lambda row: len(row.summary.ends), _ends),
+        "ends": Column(lambda row: len(row.summary.ends), _ends, most=40),
         "reason": Column(lambda row: row.state.reason or None, lambda row: " ".join(row.state.reason.split())),
     }
 
 
 def ordered(rows: Sequence[Row], column: Column | None, reverse: bool) -> list[Row]:
-    """The rows in ascending order of a column, the newest runs first without one; ``reverse``: in descending order.
+    """The rows in ascending order of a column; ``reverse``: in descending order. Without one the newest runs are first,
+    and members of a sweep stay together.
 
     Runs without a value come last.
     """
-    by = column or Column(lambda row: -row.summary.started, lambda _: "")
+    newest: dict[Path, float] = {}
+    for row in rows:
+        newest[_group(row)] = max(row.summary.started, newest.get(_group(row), 0.0))
+    if column is None:
+        return sorted(
+            rows,
+            key=lambda row: (newest[_group(row)], str(_group(row)), row.summary.started),
+            reverse=not reverse,
+        )
+    by = column
     known = [row for row in rows if _is_known(by.value(row))]
     numbers = all(isinstance(by.value(row), (int, float)) for row in known)
     known.sort(key=by.value if numbers else lambda row: str(by.value(row)), reverse=reverse)
     return known + [row for row in rows if not _is_known(by.value(row))]
+
+
+def _group(row: Row) -> Path:
+    """Of a member, the folder of its sweep."""
+    path = row.summary.run.path
+    return path.parent if row.summary.sweep else path
 
 
 def table(
@@ -92,10 +112,17 @@ def table(
     cells = {name: [*map(one_line, (name.upper(), *map(column.text, rows)))] for name, column in shown.items()}
     cells = {name: texts for name, texts in cells.items() if name in ("run", "state") or any(texts[1:])}
     widths = {name: max(map(columns_of, texts)) for name, texts in cells.items()}
-    widths = widths if width is None else _fitted(widths, width, left_out)
+    if width is None:  # one long reason must not push all others out of sight
+        widths = {name: min(columns, _WIDEST) for name, columns in widths.items()}
+    else:
+        limits = {name: shown[name].most or columns for name, columns in widths.items()}
+        widths = _fitted({name: min(columns, limits[name]) for name, columns in widths.items()}, width, left_out)
     lines = []
     for index in range(len(rows) + 1):
-        parts = [_padded(cells[name][index], widths[name], shown[name].right, name == "run") for name in widths]
+        parts = [
+            _padded(cells[name][index], widths[name], shown[name].right, name == "run", width is not None)
+            for name in widths
+        ]
         if colour and index:
             parts[1] = _coloured(parts[1], rows[index - 1].state.word)
         lines.append("  ".join(parts).rstrip())
@@ -105,9 +132,10 @@ def table(
 # --- cells
 
 
-def _path(row: Row, here: str) -> str:
+def _path(row: Row, here: Sequence[str]) -> str:
+    """A name by which commands find the run: relative to the current folder, or to that of new runs."""
     path = str(row.summary.run.path)
-    return path.removeprefix(f"{here}/")
+    return next((path.removeprefix(f"{folder}/") for folder in here if path.startswith(f"{folder}/")), path)
 
 
 def _step(row: Row) -> str:
@@ -160,7 +188,7 @@ def _ends(row: Row) -> str:
     """``preempted x2, node n2 lost``. How the whole run ended is its reason."""
     over = row.summary.outcome is not None and row.summary.ends[-1:] == (row.state.reason,)
     ends = row.summary.ends[:-1] if over else row.summary.ends
-    counts = Counter(" ".join(reason.split())[:40] for reason in ends)
+    counts = Counter(" ".join(reason.split()) for reason in ends)
     return ", ".join(f"{reason} x{number}" if number > 1 else reason for reason, number in counts.items())
 
 
@@ -172,12 +200,17 @@ def _is_known(value: Any) -> bool:
 
 #: The fewest columns of a reason that are worth showing.
 _LEAST_REASON = 16
+#: The columns of a run's path for which no other column is left out: its end tells runs apart.
+_LEAST_RUN = 24
+#: The most columns that cells are padded to in a pipe.
+_WIDEST = 40
 _COLOURS = {"completed": 32, "running": 36, "failed": 31, "cancelled": 31, "pending": 33, "held": 33, "unknown": 35}
 
 
 def _fitted(widths: dict[str, int], width: int, left_out: Sequence[str]) -> dict[str, int]:
-    """Widths that fit: the reason is clipped, columns are left out, and at last the run's path is clipped."""
-    widths = dict(widths)
+    """Widths that fit: the reason and the run's path are clipped, and columns are left out."""
+    path = widths["run"]
+    widths = {**widths, "run": min(path, _LEAST_RUN)}
 
     def room(name: str) -> int:
         return width - sum(other + 2 for column, other in widths.items() if column != name)
@@ -190,12 +223,12 @@ def _fitted(widths: dict[str, int], width: int, left_out: Sequence[str]) -> dict
         widths["reason"] = min(widths["reason"], room("reason"))
         if widths["reason"] < _LEAST_REASON:
             del widths["reason"]
-    widths["run"] = max(8, min(widths["run"], room("run")))
+    widths["run"] = max(8, min(path, room("run")))
     return widths
 
 
-def _padded(text: str, width: int, right: bool, keep_end: bool) -> str:
-    text = clipped(text, width, keep_end)
+def _padded(text: str, width: int, right: bool, keep_end: bool, clips: bool) -> str:
+    text = clipped(text, width, keep_end) if clips else text
     space = " " * (width - columns_of(text))
     return space + text if right else text + space
 

@@ -220,7 +220,16 @@ def watch(runs: list[RunDirectory], follow: bool = False) -> int:
                 show(over_already(run, outcome))
     with ExitStack() as stack:
         shown = [
-            stack.enter_context(Progress(run, job.steps, bar=len(runs) == 1, output=follow, every_s=job.progress))
+            stack.enter_context(
+                Progress(
+                    run,
+                    job.steps,
+                    bar=len(runs) == 1,
+                    output=follow,
+                    every_s=job.progress,
+                    label=f"{run.path.name}: " if len(runs) > 1 else "",
+                )
+            )
             for run, job in zip(runs, jobs, strict=True)
         ]
         try:

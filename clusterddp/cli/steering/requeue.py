@@ -18,7 +18,7 @@ from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import counted, put, show
-from clusterddp.rundir.find import open_run
+from clusterddp.rundir.find import ONE_RUN, open_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.supervisor.messages import sentence
@@ -26,7 +26,7 @@ from clusterddp.supervisor.messages import sentence
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``requeue``."""
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("run", metavar="RUN", help=ONE_RUN)
     parser.add_argument(
         "--exclude", metavar="NODES", help="continue in a new job without these nodes, such as n3 or n[3-4], for a day"
     )

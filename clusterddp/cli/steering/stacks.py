@@ -12,12 +12,12 @@ from clusterddp.errors import FAILED, RunDirectoryError, UsageError
 from clusterddp.failures.stack_groups import NAMED, described, summary
 from clusterddp.hostlist import ranges, ranks_in
 from clusterddp.reporter import counted, put
-from clusterddp.rundir.find import open_run
+from clusterddp.rundir.find import ONE_RUN, open_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``stacks``."""
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("run", metavar="RUN", help=ONE_RUN)
     parser.add_argument("--rank", default="all", metavar="R", help="such as 0,3-5 (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

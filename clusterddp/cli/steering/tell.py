@@ -14,14 +14,14 @@ from clusterddp.hostlist import ranks_in
 from clusterddp.jobdef.job import MOST_PROFILED_STEPS, MOST_SKIPPED, ProfiledSteps
 from clusterddp.jobdef.values import did_you_mean
 from clusterddp.reporter import put, show
-from clusterddp.rundir.find import open_run
+from clusterddp.rundir.find import ONE_RUN, open_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.messages import sentence
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``tell``."""
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("run", metavar="RUN", help=ONE_RUN)
     meanings = {name: text for name, (_, text) in ORDERS.items()} | NUMBERED
     orders = "; ".join(f"{name}: {text}" for name, text in meanings.items())
     parser.add_argument("order", metavar="save|stop|skip|profile", help=orders)
