@@ -317,7 +317,7 @@ def collects() -> None:
     torch.cuda.set_device(rank)
     torch.manual_seed(rank)
     for backend in ("nccl", "cpu:gloo,cuda:nccl"):
-        store = dist.FileStore(f"{os.environ['STORE']}-{backend[:3]}", 2)
+        store = torch._C._distributed_c10d.FileStore(f"{os.environ['STORE']}-{backend[:3]}", 2)
         dist.init_process_group(
             backend,
             store=store,

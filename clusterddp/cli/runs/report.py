@@ -85,9 +85,9 @@ def stalled_s(summary: Summary, state: RunState) -> float | None:
     It may hang, start again, evaluate or save: its speed so far says nothing about when it ends.
     """
     at = summary.metrics.get("time")
-    if state.word != "running" or not summary.seconds_per_step or not is_time(at):
+    if at is None or state.word != "running" or not summary.seconds_per_step or not is_time(at):
         return None
-    age = time.time() - at
+    age = time.time() - float(at)
     return age if age > max(_STALLED_S, _STALLED_STEPS * summary.seconds_per_step) else None
 
 

@@ -203,7 +203,7 @@ def other_hardware(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     gpus = ["CPUs" if not of else " and ".join(of["gpus"]) for of in (before, now)]
     if gpus[0] != gpus[1]:
         return [f"on {gpus[1]} instead of {gpus[0]}"]
-    per_node = [of.get("ranks_per_node") for of in (before, now)]
+    per_node = [of.get("ranks_per_node", 0) for of in (before, now)]
     return [f"{counted(per_node[1], 'rank')} per node instead of {per_node[0]}"] if per_node[0] != per_node[1] else []
 
 
