@@ -50,7 +50,7 @@ def test_a_job_runs_on_devices(tmp_path: Path, job: str) -> None:
     arguments = [*options.split(), *(["--folder", tmp_path / "files"] if job.startswith("checkpoint") else [])]
     counts = {"STANDIN_CUDA_COUNTS": str(tmp_path / "counts"), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     script = [*([WITH_GRU] if job == "bucketed_text" else []), JOBS / f"{job}.py", *arguments]
-    ranks = attempt(RunDirectory(tmp_path / "run"), script, devices=2, **counts).expect(0)
+    ranks = attempt(RunDirectory(tmp_path / "run"), script, (), ranks=2, devices=2, **counts).expect(0)
     assert re.search(said, ranks.output(0)), ranks.text()
     for rank in range(2):
         (written,) = (tmp_path / "counts").glob(f"rank-{rank}.*.json")
