@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from clusterddp.checkpoint.export import export
+from clusterddp.jobdef.job import Keep
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.checkpoint_files import content_of
-from tests.gpu.conftest import GPUs
 from tests.trainings import events_of
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -38,9 +40,38 @@ def test_every_thread_is_on_the_ranks_device_and_captures_of_other_threads_do_no
     assert "all threads were on cuda:0 []" in ranks.output(1)
 
 
-def test_a_step_on_a_stream_of_the_scripts_own_is_saved_as_it_ends(gpus: GPUs, tmp_path: Path) -> None:
+def test_a_step_on_a_stream_of_the_scripts_own_is_saved_as_it_ends(tmp_path: Path) -> None:
     """The copies of a save wait for it, and the next step waits for them."""
-    gpus(1, delay_ms="20")
-    subprocess.run([sys.executable, SCRIPTS / "side_stream.py", tmp_path / "run"], check=True, timeout=120)
+    late = {"STANDIN_CUDA_DELAY_MS": "20"}
+    ddp.run(SCRIPTS / "side_stream.py", tmp_path / "run", ranks=1, folder=tmp_path / "out", devices=2, **late)
     saved = [content_of(path)["model"]["weight"] for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
     assert [weight.unique().tolist() for weight in saved] == [[1.0], [2.0], [3.0], [4.0]]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_checkpoint_folder_beside_nccl_resumes_with_the_same_bits(tmp_path: Path, backend: str) -> None:
+    script, out = SCRIPTS / "folder.py", tmp_path / "out"
+    whole = ddp.run(script, tmp_path / "whole", 4, backend, ranks=2, folder=out, devices=2)
+    ddp.run(script, tmp_path / "stopped", 2, backend, ranks=2, folder=out, devices=2)
+    resumed = ddp.run(script, tmp_path / "stopped", 4, backend, ranks=2, folder=out, devices=2)
+    for rank in range(2):
+        assert resumed.output(rank) == whole.output(rank).replace("from 0", "from 2")
+
+
+def test_the_best_checkpoint_by_a_value_on_the_device_is_kept_and_exported_and_started_from(tmp_path: Path) -> None:
+    """The exported file is read without a device; another run starts from it on both."""
+    script, run, file = SCRIPTS / "best.py", RunDirectory(tmp_path / "run"), tmp_path / "best.pt"
+    ddp.run(script, run, ranks=2, folder=tmp_path / "out", devices=2)
+    assert sorted(int(path.name[5:17]) for path in run.checkpoints.iterdir()) == [2, 4]
+    export(run, file, step="best", keep=Keep(last=1, best="accuracy"))
+    weight = torch.load(file, weights_only=True)["weight"]
+    assert weight.device.type == "cpu"
+    started = ddp.run(script, tmp_path / "other", file, ranks=2, folder=tmp_path / "out", devices=2)
+    for rank in range(2):
+        assert f"weight {weight.tolist()}" in started.output(rank)
+
+
+def test_check_resume_compares_state_on_devices(tmp_path: Path) -> None:
+    said = ddp.run(SCRIPTS / "check_resume.py", tmp_path, ranks=1, folder=tmp_path / "out", devices=2).output(0)
+    assert "no difference in 11 steps" in said
+    assert "the logged loss in step 6 on rank 0" in said

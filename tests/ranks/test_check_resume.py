@@ -25,8 +25,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 class TrialsHere:
     """Trials of a function in this process: each attempt has a context and objects of its own."""
 
-    def __init__(self, function: Callable[[Context], None], folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self._function, self._folder, self._patch = function, folder, patch
+    def __init__(
+        self, function: Callable[[Context], None], folder: Path, patch: pytest.MonkeyPatch, device: str = "cpu"
+    ) -> None:
+        self._function, self._folder, self._patch, self._device = function, folder, patch, device
 
     def run(self, name: str, untils: Sequence[int], output: bool = False) -> Trial:
         records = self._folder / f"{name}-steps"
@@ -35,7 +37,7 @@ class TrialsHere:
             self._patch.setenv(CHECK_RESUME, str(Recording(until, records)))
             with (
                 suppress(clusterddp.Stopped),
-                clusterddp.init(run_dir=self._folder / name, device="cpu", seed=3) as ctx,
+                clusterddp.init(run_dir=self._folder / name, device=self._device, seed=3) as ctx,
             ):
                 self._function(ctx)
         return read_trial(records)

@@ -28,6 +28,7 @@ ctx = clusterddp.init(run_dir=sys.argv[1], checkpoint=Checkpointing(every_steps=
 model = torch.nn.Linear(*SHAPE, bias=False, device=ctx.device)
 optimizer = Copied(model.parameters())
 stream = torch.cuda.Stream()
+stream.wait_stream(torch.cuda.current_stream())
 for _ in ctx.run(model=model, optimizer=optimizer).steps(4):
     with torch.cuda.stream(stream):
         optimizer.step()

@@ -1,0 +1,20 @@
+"""What ``doctor --nodes`` and ``preflight`` check on stand-in devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests import ddp
+
+SCRIPT = Path(__file__).with_name("scripts") / "doctor.py"
+
+
+def test_devices_are_identified_and_compute_and_reduce(tmp_path: Path) -> None:
+    """Also a device whose products are wrong in one precision is found."""
+    ranks = ddp.run(SCRIPT, ranks=2, folder=tmp_path, devices=2)
+    for rank in range(2):
+        said = ranks.output(rank).splitlines()
+        assert said[0].startswith("ok device Stand-in GPU, ")
+        assert said[1:3] == ["ok compute products of matrices are right", "products of matrices are right"]
+        assert said[3].startswith("right sum over 2 ranks, ") and said[3].endswith(" GB/s (nccl)")
+        assert said[4] == "512 of 262,144 elements of a product in float16 are wrong"
