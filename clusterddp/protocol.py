@@ -35,6 +35,7 @@ RANK_EVENTS: Mapping[str, Event] = {
     "checkpoint": Event(
         "step blocked_s durable_s bytes best?", "a checkpoint is committed; `best`: the metric in which it is the best"
     ),
+    "device_memory": Event("bytes", "the most that rank 0 has allocated on its GPU after its first step"),
     "checkpoint_failed": Event("step reason", "a checkpoint was not saved; training continues"),
     "checkpoint_damaged": Event("step reason", "a checkpoint cannot be read; the previous one is tried"),
     "not_finite": Event("step metrics count", "metrics became NaN or infinite"),
@@ -128,8 +129,8 @@ EVENTS: Mapping[str, Event] = {
     "controller_missing": Event("error", "Slurm's commands are not installed here"),
     "node_lost": Event("node suspect unkillable?", "a node does not answer, or these ranks outlived a KILL"),
     "rank_failed": Event(
-        "rank host error step? suspect? since? raised?",
-        "the first failure of the attempt; `raised`: its exception, line and step",
+        "rank host error step? suspect? since? raised? lacks_gpus?",
+        "the first failure of the attempt; `raised`: its exception, line and step; `lacks_gpus`: the node has too few",
     ),
     "excluded": Event("nodes failures", "nodes that the next jobs exclude, for a day"),
     "not_excluded": Event("reason", "a failed node is not excluded"),
@@ -247,6 +248,9 @@ CHECK_RESUME = Variable(
     "submit --check-resume to ranks: STEPS:FOLDER, when to stop and where to record steps",
 )
 WATCHDOG = Variable("CLUSTERDDP_WATCHDOG", "supervisor to ranks: on or off")
+DEVICE_MEMORY = Variable(
+    "CLUSTERDDP_DEVICE_MEMORY", "supervisor to ranks: bytes that an earlier attempt used on each GPU, if known"
+)
 TERM_NOTICE_S = Variable(
     "CLUSTERDDP_TERM_NOTICE_S", "rank's entry point to clusterddp.init(): seconds from TERM to KILL, if known"
 )
@@ -261,5 +265,5 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 #: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
-    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME),
+    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY),
 )

@@ -153,6 +153,10 @@ TABLE = (
     ),
     ErrorText(r"NCCL error|RCCL error", Blame.NETWORK, "NCCL_DEBUG=INFO says more", _NCCL),
     # Connections between ranks, and clusterddp's own.
+    ErrorText(
+        r"^DeviceError: (needs|device \S+ requested, but no GPU)", Blame.NODE,
+        "a GPU of the node is missing, or the job asks for more than it was given", "clusterddp",
+    ),
     ErrorText(r"^PreflightError: node ", Blame.NODE, "the node did not pass the preflight", "clusterddp"),
     ErrorText(r"^PreflightError: ", Blame.PEER, "the nodes did not pass the preflight together", "clusterddp"),
     ErrorText(

@@ -57,10 +57,15 @@ def failures(events: Iterable[Event], node: str, now: float) -> list[Event]:
 
 
 def failed(events: Iterable[Event], now: float) -> list[str]:
-    """The nodes that failed often enough to be excluded."""
+    """The nodes that failed often enough to be excluded, or that lack GPUs."""
     events = list(events)
     nodes = dict.fromkeys(event["suspect"] for event in events if event.get("suspect"))
-    return [node for node in nodes if len({e["attempt"] for e in failures(events, node, now)}) >= FAILURES]
+    return [node for node in nodes if _unusable(failures(events, node, now))]
+
+
+def _unusable(failed: Sequence[Event]) -> bool:
+    often = len({event["attempt"] for event in failed}) >= FAILURES
+    return often or any(event.get("lacks_gpus") for event in failed)
 
 
 def excluded(events: Iterable[Event], now: float) -> list[str]:
@@ -99,7 +104,7 @@ def letter(events: Iterable[Event], node: str, now: float) -> str:
     lines = [_line(event, jobs.get(event["attempt"])) for event in failures(events, node, now)]
     return "\n".join(
         [
-            f"Node {node} failed one of our training runs {len(lines)} times:",
+            f"Node {node} failed one of our training runs {counted(len(lines), 'time')}:",
             *lines,
             "The ranks on other nodes did not fail first. Could you check the node (memory, GPUs, network, disk)?",
             f"Until then our jobs exclude it (sbatch --exclude={node}).",

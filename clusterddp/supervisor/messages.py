@@ -90,6 +90,10 @@ def _requested(event: Event) -> str:
     return f"requested by `clusterddp {command}`: {_REQUESTS.get(event['request'], event['request'])}{without}"
 
 
+def _times(numbers: Sequence[int]) -> str:
+    return f"{' and '.join(map(str, numbers))} {'time' if numbers == [1] else 'times'}"
+
+
 def _node_lost(event: Event) -> str:
     if ranks := event.get("unkillable"):
         who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
@@ -194,8 +198,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "rejoined": lambda e: f"rank {e['rank']} ({e['host']}) lost its connection to the supervisor and reconnected",
     "node_lost": _node_lost,
     "excluded": lambda e: (
-        f"{' and '.join(e['nodes'])} failed this run {' and '.join(map(str, e['failures']))} times: "
-        "excluded from its jobs for 24 hours"
+        f"{' and '.join(e['nodes'])} failed this run {_times(e['failures'])}: excluded from its jobs for 24 hours"
     ),
     "not_excluded": lambda e: f"no further node is excluded: {e['reason']}",
     "failed": _failed,

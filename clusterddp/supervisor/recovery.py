@@ -123,6 +123,8 @@ class Recovery:
                 values["since"] = failure.lost_at
             if failure.of_the_node and self._controller.resubmits:
                 values["suspect"] = self._state.node_of(failure.rank)
+            if failure.lacks_gpus:
+                values["lacks_gpus"] = True
             if failure.raised is not None:
                 values["raised"] = failure.raised
             self._history.add("rank_failed", **values)
@@ -150,7 +152,8 @@ class Recovery:
     def _restart(self, verdict: Verdict) -> int:
         """Restarts the ranks in place, as a new attempt of the same job.
 
-        If a node of this job is to be excluded, in a new job: Slurm does not change the nodes of a running job.
+        If a node of this job is to be excluded, in a new job: Slurm does not change the nodes of a running job. If one
+        lacks GPUs and cannot be excluded, the run stops.
         """
         lost = self._state.lost_nodes
         self._record_lost(lost)
@@ -167,6 +170,8 @@ class Recovery:
                     return self._hand_over(verdict, self._controller.resubmit(choice.nodes))
                 except SlurmError as error:
                     self._history.add("not_excluded", reason=f"no new job could be submitted ({error})")
+        if verdict.first_failure is not None and verdict.first_failure.lacks_gpus:
+            return self._stop(verdict)
         hang = self._state.hang
         hung = f"rank {hang.late[0]} ({hang.host}) hung" if hang else None
         self._add_end("restarted", verdict, hung)

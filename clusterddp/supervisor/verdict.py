@@ -136,6 +136,11 @@ class RankEnd:
         return self.end in ("lost", "silent")
 
     @property
+    def lacks_gpus(self) -> bool:
+        """Whether its node has fewer GPUs than the ranks need."""
+        return self.may_pass and self.error.startswith("DeviceError: ")
+
+    @property
     def started(self) -> bool:
         """Whether its process was started, as far as is known."""
         return self.death is None or not self.death.not_started
@@ -271,10 +276,14 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
     What comes from outside the script may pass. An error of the script's own code may pass, too (a file system that did
     not answer, a worker that was killed), if the code has worked before and does not fail at the same place again.
     """
+    if failure.lacks_gpus and not progress.earlier:  # the job asks for too many
+        return False, ""
     if failure.may_pass:
         return True, ""
     if failure.end not in ("exception", "died"):
         return False, ""
+    if failure.out_of_memory and progress.earlier and not progress.steps:
+        return True, "memory may still have been held by the attempt before"
     if failure.raised is not None and failure.raised == progress.last_failure:
         return False, "the attempt before failed with the same exception at the same line and step"
     if progress.steps:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from clusterddp.checkpoint.state import Stateful
 from clusterddp.data import randomness
 from clusterddp.data.microbatch import MicroBatches
@@ -271,6 +273,8 @@ class Run(Logging, Steering):
             self._compare()
         self._times.end()
         if self._made == 1:
+            if self._group.device.type == "cuda":
+                self._report("device_memory", bytes=torch.cuda.max_memory_reserved(self._group.device))
             self._group.shorten_timeout(self._job.timeouts.step_s)
             if self._saver.saves:
                 self._state.per_rank.gather()  # too large a state is refused now

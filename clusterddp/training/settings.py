@@ -27,6 +27,7 @@ class Settings:
     ``job``: with the script's seed, if it gives one. Without a supervisor it has the defaults, and no watchdog.
     ``preflight``: whether the nodes are checked before training. ``profile``: whether the job's is not recorded yet.
     ``recording``: what ``submit --check-resume`` wants to know of each step, if it started this process.
+    ``device_memory``: bytes that an earlier attempt used on each GPU, if known.
     ``notices``: for a stop signal, or the supervisor's reason, the seconds until this process is killed, if known.
     """
 
@@ -41,6 +42,7 @@ class Settings:
     preflight: bool = False
     profile: bool = False
     recording: Recording | None = None
+    device_memory: int | None = None
 
 
 def read(
@@ -75,6 +77,7 @@ def read(
         preflight=environ.get(protocol.PREFLIGHT) == "on",
         profile=environ.get(protocol.PROFILE) == "on",
         recording=Recording.parse(environ[protocol.CHECK_RESUME]) if protocol.CHECK_RESUME in environ else None,
+        device_memory=int(environ[protocol.DEVICE_MEMORY]) if protocol.DEVICE_MEMORY in environ else None,
         notices={name: float(environ[variable]) for name, variable in _NOTICES.items() if variable in environ},
     )
 

@@ -1,6 +1,7 @@
 """A script without clusterddp: at a TERM rank 0 saves for ``saving_alone.py SECONDS``; the other ranks exit at once."""
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ def save(*_):
     sys.exit(0)
 
 
+assert resource.getrlimit(resource.RLIMIT_CORE)[0] == 0  # in every rank
 if FILE.exists():
     sys.exit(0)
 if RANK == "0":

@@ -855,6 +855,35 @@ def test_ranks_that_never_started_have_not_finished_although_the_launcher_return
     assert run.outcome() is None
 
 
+LACKING = {"end": "exception", "error": "DeviceError: needs 8 GPUs on node n1, Slurm gave 7"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "ends", "asked"),
+    [
+        (["n1", "n2", "n3"], False, ["rank_failed", "excluded", "resubmitted"], ["resubmit n1"]),
+        (["n1"], False, ["rank_failed", "not_excluded", "stopped"], []),
+        (["n1", "n2"], True, ["rank_failed", "stopped"], []),
+    ],
+)
+def test_a_run_whose_node_has_lost_a_gpu_continues_without_that_node_or_stops(
+    run: RunDirectory, nodes: list[str], local: bool, ends: list[str], asked: list[str]
+) -> None:
+    """It has made progress before, so that it is not the job that asks for too many; it never ends as failed."""
+    for event in ({"event": "started"}, {"event": "training", "step": 0}, {"event": "restarted", "step": 7}):
+        append_line(run.events_file, {"time": time.time(), "attempt": 0, **event})
+    controller = FakeController(Cause.NONE)
+    controller.nodes = nodes
+    if local:
+        controller.resubmits = False
+    Attempt(run, JOB, run.create_attempt(), FakeRanks(run, LACKING), controller).supervise()
+    own = [event for event in run.events() if event["attempt"] == 1]
+    assert [event["event"] for event in own[1:]] == ends
+    assert controller.asked == asked and run.outcome() is None
+    assert own[1].get("suspect") == (None if local else "n1") and own[1]["lacks_gpus"]
+    assert "needs 8 GPUs on node n1, Slurm gave 7" in own[-1]["reason"]
+
+
 # ---- limits
 
 

@@ -32,6 +32,7 @@ def left_out(*nodes: str, age_s: float = 30.0) -> dict[str, Any]:
         (failed("n2"), [], ALL, Choice()),
         (failed("n2", "n3"), [], ALL, Choice()),
         (failed("n2", "n2"), [], ALL, Choice(("n2",), ("n2",))),
+        ([{**failed("n2")[0], "lacks_gpus": True}], [], ALL, Choice(("n2",), ("n2",))),
         (failed("n2", kind="node_lost") + failed("n1", "n2"), [], ALL, Choice(("n2",), ("n2",))),
         (failed("n2", "n2", kind="hung"), [], ALL, Choice(("n2",), ("n2",))),
         (failed("n2", "n2", age_s=FOR_S + 60), [], ALL, Choice()),

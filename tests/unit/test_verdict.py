@@ -206,6 +206,30 @@ def test_an_exception_restarts_all_ranks_after_progress_unless_it_repeats(
         assert judge([EIO], 1, False, lambda: Cause.UNKNOWN, progress).action is Action.LEAVE
 
 
+LACKING = end("exception", 1, error="DeviceError: needs 8 GPUs on node n1, Slurm gave 7")
+MEMORY = replace(EIO, error="OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", step=None)
+
+
+def test_a_node_with_too_few_gpus_is_at_fault_only_once_the_run_has_made_progress() -> None:
+    """Before that the job asks for too many."""
+    assert judge([LACKING], 1, False, lambda: Cause.NONE).action is Action.FAIL
+    verdict = judge([LACKING], 1, False, lambda: Cause.NONE, Progress(earlier=True))
+    assert verdict.action is Action.RESTART and LACKING.of_the_node and LACKING.lacks_gpus
+
+
+def test_out_of_memory_before_the_first_step_of_a_later_attempt_passes() -> None:
+    """The attempt before may still have held it: also the second time. It is not the node's fault."""
+    again = Progress(steps=0, earlier=True, last_failure=MEMORY.raised)
+    verdict = judge([MEMORY], 1, False, lambda: Cause.NONE, again)
+    assert (verdict.action, verdict.because) == (
+        Action.RESTART,
+        "memory may still have been held by the attempt before",
+    )
+    assert not MEMORY.of_the_node
+    assert judge([MEMORY], 1, False, lambda: Cause.NONE, replace(again, steps=5)).action is Action.FAIL
+    assert judge([MEMORY], 1, False, lambda: Cause.NONE).action is Action.FAIL
+
+
 def test_an_exception_is_known_by_its_type_the_scripts_line_and_the_step() -> None:
     """Lines of libraries do not count; an exception outside of the loop has no step."""
     assert EIO.raised == "OSError at train.py:12 (main), step 1200"
