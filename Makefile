@@ -5,6 +5,8 @@
 # make test-versions the matrix of docs/measurements/versions.md: four pairs of Python and torch, three Slurms;
 #                    most of an hour, 3 GB;
 #                    PYTHONS="python3.10 /opt/python3.13/bin/python3.13 ..."  ROWS="python3.10-torch2.4.1 slurm-sid ..."
+# make gpu-surface   which of the names of torch's CUDA builds that clusterddp uses are in torch 2.4 to the newest:
+#                    docs/measurements/gpu-surface.md; downloads 4 GB, and needs 3 GB of disk
 # make pictures      docs/images, those of the README: a real run, and its report in Chromium
 # make reference     docs/reference, from the docstrings, signatures and options in the code
 # make completion    completions/ for bash and zsh, from the options in the code
@@ -50,7 +52,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-surface gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -81,6 +83,9 @@ test-fast: .venv/ready
 
 test-versions: .venv/ready slurm
 	.venv/bin/python -m tests.versions $(if $(PYTHONS),--pythons "$(PYTHONS)") $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(ROWS)
+
+gpu-surface: .venv/ready
+	.venv/bin/python -m tests.versions.gpu_surface $(if $(TORCH_INDEX),--index $(TORCH_INDEX))
 
 gpu-check: .venv/ready
 	.venv/bin/python -m benchmarks.gpu_check $(GPU_CHECK)
