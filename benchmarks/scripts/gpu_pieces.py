@@ -259,10 +259,11 @@ def graph(path, megabytes, steps, mode):
     net = copy.deepcopy(model.module)
     still = torch.randn(16, 64, device=ctx.device)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             net(still).sum().backward()
-    side.synchronize()
+    torch.cuda.current_stream().wait_stream(side)
     failed, wrong = [], 0
     for (x,) in run.steps(int(steps)):
         model(x).square().mean().backward()
