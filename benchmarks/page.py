@@ -40,8 +40,8 @@ REASONS = {
 UNDECIDED = "Cannot tell: the bar lies within the interval; more repetitions would narrow it."
 GPU_ROWS = """## On GPUs
 
-Not run: a step beside DDP alone, the stall of a snapshot on a side stream, copies into pinned memory. `make gpu-check`
-measures them.
+Not run: a step beside DDP alone, a save's stall and copies beside torch's, a state of 20 GB beside torch.save and
+torch.load. [`make gpu-check`](gpu-check.md) measures them.
 """
 NOT_FOR = """\
 ## When not to use clusterddp

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-#: When the call began, by the monotonic clock, and what was prepared: for the process that replaces this one.
+#: For the process that replaces this one: when the call began, by the monotonic clock, and the folder of packages.
 STARTED, PREPARED = "GPU_CHECK_STARTED", "GPU_CHECK_PREPARED"
 
 
@@ -59,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.gpu_check", *absolute(arguments)], environment)
     from benchmarks.gpu_check import session
 
-    return session.main(options, float(os.environ[STARTED]))
+    try:
+        return session.main(options, float(os.environ[STARTED]))
+    finally:
+        shutil.rmtree(os.environ[PREPARED], ignore_errors=True)
 
 
 def absolute(arguments: Sequence[str]) -> list[str]:
@@ -73,10 +77,11 @@ def absolute(arguments: Sequence[str]) -> list[str]:
 
 def prepared(options: argparse.Namespace) -> dict[str, str]:
     """The environment of all processes: this tree, what the wheels add, and perhaps pretend devices."""
-    path = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    packages = tempfile.mkdtemp(prefix="gpu-check-packages-")
+    path = [str(REPOSITORY), packages, *filter(None, [os.environ.get("PYTHONPATH")])]
     more: dict[str, str] = {}
     if options.wheels:
-        path[1:1] = [install(options.wheels)]
+        install(options.wheels, packages)
     if options.stand_in:
         from tests.gpu import build
 
@@ -89,23 +94,21 @@ def prepared(options: argparse.Namespace) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS is deterministic with this alone
         STARTED: str(time.monotonic()),
-        PREPARED: "1",
+        PREPARED: packages,
     }
 
 
-def install(folder: Path) -> str:
-    """A folder with the packages of those wheels that are not installed here."""
+def install(folder: Path, target: str) -> None:
+    """Installs those of the wheels in a folder that are missing here into another folder."""
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
         sys.exit(f"--wheels {folder}: no .whl file there")
     missing = [wheel for wheel in wheels if not installed(wheel.name.partition("-")[0])]
-    target = tempfile.mkdtemp(prefix="gpu-check-packages-")
     print(f"packages from {folder}: {' '.join(wheel.name for wheel in missing) or 'none is missing'}", flush=True)
     if missing:
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
         quiet = ["--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore"]
         subprocess.run([*pip, *quiet, "--target", target, *map(str, missing)], check=True)
-    return target
 
 
 def installed(name: str) -> bool:

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from benchmarks.gpu_check.case import Finding, Lab
+from clusterddp.failures.error_texts import Blame, find
 from clusterddp.process import descendants
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -42,15 +43,17 @@ def collective(lab: Lab) -> Finding:
     lab.need_gpu("the stand-in has no NCCL, whose timeout this is")
     options = [*QUICK[:2], "--set", "watchdog=off", "--set", "timeouts.step_s=8"]
     run = lab.train(*STEPS, "--wrong", "collective", options=options)
-    return _restarted(run)
+    return _restarted(run, "collective operation timeout", Blame.PEER)
 
 
-def _restarted(run: RunDirectory, *words: str) -> Finding:
-    """The failure has one of the words, no node is suspected, and the next attempt completed."""
+def _restarted(run: RunDirectory, word: str, blame: Blame | None) -> Finding:
+    """The failure's error has the word, is understood as ``blame``, and the next attempt completed."""
     failures = events(run, "rank_failed")
     assert len(failures) == 1, f"{len(failures)} failures instead of 1"
     error = str(failures[0]["error"])
-    assert not words or any(word in error for word in words), f"the error does not name the cause: {error[:300]}"
+    assert word in error, f"the error does not say {word!r}: {error[:300]}"
+    known = find(error)
+    assert (known and known.blame) == blame, f"the error is taken for {known}: {error[:300]}"
     attempts = 1 + max(event["attempt"] for event in events(run, "started"))
     assert attempts == 2, f"{attempts} attempts instead of 2"
     return f"completed in the second attempt, after: {error.splitlines()[0][:150]}", {"failure": failures[0]}
@@ -58,28 +61,21 @@ def _restarted(run: RunDirectory, *words: str) -> Finding:
 
 def device_assert(lab: Lab) -> Finding:
     """An index out of range in a kernel."""
-    lab.need_gpu("on the stand-in an index out of range raises IndexError at once")
     return _fails(lab, "assert", "device-side assert")
 
 
 def illegal_access(lab: Lab) -> Finding:
     """A kernel reads an address that is nobody's."""
-    lab.need_gpu("the stand-in has no kernels that can read a wrong address")
     return _fails(lab, "illegal", "illegal memory access")
 
 
 def out_of_memory(lab: Lab) -> Finding:
     """More device memory than there is, after progress."""
-    run, process = lab.start(*STEPS, "--wrong", "memory", options=QUICK)
-    if process.wait() == 0:
-        return _restarted(run, "out of memory")
-    (failure,) = events(run, "rank_failed")
-    assert "out of memory" in failure["error"] and not failure.get("suspect"), failure
-    return f"ended the run: {failure['error'][:150]}", {"failure": failure}
+    return _fails(lab, "memory", "out of memory")
 
 
 def _fails(lab: Lab, wrong: str, word: str) -> Finding:
-    return _restarted(lab.train(*STEPS, "--wrong", wrong, options=QUICK), word)
+    return _restarted(lab.train(*STEPS, "--wrong", wrong, options=QUICK), word, Blame.SCRIPT)
 
 
 def spinning(lab: Lab) -> Finding:
@@ -96,7 +92,7 @@ def held(lab: Lab) -> Finding:
     """A rank is killed with most of the device's memory; its restart takes as much at once."""
     gigabytes = lab.sizes.held_gb
     run = lab.train(*STEPS, "--hold", gigabytes, "--wrong", "kill", options=QUICK[:2])
-    words, figures = _restarted(run)
+    words, figures = _restarted(run, "killed by signal 9", None)
     lost, again = events(run, "rank_failed")[0]["time"], events(run, "training") + events(run, "resumed")
     figures["from_kill_to_training_s"] = max(event["time"] for event in again) - lost
     return f"{gigabytes:g} GB were free for the restart; {words}", figures
@@ -121,7 +117,7 @@ def suspended(lab: Lab) -> Finding:
     """All processes of the run are stopped for longer than each timeout, and then continued."""
     stop_s = 10
     options = [*QUICK, "--set", "timeouts.step_s=6"]
-    run, process = lab.start(*STEPS, "--lag", 0.2, options=options)
+    run, process = lab.start(*STEPS, "--pace", 0.2, options=options)
     wait_for_step(run, 5)
     (loop,) = [pid for pid, line in descendants(process.pid).items() if "clusterddp.supervisor" in line]
     stopped = [loop, *descendants(loop)]

@@ -25,7 +25,7 @@ def cases(ranks: int) -> list[Case]:
             1, 10, lambda sizes: 6 * sizes.megabytes / 1e3,
         ),
         Case("unsynchronized", "steps, logs and saves never wait for the device", costs.unsynchronized, 1, 10),
-        Case("out-of-memory", "the words, and a restart that completes", faults.out_of_memory, 2),
+        Case("out-of-memory", "the error is blamed on the script, the restart completes", faults.out_of_memory, 2),
         Case("device-assert", "the same of a device-side assert", faults.device_assert, 2),
         Case("illegal-access", "the same of an illegal memory access", faults.illegal_access, 2),
         Case("hang-device", "a kernel that never ends: the rank is named, the run completes", _hang("device"), 2, 20),

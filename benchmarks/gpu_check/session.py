@@ -248,6 +248,7 @@ def keep(out: Path, session: Session, results: Mapping[str, Mapping[str, Any]]) 
     rows = [row for result in results.values() if result["counts"] for row in result["figures"].get("rows", [])]
     record = {
         "on": session.on,
+        "date": time.strftime("%Y-%m-%d"),
         "machine": report.machine(),
         "facts": session.facts,
         "sizes": asdict(session.sizes),

@@ -21,7 +21,7 @@ def start(lab: Lab, ranks: int) -> Finding:
     """The process group stands, and a sum over all ranks is right (the script's own assertion)."""
     run = lab.train("--steps", 2, ranks=ranks)
     said = (run.attempt_logs(0) / "rank-0.out").read_text().splitlines()[0]
-    assert said == f"backend nccl, {ranks} ranks on cuda", said
+    assert re.fullmatch(rf"backend .*nccl, {ranks} ranks on cuda", said), said
     (ready,) = (event["time"] for event in run.events() if event["event"] == "started")
     return said, {"first_step_s": run.metrics()[0]["time"] - ready}
 
@@ -124,7 +124,7 @@ def snapshot(lab: Lab) -> Finding:
 
 
 def _is_buffer(name: str) -> bool:
-    return any(word in name for word in ("running", "num_batches", "own"))
+    return any(word in name for word in ("running", "num_batches"))
 
 
 def digits(lab: Lab) -> Finding:

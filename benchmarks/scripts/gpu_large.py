@@ -89,6 +89,12 @@ for (x,) in run.steps(options.steps):
     if ended is not None:  # from the end of the step before to the start of this one: the step boundary
         boundaries.append((run.step, time.perf_counter() - ended))
         ends.append((stamps[-1], started))
+    if attempt == 0 and run.step == 1:  # such short steps would have the first save wait for its memory
+        prepared = time.monotonic()
+        while memory.since(before) < options.gigabytes * 1e9 and time.monotonic() < prepared + 120:
+            time.sleep(0.1)
+        time.sleep(1 + options.gigabytes / 10)  # until it is pinned
+        found["prepare_s"] = time.monotonic() - prepared
     model(x).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -97,7 +103,9 @@ for (x,) in run.steps(options.steps):
     stamps.append(torch.cuda.Event(enable_timing=True))
     stamps[-1].record()
     if attempt == 0 and run.step + 1 == options.save_at + 2:
-        time.sleep(0.5)
+        deadline = time.monotonic() + 600
+        while not list(ctx.run_dir.glob("checkpoints/step-*")) and time.monotonic() < deadline:
+            time.sleep(0.05)  # not beside the save
         found["save_bytes"] = memory.since(before)
         path = options.folder / "torch.pt"
         before, began = memory.begin(), time.perf_counter()

@@ -56,6 +56,7 @@ def speeds(folder, megabytes, started):
         "gpus": torch.cuda.device_count(),
         "memory_gb": properties.total_memory / 1e9,
         "cuda": torch.version.cuda,
+        "torch": torch.__version__,
         "nccl": ".".join(map(str, nccl.version())) if nccl else None,
         "speeds": {"start_s": start_s, "copy": size / min(seconds) / 1e9, "fill": fill / 1e9, "disk": disk / 1e9},
     }
@@ -185,7 +186,7 @@ def training(path, megabytes, every=2):
 
 
 def unsynchronized(path, megabytes, steps):
-    """Host waits in run.steps(), run.log() and saves, while the device is a tenth of a second behind.
+    """Host waits in run.steps(), run.log() and saves, while the device is a fifth of a second behind.
 
     ``ahead``: in how many steps the device was still behind afterwards. A stand-in computes on the host.
     """
@@ -199,7 +200,7 @@ def unsynchronized(path, megabytes, steps):
         optimizer.step()
         optimizer.zero_grad()
         loss = model.module[2].weight.detach().sum()
-        torch.cuda._sleep(int(0.1 * 1.5e9))
+        torch.cuda._sleep(int(0.2 * 1.5e9))
         behind.record()
         waits.clear()
         began = time.perf_counter()
@@ -231,7 +232,10 @@ def wait_for_save(path, step):
 
 
 def counted_waits():
-    """The names of the calls by which the main thread waits for a device, appended as they are made."""
+    """The names of the calls by which the main thread waits for a device, appended as they are made.
+
+    Waiting for an event that has happened is no wait.
+    """
     import threading
 
     found = []
@@ -240,7 +244,8 @@ def counted_waits():
         original = getattr(owner, name)
 
         def waiting(*arguments, original=original, what=f"{owner.__name__}.{name}", **options):
-            if threading.current_thread() is threading.main_thread():
+            happened = not what.startswith("torch.cuda") and arguments[0].query()
+            if threading.current_thread() is threading.main_thread() and not happened:
                 found.append(what)
             return original(*arguments, **options)
 
@@ -254,10 +259,11 @@ def graph(path, megabytes, steps, mode):
     net = copy.deepcopy(model.module)
     still = torch.randn(16, 64, device=ctx.device)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             net(still).sum().backward()
-    side.synchronize()
+    torch.cuda.current_stream().wait_stream(side)
     failed, wrong = [], 0
     for (x,) in run.steps(int(steps)):
         model(x).square().mean().backward()

@@ -33,7 +33,7 @@ parser.add_argument("--wrong", choices=WRONG)
 parser.add_argument("--at", type=int, default=20, help="in this step")
 parser.add_argument("--attempt", type=int, default=0, help="of this attempt")
 parser.add_argument("--spin", type=float, default=5.0, help="seconds for which `spin` keeps the device busy")
-parser.add_argument("--diverge", action="store_true", help="the last rank has another buffer")
+parser.add_argument("--diverge", action="store_true", help="the last rank starts with another bias")
 options = parser.parse_args()
 #: Cycles of torch.cuda._sleep per second: a little less than a GPU's clock, so that it does not take longer.
 HZ = 1.5e9
@@ -59,7 +59,6 @@ class Net(nn.Module):
             nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(4096, 10),
         )  # fmt: skip
         self.ballast = nn.Parameter(torch.ones(options.megabytes * 2**18))
-        self.register_buffer("own", torch.zeros(1))
 
     def forward(self, x):
         return self.body(x) + self.ballast.sum() * 1e-9
@@ -86,10 +85,15 @@ def go_wrong():
         torch.cuda._sleep(int(options.spin * HZ))
     elif options.wrong == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif options.wrong in ("assert", "illegal") and torch.cuda.get_device_name() == "Stand-in GPU":
+        import standin_watch
+
+        standin_watch.fail(options.wrong)
+        ones.sum().item()
     elif options.wrong == "assert":
         ones[torch.tensor([2**20], device=ctx.device)].sum().item()
     elif options.wrong == "illegal":
-        code = "template <typename T> T poke(T x) { return *reinterpret_cast<volatile T*>(16ull) + x; }"
+        code = "template <typename T> T poke(T x) { volatile T* address = (volatile T*)16ull; return *address + x; }"
         torch.cuda.jiterator._create_jit_fn(code)(ones).sum().item()
     else:
         held.append(torch.empty(2**48, dtype=torch.uint8, device=ctx.device))
@@ -98,7 +102,6 @@ def go_wrong():
 torch.use_deterministic_algorithms(True)
 torch.backends.cudnn.benchmark = False
 ctx = clusterddp.init(seed=1)
-on_gpu = ctx.device.type == "cuda"
 ones = torch.ones(1000, device=ctx.device)
 dist.all_reduce(ones)
 assert ones.eq(ctx.world_size).all()
@@ -108,17 +111,18 @@ held.append(torch.ones(int(options.hold % 1 * 10**9 / 4), device=ctx.device))
 net = Net()
 if options.fast:
     net.to(memory_format=torch.channels_last)
-if options.diverge and ctx.rank == ctx.world_size - 1:
-    net.own += 1
 if options.compile:
     net.compile(backend=options.compile, mode=options.mode)
-model = ctx.wrap(net, **({"broadcast_buffers": False} if options.diverge else {}))
+model = ctx.wrap(net)
+attempt = int(os.environ["CLUSTERDDP_ATTEMPT"])
+if options.diverge and attempt == 0 and ctx.rank == ctx.world_size - 1:
+    net.body[0].bias.data += 1
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 parts = {"optimizer": optimizer}
 optimizers = [optimizer]
 if options.fast:
-    first, *others = model.parameters()
-    optimizers = [torch.optim.Adam([first], capturable=on_gpu), torch.optim.AdamW(others, fused=True)]
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.Adam(parameters[::2], capturable=True), torch.optim.AdamW(parameters[1::2], fused=True)]
     parts = {"capturable": optimizers[0], "fused": optimizers[1]}
 precision = getattr(torch, options.amp) if options.amp else None
 scaler = torch.amp.GradScaler(
@@ -126,7 +130,6 @@ scaler = torch.amp.GradScaler(
 )
 loader = ctx.loader(Images(), batch_size=8, num_workers=options.workers)
 run = ctx.run(model=model, scaler=scaler, loader=loader, **parts)
-attempt = int(os.environ["CLUSTERDDP_ATTEMPT"])
 ended = time.perf_counter()
 for x, y in run.steps(options.steps):
     if options.wrong and run.step == options.at and attempt == options.attempt and ctx.rank == ctx.world_size - 1:

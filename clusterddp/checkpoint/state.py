@@ -106,8 +106,10 @@ def load_state(part: Stateful, state: Mapping[str, Any]) -> None:
 
 def _of_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     """The scaler's state, with tensors where it has some on a GPU: their numbers would have to be waited for."""
+    if not scaler.is_enabled():
+        return scaler.state_dict()
     scale, growth = scaler._scale, scaler._growth_tracker
-    if not scaler.is_enabled() or scale is None or growth is None or scale.device.type == "cpu":
+    if scale is None or growth is None or scale.device.type == "cpu":
         return scaler.state_dict()
     factors = {
         "growth_factor": scaler.get_growth_factor(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks import checkpoint, gpu_check, handover, report, rows, runs, savers
+from benchmarks import checkpoint, handover, report, runs, savers
 from benchmarks.soak import __main__ as soak
 from benchmarks.soak import faults, judging
 from benchmarks.steps import agreement, step_timing
@@ -291,54 +290,3 @@ def test_faults_are_shown_in_the_report(tmp_path: Path) -> None:
     assert "| all | 10 | 0 | 2 | 1 | 0 | 0 | 0 | 0 | 1 | 0.30 / 0.40 | 1.50 / 2.00 | 3.00 / 3.00 |" in text
     assert "- cgroup-001: the outcome is None" in text
     assert not figures["met"] and json.dumps(figures)
-
-
-# ---- the check on GPUs
-
-
-def test_the_dry_run_of_the_gpu_check_passes_fails_and_says_what_is_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One real run; then the same with a wrong digest, as of a snapshot that is torn."""
-    lab = gpu_check.Lab("cpu", 1, tmp_path, time.monotonic() + 240)
-    checks = dict(gpu_check.checks(lab, "aot_eager", megabytes=1))
-    assert {"start-1", "exact", "exact-float16", "exact-compile", "snapshot", "hang-host", "hang-device"} <= set(checks)
-    right = gpu_check.perform("snapshot", checks["snapshot"], lab)
-    assert right.state == "passed" and right.figures["checkpoints"] == 5, right.words
-
-    run = RunDirectory(tmp_path / "run-1")
-    monkeypatch.setattr(gpu_check.Lab, "train", lambda *_, **__: run)
-    assert gpu_check.differing(run, run) == []
-    line = next(line for line in run.metrics() if line["step"] == 5)
-    run.metrics_file.write_text(run.metrics_file.read_text().replace(str(line["digest"]), "7"))
-    wrong = gpu_check.perform("snapshot", checks["snapshot"], lab)
-    assert (wrong.state, wrong.words) == ("failed", "checkpoint 6 is not the state after 6 steps")
-
-    absent = gpu_check.perform("hang-device", checks["hang-device"], lab)
-    assert (absent.state, absent.words) == ("not run", "needs a GPU")
-    lab.deadline = 0.0
-    assert gpu_check.perform("exact", checks["exact"], lab).words == "the time for all checks was over"
-    gpu_check.write(tmp_path, "cpu", 1, [right, wrong, absent])
-    said = json.loads((tmp_path / "gpu-check-dry-run.json").read_text())
-    assert [check["state"] for check in said["checks"]] == ["passed", "failed", "not run"]
-    assert "this says nothing about GPUs" in (tmp_path / "gpu-check-dry-run.md").read_text()
-
-
-@pytest.mark.parametrize(("slower", "missed"), [(1.0, []), (1.2, ["step (cuda, 1 ranks): loop"])])
-def test_the_costs_on_gpus_are_rows_beside_the_least_that_does_the_same(slower: float, missed: list[str]) -> None:
-    """What is queued within half a millisecond more than torch's own copies meets its bar."""
-    pair = {"ours": [0.0006] * 4, "pinned": [0.0002] * 4}
-    found = {"step": {"ours": [0.01 * slower] * 4, "DDP": [0.01] * 4, "bare": [0.008] * 4}, "stall": pair}
-    found["copies"] = {"ours": [0.1] * 4, "pinned": [0.1] * 4}
-    made = gpu_check.cost_rows(found, "cuda, 1 ranks", 256)
-    assert not any(rows.problem(row.as_json()) for row in made)
-    assert [row.row for row in made if row.met is False] == missed
-    assert [row.allowed for row in made] == [1.02, None, pytest.approx(3.5), 1.05]
-
-
-def test_the_gpu_check_without_a_gpu_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert gpu_check.main([]) == 2
-    assert capsys.readouterr().err == "no GPU is visible; the dry run is --device cpu\n"

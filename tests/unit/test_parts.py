@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.checkpoint.state import load_state
+from clusterddp.checkpoint.state import load_state, state_of
 from clusterddp.data.no_loader import NoLoader
 from clusterddp.distributed.modules import optimizers
 from clusterddp.errors import CheckpointError
@@ -89,3 +89,10 @@ def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     fresh = torch.optim.Adam(parameters)
     load_state(fresh, state)
     assert fresh.param_groups[0]["lr"] == adam.param_groups[0]["lr"]
+
+
+def test_the_state_of_a_scaler_that_is_off_is_empty() -> None:
+    """As of a script that has an option for float16: the scaler has no tensors then, and torch 2.13's no such names."""
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    assert state_of(scaler) == {}
+    load_state(scaler, {})
