@@ -37,8 +37,9 @@ class TarShards(Indexed):
         decode: makes a sample of that dict, in the worker that reads it.
         index: the folder of the index file; beside the first shard if None.
 
-    Raises FileNotFoundError for a pattern without a file; ValueError for an archive that is compressed or damaged, or
-    has a sample's files apart; OSError where the index cannot be written.
+    Raises FileNotFoundError for a pattern without a file; ValueError for an archive that is compressed, damaged or cut,
+    has more data behind its end, as archives joined by ``cat`` have, or has a sample's files apart; OSError where the
+    index cannot be written.
 
     Example::
 

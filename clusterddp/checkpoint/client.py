@@ -35,22 +35,26 @@ EXIT_S = 5.0
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint: its step, the file's size in bytes, and when it was committed (CLOCK_MONOTONIC, s)."""
+    """A committed checkpoint: its step, the file's size in bytes, and when it was committed (CLOCK_MONOTONIC, s).
+
+    ``deleted``: the steps of older checkpoints that were deleted because the disk was full.
+    """
 
     step: int
     bytes: int
     at: float
+    deleted: tuple[int, ...] = ()
 
 
 class NotSaved(Exception):
     """A save failed: no space, an I/O error, or the writer died. Earlier checkpoints are not affected.
 
-    ``metrics``: whether the metrics could not be synced.
+    ``metrics``: whether the metrics could not be synced. ``deleted``: as of ``Saved``; it did not suffice.
     """
 
-    def __init__(self, step: int, reason: str, metrics: bool = False) -> None:
+    def __init__(self, step: int, reason: str, metrics: bool = False, deleted: tuple[int, ...] = ()) -> None:
         super().__init__(reason)
-        self.step, self.metrics = step, metrics
+        self.step, self.metrics, self.deleted = step, metrics, deleted
 
 
 class CheckpointClient:
@@ -136,9 +140,10 @@ class CheckpointClient:
         answer = json.loads(line)
         if "superseded" in answer:
             raise Superseded(answer["superseded"])
+        deleted = tuple(answer.get("deleted", ()))
         if "failed" in answer:
-            raise NotSaved(step, answer["failed"], "metrics" in answer)
-        return Saved(answer["step"], answer["bytes"], answer["at"])
+            raise NotSaved(step, answer["failed"], "metrics" in answer, deleted)
+        return Saved(answer["step"], answer["bytes"], answer["at"], deleted)
 
     def close(self) -> None:
         """Lets the writer finish and exit."""

@@ -31,6 +31,8 @@ from clusterddp.rundir.run_directory import RunDirectory
 _T = TypeVar("_T")
 #: Stands for the resume record of an attempt whose records this user cannot read.
 _UNKNOWN: Mapping[str, Any] = {}
+#: The errors of a full disk, or of a used-up quota.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _NAME = re.compile(r"step-(\d{12})\.attempt-(\d{1,18})\.(safetensors|pt)", re.ASCII)
 _TEMPORARY = re.compile(r"\.step-\d{12}\.attempt-(\d+)\.safetensors\.[0-9a-f]+\.tmp")
 
@@ -193,6 +195,20 @@ class Checkpoints:
             except OSError as error:  # the new one is committed; retried after the next
                 say(f"cannot delete {checkpoint.path.name}: {error.strerror}")
 
+    def make_room(self) -> int | None:
+        """Deletes, on a full disk, the oldest checkpoint that only ``keep.last`` keeps, but not the two newest.
+
+        Returns its step; None if there is none. Raises Superseded if a newer attempt exists, OSError.
+        """
+        candidates = self.candidates()
+        stay = kept(candidates, replace(self._keep, last=2))
+        for checkpoint in reversed(candidates):
+            if checkpoint not in stay:
+                self.check_newest()
+                checkpoint.path.unlink(missing_ok=True)
+                return checkpoint.step
+        return None
+
     def old(self) -> list[Checkpoint]:
         """The checkpoints that ``keep`` does not match, newest first."""
         candidates = self.candidates()
@@ -212,7 +228,7 @@ class Checkpoints:
             kept = next((f"keeping step {checkpoint.step}" for checkpoint in self.candidates()), "no older one to keep")
         except OSError as other:
             return f"checkpoint needs {_size(needed)} ({error.strerror}); cannot list the others ({other.strerror})"
-        full = f", {_size(free)} free" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
+        full = f", {_size(free)} free" if error.errno in (*FULL, errno.EFBIG) else ""
         return f"checkpoint needs {_size(needed)}{full} ({error.strerror}); {kept}"
 
     def _path(self, step: int) -> Path:

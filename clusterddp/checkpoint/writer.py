@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 from clusterddp.checkpoint import file_format
-from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.checkpoint.store import FULL, Checkpoints
 from clusterddp.errors import Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.reporter import say
@@ -137,8 +137,9 @@ class Writer:
 
     def _save(self, request: dict[str, Any], beginning: bytes) -> Iterator[None]:
         size = request["size"]
+        deleted: list[int] = []
         try:
-            written = yield from self._commit(request["step"], beginning, self._data(size))
+            written = yield from self._commit_with_room(request["step"], beginning, self._data(size), deleted)
             answer = {"step": request["step"], "bytes": written, "at": time.monotonic()}
         except Superseded as error:
             answer = {"superseded": str(error)}
@@ -148,6 +149,7 @@ class Writer:
             answer = {"failed": str(error), "metrics": True}
         except OSError as error:
             answer = {"failed": self._checkpoints.why_not(error, len(beginning) + size)}
+        answer |= {"deleted": deleted} if deleted else {}
         awaited, committed = self._urgent.is_set(), "step" in answer
         if committed and not awaited:
             self._delete_old()
@@ -157,6 +159,18 @@ class Writer:
             pass  # the rank has exited; the checkpoint is committed
         if committed and awaited:  # deleting takes time that nobody should wait for
             self._delete_old()
+
+    def _commit_with_room(
+        self, step: int, beginning: bytes, data: memoryview, deleted: list[int]
+    ) -> Generator[None, None, int]:
+        """``_commit``; on a full disk deletes older checkpoints, and adds their steps to ``deleted``."""
+        while True:
+            try:
+                return (yield from self._commit(step, beginning, data))
+            except OSError as error:
+                if error.errno not in FULL or (room := self._checkpoints.make_room()) is None:
+                    raise
+                deleted.append(room)
 
     def _commit(self, step: int, beginning: bytes, data: memoryview) -> Generator[None, None, int]:
         """Writes, verifies and commits the snapshot, chunk by chunk; returns the file's size in bytes."""

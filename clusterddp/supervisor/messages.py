@@ -169,6 +169,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"
     ),
     "stopping": lambda e: f"stop requested ({e['reason']}): all ranks stop after step {e['step']}",
+    "room_made": lambda e: (
+        f"the disk is full: deleted checkpoint{'s' * (len(e['deleted']) > 1)} {', '.join(map(str, e['deleted']))} "
+        f"to make room for {e['step']}"
+    ),
     "checkpoint_failed": lambda e: f"checkpoint {e['step']} was not saved: {e['reason']}; training continues",
     "checkpoint_damaged": lambda e: f"{e['reason']}; skipped",
     "interval": lambda e: (

@@ -14,7 +14,7 @@ from typing import Any
 from clusterddp.checkpoint.best import BestSoFar
 from clusterddp.checkpoint.client import CheckpointClient, NotSaved
 from clusterddp.checkpoint.restore import OnFound, Place, restore
-from clusterddp.checkpoint.store import Checkpoint, Checkpoints, best_of
+from clusterddp.checkpoint.store import FULL, Checkpoint, Checkpoints, best_of
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.device_threads import device_thread
 from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup
@@ -298,7 +298,7 @@ class Saver:
         self._requested = False
         self._saved_at = started = time.monotonic()
         try:
-            self._metrics.flush()
+            self._flush_metrics(step)
         except OSError as error:
             return self._say_failed(step, f"the metrics before it cannot be written ({error.strerror})")
         self._new_best = self._best.save()
@@ -315,9 +315,25 @@ class Saver:
         self._metrics.settle(step, seconds)
         self._media.settle(seconds)
         try:
-            self._metrics.flush()
+            self._flush_metrics(step)
         except OSError as error:
             raise NotSaved(step, f"the metrics before it cannot be written ({error.strerror})") from error
+
+    def _flush_metrics(self, step: int) -> None:
+        """Writes the lines below ``step``; deletes older checkpoints where the disk is full. Raises OSError."""
+        while True:
+            try:
+                return self._metrics.flush()
+            except OSError as error:
+                if error.errno not in FULL or self._checkpoints is None:
+                    raise
+                if (deleted := self._checkpoints.make_room()) is None:
+                    raise
+                self._report_deleted(step, [deleted])
+
+    def _report_deleted(self, step: int, deleted: Sequence[int]) -> None:
+        if deleted:
+            self._report("room_made", step=step, deleted=list(deleted))
 
     def _take_answer(self, wait: bool = False) -> str | None:
         """Takes the writer's answer if the save under way is done; returns why it failed, if it did."""
@@ -328,10 +344,12 @@ class Saver:
             except NotSaved as error:
                 self._best.failed()
                 self._metrics.doubtful |= error.metrics
+                self._report_deleted(error.step, error.deleted)
                 return self._say_failed(error.step, str(error))
             if saved is None:
                 return None
             self._committed, self.last_save_s = saved.step, saved.at - self._saved_at
+            self._report_deleted(saved.step, saved.deleted)
             self._report(
                 "checkpoint",
                 step=saved.step,

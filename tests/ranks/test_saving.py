@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import signal
 import socket
@@ -26,6 +27,7 @@ from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.process import process_start
 from clusterddp.rundir.run_directory import RunDirectory
+from tests import ddp
 from tests.checkpoint_files import content_of
 from tests.waiting import wait_until
 
@@ -228,6 +230,57 @@ def test_a_failed_write_leaves_no_file_behind_and_keeps_the_previous_one(
         save(checkpoint_client, 2, state(size=100_000_000))
     assert names(directory) == ["step-000000000001.attempt-0.safetensors"]
     save(checkpoint_client, 3, state())
+
+
+FULL_DISK = """
+import os, sys, torch
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.training.log.values import Logged
+from tests.crash.subject import saver_of
+
+run = RunDirectory(sys.argv[1])
+run.create()
+wanted = ("step", "deleted", "reason")
+report = lambda event, **values: print(event, *[values[name] for name in wanted if name in values])
+saver = saver_of(run, run.create_attempt(), report, keep=5)
+saver.record_resume(None)
+
+
+def save(step, size=250_000, logged=1):
+    saver.log(step - 1, Logged({f"value_{number}": 1.0 for number in range(logged)}, {}))
+    saver.save_if_due(step, lambda: {"model": torch.full((size,), float(step))}, due=True)
+    saver._take_answer(wait=True)
+
+
+for step in range(1, 6):
+    save(step)
+with open(run.path / "other", "wb", buffering=0) as other:
+    try:
+        while other.write(bytes(4096)): pass
+    except OSError: pass
+save(6, logged=1000)
+os.unlink(run.path / "other")
+save(7)
+save(8, size=900_000)
+print(*sorted(int(name[5:17]) for name in os.listdir(run.checkpoints)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
+def test_a_full_disk_costs_the_oldest_checkpoints_before_the_newest_step(tmp_path: Path) -> None:
+    """A file system for four checkpoints, of which five are to be kept; the metrics, too, find it full once."""
+    mounted = f'mount -t tmpfs -o size=4300K none {tmp_path} && exec "$@"'
+    command = ["unshare", "--mount", "bash", "-c", mounted, "bash", sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ddp.REPOSITORY)
+    *said, failed, left = done.stdout.splitlines()
+    assert [line for line in said if "interval" not in line] == [
+        *(f"checkpoint {step}" for step in range(1, 5)),
+        *("room_made 5 [1]", "checkpoint 5"),
+        *("room_made 6 [2]", "room_made 6 [3]", "checkpoint 6"),  # for the metrics, and for the file
+        *("checkpoint 7", "room_made 8 [4, 5]"),
+    ]
+    reason = r"checkpoint needs 3\.4 MiB, .* free \(No space left on device\); keeping step 7"
+    assert re.fullmatch(rf"checkpoint_failed 8 {reason}", failed) and left == "6 7"
 
 
 def test_a_superseded_attempt_writes_nothing(directory: RunDirectory, checkpoint_client: Any) -> None:

@@ -63,6 +63,21 @@ def test_multiples_and_the_best_are_kept_beside_the_newest(directory: RunDirecto
     assert steps(directory) == [10, 23]
 
 
+def test_room_is_made_by_the_oldest_that_only_their_number_keeps(directory: RunDirectory) -> None:
+    """Multiples, the best one and the two newest stay, as do those of other lineages."""
+    first = attempt(directory)
+    keep = Keep(last=6, every=10, best="f1")
+    for step in (10, 11, 12, 13, 14, 15):
+        save(directory, first, step, CONTENT, keep=keep, facts=metric(step == 12))
+    second = attempt(directory, (first, 14))
+    checkpoints = Checkpoints(directory, second, keep)
+    assert [checkpoints.make_room() for _ in range(2)] == [11, None]
+    assert steps(directory) == [10, 12, 13, 14, 15]
+    attempt(directory, (first, 14))
+    with pytest.raises(Superseded):
+        Checkpoints(directory, second, Keep(last=6)).make_room()
+
+
 def test_a_half_written_file_of_a_killed_attempt_is_removed_and_never_a_candidate(directory: RunDirectory) -> None:
     save(directory, attempt(directory), 1, CONTENT)
     leftover = directory.checkpoints / ".step-000000000002.attempt-0.safetensors.00ff00ff.tmp"

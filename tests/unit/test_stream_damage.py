@@ -113,6 +113,52 @@ def test_a_damaged_tar_is_read_or_named(tmp_path: Path, form: str) -> None:
         read_or_named(lambda: streams.TarShards(path), path)
 
 
+def holes(whole: bytes, start: int, size: int) -> bytes:
+    return whole[:start] + bytes(size) + whole[start + size :]
+
+
+def test_a_tar_that_lost_a_part_between_two_files_is_refused(tmp_path: Path) -> None:
+    """A cut there, a hole that a copy has left, or a second archive: the samples behind it would just be missing."""
+    path = write_tar(tmp_path / "a.tar", samples(0, 6))
+    whole = path.read_bytes()
+    with tarfile.open(path) as archive:
+        starts = [entry.offset for entry in archive]
+        end = archive.offset
+    middle = starts[4]
+    cut = r"it ends at byte {} without the zeros that end an archive"
+    hole = r"zeros follow at byte {}, where a header or the end should be, and more data at byte {}"
+    for damaged, message in (
+        (b"", cut.format(0)),
+        (whole[:middle], cut.format(middle)),
+        (whole[:end], cut.format(end)),
+        (whole[: end + 100], cut.format(end + 100)),
+        (holes(whole, middle, 512), hole.format(middle, middle + 512)),
+        (holes(whole, middle, starts[6] - middle), hole.format(middle, starts[6])),
+        (holes(whole, 0, middle), hole.format(0, middle)),
+        (whole + whole, hole.format(end, len(whole))),
+        (whole[:middle] + bytes((2 << 20) + 512), f"zeros follow from byte {middle} to the end, 2097664 bytes"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"a\.tar: {message}"):
+            streams.TarShards(path)
+    for sound in (whole[: end + 512], whole, whole + bytes(1 << 20)):
+        path.write_bytes(sound)
+        assert len(streams.TarShards(path)) == 6
+    path.write_bytes(bytes(10240))  # `tar -cf a.tar -T /dev/null`
+    assert len(streams.TarShards([path, write_tar(tmp_path / "b.tar", samples(0, 3))])) == 3
+
+
+def test_a_sample_that_was_zeroed_after_it_was_indexed_is_named(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", samples(0, 2))
+    data, times = streams.TarShards(path), path.stat()
+    with tarfile.open(path) as archive:
+        second = archive.getmembers()[1].offset
+    path.write_bytes(holes(path.read_bytes(), second, 512))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ValueError, match=rf"a\.tar, sample at byte 0: there is no header at byte {second}"):
+        data[0]
+
+
 def test_lines_of_any_bytes_are_read_or_named(tmp_path: Path) -> None:
     draw = random.Random("lines")
     path = tmp_path / "a.jsonl"

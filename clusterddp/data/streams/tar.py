@@ -23,6 +23,8 @@ _FILE, _LONG_NAME, _PAX, _OTHER_HEADERS = (b"0", b"\0", b"7"), b"L", b"x", (b"g"
 _WITHOUT_DATA, _SPARSE = (b"1", b"2", b"3", b"4", b"5", b"6"), b"S"
 #: Bytes of a long name or of pax records: such a header is read into memory.
 _MOST_OF_HEADER = 1 << 24
+#: More zeros at the end are not padding, which fills a record of 10 KiB by default, but a copy that is not complete.
+_MOST_PADDING = 1 << 21
 #: Samples whose places are in memory.
 _AT_ONCE = 10_000
 #: Reads so many bytes from a position on; fewer at the end.
@@ -38,14 +40,14 @@ class Member(NamedTuple):
     stop: int
 
 
-def members(read: Read, start: int, stop: int) -> Iterator[Member]:
-    """All files of an archive, or of a stretch of one, in sequence. Raises ValueError where it is damaged."""
+def members(read: Read, start: int, stop: int, whole: bool = True) -> Iterator[Member]:
+    """All files of a whole archive, or of a stretch of one, in sequence. Raises ValueError where it is damaged."""
     position = start
     known: dict[str, str] = {}  # of the next member
     while position < stop:
         header = read(position, _BLOCK)
-        if not header.strip(b"\0"):  # the end of the archive
-            return
+        if whole and not header.strip(b"\0"):
+            break
         at, kind, size = position, header[156:157], _size(header, position)
         is_file = kind not in (_LONG_NAME, _PAX, *_OTHER_HEADERS)
         if kind in _WITHOUT_DATA:
@@ -68,6 +70,26 @@ def members(read: Read, start: int, stop: int) -> Iterator[Member]:
         if kind in _FILE:
             yield Member(name, start, data, data + size)
         known, start = {}, position
+    if whole:
+        _check_end(read, position, stop)
+
+
+def _check_end(read: Read, position: int, stop: int) -> None:
+    """Raises ValueError unless zeros follow the last member: two blocks by the standard, some programs write one."""
+    if stop - position < _BLOCK:
+        raise ValueError(f"it ends at byte {stop} without the zeros that end an archive: it was cut")
+    for at in range(position, stop, _MOST_PADDING):
+        zeros = read(at, min(_MOST_PADDING, stop - at))
+        if data := zeros.lstrip(b"\0"):
+            raise ValueError(
+                f"zeros follow at byte {position}, where a header or the end should be, and more data at byte "
+                f"{at + len(zeros) - len(data)}: it is damaged, or made of several archives, which should be shards of "
+                "their own"
+            )
+    if stop - position > _MOST_PADDING:
+        raise ValueError(
+            f"zeros follow from byte {position} to the end, {stop - position} bytes: the copy is not complete"
+        )
 
 
 def _size(header: bytes, position: int) -> int:
@@ -168,7 +190,7 @@ def sample(data: bytes, start: int) -> tuple[str, dict[str, bytes]]:
     """
     files: dict[str, bytes] = {}
     key = ""
-    for member in members(lambda at, size: data[at - start : at - start + size], start, start + len(data)):
+    for member in members(lambda at, size: data[at - start : at - start + size], start, start + len(data), whole=False):
         key_of_file, extension = split_name(member.name)
         if not extension:
             continue

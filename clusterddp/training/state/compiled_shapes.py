@@ -17,7 +17,7 @@ from clusterddp.distributed.process_group import ProcessGroup
 LOOK_STEPS = 32
 _KEY = "shapes_changed"
 REASON = "torch.compile chooses among its graphs by the order in which shapes came"
-EXPLANATION = (
+SHAPES_CHANGED = (
     "torch.compile has seen changing shapes and chooses among its graphs by the order in which they came: a resume "
     "will not be exact. Pass torch.compile(..., dynamic=False), which compiles for each shape, or evaluate with the "
     "training's batch size or without torch.compile"
