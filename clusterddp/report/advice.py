@@ -23,7 +23,7 @@ _ANNOUNCED = (Cause.PREEMPTED.value, Cause.TIME_LIMIT.value)
 def advice(job: Job, booking: Booking, events: Iterable[Event]) -> list[str]:
     """What to change, most general first; empty if nothing is known to help."""
     events = list(events)
-    return [*_interval(job, booking, events), *_hold(booking, events), *_notice(job, events)]
+    return [*_interval(job, booking, events), *_hold(job, booking, events), *_notice(job, events)]
 
 
 def _interval(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
@@ -67,15 +67,18 @@ def _gaps(events: Iterable[Event]) -> list[float]:
     return found
 
 
-def _hold(booking: Booking, events: Sequence[Event]) -> Iterator[str]:
+def _hold(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
     """Slurm holds a job after each requeue; a new job has no hold, but waits in the queue."""
     requeued = {event["time"] for event in events if event["event"] != "resubmitted" and continues(event)}
     holds = [one.seconds for one in booking.intervals if one.category == "held" and one.begin in requeued]
+    # Without a grace period Slurm requeues the job by itself, whatever the policy.
+    avoidable = job.policy != "resubmit" and any(event["event"] == "requeued" for event in events)
+    other = ", and with `policy: resubmit` the run continues in a new job, which is not held" if avoidable else ""
     if holds and sum(holds) >= WORTH * booking.total_s:
+        percent = f"{100 * sum(holds) / booking.total_s:.0f}%"
         yield (
             f"Slurm held the run {counted(len(holds), 'time')} after a requeue, for {duration(statistics.mean(holds))} "
-            f"on average, {100 * sum(holds) / booking.total_s:.0f}% of its time: `clusterddp watch` lifts the hold, "
-            "and with `policy: resubmit` the run continues in a new job, which is not held"
+            f"on average, {percent} of its time: `clusterddp watch` lifts the hold{other}"
         )
 
 

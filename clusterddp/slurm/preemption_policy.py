@@ -40,7 +40,7 @@ class Preemption:
 
     @property
     def must_resubmit(self) -> bool:
-        """Whether Slurm cancels a preempted job, so that the run can only continue in a new one."""
+        """Whether Slurm cancels a preempted job unless it is requeued within its grace, so that it needs a new one."""
         return self.mode == "CANCEL"
 
     def sentence(self, job: Job) -> str:
@@ -55,8 +55,8 @@ class Preemption:
         return f"{self.partition} preempts {notice}; {self._continuation(job)}"
 
     def _continuation(self, job: Job) -> str:
-        if self.must_resubmit:
-            return "it cancels preempted jobs, so the run continues in a new job (policy: resubmit)"
+        if self.must_resubmit and not (job.policy == "requeue" and self.grace_s):
+            return "it cancels preempted jobs, so the run continues in a new job"
         if job.policy == "resubmit" and self.grace_s:
             return "the run continues in a new job (policy: resubmit)"
         if job.policy is None and job.min_nodes is not None and self.grace_s:

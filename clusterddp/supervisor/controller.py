@@ -96,6 +96,7 @@ class SlurmController(Controller):
         self._partition = environ.get("SLURM_JOB_PARTITION") or job.partition
         self._qos = environ.get("SLURM_JOB_QOS") or job.qos
         self._exclude = job.exclude
+        self._policy: preemption_policy.Preemption | None = None
 
     def holder(self) -> dict[str, Any]:
         """The job."""
@@ -125,11 +126,12 @@ class SlurmController(Controller):
 
     def term_notice_s(self) -> float | None:
         """The partition's or QOS's grace; KillWait where there is none."""
-        return self._preemption().notice_s
+        self._policy = self._preemption()
+        return self._policy.notice_s
 
     def ends_what_it_preempts(self) -> bool:
-        """PreemptMode=CANCEL."""
-        return self._preemption().must_resubmit
+        """PreemptMode=CANCEL. What was read at the start counts: a preempting job waits meanwhile."""
+        return (self._policy or self._preemption()).must_resubmit
 
     def _preemption(self) -> preemption_policy.Preemption:
         return preemption_policy.preemption(self._partition, self._qos)

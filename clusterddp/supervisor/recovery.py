@@ -233,7 +233,9 @@ class Recovery:
             return self._stop(verdict)
         wanted = self._job.policy != "resubmit" or not self._controller.resubmits
         requeues = (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.REQUEUE_REQUESTED)
-        if not (wanted and verdict.cause in requeues) or self._nodes_refused():
+        # Slurm would accept a requeue within the grace, too, but `submit` has announced a new job, which is not held.
+        cancels = self._job.policy is None and verdict.cause is Cause.PREEMPTED and self._ends_for_good()
+        if not (wanted and verdict.cause in requeues) or cancels or self._nodes_refused():
             return self._resubmit(verdict, self._excluded())
         try:
             requeued = self._requeue(verdict.cause)

@@ -94,17 +94,16 @@ def test_a_resubmitted_run_continues_in_a_new_job_without_a_hold(
 def test_where_preemption_cancels_the_run_is_resubmitted(
     cluster: Cluster, runs: Path, uninterrupted_training: RunDirectory, grace: int
 ) -> None:
-    """PreemptMode=CANCEL: the job never runs again, the run does."""
+    """PreemptMode=CANCEL: the job never runs again, the run does, in a new job as announced."""
     cluster.root(["scontrol", "update", "partitionname=cancel", f"gracetime={grace}"])
-    training = Training.submit(
-        cluster, runs, "--moments", "first step", options=["-p", "cancel", "--set", "policy=resubmit"]
-    )
+    training = Training.submit(cluster, runs, "--moments", "first step", options=["-p", "cancel"])
     training.wait_at_moment(0)
     training.preempt()
     training.go(0)
     assert training.finish() == "completed", story(training.run)
     check_same_run(training.run, uninterrupted_training)
     assert len(training.run.attempts()) == 2
+    assert [event["job"] != training.job_id for event in events_of(training.run, "resubmitted")] == [True]
 
 
 def test_a_step_that_outlasts_the_grace_costs_the_steps_since_the_last_checkpoint_and_no_more(

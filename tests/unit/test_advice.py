@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from clusterddp.jobdef.job import Checkpointing, Job
@@ -59,6 +60,11 @@ def test_a_hold_that_takes_long_is_named() -> None:
     ]
     (words,) = advised(events)
     assert "held the run 1 time after a requeue, for 2 min on average, 6% of its time" in words
+    assert "with `policy: resubmit` the run continues in a new job" in words
+    (words,) = advised(events, replace(JOB, policy="resubmit"))  # which is set: a preemption without grace
+    by_slurm = {**events[1], "event": "stopped", "then": "requeued by Slurm"}
+    assert [words] == advised([events[0], by_slurm, *events[2:]])
+    assert words.endswith("`clusterddp watch` lifts the hold")
 
 
 def test_steps_that_are_lost_in_spite_of_a_notice_are_named() -> None:

@@ -33,6 +33,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
 from clusterddp.slurm.commands import JobInfo
+from clusterddp.slurm.preemption_policy import Preemption
 from clusterddp.supervisor import decide, lease, monitor, recovery
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import SlurmController, allocated
@@ -234,6 +235,23 @@ def test_a_scancel_just_before_the_requeue_is_respected(run: RunDirectory) -> No
     controller = FakeController(Cause.PREEMPTED, Cause.CANCELLED)
     assert supervised(run, controller) == (1, ["started", "cancelled"])
     assert controller.asked == []
+
+
+@pytest.mark.parametrize(("policy", "asked"), [(None, "resubmit"), ("requeue", "requeue"), ("resubmit", "resubmit")])
+def test_where_preemption_cancels_a_run_continues_in_a_new_job_unless_its_definition_says_otherwise(
+    run: RunDirectory, policy: Any, asked: str
+) -> None:
+    """As `submit` has announced. Within the grace Slurm accepts a requeue, too, and then holds the job."""
+
+    class Cancelling(FakeController):
+        def ends_what_it_preempts(self) -> bool:
+            return True
+
+    controller = Cancelling(Cause.PREEMPTED)
+    supervised(run, controller, job=dataclasses.replace(JOB, policy=policy))
+    assert controller.asked == [asked]
+    announced = Preemption("low", "CANCEL", 20, 30, 121).sentence(dataclasses.replace(JOB, policy=policy))
+    assert ("continues in a new job" in announced) is (asked == "resubmit")
 
 
 def test_a_refused_requeue_becomes_a_resubmission(run: RunDirectory) -> None:
