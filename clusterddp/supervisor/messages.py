@@ -216,7 +216,8 @@ def failure_box(
 
     ``step``: the number of completed steps, if known. ``secrets``: values to mask in the log. ``then``: what follows.
     """
-    log = run.attempt_logs(attempt) / f"rank-{failure.rank}.err"
+    logs = [run.attempt_logs(attempt) / f"rank-{failure.rank}.{kind}" for kind in ("err", "out")]
+    log = next((log for log in logs if _end_of(log).strip()), logs[0])  # some programs report errors on stdout
     body = failure.traceback or end_of_log(masked(_end_of(log), secrets))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(failure.lost_at, now)))
     lines = [failure.sentence(), f"attempt {attempt}{at_step(step)}, {when}", "", *body.rstrip().splitlines(), ""]
