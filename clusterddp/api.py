@@ -165,9 +165,10 @@ class Status:
     """
 
     state: str
-    """``"completed"``, ``"failed"`` or ``"cancelled"`` for a run that is over; ``"held"`` while a job or process trains
-    it or is queued to; ``"stopped"`` if it can be continued; ``"unknown"`` if the controller does not answer, or if
-    only its owner, or another machine or cluster, can see what trains it."""
+    """As in ``clusterddp list``: ``"completed"``, ``"failed"`` or ``"cancelled"`` for a run that is over; ``"pending"``
+    in the queue, ``"held"`` while Slurm or a user keeps its job from starting, ``"running"`` while a job or process
+    trains it; ``"stopped"`` if it can be continued; ``"unknown"`` if the controller does not answer, or if only its
+    owner, or another machine or cluster, can see what trains it."""
     step: int
     """Number of steps done, according to the metrics."""
     attempts: int
@@ -207,7 +208,7 @@ class Handle:
         """Return the state of the run, from its files and, if a Slurm job holds it, from the controller."""
         state, text = state_of(self._run)
         if state == "stopped" and self._loop_alive():
-            state, text = "held", "starting"
+            state, text = "running", "starting"
         last, outcome = self._run.newest_metrics(), self._run.outcome() or {}
         steps = max(outcome.get("step") or 0, last["step"] + 1 if last else 0)
         return Status(state, steps, attempts_made(self._run.events()), text)

@@ -64,6 +64,8 @@ def _print_any_text() -> None:
 def _message(error: Exception, records: Path | None) -> str:
     if isinstance(error, FileNotFoundError) and _working_directory_deleted():
         return "the working directory was deleted: change to one that exists"
+    if isinstance(error, PermissionError) and error.filename and not _debugging():
+        return what_failed(error)  # the user's to fix, with all that they need
     kept = _keep_traceback(error, records)
     if not isinstance(error, OSError):
         text = " ".join(str(error).split())

@@ -53,7 +53,7 @@ def search(study, folder, trials, at_once, local=False, look_s=5.0):
             runs[trial.number] = start(folder, trial.number, trial.params, local)
         for number, handle in list(runs.items()):
             state, found = handle.status().state, evaluations(handle)
-            if state == "held":  # queued or running
+            if state in ("pending", "held", "running"):
                 if number in asked and is_hopeless(*asked[number], found):
                     handle.cancel()
                     study.tell(number, state=TrialState.PRUNED)

@@ -232,7 +232,7 @@ def submit_to_slurm(
         job_id = batch.submit(fitted, run, Path.cwd())
         lease.submitted(run, job_id)
         run.loop_file.unlink(missing_ok=True)
-    show(f"submitted as job {job_id}; run directory: {run}")
+        show(f"submitted as job {job_id}; run directory: {run}")  # before Ctrl-C ends the command
     return run, job_id
 
 

@@ -129,9 +129,13 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
         print(job_id, flush=True)
     show(f"see its state with: clusterddp status {run.quoted}")
     if arguments.wait or arguments.follow:
-        from clusterddp.cli.runs.watch import watch
+        try:
+            from clusterddp.cli.runs.watch import watch
 
-        return watch([run], follow=arguments.follow)
+            return watch([run], follow=arguments.follow)
+        except KeyboardInterrupt:  # before the watch began
+            show(f"the run continues; watch it with: clusterddp watch {run.quoted}")
+            return INTERRUPTED
     return 0
 
 

@@ -102,6 +102,10 @@ class JobInfo:
     task_limit: int = 0
     """How many tasks of its array may run at a time, as `--max-running` says; 0 without a limit."""
 
+    def __str__(self) -> str:
+        """``job_id 41, state RUNNING, reason None, nodes n1``: what is known."""
+        return ", ".join(f"{name} {value}" for name, value in vars(self).items() if value not in (None, "", 0))
+
     @property
     def live(self) -> bool:
         """Whether the job runs or may yet run."""

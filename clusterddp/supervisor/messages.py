@@ -231,7 +231,8 @@ def failure_box(
 
     ``step``: the number of completed steps, if known. ``secrets``: values to mask in the log. ``then``: what follows.
     """
-    log = run.attempt_logs(attempt) / f"rank-{failure.rank}.err"
+    logs = [run.attempt_logs(attempt) / f"rank-{failure.rank}.{kind}" for kind in ("err", "out")]
+    log = next((log for log in logs if end_of_file(log).strip()), logs[0])  # some programs report errors on stdout
     body = failure.traceback or end_of_log(masked(end_of_file(log), secrets))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(failure.lost_at, now)))
     lines = [failure.sentence(), f"attempt {attempt}{at_step(step)}, {when}", "", *body.rstrip().splitlines(), ""]

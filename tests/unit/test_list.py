@@ -16,6 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from clusterddp import Handle
 from clusterddp.cli.command_line import command
 from clusterddp.cli.runs import table
 from clusterddp.errors import UsageError
@@ -122,6 +123,12 @@ def test_json_follows_the_committed_schema(runs: Path, capsys: pytest.CaptureFix
         check.validate(more)
         assert more.keys() == SCHEMA["properties"].keys()
         assert {key: more[key] for key in one} == one
+
+
+def test_a_handles_state_is_that_of_the_list(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every state."""
+    for one in json.loads(said(capsys, "list", "--json")):
+        assert Handle(one["run"]).status().state == one["state"]
 
 
 def test_csv_has_a_line_per_run_and_all_metrics(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,7 +95,7 @@ def test_trials_are_runs_with_the_values_that_optuna_chose(
 
     def launch(job: Path, *words: Any, run_dir: Path, local: bool) -> Run:
         started.append((run_dir.name, words[4:]))
-        runs.append(Run(run_dir, "held", "held", "failed" if run_dir.name == "trial-2" else "completed"))
+        runs.append(Run(run_dir, "pending", "running", "failed" if run_dir.name == "trial-2" else "completed"))
         return runs[-1]
 
     monkeypatch.setattr(script, "clusterddp", SimpleNamespace(launch=launch))
@@ -118,7 +118,7 @@ def test_a_search_that_was_stopped_continues_its_trials(
         launched.append(f"{run_dir.name} {words[4:]}")
         return Run(run_dir, "completed")
 
-    states = {"trial-0": ["held", "held", "completed"], "trial-1": ["stopped"]}
+    states = {"trial-0": ["held", "running", "completed"], "trial-1": ["stopped"]}
     known = {name: Run(tmp_path / name, *found) for name, found in states.items()}
     handle = lambda path: known[path.name]  # noqa: E731
     monkeypatch.setattr(script, "clusterddp", SimpleNamespace(launch=launch, Handle=handle))

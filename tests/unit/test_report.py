@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from clusterddp import entry
 from clusterddp.cli.command_line import command
 from clusterddp.cli.report.report import collected
 from clusterddp.errors import UsageError
@@ -299,3 +300,18 @@ def test_report_list_and_status_name_the_same_newest_values(
     accuracy = next(one for one in reported[1]["metrics"] if one["name"] == "accuracy")
     assert [point[:2] for point in accuracy["steps"]] == [[1, 0.4], [3, 0.9]]
     assert [point[:2] for tail in reported[2]["metrics"][1]["discarded"] for point in tail["points"]] == [[3, 0.9]]
+
+
+def test_a_folder_of_another_user_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Without a traceback in a file, which would say no more."""
+    run = long_run(tmp_path / "net-0", steps=60)
+    denied = PermissionError(13, "Permission denied", str(tmp_path / ".page.html.0123abcd.tmp"))
+
+    def refuse(*_: object) -> None:
+        raise denied
+
+    monkeypatch.setattr("clusterddp.cli.report.report.write_atomically", refuse)
+    with pytest.raises(SystemExit) as ended:
+        entry.exit_with(lambda: command(["report", "-o", str(tmp_path / "page.html"), str(run)]))
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.endswith(f"clusterddp: {tmp_path}/page.html: Permission denied\n")

@@ -114,6 +114,13 @@ def _clock(seconds: float) -> str:
     return f"{hours // 24}-{hours % 24:02}:{minute:02}:{second:02}"
 
 
+def test_a_jobs_record_reads_as_text() -> None:
+    """What is known of it, for the log of a job whose end nothing explains."""
+    text = str(slurm.parse_job(RUNNING))
+    assert text.startswith("job_id 12, state RUNNING, reason None, nodes n[1-2], restarts 2, end_time ")
+    assert "preempt_time" not in text and "(" not in text
+
+
 def test_an_arrays_member_keeps_its_own_id() -> None:
     """The bare id would requeue all members."""
     job = slurm.parse_job(RUNNING.replace("JobId=12 ", "JobId=14 ArrayJobId=12 ArrayTaskId=3 "))

@@ -123,3 +123,17 @@ def test_the_box_of_a_crash_in_mismatched_collectives_says_what_to_do(tmp_path: 
     box = failure_box(run, 0, failure, [other], 4, 2.0)
     said = " ".join(line.strip("|").strip() for line in box.splitlines())
     assert "the ranks called different collectives (rank 1 in train.py:52 (train), rank 0 in train.py:40" in said, box
+
+
+def test_a_box_names_the_log_that_has_the_reason(tmp_path: Path) -> None:
+    """Some programs write errors to their stdout."""
+    run = RunDirectory(tmp_path / "run")
+    run.attempt_logs(0).mkdir(parents=True)
+    out, err = (run.attempt_logs(0) / f"rank-1.{kind}" for kind in ("out", "err"))
+    out.write_text("Error: no such data set: mnits\n")
+    err.write_text("\n")
+    failure = RankEnd(1, "n1", "exited", 1.0, error="exit code 3")
+    box = failure_box(run, 0, failure, (), None, 2.0)
+    assert f"log: {out}" in box and "Error: no such data set: mnits" in box
+    err.write_text("Traceback: here\n")
+    assert f"log: {err}" in failure_box(run, 0, failure, (), None, 2.0)

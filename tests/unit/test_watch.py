@@ -6,12 +6,14 @@ import os
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from clusterddp.cli import submit
 from clusterddp.cli.runs import watch
 from clusterddp.cli.runs.watch import Hold, Watcher
-from clusterddp.errors import RunDirectoryError, SlurmError
+from clusterddp.errors import INTERRUPTED, RunDirectoryError, SlurmError
 from clusterddp.jobdef.job import Job
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -322,3 +324,18 @@ def test_a_local_run_is_waited_for_and_a_stopped_one_named_with_what_to_do(
     assert stopped.result == 1
     how = f"continue with: clusterddp submit --local --run-dir {run}"
     assert capsys.readouterr().err == f"run: stopped (not started); {how}\n"
+
+
+def test_ctrl_c_before_the_watch_of_a_submission_begins_says_that_the_run_continues(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While its module is imported, or the run's records are opened."""
+
+    def interrupted(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit, "submit_to_slurm", lambda *_: (run, "41"))
+    monkeypatch.setattr(watch, "watch", interrupted)
+    arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None)
+    assert submit.submit_slurm(arguments, JOB) == INTERRUPTED  # type: ignore[arg-type]
+    assert f"the run continues; watch it with: clusterddp watch {run.quoted}\n" in capsys.readouterr().err

@@ -135,13 +135,9 @@ def _curves(summary: Summary, metrics: list[str], events: Sequence[Event], size:
 
 
 def state_of(run: RunDirectory) -> tuple[str, str]:
-    """The state in a word (completed, failed, cancelled, held, stopped or unknown) and in a sentence.
-
-    Held: a job or process trains the run, or is queued to. Stopped: nothing does, until someone continues it.
-    """
+    """The state in a word of ``run_states.WORDS``, and in a sentence."""
     summary, state = _looked_at(run)
-    word = "held" if state.word in ("pending", "running") else state.word
-    return word, _sentence(summary, state)
+    return state.word, _sentence(summary, state)
 
 
 def _looked_at(

@@ -138,7 +138,7 @@ class Watcher:
     def _look_on(self) -> bool:
         """Handles a run that needs no help: it trains as local processes, or is stopped."""
         state, words = state_of(self._run)
-        if state in ("held", "unknown"):
+        if state in ("pending", "held", "running", "unknown"):
             return self._say(f"{words}: waiting for the run to end")
         if self._run.outcome() is None:
             self.result = 1
