@@ -157,6 +157,10 @@ HOOK_EVENTS: Mapping[str, str] = {
 
 # --- the control channel: one JSON object per line
 
+#: What a device does, in a heartbeat: the rank's own work, a wait for other ranks, or nothing, as the host gave it
+#: nothing else to do.
+OWN, WAIT, IDLE = "own", "wait", "idle"
+
 #: A rank's first message, and the supervisor's answer once rank 0 has joined: where rank 0's store is, whether it is
 #: open, and how many of this rank's events it has.
 HELLO, ANSWER, REFUSAL = "token rank port host pid process", "host port open known term_notice_s?", "refused"

@@ -20,6 +20,7 @@ from typing import Any
 
 from clusterddp.failures.flight_records import Apart, Row, compare, is_outline
 from clusterddp.process import RunningClock
+from clusterddp.protocol import IDLE, OWN, WAIT
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, schema_error
 
 #: Heartbeats between a rank's timeout and the verdict that the run hangs: meanwhile the ranks' stacks are written.
@@ -31,8 +32,6 @@ NAMED = 4
 #: A rank is slow if its compute time is so many times the others', and the difference such a fraction of a step.
 SLOW_RATIO, SLOW_SHARE = 1.5, 0.1
 _TOLD = ("count", "step", "allowed_s", "place", "waits", "line", "own_s", "step_s", "still_s")
-#: What a device does: the rank's own work, a wait for other ranks, or nothing, as the host gave it nothing else to do.
-OWN, WAIT, IDLE = "own", "wait", "idle"
 #: A device that needed less than so many times the usual time of a step for its last step makes progress.
 DEVICE_GAP = 4.0
 

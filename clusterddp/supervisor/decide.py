@@ -379,11 +379,10 @@ def _on_hang(state: State, hang: Hang, now: float) -> Step:
     """Ends all ranks: those that can exit on their own do when they are told, and the launcher kills the rest."""
     if not state.watched:
         return state, []
-    values = {"rank": hang.late[0], **asdict(hang)}
-    nodes = {state.node_of(rank) for rank in hang.late}
+    values, nodes = asdict(hang), {state.node_of(rank) for rank in hang.late}
     if values.pop("of_device") and len(nodes) == 1:
         values["suspect"] = nodes.pop()
-    record = Record("hung", values)
+    record = Record("hung", {"rank": hang.late[0], **values})
     orders = [Broadcast("flight_record", hang.what), Broadcast("leave", hang.what)]
     actions: list[Action] = [record, *orders, StartTimer(Timer.KILL, HANG_GRACE_S)]
     return replace(state, hang=hang, hung_at=now, watched=False), actions

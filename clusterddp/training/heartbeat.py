@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from clusterddp.distributed.device_threads import device_thread
-from clusterddp.failures.flight_records import outline
 from clusterddp.jobdef.job import Watchdog
 from clusterddp.process import RunningClock
 from clusterddp.reporter import say
@@ -244,6 +243,8 @@ class Heartbeat:
             if record is None:
                 say(f"torch {torch.__version__} kept no flight record of the last collectives")
             else:
+                from clusterddp.failures.flight_records import outline  # only a hang needs it
+
                 self._stalled["collectives"] = outline(record)
                 write_atomically(self._flight_record, json.dumps(record) + "\n")
         except (OSError, RuntimeError, ValueError, LookupError) as error:

@@ -32,7 +32,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.distributed.modules import ddp_modules
-from clusterddp.failures.hangs import IDLE, OWN, WAIT
+from clusterddp.protocol import IDLE, OWN, WAIT
 from clusterddp.rundir.timing import FIRST_BUCKET, LAST_BUCKET, PHASES
 
 #: The pace, by which stragglers are found, is the median of so many samples, each the mean of so many steps.
@@ -261,7 +261,7 @@ class StepTimes:
 
     def on_device(self) -> tuple[int, str] | None:
         """Where the device is: the step, relative to the number of steps that the host has completed, and OWN, WAIT or
-        IDLE (``failures/hangs.py``). None on a CPU and outside the loop.
+        IDLE (``protocol.py``). None on a CPU and outside the loop.
 
         For a thread of ``device_thread``, while the loop's is at rest. Waits for nothing.
         """

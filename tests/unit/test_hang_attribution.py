@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from clusterddp.failures.flight_records import compare, is_outline, outline
-from clusterddp.failures.hangs import IDLE, OWN, WAIT, Hang, RankStatus, Watch, find_hang
+from clusterddp.failures.hangs import Hang, RankStatus, Watch, find_hang
+from clusterddp.protocol import IDLE, OWN, WAIT
 
 NOW = 1000.0
 ITEM = {"place": "train.py:50 (<module>), item"}
