@@ -189,7 +189,13 @@ def symptom(output: str) -> str:
     """How a test failed, in a few words: the stand-in's own, an error's, or what the test compared."""
     lines = [line.removeprefix("E").strip() for line in output.splitlines() if line.startswith("E")]
     lines = [line for line in lines if "Connection closed by peer" not in line]  # the other rank has failed
-    patterns = (r"stand-in: (.*)", r"(?:RuntimeError|TypeError|NameError|torch\.\w+Error): (.*)", r"(assert .*)")
+    patterns = (
+        r"stand-in: (.*)",
+        r"(?:RuntimeError|TypeError|NameError|torch\.\w+Error): (.*)",
+        r"(assert .*)",
+        r"AssertionError: (.+)",
+        r"(.+)",
+    )
     found = [match[1] for pattern in patterns for line in lines if (match := re.search(pattern, line))]
     return re.sub(r"\s+", " ", found[0])[:140] if found else "it failed"
 
