@@ -310,6 +310,8 @@ def lags() -> None:
 def collects() -> None:
     import datetime
 
+    import _standin
+    import standin_watch
     import torch
     import torch.distributed as dist
 
@@ -340,7 +342,19 @@ def collects() -> None:
             assert number.item() == 1
         else:
             assert "No backend type associated with device type cpu" in error_of(lambda: dist.all_reduce(torch.ones(1)))
-        dist.destroy_process_group()
+        if backend == "nccl":
+            dist.destroy_process_group()
+    # Rank 1's device hangs: the hosts go on, and would wait where they need the sum.
+    _standin.configure(1 << 30, 0, 0, 0.3, True)
+    total = torch.ones(1, device="cuda")
+    if rank == 1:
+        standin_watch.fail("hang")
+    for _ in range(2):
+        dist.all_reduce(total)
+    total.mul_(2)
+    assert not torch.cuda.current_stream().query()
+    store.set(f"seen by {rank}", "")
+    store.wait(["seen by 0", "seen by 1"])
     os._exit(0)  # gloo's threads can hang a process at the end of Python
 
 
@@ -367,7 +381,7 @@ def test_missing_synchronization_shows(gpus: GPUs) -> None:
 
 
 def test_ranks_reduce_over_both_backends(gpus: GPUs, tmp_path: Path) -> None:
-    """DDP with device_ids over nccl and cpu:gloo,cuda:nccl."""
+    """DDP with device_ids over nccl and cpu:gloo,cuda:nccl; hosts that do not wait for a collective that hangs."""
     gpus(2)
     ranks = [start(collects, RANK=str(rank), STORE=str(tmp_path / "store")) for rank in range(2)]
     for rank in ranks:
