@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from clusterddp.rundir.run_directory import RunDirectory
 from tests import ddp
 from tests.cluster import Cluster
@@ -34,15 +36,17 @@ def standin(cluster: Cluster) -> dict[str, str]:
 def test_digits_on_two_nodes_of_two_devices_preempted_ends_with_the_same_bits(
     cluster: Cluster, runs: Path, tmp_path: Path
 ) -> None:
-    """Each task sees both devices of its node, which ``--gpus-per-node`` requests."""
+    """Each task sees both devices of its node, which ``--gpus-per-node`` requests; the nodes are checked before."""
     run, whole = RunDirectory(runs / "run"), RunDirectory(tmp_path / "whole")
     command = [cluster.python, "-m", "clusterddp.submit", "jobs/digits.yaml", "--run-dir", run.path]
     shape = ["--device", "cuda", "--nodes", "2", "--gpus", "2", "--partition", "low"]
+    shape += ["--set", "preflight=true"]
     cluster.run([*command, *shape, "--", "--steps", str(STEPS)], cwd=cluster.source, env=standin(cluster))
     wait_for_step(run, 10)
     cluster.preempt(seconds=1)
     attempt(whole, [DIGITS, "--steps", STEPS], ranks=4, devices=4).expect(0)
     assert wait_for_outcome(run) == "completed", story(run)
+    assert [event["warnings"] for event in events_of(run, "preflight")] == [[]], story(run)
     (resumed,) = events_of(run, "resumed")
     assert 10 <= resumed["step"] < STEPS, story(run)
     check_same(run, whole)
@@ -54,3 +58,12 @@ def test_tasks_that_see_one_device_each_use_it(cluster: Cluster) -> None:
     said = cluster.run([*srun, cluster.python, "-c", ONE_EACH], cwd=cluster.source, env=standin(cluster)).stdout
     seen = [line.split()[1:] for line in sorted(said.splitlines())]
     assert seen == [["0", "0", "cuda:0", "1"], ["1", "1", "cuda:0", "1"]]
+
+
+@pytest.mark.product  # four ranks; test_checks.py has the same checks
+def test_doctor_checks_the_devices_of_all_nodes(cluster: Cluster, runs: Path) -> None:
+    command = [cluster.python, "-m", "clusterddp", "doctor", "--nodes", "2", "--gpus", "2", "-p", "low"]
+    said = cluster.run(
+        command, cwd=cluster.source, env=standin(cluster) | {"CLUSTERDDP_RUNS": str(runs)}, check=False, timeout=180
+    )
+    assert "2 of 2 nodes" in said.stdout + said.stderr, said
