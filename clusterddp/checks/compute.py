@@ -38,7 +38,9 @@ def judge_gpu(name: str, uuid: str, free: int, total: int, visible: str | None) 
     found = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
     values = {"uuid": uuid, "free": free, "total": total, "visible": visible}
     if free < FREE * total:
-        return warning("device", found, "another process uses this GPU: find it with nvidia-smi on the node", **values)
+        return warning(
+            "device", found, "another process uses this GPU: find it with nvidia-smi or rocm-smi on the node", **values
+        )
     return ok("device", found, **values)
 
 

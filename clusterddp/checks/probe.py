@@ -42,7 +42,8 @@ NETWORK = (
     "check the network between the nodes, and which interface the ranks use (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
 )
 _NO_GPU = (
-    "CUDA_VISIBLE_DEVICES is {}; if that is right, is torch built with CUDA, and does nvidia-smi work on the node?"
+    "CUDA_VISIBLE_DEVICES is {}; if that is right, is torch built with CUDA, or ROCm, and does nvidia-smi or rocm-smi "
+    "work on the node?"
 )
 FOLDER = "choose a folder that this node mounts and can write: CLUSTERDDP_RUNS, or --run-dir of submit"
 

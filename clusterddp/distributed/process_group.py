@@ -119,10 +119,20 @@ def devices_of(environment: RankEnvironment, asked: str | None, per_rank: int) -
     own = None if named is None or asked == "cpu" else own_mig_device(environment, per_rank, named, host)
     if own is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = own
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = visible_gpus()
     if own is not None and visible == 1:
         return (torch.device("cuda", 0),)
     return choose_devices(environment, asked, per_rank, visible, host, named)
+
+
+def visible_gpus() -> int:
+    """How many GPUs this process can use. torch before 2.6 also counts those that ROCR_VISIBLE_DEVICES hides; HIP's own
+    count does not."""
+    if not torch.cuda.is_available():
+        return 0
+    if torch.version.hip and "ROCR_VISIBLE_DEVICES" in os.environ:
+        return int(torch._C._cuda_getDeviceCount())
+    return torch.cuda.device_count()
 
 
 def own_mig_device(environment: RankEnvironment, per_rank: int, named: str, host: str) -> str | None:
@@ -377,5 +387,5 @@ class ProcessGroup:
         if holder != str(self.rank):
             raise DeviceError(
                 f"ranks {holder} and {self.rank} see the same single GPU on node {host}; request one GPU per rank "
-                "(--gpus-per-node, without --gpu-bind)"
+                "(--gpus-per-node, without a --gpu-bind that gives several tasks the same one)"
             )

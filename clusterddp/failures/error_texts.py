@@ -8,6 +8,7 @@ takes the first row whose pattern occurs in the text, so special cases come befo
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from typing import NamedTuple
 
@@ -172,6 +173,7 @@ TABLE = (
 _ROWS = [(re.compile(row.pattern), row) for row in TABLE]
 
 
+@functools.lru_cache(maxsize=1024)  # of many ranks with the same error, several times each
 def find(text: str) -> ErrorText | None:
     """The row of an error with this text, ``TYPE: MESSAGE``; None if there is none, as for the script's own errors."""
     return next((row for pattern, row in _ROWS if pattern.search(text)), None)

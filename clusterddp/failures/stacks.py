@@ -61,8 +61,7 @@ def different_calls(error: str, texts: Mapping[int, str]) -> str:
 def uncaught(text: str) -> str | None:
     """The C++ exception that ended the process, as ``TYPE: MESSAGE``, or what the ROCm runtime said before it did.
 
-    Under NCCL torch's watchdog thread ends a process so after an asynchronous error of its device or of a peer. torch
-    appends advice and its own C++ stack to the message, which are left out.
+    Under NCCL torch's watchdog thread ends a process so after an asynchronous error of its device or of a peer.
     """
     if amd := _ROCM.findall(text):
         return str(amd[-1])
@@ -70,7 +69,12 @@ def uncaught(text: str) -> str | None:
     if not found:
         return None
     kind, message = found[-1]
-    return f"{kind}: {_ADVICE.split(message)[0].strip()}"
+    return f"{kind}: {without_advice(message)}"
+
+
+def without_advice(error: str) -> str:
+    """An error's message without what torch appends: how to debug an asynchronous error, and its own C++ stack."""
+    return _ADVICE.split(error)[0].strip()
 
 
 def after_suspension(error: str, stood_s: float, timeout_s: float) -> str:

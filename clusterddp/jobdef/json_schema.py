@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from clusterddp.jobdef.job import MOST_PROFILED_STEPS, Job, Keep, ProfiledSteps, Wandb, Watchdog, written
 from clusterddp.jobdef.load import RUN_FORMAT
-from clusterddp.jobdef.schema import INSTEAD_OF_OPTION, PROJECT, READERS, SET_FOR_RANKS, WORDS
+from clusterddp.jobdef.schema import INSTEAD_OF_OPTION, ONE_GPU_PER_TASK, PROJECT, READERS, SET_FOR_RANKS, WORDS
 
 #: A JSON Schema, or a part of one.
 Schema = dict[str, Any]
@@ -130,11 +130,17 @@ _EVERY = r"[0-9][0-9.e+-]* (steps?|seconds?|minutes?|hours?)"
 _RANKS = "^ *[0-9]{1,6}(-[0-9]{1,6})? *(, *[0-9]{1,6}(-[0-9]{1,6})? *)*$"
 _RANK: Schema = {"type": ["integer", "string"], "pattern": _RANKS, "minimum": 0}
 _OPTION_NAMES = sorted({*INSTEAD_OF_OPTION, *(key.replace("_", "-") for key in READERS)})
-_OPTIONS = {
-    "type": "object",
-    "propertyNames": {"pattern": "^[a-z][a-z0-9-]*$", "not": {"enum": _OPTION_NAMES}},
-    "additionalProperties": _text(),
-}
+
+
+def _options(refused: list[str]) -> Schema:
+    return {
+        "type": "object",
+        "propertyNames": {"pattern": "^[a-z][a-z0-9-]*$", "not": {"enum": refused}},
+        "additionalProperties": _text(),
+    }
+
+
+_OF_SRUN = [name for name in _OPTION_NAMES if name not in ONE_GPU_PER_TASK]
 _KEEP = _section(Keep, last=_count(), every=_count(), best={"type": "string", "pattern": r"^\S+ (max|min)$"})
 _WORD = r"""[^\s"'\\]+"""
 _WANDB = _section(
@@ -160,7 +166,8 @@ _OF_KEY: Mapping[str, Schema] = {
         "additionalProperties": {"type": [*_SCALAR, "null"]},
     },
     "python": _text("[^-].*"),
-    **dict.fromkeys(("sbatch", "srun"), _OPTIONS),
+    "sbatch": _options(_OPTION_NAMES),
+    "srun": _options(_OF_SRUN),
     "seed": _count(0),
     "checkpoint": {
         "type": "object",

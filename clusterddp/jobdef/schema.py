@@ -224,7 +224,14 @@ def _check_option(name: str, node: Node) -> None:
         raise Wrong(f"clusterddp requests the GPUs itself: {_GPUS}")
 
 
+def _check_step_option(name: str, node: Node) -> None:
+    if name not in ONE_GPU_PER_TASK:
+        _check_option(name, node)
+
+
 _GPUS = "use the key gpus_per_node"
+#: Options that bind GPUs to tasks. Sites with AMD GPUs (LUMI, Frontier) document them for srun.
+ONE_GPU_PER_TASK = ("gpus-per-task", "gpu-bind")
 _STOPS = "clusterddp stops and requeues the run itself; timeouts.notice_s is the notice before the time limit"
 _LOGS = "the outputs are in the run directory, below logs/"
 _SUBMITS = "clusterddp submit runs sbatch and parses its output"
@@ -237,7 +244,11 @@ INSTEAD_OF_OPTION = {
         ("ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu"), "use gpus_per_node and gpus_per_rank"
     ),
     **dict.fromkeys(("gpus", "gpus-per-socket"), _GPUS),
-    **dict.fromkeys(("gpus-per-task", "gpu-bind"), "it breaks NCCL's peer access; use gpus_per_node, gpus_per_rank"),
+    **dict.fromkeys(
+        ONE_GPU_PER_TASK,
+        "use gpus_per_node and gpus_per_rank. Where the site's rule is one visible GPU per task, as with AMD GPUs, set "
+        "the option under srun:. With NVIDIA GPUs it breaks NCCL's peer access",
+    ),
     **dict.fromkeys(("requeue", "no-requeue", "signal"), _STOPS),
     **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),
     **dict.fromkeys(("kill-on-bad-exit", "unbuffered"), "clusterddp sets this option itself"),
@@ -280,7 +291,7 @@ READERS: dict[str, Reader] = {
     "env": _table("env", _check_variable, value.variable),
     **_fields(python=value.matching(r"[^-].*", "the path or name of a Python interpreter")),
     "sbatch": _table("sbatch", _check_option, value.option),
-    "srun": _table("srun", _check_option, value.option),
+    "srun": _table("srun", _check_step_option, value.option),
     **_fields(steps=value.whole(1), seed=value.whole(0), global_batch=value.whole(1)),
     "checkpoint": _section("checkpoint", Checkpointing, {"every": _every, "keep": _keep}),
     "timeouts": _section("timeouts", Timeouts, _fields(start_s=_SECONDS, step_s=_SECONDS, notice_s=_SECONDS)),

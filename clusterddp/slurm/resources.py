@@ -9,6 +9,7 @@ from pathlib import Path
 
 from clusterddp.errors import SlurmMissing, SlurmUnavailable, UsageError
 from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.schema import ONE_GPU_PER_TASK
 from clusterddp.jobdef.secrets import MASK, is_secret
 from clusterddp.jobdef.source import calls_method, module_file
 from clusterddp.reporter import counted
@@ -40,8 +41,18 @@ def fit_to_cluster(job: Job, required: bool) -> tuple[Job, list[str]]:
     if job.device == "cuda":
         check_gpus(job, nodes)
         job, share = share_of_node(job, nodes)
-        remarks += share
+        remarks += [*share, *bound_gpus(job)]
     return job, [*remarks, preemption(job.partition, job.qos).sentence(job)]
+
+
+def bound_gpus(job: Job) -> list[str]:
+    """A remark if the job definition binds GPUs to tasks: no command says which make of GPU the nodes have."""
+    if not (given := [name for name in ONE_GPU_PER_TASK if job.srun.get(name)]):
+        return []
+    return [
+        f"srun.{given[0]}: each rank sees only its own GPUs, as sites with AMD GPUs ask for; with NVIDIA GPUs NCCL "
+        "then has no peer access between the ranks of a node"
+    ]
 
 
 def check_micro(job: Job) -> list[str]:

@@ -252,17 +252,19 @@ def _end_orphans() -> None:
 def local_variables(job: Job, rank: int) -> dict[str, str]:
     """torchrun's variables for a rank of this machine, as srun's task environment gives them on a cluster.
 
-    Each "node" gets its share of this machine's GPUs, or of CUDA_VISIBLE_DEVICES if that is set.
+    Each "node" gets its share of this machine's GPUs, or of CUDA_VISIBLE_DEVICES if that is set; with AMD GPUs of
+    HIP_VISIBLE_DEVICES. Their numbers count from 0 among those of ROCR_VISIBLE_DEVICES.
     """
     node_rank, local_rank = divmod(rank, job.ranks_per_node)
     cores = len(os.sched_getaffinity(0))
     first = node_rank * job.gpus_per_node
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(job.nodes * job.gpus_per_node))))
+    variable = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
+    named = os.environ.get(variable, ",".join(map(str, range(job.nodes * job.gpus_per_node))))
     gpus = ",".join(named.split(",")[first : first + job.gpus_per_node])
     place = (rank, local_rank, job.world_size, job.ranks_per_node, node_rank)
     ranks = RankEnvironment(*place, hosts=(), master_addr=None, master_port=None, launcher="local")
     return {
-        **({"CUDA_VISIBLE_DEVICES": gpus} if job.device == "cuda" and job.nodes > 1 else {}),
+        **({variable: gpus} if job.device == "cuda" and job.nodes > 1 else {}),
         **ranks.exports(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // job.world_size)),
     }

@@ -13,7 +13,7 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.failures import error_texts
 from clusterddp.failures.error_texts import Blame, ErrorText
 from clusterddp.failures.exit_status import KILLS, ExitStatus
-from clusterddp.failures.stacks import users_line
+from clusterddp.failures.stacks import users_line, without_advice
 from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import counted
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, schema_error
@@ -188,7 +188,7 @@ class RankEnd:
     def words(self) -> str:
         """What happened to it, in one line: a long error's first and last line, which has the exception of a worker."""
         what = {"exception": "raised ", "exit": "left with ", "lost": "never joined: ", "dismissed": "ended: "}
-        lines = [line.strip() for line in self.error.splitlines() if line.strip()] or [self.end]
+        lines = [line.strip() for line in without_advice(self.error).splitlines() if line.strip()] or [self.end]
         error = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
         return f"{'ran out of memory: ' if self.out_of_memory else what.get(self.end, '')}{error}"
 

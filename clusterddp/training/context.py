@@ -21,7 +21,6 @@ from clusterddp.data.loaders import Loaders
 from clusterddp.data.training_loader import training_loader
 from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed import math_library, process_group
-from clusterddp.distributed.free_memory import wait_until_free
 from clusterddp.errors import Stopped
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.jobdef.packages import check_packages
@@ -114,6 +113,8 @@ class Context(Ranks, Loaders):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             if read.device_memory is not None:
+                from clusterddp.distributed.free_memory import wait_until_free
+
                 wait_until_free(self.devices, read.device_memory)
         checked_s = 0.0
         if read.preflight:

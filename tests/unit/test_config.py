@@ -179,7 +179,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "env": (["{A: 1, B: , C: text}", "{}"], ["[a]", "{1A: x}", "{RANK: 1}", "{A: [1]}"]),
     "python": (["/opt/python"], ["-x", "[a]"]),
     "sbatch": _OPTIONS,
-    "srun": _OPTIONS,
+    "srun": ([*_OPTIONS[0], "{gpus-per-task: 1, gpu-bind: closest}"], _OPTIONS[1]),
     "steps": _COUNT,
     "seed": (["0", "17"], ["-1", "x"]),
     "global_batch": _COUNT,

@@ -190,7 +190,7 @@ def shared_gpus(checks: Sequence[tuple[int, Check]]) -> list[tuple[int, Check]]:
     for rank, check in checks:
         uuid = check.values.get("uuid")
         if uuid is not None and (first := holders.setdefault(uuid, rank)) != rank:
-            advice = "request one GPU per rank with --gpus, without --gpu-bind and --gpus-per-task"
+            advice = "request one GPU per rank with --gpus; a --gpu-bind must not give two ranks the same one"
             found.append((rank, failed("device", f"ranks {first} and {rank} share the GPU {uuid[:8]}", advice)))
     return found
 
