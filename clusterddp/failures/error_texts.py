@@ -105,7 +105,8 @@ TABLE = (
         Blame.PEER, _REMOTE, _WATCHDOG,
     ),
     ErrorText(
-        r"Watchdog caught collective operation timeout", Blame.PEER,
+        r"Watchdog caught collective operation timeout|Operation timed out after \d+ ms"
+        r"|Aborting process on rank \d+ due to timeout", Blame.PEER,
         "a rank did not reach a collective in time: look for one that hung, or that called a different one", _WATCHDOG,
     ),
     ErrorText(

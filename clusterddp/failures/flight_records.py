@@ -18,8 +18,8 @@ MOST_GROUPS, LONGEST_SIZES = 8, 60
 #: Collectives whose inputs have the same sizes on all ranks.
 _EQUAL_SIZES = ("all_reduce", "allreduce", "broadcast", "reduce")
 
-#: Of a process group: its name, the number of the last collective before which all are complete, the number of the last
-#: one that was called, and the first that is not complete, '' if there is none.
+#: Of a process group: its name and backend, the number of the last collective up to which all are complete, that of the
+#: last one that was called, and the first that is not complete, "" if there is none.
 Row = Sequence[Any]
 
 
@@ -48,7 +48,8 @@ def outline(record: Mapping[str, Any]) -> Sequence[Row]:
     for entry in record["entries"]:  # the oldest first
         if entry["is_p2p"]:
             continue
-        name, number = str(entry["process_group"][0]), entry["collective_seq_id"]
+        backend = entry["profiling_name"].partition(":")[0]  # each of a group counts its own
+        name, number = f"{entry['process_group'][0]} {backend}", entry["collective_seq_id"]
         row = rows.setdefault(name, [name, number - 1, number, ""])
         row[2] = number
         if not row[3] and _complete(entry):

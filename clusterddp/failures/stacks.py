@@ -23,7 +23,11 @@ _NOT_THE_USERS = re.compile(
 )
 #: What torch says if ranks are in different collectives; of a timeout, one of them may also be late.
 _MISMATCH = re.compile(r"collective mismatch|mismatch between collectives|op\.preamble\.length <= op\.nbytes")
-_TIMEOUT = re.compile(r"Timed out waiting \d+ms for|collective operation timeout")
+#: The last two are torch 2.15's.
+_TIMEOUT = re.compile(
+    r"Timed out waiting \d+ms for|collective operation timeout"
+    r"|Operation timed out after \d+ ms|Aborting process on rank \d+ due to timeout"
+)
 #: What libstdc++ prints of an uncaught exception, up to Python's fault handler or an empty line.
 _TERMINATE = re.compile(
     r"^terminate called after throwing an instance of '([^']+)'\n"
@@ -80,7 +84,8 @@ def without_advice(error: str) -> str:
 def after_suspension(error: str, stood_s: float, timeout_s: float) -> str:
     """A sentence if ``error`` is a timeout of a collective that may have ended while the job was suspended; '' if not.
 
-    The clocks of NCCL's watchdog and of gloo go on meanwhile: after the resume, both take what was under way for late.
+    The clocks of NCCL's watchdog and of gloo go on meanwhile: after the resume, both take what is still under way for
+    late. torch 2.4 and 2.6 do so with what the GPUs have completed meanwhile, too; torch 2.9 and 2.15 do not.
     ``stood_s``: for how long the ranks were stopped.
     """
     if stood_s < timeout_s or not _TIMEOUT.search(error):

@@ -252,23 +252,23 @@ class Heartbeat:
 
 
 def flight_record(bound: Any) -> dict[str, Any] | None:
-    """torch's flight record of the last collectives, at most RECORDED; None if there is none.
+    """torch's flight record of the last collectives, at most RECORDED of each backend; None if there is none.
 
-    ``bound`` is torch._C._distributed_c10d. A CUDA build has one record for NCCL and one for all other backends, of
-    which one is empty. torch 2.4 has NCCL's, pickled; torch 2.9 records nothing for gloo.
+    ``bound`` is torch._C._distributed_c10d. NCCL has a record of its own, which torch 2.4 has only pickled. In torch
+    2.15 NCCL's usual process group is another one, whose record has another name. torch 2.9 records nothing for gloo.
     """
-    if hasattr(bound, "_dump_nccl_trace") and not hasattr(bound, "_dump_nccl_trace_json"):
-        record = pickle.loads(bound._dump_nccl_trace(includeStackTraces=False))
-        return _newest(record)
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        record = json.loads(getattr(bound, name)()) if hasattr(bound, name) else {}
-        if newest := _newest(record):
-            return newest
-    return None
-
-
-def _newest(record: dict[str, Any]) -> dict[str, Any] | None:
-    return {**record, "entries": record["entries"][-RECORDED:]} if record.get("entries") else None
+    records: list[dict[str, Any]] = []
+    if hasattr(bound, "_dump_nccl_trace_json"):
+        records.append(json.loads(bound._dump_nccl_trace_json()))
+    elif hasattr(bound, "_dump_nccl_trace"):
+        records.append(pickle.loads(bound._dump_nccl_trace(includeStackTraces=False)))
+    if hasattr(bound, "_dump_fr_trace_file"):  # came with that argument
+        records.append(json.loads(bound._dump_fr_trace_json(backend="nccl2")))
+    if hasattr(bound, "_dump_fr_trace_json"):
+        records.append(json.loads(bound._dump_fr_trace_json()))
+    records = [record for record in records if record.get("entries")]
+    entries = [entry for record in records for entry in record["entries"][-RECORDED:]]
+    return {**records[0], "entries": entries} if records else None
 
 
 def positions_of(thread: int) -> set[object]:

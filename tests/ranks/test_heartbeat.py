@@ -231,14 +231,28 @@ def test_a_rank_that_is_told_to_exit_after_a_hang_writes_its_flight_record_first
 
 
 @pytest.mark.parametrize("nccl", [[], [{"profiling_name": "nccl:all_reduce"}] * (RECORDED + 1)])
-def test_the_flight_record_of_a_cuda_build_is_that_of_the_backend_in_use(nccl: list[object]) -> None:
-    """It has one record for NCCL and one for all others."""
+def test_the_flight_records_of_all_backends_are_read(nccl: list[object]) -> None:
+    """A group of cpu:gloo,cuda:nccl has one for each; the last entries of both tell."""
     gloo = [{"profiling_name": "gloo:all_reduce"}]
     bound = SimpleNamespace(
         _dump_nccl_trace_json=lambda: json.dumps({"version": "2.10", **({"entries": nccl} if nccl else {})}),
         _dump_fr_trace_json=lambda: json.dumps({"version": "2.10", "entries": gloo}),
     )
-    assert flight_record(bound) == {"version": "2.10", "entries": nccl[1:] or gloo}
+    assert flight_record(bound) == {"version": "2.10", "entries": [*nccl[1:], *gloo]}
+
+
+def test_the_flight_record_of_nccl_is_found_in_torch_2_15() -> None:
+    """Its ProcessGroupNCCL2 keeps one under a name of its own, and the usual function returns an empty one."""
+
+    def dump(backend: str = "gloo") -> str:
+        entries = [{"profiling_name": f"{backend}:all_reduce"}]
+        return json.dumps({"version": "2.10", **({} if backend == "gloo" else {"entries": entries})})
+
+    empty = '{"version": "2.10"}'
+    bound = SimpleNamespace(
+        _dump_nccl_trace_json=lambda: empty, _dump_fr_trace_json=dump, _dump_fr_trace_file=lambda rank: None
+    )
+    assert flight_record(bound) == {"version": "2.10", "entries": [{"profiling_name": "nccl2:all_reduce"}]}
 
 
 def test_the_flight_record_of_torch_2_4_is_read_although_it_is_pickled() -> None:

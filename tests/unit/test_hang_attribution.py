@@ -174,10 +174,13 @@ def test_the_outline_of_a_flight_record_has_the_first_collective_that_is_not_com
         entry("nccl:all_reduce_barrier", 1, "completed", True, process_group=["1", "undefined"]),
     ]
     found = outline(json.loads(json.dumps({"version": "2.10", "entries": nccl})))
-    assert found == [["0", 7, 9, "nccl:all_reduce of 64x3, 1"], ["1", 1, 1, ""]]
+    assert found == [["0 nccl", 7, 9, "nccl:all_reduce of 64x3, 1"], ["1 nccl", 1, 1, ""]]
     assert is_outline(found)
     gloo = [entry("gloo:all_reduce", 1, "scheduled", True), entry("gloo:barrier", 2, "scheduled", False)]
-    assert outline({"entries": gloo}) == [["0", 1, 2, "gloo:barrier"]]
+    assert outline({"entries": gloo}) == [["0 gloo", 1, 2, "gloo:barrier"]]
+    assert outline({"entries": [*nccl[:1], *gloo]}) == [["0 nccl", 7, 7, ""], ["0 gloo", 1, 2, "gloo:barrier"]]
+    nccl2 = [entry("nccl2:all_reduce", 3, "completed", True), entry("nccl2:broadcast", 4, "scheduled", False)]
+    assert outline({"entries": nccl2}) == [["0 nccl2", 3, 4, "nccl2:broadcast of 64x3, 1"]]
     with pytest.raises(KeyError):
         outline({"entries": [{"name": "of another format"}]})
 

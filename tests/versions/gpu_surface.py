@@ -45,6 +45,7 @@ BY_STRING = {"_dump_": "torch._C._distributed_c10d"}
 INSTEAD = {
     "torch._C._CudaDeviceProperties.uuid": "the PCI address, by the CUDA runtime",
     "torch._C._distributed_c10d._dump_nccl_trace_json": "the pickled record, `_dump_nccl_trace`",
+    "torch._C._distributed_c10d._dump_fr_trace_file": "NCCL's flight record is in `_dump_nccl_trace_json`",
     "torch._C._distributed_c10d._dump_fr_trace_json": "no flight record of gloo's collectives; the rank's log says so",
     "torch.distributed.ProcessGroup.set_timeout": "gloo keeps its timeout of the start; rank 0's log says so",
 }
