@@ -34,7 +34,8 @@ def _named(run: RunDirectory, rank: int) -> Finding:
     assert len(hung) == 1, f"{len(hung)} hangs were noticed instead of 1"
     assert hung[0]["late"] == [rank], f"rank {hung[0]['late']} was named instead of {rank}"
     records = sorted(run.attempt_logs(0).glob("rank-*.collectives.json"))
-    kinds = {entry["profiling_name"].split(":")[0] for path in records for entry in (read_json(path) or {})["entries"]}
+    entries = [entry for path in records for entry in (read_json(path) or {}).get("entries", [])]
+    kinds = {str(entry.get("profiling_name")).split(":")[0] for entry in entries}
     return f"rank {rank} was named, the run completed", {"flight_records_of": sorted(kinds), "hung": hung[0]}
 
 
