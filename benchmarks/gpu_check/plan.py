@@ -17,7 +17,7 @@ def cases(ranks: int) -> list[Case]:
     sizes = sorted({1, ranks, *(2**power for power in range(10) if 2**power < ranks)})
     return [
         *(Case(f"start-{n}", "NCCL starts, and sums over all ranks", partial(training.start, ranks=n)) for n in sizes),
-        Case("wrap", "ten variants of ctx.wrap() have the right gradients", training.wrap),
+        Case("wrap", "eleven variants of ctx.wrap() have the right gradients", training.wrap),
         Case("folder", "CheckpointFolder restores the bits of the save, with and without NCCL", training.folder),
         Case("exact", "preempted, killed and preempted: the bits of an uninterrupted run", training.exact, 5, 20),
         Case(

@@ -94,7 +94,8 @@ VARIANTS = {
     "sync_batch_norm": (lambda: nn.SyncBatchNorm.convert_sync_batchnorm(Net()), {}, None),
     "frozen": (lambda: Net(frozen=True), {}, None),
     "bfloat16": (lambda: Net().bfloat16(), {}, None),
-    "channels_last": (lambda: Net().to(memory_format=torch.channels_last), {"bucket_cap_mb": 1}, None),
+    "channels_last": (lambda: Net().to(memory_format=torch.channels_last), {}, None),
+    "small_buckets": (Net, {"bucket_cap_mb": 0.0001}, None),
     "comm_hook": (Net, {}, compressing),
 }
 
