@@ -329,7 +329,7 @@ class Saver:
             except OSError as error:
                 if error.errno not in FULL or self._checkpoints is None:
                     raise
-                if (deleted := self._checkpoints.make_room()) is None:
+                if (deleted := self._checkpoints.make_room(0)) is None:
                     raise
                 self._report_deleted(step, [deleted])
 
