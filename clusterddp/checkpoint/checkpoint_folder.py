@@ -106,8 +106,9 @@ class CheckpointFolder:
         """Waits until the last save is verified and durable.
 
         Returns:
-            The save: its ``step``, the file's size in ``bytes``, and when it was committed (``at``, monotonic clock,
-            in seconds). None if no save was in progress.
+            The save: its ``step``, the file's size in ``bytes``, when it was committed (``at``, monotonic clock, in
+            seconds), and the steps of older checkpoints that a full disk has cost (``deleted``). None if no save was in
+            progress.
 
         Raises:
             CheckpointError: the save failed; earlier checkpoints are not affected.

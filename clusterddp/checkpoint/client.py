@@ -106,6 +106,7 @@ class CheckpointClient:
         try:
             self._start()
         except OSError as error:  # for the moment, there are too many processes or too little memory
+            self._snapshot.wait()
             self._refused = NotSaved(step, f"cannot start the checkpoint writer ({what_failed(error)})")
             return
         facts = {"step": str(step), "attempt": str(self._first["attempt"]), **facts}

@@ -195,19 +195,21 @@ class Checkpoints:
             except OSError as error:  # the new one is committed; retried after the next
                 say(f"cannot delete {checkpoint.path.name}: {error.strerror}")
 
-    def make_room(self) -> int | None:
+    def make_room(self, needed: int) -> int | None:
         """Deletes, on a full disk, the oldest checkpoint that only ``keep.last`` keeps, but not the two newest.
 
-        Returns its step; None if there is none. Raises Superseded if a newer attempt exists, OSError.
+        Returns its step; None if there is none, or if all of them would not free ``needed`` bytes. Raises Superseded if
+        a newer attempt exists, OSError.
         """
         candidates = self.candidates()
         stay = kept(candidates, replace(self._keep, last=2))
-        for checkpoint in reversed(candidates):
-            if checkpoint not in stay:
-                self.check_newest()
-                checkpoint.path.unlink(missing_ok=True)
-                return checkpoint.step
-        return None
+        old = [checkpoint for checkpoint in candidates if checkpoint not in stay]
+        room = shutil.disk_usage(self.folder).free + sum(checkpoint.path.stat().st_size for checkpoint in old)
+        if not old or room < needed:
+            return None
+        self.check_newest()
+        old[-1].path.unlink(missing_ok=True)
+        return old[-1].step
 
     def old(self) -> list[Checkpoint]:
         """The checkpoints that ``keep`` does not match, newest first."""

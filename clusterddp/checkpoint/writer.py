@@ -164,11 +164,12 @@ class Writer:
         self, step: int, beginning: bytes, data: memoryview, deleted: list[int]
     ) -> Generator[None, None, int]:
         """``_commit``; on a full disk deletes older checkpoints, and adds their steps to ``deleted``."""
+        needed = len(beginning) + len(data)
         while True:
             try:
                 return (yield from self._commit(step, beginning, data))
             except OSError as error:
-                if error.errno not in FULL or (room := self._checkpoints.make_room()) is None:
+                if error.errno not in FULL or (room := self._checkpoints.make_room(needed)) is None:
                     raise
                 deleted.append(room)
 

@@ -83,17 +83,25 @@ def _hold(job: Job, booking: Booking, events: Sequence[Event]) -> Iterator[str]:
 
 
 def _notice(job: Job, events: Sequence[Event]) -> Iterator[str]:
-    """Announced stops whose last save was not committed in time."""
+    """Announced stops that lost steps: the last save was not committed in time, or not even begun."""
     lost = [
-        event["step"] - (event["checkpoint"] if is_count(event.get("checkpoint")) else 0)
+        event["attempt"]
         for event in events
-        if event.get("cause") in _ANNOUNCED and is_count(event.get("step"))
+        if event.get("cause") in _ANNOUNCED
+        and is_count(event.get("step"))
+        and event["step"] > (event["checkpoint"] if is_count(event.get("checkpoint")) else 0)
     ]
-    lost = [steps for steps in lost if steps > 0]
-    longest = max(_of_saves(events, "durable_s"), default=0.0)
-    if lost and longest:
+    hung = {event["attempt"] for event in events if event["event"] in ("overdue", "hung")}
+    late = sum(attempt in hung for attempt in lost)
+    if late:
         yield (
-            f"{counted(len(lost), 'announced stop')} lost steps, because the last save was not committed in time; the "
-            f"longest save took {longest:.3g} s: preemptions need a longer grace time than that, and time limits a "
-            f"longer notice (timeouts.notice_s, {job.timeouts.notice_s:.0f} s)"
+            f"{counted(late, 'announced stop')} lost steps, because a step did not end within the notice: the history "
+            "and rank 0's log say where it was; a step that is just long needs `ctx.stop_point()`"
+        )
+    longest = max(_of_saves(events, "durable_s"), default=0.0)
+    if len(lost) > late and longest:
+        yield (
+            f"{counted(len(lost) - late, 'announced stop')} lost steps, because the last save was not committed in "
+            f"time; the longest save took {longest:.3g} s: preemptions need a longer grace time than that, and time "
+            f"limits a longer notice (timeouts.notice_s, {job.timeouts.notice_s:.0f} s)"
         )

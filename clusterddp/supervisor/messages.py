@@ -168,6 +168,10 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "no_best": lambda e: (
         f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"
     ),
+    "overdue": lambda e: (
+        f"no rank's step ended within {e['seconds']:.0f} s of the notice: exiting with the newest checkpoint; rank 0's "
+        "log has its stacks"
+    ),
     "stopping": lambda e: f"stop requested ({e['reason']}): all ranks stop after step {e['step']}",
     "room_made": lambda e: (
         f"the disk is full: deleted checkpoint{'s' * (len(e['deleted']) > 1)} {', '.join(map(str, e['deleted']))} "

@@ -318,6 +318,8 @@ class Saver:
             self._flush_metrics(step)
         except OSError as error:
             raise NotSaved(step, f"the metrics before it cannot be written ({error.strerror})") from error
+        except Superseded as error:  # the next save raises it, in the main thread
+            raise NotSaved(step, str(error)) from error
 
     def _flush_metrics(self, step: int) -> None:
         """Writes the lines below ``step``; deletes older checkpoints where the disk is full. Raises OSError."""
@@ -327,7 +329,7 @@ class Saver:
             except OSError as error:
                 if error.errno not in FULL or self._checkpoints is None:
                     raise
-                if (deleted := self._checkpoints.make_room()) is None:
+                if (deleted := self._checkpoints.make_room(0)) is None:
                     raise
                 self._report_deleted(step, [deleted])
 

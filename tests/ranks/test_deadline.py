@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.deadline import Deadline
 from tests import ddp
 from tests.waiting import wait_until
@@ -87,5 +88,7 @@ def test_a_hung_step_ends_with_the_checkpoint_before_it_and_the_stacks(tmp_path:
     assert ranks.processes[0].poll() == 75
     assert "no rank's step ended within" in ranks.output(0) and "most recent call first" in ranks.output(0)
     assert "exiting with checkpoint 4" in ranks.output(0)
+    (overdue,) = [event for event in RunDirectory(tmp_path / "run").events() if event["event"] == "overdue"]
+    assert overdue["seconds"] >= 2.0
     ranks.signal(1, signal.SIGKILL)
     assert "done from 8" in ddp.run(script, tmp_path / "run", ranks=2, folder=tmp_path / "out").output(0)

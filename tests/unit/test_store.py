@@ -71,11 +71,12 @@ def test_room_is_made_by_the_oldest_that_only_their_number_keeps(directory: RunD
         save(directory, first, step, CONTENT, keep=keep, facts=metric(step == 12))
     second = attempt(directory, (first, 14))
     checkpoints = Checkpoints(directory, second, keep)
-    assert [checkpoints.make_room() for _ in range(2)] == [11, None]
+    assert checkpoints.make_room(1 << 60) is None, "it would not suffice"
+    assert [checkpoints.make_room(1) for _ in range(2)] == [11, None]
     assert steps(directory) == [10, 12, 13, 14, 15]
     attempt(directory, (first, 14))
     with pytest.raises(Superseded):
-        Checkpoints(directory, second, Keep(last=6)).make_room()
+        Checkpoints(directory, second, Keep(last=6)).make_room(1)
 
 
 def test_a_half_written_file_of_a_killed_attempt_is_removed_and_never_a_candidate(directory: RunDirectory) -> None:
