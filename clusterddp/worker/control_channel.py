@@ -181,7 +181,7 @@ class ControlChannel:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     if order := _order(line):
-                        on_order(order)
+                        _obey(order, on_order)
                 if len(rest) > LONGEST_LINE:
                     break
 
@@ -198,9 +198,9 @@ class ControlChannel:
         with self._stopping:
             if reason in self._stops:
                 return
-            self._stops.append(reason)
             if self._on_stop is not None:
                 self._on_stop(reason)
+            self._stops.append(reason)
 
     def close(self) -> None:
         """Closes the connection of this process; a forked child's close leaves the parent's open."""
@@ -268,6 +268,14 @@ def clip(text: str, longest: int) -> str:
     if (left_out := len(text) - longest) <= 0:
         return text
     return f"{text[: longest // 2]} ... [{left_out:,} characters left out] ... {text[len(text) - longest // 2 :]}"
+
+
+def _obey(order: Mapping[str, Any], on_order: Callable[[Mapping[str, Any]], None]) -> None:
+    """Carries out an order. An error, such as a thread that cannot be started, must not hide later orders."""
+    try:
+        on_order(order)
+    except Exception as error:
+        say(f"could not carry out the supervisor's order {dict(order)!r:.200}: {error!r}")
 
 
 def _order(line: bytes) -> dict[str, Any]:

@@ -170,6 +170,33 @@ def test_each_reason_to_stop_is_passed_on_once_also_those_from_before(heard: Hea
     assert reasons == ["clusterddp tell stop", "time limit", "preemption"]
 
 
+def test_an_order_that_cannot_be_carried_out_hides_no_later_one(
+    heard: Heard, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank whose listening thread died would miss every stop; a stop is carried out when it is told again."""
+    link, obeyed = join(heard, 0, port=1), queue.Queue[dict[str, Any]]()
+    failing = [RuntimeError("can't start new thread"), OSError("no memory")]
+
+    def stop(reason: str) -> None:
+        if failing:
+            raise failing.pop()
+        obeyed.put({"stopped": reason})
+
+    def obey(order: Any) -> None:
+        if "stop" in order:
+            link.stop(order["stop"])
+        else:
+            obeyed.put(order)
+
+    link.on_stop(stop)
+    link.listen(lambda: None, obey)
+    for _ in range(3):
+        heard.server.broadcast(stop="preemption")
+    heard.server.broadcast(save="1")
+    assert [obeyed.get(timeout=10), obeyed.get(timeout=10)] == [{"stopped": "preemption"}, {"save": "1"}]
+    assert "could not carry out the supervisor's order {'stop': 'preemption'}" in capsys.readouterr().err
+
+
 def test_a_broken_connection_is_reopened(heard: Heard) -> None:
     """Both sides use the new connection; another process is still refused."""
     link = join(heard, 0, port=1)

@@ -22,6 +22,7 @@ from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import hook as hooks
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.hook import Hook, hook_event
+from clusterddp.supervisor.launcher import LocalLauncher
 from clusterddp.supervisor.main import supervise
 from clusterddp.supervisor.state import Notice, Stop
 from tests.unit.test_attempt import JOB, STOPPED, FakeController, FakeRanks
@@ -145,6 +146,26 @@ def test_a_running_hook_is_none_of_the_processes_that_a_local_run_ends(run: RunD
     assert not [command for command in descendants(os.getpid()).values() if str(run.path) in command]
     (run.path / "go").write_text("")
     hook.finish()
+
+
+def test_a_hook_that_fails_while_local_ranks_run_is_reported(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher waits for its ranks alone, and leaves the hook's exit code to the hook."""
+    os.mkfifo(run.path / "go")
+    ranks = LocalLauncher(JOB)
+    ranks.start(["/bin/sh", "-c", f"cat {run.path}/go"], {}, run.attempt_logs(run.create_attempt()))
+    waiting = threading.Thread(target=ranks.wait, daemon=True)
+    waiting.start()
+    try:
+        hook = Hook(run, dataclasses.replace(JOB, hook=("/bin/sh", "-c", "exit 3")), 0)
+        hook.call("resumed", {})
+        hook._calls[0][1].join(timeout=20)
+    finally:
+        ranks.kill()
+    waiting.join(timeout=20)
+    assert not waiting.is_alive()
+    assert "hook failed for 'resumed' (exit code 3)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
