@@ -161,8 +161,8 @@ def chart(
     texts = [tag("text", text, x=-6, y=_down(y_axis, value) + 4, text_anchor="end") for value, text in y_marks]
     below = marks(x_marks, x_axis, _ABOVE + _PLOT + _BELOW - 5)
     height = _ABOVE + _PLOT + _BELOW
-    data = {"data_axis": x_axis.name, "data_from": x_axis.low, "data_to": x_axis.high}
-    data |= {"data_low": y_axis.low, "data_high": y_axis.high, "data_log": "" if y_axis.logarithmic else None}
+    zooms = {"data_axis": x_axis.name, "data_from": x_axis.low, "data_to": x_axis.high} if x_axis.name else {}
+    data = zooms | {"data_low": y_axis.low, "data_high": y_axis.high, "data_log": "" if y_axis.logarithmic else None}
     parts = (tag("g", *lines, class_="rules"), picture, tag("g", *texts, class_="y"), below)
     return tag("svg", *parts, height=height, role="img", aria_label=label, **data)
 
@@ -198,6 +198,7 @@ def _drawn(curve: Curve, pieces: Sequence[Sequence[Point]], x_axis: Axis, y_axis
         yield tag("path", class_=f"band f-{curve.colour}", d="".join(outlines))
     line = "".join(_path(places(piece, 1)) for piece in pieces)
     kind = " faint" if curve.faint else f" {curve.kind}" if curve.kind else ""
+    kind += " dots" if len(curve.points) == 1 and not curve.kind else ""  # such as an evaluation behind the loop
     yield tag("path", tag("title", curve.title), class_=f"curve s-{curve.colour}{kind}", data_run=curve.run, d=line)
 
 

@@ -376,7 +376,7 @@ def over_parameters(runs: Sequence[Run]) -> Section | None:
     shown = [run for run in ranked(runs, name) if has_rank(run, name)]
     charts = []
     for key, values in list(parameters(shown).items())[:METRICS]:
-        axis = Axis(-0.5, len(values) - 0.5, name=f"values of {key}")  # of a parameter only the order is known
+        axis = Axis(-0.5, len(values) - 0.5)  # of a parameter only the order is known
         points = []
         for run in shown:
             if key in run["values"] and (value := newest(run, name)) is not None:
