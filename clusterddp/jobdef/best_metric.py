@@ -18,8 +18,9 @@ def best_metric(text: str) -> tuple[str, bool] | None:
     if match is None or (match[1] and match[3]):
         return None
     minus, metric, order = match.groups()
-    return metric, bool(minus) or (order == "min" if order else _is_loss(metric))
+    return metric, bool(minus) or (order == "min" if order else is_loss(metric))
 
 
-def _is_loss(metric: str) -> bool:
+def is_loss(metric: str) -> bool:
+    """Whether the smallest value of a metric of this name is best."""
     return any(word in _SMALLEST or word.endswith("loss") for word in re.split("[^a-z]+", metric.lower()))

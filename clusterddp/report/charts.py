@@ -25,8 +25,6 @@ _LANE, _PLOT, _ABOVE, _BELOW = 12, 150, 14, 20
 #: Units of a lane's height, and the part of its width below which alternating categories are drawn together.
 _UNITS, _LANE_PARTS = 100, 40
 _MIXED = ("training", "straggler")
-#: Kinds of lines: whole, and with gaps.
-DASHES = 4
 #: The most pieces of a curve.
 _PIECES = 100
 
@@ -44,8 +42,8 @@ class Curve:
     """Whether the values between the least and the largest of each point are shaded."""
     from_zero: bool = False
     """Whether the scale of the values begins at 0."""
-    dashes: int = 0
-    """How its line is interrupted, which tells curves of one colour apart: 0 to DASHES - 1."""
+    kind: str = ""
+    """Dots instead of a line ("dots"), or a line behind the others ("back")."""
     run: int | None = None
     """Which of several runs it is of: their entries in the legend show them alone."""
 
@@ -163,8 +161,8 @@ def chart(
     texts = [tag("text", text, x=-6, y=_down(y_axis, value) + 4, text_anchor="end") for value, text in y_marks]
     below = marks(x_marks, x_axis, _ABOVE + _PLOT + _BELOW - 5)
     height = _ABOVE + _PLOT + _BELOW
-    data = {"data_axis": x_axis.name, "data_from": x_axis.low, "data_to": x_axis.high}
-    data |= {"data_low": y_axis.low, "data_high": y_axis.high, "data_log": "" if y_axis.logarithmic else None}
+    zooms = {"data_axis": x_axis.name, "data_from": x_axis.low, "data_to": x_axis.high} if x_axis.name else {}
+    data = zooms | {"data_low": y_axis.low, "data_high": y_axis.high, "data_log": "" if y_axis.logarithmic else None}
     parts = (tag("g", *lines, class_="rules"), picture, tag("g", *texts, class_="y"), below)
     return tag("svg", *parts, height=height, role="img", aria_label=label, **data)
 
@@ -199,7 +197,8 @@ def _drawn(curve: Curve, pieces: Sequence[Sequence[Point]], x_axis: Axis, y_axis
         outlines = (f"{_path([*places(piece, 3), *reversed(places(piece, 2))])}z" for piece in pieces)
         yield tag("path", class_=f"band f-{curve.colour}", d="".join(outlines))
     line = "".join(_path(places(piece, 1)) for piece in pieces)
-    kind = " faint" if curve.faint else f" dash{curve.dashes}" if curve.dashes else ""
+    kind = " faint" if curve.faint else f" {curve.kind}" if curve.kind else ""
+    kind += " dots" if len(curve.points) == 1 and not curve.kind else ""  # such as an evaluation behind the loop
     yield tag("path", tag("title", curve.title), class_=f"curve s-{curve.colour}{kind}", data_run=curve.run, d=line)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clusterddp.errors import RunDirectoryError
+from clusterddp.jobdef.best_metric import is_loss
 from clusterddp.reporter import counted
 from clusterddp.rundir import records
 from clusterddp.rundir.run_directory import RunDirectory
@@ -202,10 +203,20 @@ def _metric(
         "name": name,
         "values": sum(len(part.values) for part in own.values()),
         "last": {"step": counted_steps[-1], "value": counted_values[-1]} if counted_steps else None,
+        "best": _best(name, counted_steps, counted_values),
         "steps": steps.reduced(counted_steps, counted_values),
         "discarded": discarded,
         "hours": over_hours,
     }
+
+
+def _best(name: str, steps: Sequence[int], values: Sequence[float]) -> dict[str, Any] | None:
+    """The best of the values that count: the smallest of a loss or an error, the largest of others."""
+    if not steps:
+        return None
+    smallest = is_loss(name)
+    place = int((np.argmin if smallest else np.argmax)(np.asarray(values)))
+    return {"step": steps[place], "value": values[place], "smallest": smallest}
 
 
 def _not_finite(metrics: Metrics, name: str) -> dict[str, int] | None:

@@ -27,6 +27,7 @@ from clusterddp.report.stragglers import waits
 from clusterddp.report.timeline import Sentence, in_words, interruptions, lanes, without_attempt
 from clusterddp.reporter import counted, duration
 from clusterddp.rundir import records
+from clusterddp.rundir.curve import main_metric
 from clusterddp.rundir.files import finite
 from clusterddp.rundir.records import is_count
 from clusterddp.rundir.run_directory import RunDirectory
@@ -93,7 +94,7 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
         "advice": _tried("the history", lambda: advice(job, booking, events) if job else [], notes) or [],
         "attempts": found,
         "interruptions": stops,
-        "metrics": curves(metrics, counted_until, began, buckets),
+        "metrics": _main_first(curves(metrics, counted_until, began, buckets), best_saved(events)),
         "ranks": ranks_over_time(timings.intervals, within, parts),
         "checkpoints": _checkpoints(events),
         "failures": _failures(run, events, words, notes),
@@ -179,6 +180,12 @@ def _first_time(values: Mapping[str, Mapping[int, Any]], summary: Summary) -> fl
     """When the first step was recorded, for a run without a history."""
     times = [time for own in values.values() for part in own.values() for time in part.times[:1] if time == time]
     return min(times, default=summary.started)
+
+
+def _main_first(found: list[dict[str, Any]], saved: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The metric by which the run is judged comes first: that of its best checkpoint, else the loss."""
+    main = saved["metric"] if saved else main_metric({one["name"]: one for one in found})
+    return sorted(found, key=lambda one: one["name"] != main)
 
 
 def _history(events: Sequence[Event], sentence: Sentence) -> list[dict[str, Any]]:
@@ -304,7 +311,8 @@ def _verdict(data: Mapping[str, Any], stops: Mapping[str, int]) -> str:
     reached = "" if step is None else f" at step {step:,}"
     of = f" of {steps:,}" if step is not None and steps is not None and steps > step else ""
     told = state not in ("completed", "cancelled", "running") and reason.strip() and reason != state
-    why = f": {clipped(' '.join(reason.split()), 200)}" if told else ""
+    reason = clipped(" ".join(reason.split()), 200).rstrip(".")
+    why = f" {reason[:1].upper()}{reason[1:]}." if told else ""
     continued = " Nothing trains it until it is submitted again." if state == "stopped" else ""
     beginning = {
         "completed": f"Completed{f' all {step:,} steps' if step is not None else ''}",
@@ -316,7 +324,7 @@ def _verdict(data: Mapping[str, Any], stops: Mapping[str, int]) -> str:
         "stopped": f"Stopped{reached}{of}",
     }.get(state, f"State unknown{reached}{of}")
     if time is None:
-        return f"{beginning}{why}.{continued}"
+        return f"{beginning}.{why}{continued}"
     since = "since" if time["provisional"] else "after"
     was = in_words(stops) or "not interrupted"
     repeated = time["repeated_steps"]
@@ -324,5 +332,5 @@ def _verdict(data: Mapping[str, Any], stops: Mapping[str, int]) -> str:
         f"{repeated:,} {'step was' if repeated == 1 else 'steps were'} repeated" if repeated else "no step was repeated"
     )
     share = f"{100 * time['ettr']:.0f}% of the time was training that counts"
-    first = f"{beginning}, {duration(time['total_s'])} {since} its submission{why}.{continued}"
-    return f"{first} It was {was}; {lost}; {share}."
+    first = f"{beginning}, {duration(time['total_s'])} {since} its submission.{why}{continued}"
+    return f"{first} It was {was}, {lost}, and {share}."

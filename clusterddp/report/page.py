@@ -13,11 +13,13 @@ from typing import Any
 
 from clusterddp.report.axes import number
 from clusterddp.report.heatmap import ranks_over_time
-from clusterddp.report.markup import Markup, clipped, joined, tag
+from clusterddp.report.markup import Markup, clipped, joined, tag, with_code
+from clusterddp.report.ranking import has_rank, label, main_of, newest, ranked
 from clusterddp.report.sections import (
     Section,
     checkpoints,
     metrics,
+    over_parameters,
     plain,
     section,
     timeline,
@@ -64,7 +66,8 @@ def page(report: Mapping[str, Any]) -> str:
     hint = tag("p", _HINT, class_="hint quiet small", hidden="")
     main = tag("main", hint, *(part.body for part in found))
     script = tag("script", Markup(SCRIPT))
-    body = tag("body", _header(runs, title), _contents(found), main, tag("footer", made), script)
+    several = "several" if len(runs) > 1 else None
+    body = tag("body", _header(runs, title), _contents(found), main, tag("footer", made), script, class_=several)
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
@@ -78,16 +81,26 @@ def _header(runs: Sequence[Run], title: str) -> Markup:
     if len(runs) > 1:
         states = Counter(run["state"] for run in runs)
         words = ", ".join(f"{count} {state}" for state, count in states.most_common())
-        return tag("header", tag("h1", title), tag("p", f"{words}.", class_="verdict"))
+        return tag("header", tag("h1", title), tag("p", f"{_winner(runs)}{words}.", class_="verdict"))
     run = runs[0]
     return tag(
         "header",
         tag("p", clipped(run["run"], 300), class_="quiet small"),
         tag("h1", title, " "),
         tag("p", tag("span", run["state"], class_=f"badge {_tone(run['state'])}"), style="margin:8px 0 0"),
-        tag("p", run["verdict"], class_="verdict"),
+        tag("p", with_code(run["verdict"]), class_="verdict"),
         _facts(run),
     )
+
+
+def _winner(runs: Sequence[Run]) -> str:
+    """Which run has the best newest value, as ``list --best`` says it; empty if no run has one."""
+    name = main_of(runs)
+    first = ranked(runs, name)[0]
+    value = newest(first, name)
+    if value is None or not has_rank(first, name):
+        return ""
+    return f"Best {plain(name)}: {number(value['value'])}, {plain(label(first))}. "
 
 
 def _tone(state: str) -> str:
@@ -101,6 +114,8 @@ def _facts(run: Run) -> Markup:
     step, steps, booked = run["step"], run["steps"], run["time"]
     of = f" of {steps:,}" if steps is not None and steps != step else ""
     facts = [("Steps", "none recorded" if step is None else f"{step:,}{of}")]
+    if (best := _best(run)) is not None:
+        facts.append(best)
     if booked is not None:
         facts.append(
             ("Since submission" if booked["provisional"] else "Submission to end", duration(booked["total_s"]))
@@ -111,6 +126,18 @@ def _facts(run: Run) -> Markup:
         facts.append(("Steps repeated", f"{booked['repeated_steps']:,}"))
         facts.append(("Attempts", str(len([one for one in run["attempts"] if one["attempt"] is not None]))))
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts), class_="facts")
+
+
+def _best(run: Run) -> tuple[str, str] | None:
+    """The best value of the run's main metric: that of its best checkpoint, if it keeps one."""
+    if saved := run["checkpoints"]["best"]:
+        value = number(saved["value"]) if type(saved["value"]) in (int, float) else str(saved["value"])
+        return f"Best {plain(saved['metric'])}", f"{value}, checkpoint {saved['step']:,}"
+    found = next((one for one in run["metrics"] if one["best"]), None)
+    return found and (
+        f"Best {plain(found['name'])}",
+        f"{number(found['best']['value'])} at step {found['best']['step']:,}",
+    )
 
 
 # --- one run
@@ -135,7 +162,7 @@ def _of_one(run: Run) -> list[Section | None]:
 def _notes(runs: Sequence[Run]) -> Section | None:
     """What could not be read."""
     several = len(runs) > 1
-    notes = [f"{plain(run['name'])}: {note}" if several else note for run in runs for note in run["notes"]]
+    notes = [f"{plain(label(run))}: {note}" if several else note for run in runs for note in run["notes"]]
     if not notes:
         return None
     items = [tag("li", clipped(note, 400)) for note in notes[:_NOTES]]
@@ -225,31 +252,38 @@ def _moment(moment: float) -> Markup:
 
 
 def _of_several(runs: Sequence[Run]) -> list[Section | None]:
-    return [_notes(runs), _members(runs), metrics(runs, members=True), timelines(runs), _failures_of(runs)]
+    several = [_members(runs), over_parameters(runs), metrics(runs, members=True), timelines(runs), _failures_of(runs)]
+    return [_notes(runs), *several]
 
 
 def _members(runs: Sequence[Run]) -> Section:
     """A row per run."""
     keys = list(dict.fromkeys(key for run in runs for key in run["values"]))[:8]
-    names = list(dict.fromkeys(one["name"] for run in runs for one in run["metrics"]))[:_COLUMNS]
-    titles = [*("Run", "State"), *(f"{plain(key)}=" for key in keys), "Step", *map(plain, names)]
-    titles += ["Time", "ETTR", "Interruptions", "Repeated steps"]
+    main = main_of(runs)
+    logged = dict.fromkeys([main, *(one["name"] for run in runs for one in run["metrics"])])
+    names = [name for name in logged if name is not None and name not in keys][:_COLUMNS]
+    of_sweep = len({label(run) for run in runs if run["values"]}) == len(runs)  # then the values say which run it is
+    titles = ["", *([] if of_sweep else ["Run"]), *(f"{plain(key)}=" for key in keys), *map(plain, names), "State"]
+    titles += ["Step", "Time", "ETTR", "Inter\u00adruptions", "Repeated steps"]
     rows = []
-    for run in runs[:_RUNS]:
+    for place, run in enumerate(ranked(runs, main)[:_RUNS]):
         last = {one["name"]: one["last"]["value"] for one in run["metrics"] if one["last"] is not None}
         booked = run["time"]
+        in_rank = has_rank(run, main)
         cells = [
-            tag("td", plain(run["name"])),
-            tag("td", run["state"], class_=_tone(run["state"]) or None),
+            _right(place + 1 if in_rank else ""),
+            *([] if of_sweep else [tag("td", plain(run["name"]))]),
             *(_right(plain(run["values"].get(key, ""))) for key in keys),
-            _right("" if run["step"] is None else f"{run['step']:,}"),
             *(_right(number(last[name]) if name in last else "") for name in names),
+            tag("td", run["state"], class_=_tone(run["state"]) or None),
+            _right("" if run["step"] is None else f"{run['step']:,}"),
             _right(duration(booked["total_s"]) if booked else ""),
             _right(f"{100 * booked['ettr']:.0f}%" if booked else ""),
             _right(sum(run["interruptions"].values())),
             _right(f"{booked['repeated_steps']:,}" if booked else ""),
         ]
-        rows.append(tag("tr", *cells))
+        best = "best" if place == 0 and in_rank else None
+        rows.append(tag("tr", *cells, class_=best))
     left = {"Run", "State"}
     head = tag("tr", *(tag("th", title, class_=None if title in left else "n") for title in titles))
     more = len(runs) - len(rows)
@@ -269,6 +303,6 @@ def _failures_of(runs: Sequence[Run]) -> Section | None:
     failed = [(run, run["failures"][-1]) for run in runs if run["failures"]][:_FAILURES]
     if not failed:
         return None
-    rows = [tag("tr", tag("td", plain(run["name"])), tag("td", clipped(one["words"], 300))) for run, one in failed]
+    rows = [tag("tr", tag("td", plain(label(run))), tag("td", clipped(one["words"], 300))) for run, one in failed]
     head = tag("tr", tag("th", "Run"), tag("th", "Newest failure"))
     return section("Failures", "failures", tag("table", tag("thead", head), tag("tbody", *rows)))

@@ -17,7 +17,7 @@ from clusterddp.rundir.timing import PHASES, TimedInterval
 #: Parts of a run's time, of a report on one run and at least; the most rows, of ranks or of hosts.
 PARTS, LEAST_PARTS, ROWS = 120, 20, 64
 #: A rank is slow while its excess is at least SLOW. Listed are those for which it is COST of the time, all in all.
-SLOW, COST, LISTED = 0.05, 0.01, 8
+SLOW, COST, LISTED = 0.05, 0.05, 8
 
 
 class Worker(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from clusterddp.report.axes import Axis, number, time_axis
 from clusterddp.report.booking import CATEGORIES
 from clusterddp.report.charts import (
-    DASHES,
     Curve,
     bar,
     chart,
@@ -24,6 +23,7 @@ from clusterddp.report.charts import (
 from clusterddp.report.curves import Point
 from clusterddp.report.intervals import Interval
 from clusterddp.report.markup import Markup, clipped, tag, with_code
+from clusterddp.report.ranking import has_rank, label, main_of, newest, parameters, ranked
 from clusterddp.report.ratios import WITHOUT_NODES
 from clusterddp.report.theme import GROUP_OF, GROUPS, SERIES
 from clusterddp.report.timeline import spans
@@ -31,9 +31,9 @@ from clusterddp.reporter import counted, duration
 
 Run = Mapping[str, Any]
 #: The most lanes, metrics, and runs whose curves are drawn over each other.
-LANES, METRICS, OVERLAID = 60, 20, DASHES * len(SERIES)
-#: The most attempts of a run among others between which its curves have gaps.
-GAPS = 8
+LANES, METRICS, OVERLAID = 60, 20, 32
+#: The most runs that have a colour each; of more, so many of the best, and the others are grey.
+COLOURED = 6
 #: Points of all charts together, which bound the size of a page, and the least and most of one run in one chart.
 _POINTS, _LEAST_POINTS, _MOST_POINTS = 10_000, 20, 600
 #: Parts of all lanes of several runs, and the most of one.
@@ -42,6 +42,8 @@ _PARTS, _MOST_PARTS = 6000, 1000
 _SHOWN_S = 0.05
 #: Runs shorter than this have all their times in seconds.
 _BRIEF_S = 600.0
+#: The most values of a parameter that are named below a chart.
+_MOST_MARKS = 8
 #: The longest name that is shown, in characters.
 _NAME = 80
 
@@ -132,7 +134,7 @@ def timelines(runs: Sequence[Run]) -> Section | None:
         parts.append(spans(booked, began, width))
         seconds = run["time"]["seconds"] if run["time"] else {}
         picture = lane(parts[-1], axis, seconds, f"{run['name']}, {', '.join(_largest(seconds))}")
-        drawn.append(tag("div", tag("p", tag("b", plain(run["name"])), f": {_in_short(run)}"), picture, class_="lane"))
+        drawn.append(tag("div", tag("p", tag("b", plain(label(run))), f": {_in_short(run)}"), picture, class_="lane"))
     more = len(known) - len(shown)
     left_out = f" {counted(more, 'further run')} left out." if more else ""
     intro = (
@@ -243,7 +245,7 @@ def _row(cells: Iterable[Markup]) -> Markup:
 
 def metrics(runs: Sequence[Run], members: bool) -> Section | None:
     """A pair of charts per metric: over steps, and over hours. ``members``: the runs are laid over each other."""
-    drawn = [run for run in runs if run["metrics"]][:OVERLAID]
+    drawn = [run for run in (ranked(runs, main_of(runs)) if members else runs) if run["metrics"]][:OVERLAID]
     names = list(dict.fromkeys(metric["name"] for run in drawn for metric in run["metrics"]))
     if not names:
         return None
@@ -261,7 +263,8 @@ def _words_of_curves(drawn: Sequence[Run], members: bool, number_of_runs: int) -
     if members:
         more = number_of_runs - len(drawn)
         left_out = f" {counted(more, 'run')} not drawn." if more else ""
-        return f"Only steps that count. The time counts from each run's first submission.{left_out}", _names_of(drawn)
+        words = f"Only steps that count. The time is that of training, without waits between attempts.{left_out}"
+        return words, _names_of(drawn)
     has_tails = any(metric["discarded"] for metric in drawn[0]["metrics"])
     tails = " Dashed: steps that were repeated later, and do not count." if has_tails else ""
     edges = " Dotted: where attempts resumed." if _edges(drawn[0]) else ""
@@ -273,8 +276,10 @@ def _pair(name: str, runs: Sequence[Run], members: bool, most: int) -> Markup:
     own = [
         (place, run, metric) for place, run in enumerate(runs) for metric in run["metrics"] if metric["name"] == name
     ]
-    over_steps = [curve for place, run, metric in own for curve in _over_steps(place, run, metric, members)]
-    over_time = [curve for place, run, metric in own for curve in _over_time(place, run, metric, members)]
+    own = own[::-1] if members else own  # the best in front
+    many = len(runs)
+    over_steps = [curve for place, run, metric in own for curve in _over_steps(place, run, metric, members, many)]
+    over_time = [curve for place, run, metric in own for curve in _over_time(place, run, metric, members, many)]
     parts = [tag("h3", plain(name)), _newest(own, members)]
     charts = []
     if any(curve.points for curve in over_steps):
@@ -285,45 +290,54 @@ def _pair(name: str, runs: Sequence[Run], members: bool, most: int) -> Markup:
     if latest > 0:
         axis, marks = time_axis(latest)
         drawing = chart(over_time, axis, marks, f"{plain(name)} over time", most)
-        since = "submission" if runs[0]["time"] else "recorded step"
-        charts.append(_figure(f"over the time since the first {since}", over_time, drawing, most))
+        since = f"over the time since the first {'submission' if runs[0]['time'] else 'recorded step'}"
+        charts.append(_figure("over the time of training" if members else since, over_time, drawing, most))
     return tag("div", *parts, tag("div", *charts, class_="pair"), class_="metric")
 
 
-def _of_member(place: int, run: Run, pieces: Sequence[Sequence[Point]]) -> Curve:
-    """The curve of one of several runs."""
-    colour, dashes = SERIES[place % len(SERIES)], place // len(SERIES)
-    return Curve(pieces, colour, plain(run["name"]), band=False, dashes=dashes, run=place)
+def _of_member(place: int, run: Run, pieces: Sequence[Sequence[Point]], number_of_runs: int) -> Curve:
+    """The curve of one of several runs, the best of which come first."""
+    if _has_colour(place, number_of_runs):
+        return Curve(pieces, SERIES[place], plain(label(run)), band=False, run=place)
+    return Curve(pieces, "queued", plain(label(run)), band=False, run=place, kind="back")
+
+
+def _has_colour(place: int, number_of_runs: int) -> bool:
+    return place < (number_of_runs if number_of_runs <= len(SERIES) else COLOURED)
 
 
 def _names_of(runs: Sequence[Run]) -> Markup:
-    """The colours and kinds of lines of several runs."""
-    entries = []
-    for place, run in enumerate(runs):
-        dashes = f" dash{place // len(SERIES)}" if place >= len(SERIES) else ""
-        line = tag("i", class_=f"f-{SERIES[place % len(SERIES)]}{dashes}")
-        entries.append(tag("li", line, plain(run["name"]), data_run=place))
+    """The colours of several runs, and one for all others."""
+    entries = [
+        tag("li", tag("i", class_=f"f-{SERIES[place]}"), plain(label(run)), data_run=place)
+        for place, run in enumerate(runs)
+        if _has_colour(place, len(runs))
+    ]
+    if more := len(runs) - len(entries):
+        entries.append(tag("li", tag("i", class_="f-queued"), f"{counted(more, 'other run')}"))
     return tag("ul", *entries, class_="legend")
 
 
-def _over_steps(place: int, run: Run, metric: Mapping[str, Any], members: bool) -> list[Curve]:
+def _over_steps(place: int, run: Run, metric: Mapping[str, Any], members: bool, many: int) -> list[Curve]:
     """A run's curve; if it is drawn alone, also what attempts made in vain."""
     if members:
-        return [_of_member(place, run, [metric["steps"]])]
+        return [_of_member(place, run, [metric["steps"]], many)]
     tails = [tail["points"] for tail in metric["discarded"]]
     found = [Curve(tails, "repeating", "repeated later: does not count", faint=True)] if tails else []
     return [*found, Curve([metric["steps"]], SERIES[0], plain(metric["name"]))]
 
 
-def _over_time(place: int, run: Run, metric: Mapping[str, Any], members: bool) -> list[Curve]:
-    """The same over seconds, with gaps between attempts."""
+def _over_time(place: int, run: Run, metric: Mapping[str, Any], members: bool, many: int) -> list[Curve]:
+    """The same over seconds, with gaps between attempts; of one of several runs over those of training."""
     pieces: dict[bool, list[list[list[float]]]] = {True: [], False: []}
     for part in metric["hours"]:
         pieces[part["counts"]].append([[3600 * point[0], *point[1:]] for point in part["points"]])
     if members:
-        few = len(pieces[True]) <= GAPS
-        shown = pieces[True] if few else [[point for piece in pieces[True] for point in piece]]
-        return [_of_member(place, run, shown)]
+        joined, at = [], 0.0
+        for piece in pieces[True]:
+            joined += [[at + point[0] - piece[0][0], *point[1:]] for point in piece]
+            at = joined[-1][0]
+        return [_of_member(place, run, [joined], many)]
     found = [Curve(pieces[False], "repeating", "repeated later: does not count", faint=True)] if pieces[False] else []
     return [*found, Curve(pieces[True], SERIES[0], plain(metric["name"]))]
 
@@ -337,7 +351,7 @@ def _newest(own: Sequence[tuple[int, Run, Mapping[str, Any]]], members: bool) ->
     """The newest value of a run's metric, and values that cannot be drawn."""
     parts = []
     for _, run, metric in own:
-        prefix = f"{plain(run['name'])}: " if members else ""
+        prefix = f"{plain(label(run))}: " if members else ""
         if metric["last"] is not None and not members:
             parts.append(f"{number(metric['last']['value'])} at step {metric['last']['step']:,}")
         if metric["not_finite"] is not None:
@@ -354,6 +368,31 @@ def _edges(run: Run) -> list[tuple[float, str]]:
         if one["began_at"]
     ]
     return found if len(found) <= LANES else []
+
+
+def over_parameters(runs: Sequence[Run]) -> Section | None:
+    """The newest value of the main metric over each parameter of a sweep."""
+    name = main_of(runs)
+    shown = [run for run in ranked(runs, name) if has_rank(run, name)]
+    charts = []
+    for key, values in list(parameters(shown).items())[:METRICS]:
+        axis = Axis(-0.5, len(values) - 0.5)  # of a parameter only the order is known
+        points = []
+        for run in shown:
+            if key in run["values"] and (value := newest(run, name)) is not None:
+                points.append([float(values.index(run["values"][key])), *[value["value"]] * 3])
+        curves = [
+            Curve([[point] for point in points[1:]], "queued", "the others", band=False, kind="dots"),
+            Curve([points[:1]], SERIES[0], f"the best: {plain(label(shown[0]))}", band=False, kind="dots"),
+        ]
+        step = -(-len(values) // _MOST_MARKS)
+        marks = [(float(place), plain(text)) for place, text in enumerate(values) if place % step == 0]
+        drawing = chart(curves, axis, marks, f"{plain(name)} over {plain(key)}", _POINTS)
+        charts.append(_figure(f"{plain(name)} over {plain(key)}", curves, drawing, _POINTS))
+    if not charts:
+        return None
+    words = f"Each dot is a run: its newest {plain(name)}. The best run is blue."
+    return section("Parameters", "parameters", tag("p", words, class_="quiet"), tag("div", *charts, class_="pair"))
 
 
 # --- checkpoints

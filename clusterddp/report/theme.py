@@ -61,7 +61,7 @@ GROUPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "repeating": ("repeated steps", ("repeating",)),
     "stuck": ("hung, waiting for a straggler", ("hung", "straggler")),
     "queued": ("queued", ("queued",)),
-    "held": ("held, waiting for its turn in the sweep", ("held", "limited")),
+    "held": ("held", ("held", "limited")),
     "down": ("down or unknown", ("down", "unknown")),
 }
 #: How much longer than the median rank a rank worked, as a share of a step: from when on it has which colour, in words.
@@ -131,16 +131,12 @@ svg text{fill:var(--quiet);font-size:11px;font-family:inherit;paint-order:stroke
 .curve{fill:none;stroke-width:1.6;stroke-linejoin:round;stroke-linecap:round;vector-effect:non-scaling-stroke}
 .band{stroke:none;opacity:.22}
 .faint{opacity:.5;stroke-width:1.2;stroke-dasharray:3 3}
-.dash1{stroke-dasharray:7 3}.dash2{stroke-dasharray:2 3}.dash3{stroke-dasharray:9 3 2 3}
+.dots{stroke-width:8}.back{opacity:.35;stroke-width:1.2}
 .edge{stroke:var(--quiet);stroke-width:1;stroke-dasharray:2 4;vector-effect:non-scaling-stroke}
 .track{fill:var(--line);opacity:.55}
 .legend{display:flex;flex-wrap:wrap;gap:2px 16px;margin:6px 0 12px;padding:0;list-style:none;font-size:.87em}
 .legend i{display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:6px;vertical-align:-1px}
 .legend [data-run]{cursor:pointer}.away{opacity:.08}
-.legend [class*=dash]{width:24px;height:5px;border-radius:0;vertical-align:3px}
-.legend .dash1{mask:repeating-linear-gradient(90deg,#000 0 7px,#0000 7px 10px)}
-.legend .dash2{mask:repeating-linear-gradient(90deg,#000 0 2px,#0000 2px 5px)}
-.legend .dash3{mask:repeating-linear-gradient(90deg,#000 0 9px,#0000 9px 12px,#000 12px 14px,#0000 14px 17px)}
 .lane path,.heat path{shape-rendering:crispEdges}
 .lane{margin:0 0 9px;break-inside:avoid}
 .lane p{margin:0 0 2px;font-size:.87em;line-height:1.35}
@@ -159,7 +155,9 @@ td.n,th.n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 td.bar{width:45%;min-width:90px;vertical-align:middle}
 td.when{white-space:nowrap}
 .cat{overflow-wrap:normal}
-.wide td{overflow-wrap:normal;min-width:5em}
+.wide td,.wide th{overflow-wrap:normal;padding-right:10px}.wide th{white-space:normal;vertical-align:bottom}
+.wide .best td{font-weight:600}
+.several{max-width:1400px}
 pre,code{font:12.5px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
 pre{margin:4px 0 12px;
  padding:10px 12px;background:var(--paper);border:1px solid var(--line);border-radius:6px;white-space:pre-wrap}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import resource
 import subprocess
 import sys
 import tracemalloc
+from collections import Counter
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from xml.etree import ElementTree
 import pytest
 
 from clusterddp.cli.report.report import collected
+from clusterddp.jobdef.job import Job
 from clusterddp.report import theme
 from clusterddp.report.axes import Axis, axis_of, number, time_axis
 from clusterddp.report.booking import CATEGORIES
@@ -24,7 +28,8 @@ from clusterddp.report.charts import Curve, chart, lane
 from clusterddp.report.curves import read_metrics
 from clusterddp.report.markup import escaped, tag
 from clusterddp.report.page import SCRIPT, page
-from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
+from clusterddp.sweeps.folder import Record
 from tests.long_run import long_run
 from tests.runs_on_disk import BEGAN, event, recorded_run, started, steps, write_lines
 from tests.unit.test_report_ranks import hosts, interval
@@ -233,6 +238,69 @@ def test_a_longer_run_needs_little_more_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     values = found.lines * len(found.values)
     assert most < 2 * values * 3 * BYTES_OF_A_NUMBER  # an array grows ahead of its use
+
+
+# --- several runs
+
+
+def sweep_of(folder: Path, lrs: Sequence[str], sizes: Sequence[str]) -> list[RunDirectory]:
+    """A member per combination; the middle learning rate and the largest size are best, and the first one failed."""
+    members = {f"lr={lr},size={size}": {"lr": lr, "size": size} for lr in lrs for size in sizes}
+    runs = []
+    for place, (name, values) in enumerate(members.items()):
+        run = long_run(folder / name, attempts=2, steps=40)
+        loss = 1.0 + abs(lrs.index(values["lr"]) - len(lrs) // 2) + 1 / (1 + sizes.index(values["size"]))
+        write_lines(run.metrics_file, [{**line, "loss": loss, "time": line["time"] + 1e4} for line in run.metrics()])
+        if place == 0:
+            run.outcome_file.write_text('{"state": "failed", "step": 40, "attempts": 1, "reason": "no"}')
+        runs.append(run)
+    (folder / SWEEP_FILE).write_text(Record(Job(name="net", module="net", device="cpu"), members).to_yaml())
+    return runs
+
+
+def test_a_sweeps_page_names_the_winner_ranks_the_runs_and_plots_the_parameters(tmp_path: Path) -> None:
+    """The table has the parameters in place of names, the best run first, and failed ones without a rank last."""
+    runs = sweep_of(tmp_path / "sweep", ("1e-4", "1e-3", "1e-2"), ("64", "128"))
+    text = page_of(*runs)
+    assert "Best loss: 1.5, lr=1e-3, size=128. 5 completed, 1 failed." in text
+    table = text[text.index("<table") : text.index("</table>")]
+    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row)[:4] for row in table.split("<tr")[2:]]
+    assert rows[0] == ["1", "1e-3", "128", "1.5"] and rows[1] == ["2", "1e-3", "64", "2"]
+    assert [row[0] for row in rows] == ["1", "2", "3", "4", "5", ""] and rows[-1][1:3] == ["1e-4", "64"]
+    assert "lr=1e-3,size=128" not in table
+    for key in ("lr", "size"):
+        (drawn,) = re.findall(rf'<svg [^>]*aria-label="loss over {key}"[^>]*>', text)
+        assert "data-axis" not in drawn, "there is nothing to zoom into"
+    assert text.index(">1e-4<", text.index("loss over lr")) < text.index(">1e-2<", text.index("loss over lr"))
+
+
+def test_of_many_runs_the_best_have_colours_and_the_others_are_grey(tmp_path: Path) -> None:
+    """No colour stands for two runs, and the time of training has no queue in it."""
+    runs = sweep_of(tmp_path / "sweep", [f"{n}e-4" for n in range(1, 7)], ("64", "128"))
+    text = page_of(*runs)
+    curves = text[text.index('id="metrics"') : text.index('id="timeline"')]
+    legend = re.findall(r'<i class="f-(\w+)"></i>([^<]*)</li>', curves)
+    assert len({colour for colour, _ in legend}) == len(legend) == 7 and legend[-1] == ("queued", "6 other runs")
+    assert legend[0][1] == "lr=4e-4, size=128"
+    loss = curves[: curves.index("<h3>", curves.index("<h3>") + 1)]
+    drawn = re.findall(r'class="curve s-(\w+)( back)?"', loss)
+    assert Counter(kind for _, kind in drawn) == {" back": 12, "": 12}, "over steps, and over time"
+    assert drawn[-1] == ("training", ""), "the best in front"
+    seconds = float(re.findall(r'data-axis="time" data-from="0.0" data-to="([\d.]+)"', loss)[0])
+    assert seconds < 100, "40 steps of half a second, without the hours before them"
+
+
+def test_a_runs_page_begins_with_its_best_value_and_reads_as_sentences(tmp_path: Path) -> None:
+    """The metric of its best checkpoint comes first; a reason is a sentence of its own, and its code is code."""
+    run = long_run(tmp_path / "net-0", steps=60)
+    events = [{**line, "best": {"accuracy": 0.75}} if line["event"] == "checkpoint" else line for line in run.events()]
+    write_lines(run.events_file, events)
+    reason = "rank 1 (n2) failed: call `init()` first"
+    run.outcome_file.write_text(json.dumps({"state": "failed", "step": 60, "attempts": 3, "reason": reason}))
+    text = page_of(run)
+    assert "<dt>Best accuracy</dt><dd>0.75, checkpoint 60</dd>" in text
+    assert re.findall(r'<div class="metric"><h3>(\w+)', text)[0] == "accuracy"
+    assert "after its submission. Rank 1 (n2) failed: call <code>init()</code> first. It was " in text
 
 
 # --- colours
