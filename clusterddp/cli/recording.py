@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,17 @@ def _busy(run: RunDirectory, other: str) -> RunDirectoryError:
 
 
 @contextmanager
-def alone(run: RunDirectory) -> Iterator[None]:
+def alone(run: RunDirectory, created: bool) -> Iterator[None]:
     """While this process submits the run or starts its loop, no other does. RunDirectoryError if another one is doing
-    so, or a job or process trains the run."""
+    so, or a job or process trains the run. ``created``: as for ``recorded``."""
     check_own(run.path, closed=True)
-    with submitting(run) as other:
+    with ExitStack() as claims:
+        try:
+            other = claims.enter_context(submitting(run))
+        except OSError:  # such as a full disk
+            if created:
+                shutil.rmtree(run.path, ignore_errors=True)
+            raise
         if other:
             raise _busy(run, other)
         check_not_held(run)

@@ -204,7 +204,7 @@ def record_local(
     """
     plant = with_code(job, run_dir, plant, source=source)
     run, created = claim(run_dir, job)
-    with alone(run):
+    with alone(run, created):
         with recorded(run, job, created, plant):
             pass
         if loop:
@@ -228,7 +228,7 @@ def submit_to_slurm(
     run, created = claim(run_dir, job)
     warn_of_unseen(run)
     # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
-    with alone(run), signals_blocked(signal.SIGINT), recorded(run, job, created, plant):
+    with alone(run, created), signals_blocked(signal.SIGINT), recorded(run, job, created, plant):
         job_id = batch.submit(fitted, run, Path.cwd())
         lease.submitted(run, job_id)
         run.loop_file.unlink(missing_ok=True)

@@ -49,8 +49,13 @@ def create_claim(path: Path, run: RunDirectory, claim: Mapping[str, Any]) -> boo
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return False
-    with open(descriptor, "w") as file:
-        json.dump({**claim, "run": _identity(run)}, file)
+    try:
+        with open(descriptor, "w") as file:
+            json.dump({**claim, "run": _identity(run)}, file)
+    except OSError as error:
+        error.filename = str(path)  # that of a write has no file name
+        path.unlink(missing_ok=True)
+        raise
     return True
 
 

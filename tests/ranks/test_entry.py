@@ -77,8 +77,8 @@ def test_logs_of_missing_attempts_and_ranks_are_refused(run: RunDirectory) -> No
     [
         ("mount --bind {0} {0} && mount -o remount,bind,ro {0}", ["cancel"], "/cancelled", "Read-only file system"),
         ("mount --bind {0} {0} && mount -o remount,bind,ro {0}", ["submit", "--local", "--run-dir"],
-         "/private/secrets.json", "Read-only file system"),
-        ("mount -t tmpfs -o size=4k none {0} && echo x > {0}/x", [*NEW, "--run-dir"], "/private/secrets.json",
+         "/private/submitting-0.json", "Read-only file system"),
+        ("mount -t tmpfs -o size=4k none {0} && echo x > {0}/x", [*NEW, "--run-dir"], "/private/submitting-0.json",
          "No space left on device"),
     ],
 )  # fmt: skip
