@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.report.booking import book
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.cluster import Cluster
@@ -83,6 +84,8 @@ def test_the_same_command_submits_only_what_is_left(cluster: Cluster, runs: Path
     held = read_json(member(runs, 4).holder_file(0))
     assert held is not None and held["job"] == f"{second}_1"
     assert (member(runs, 4).logs / f"job-{second}_1.log").exists()
+    waited = book(member(runs, 2).events(), time.time()).seconds()  # for the two before it
+    assert waited["limited"] > 0 and not waited["held"], member(runs, 2).events()
 
 
 # ---- the product's: many members, and all that can happen to them
