@@ -1,23 +1,25 @@
 """Faults put into the code for GPUs on purpose, and the tests on stand-in devices that find them.
 
-``python -m tests.gpu.planted`` plants each in a copy of this checkout, runs its tests there, and writes the table of
-docs/measurements/gpu-faults.md; ``python -m tests.gpu.planted 3 7`` runs and prints some of them.
+``python -m tests.gpu.planted`` plants each in a copy of this checkout, runs its tests there, and writes
+docs/measurements/gpu-faults.json and gpu-faults.md. ``python -m tests.gpu.planted 3 7`` runs some of them; the others
+keep their last result.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "docs" / "measurements" / "gpu-faults.md"
+RESULTS = REPOSITORY / "docs" / "measurements" / "gpu-faults.json"
 #: Of these, the tests have to find so many.
 LEAST = 17
 ASYNCHRONY, EXACT = "test_asynchrony.py", "test_exact_resume.py"
@@ -152,8 +154,8 @@ FAULTS = [
     Fault(
         "the marks of step times are recorded on device 0",
         "training/timing.py",
-        "event.record(torch.cuda.current_stream(self._device))",
-        "event.record(torch.cuda.current_stream(0))",
+        "self._stream = torch.cuda.current_stream(self._device)",
+        "self._stream = torch.cuda.current_stream(0)",
     ),
     Fault(
         "only device 0's generator is seeded",
@@ -165,12 +167,17 @@ FAULTS = [
 ]
 
 
+def check(fault: Fault) -> None:
+    """Ends with an error if the code that the fault changes is not there."""
+    count = (REPOSITORY / "clusterddp" / fault.file).read_text().count(fault.old)
+    if count != 1:
+        raise SystemExit(f"clusterddp/{fault.file} has this {count} times; expected once:\n{fault.old}")
+
+
 def planted(fault: Fault, copy: Path) -> str:
-    """The name of the test that found it, and how; empty if none did."""
+    """The test that found it, and how; empty if none did."""
     file = copy / "clusterddp" / fault.file
     text = file.read_text()
-    if text.count(fault.old) != 1:
-        raise SystemExit(f"{fault.file} has {text.count(fault.old)} times, instead of once:\n{fault.old}")
     file.write_text(text.replace(fault.old, fault.new))
     try:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/gpu/{fault.test}"]
@@ -197,48 +204,54 @@ def symptom(output: str) -> str:
         r"(.+)",
     )
     found = [match[1] for pattern in patterns for line in lines if (match := re.search(pattern, line))]
-    return re.sub(r"\s+", " ", found[0])[:140] if found else "it failed"
+    if not found or found[0] == "AssertionError":
+        found = re.findall(r"^>\s+(.*)", output, re.MULTILINE) or ["it failed"]
+    return re.sub(r"\s+", " ", found[0])[:140]
 
 
 def main() -> None:
     """Plants the faults that are named by number, or all."""
     chosen = [int(number) for number in sys.argv[1:]] or list(range(1, len(FAULTS) + 1))
-    rows = []
+    for fault in FAULTS:
+        check(fault)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__"))
         (copy / "build").symlink_to(REPOSITORY / "build")
         for number in chosen:
             fault, began = FAULTS[number - 1], time.monotonic()
-            found = planted(fault, copy)
-            rows.append((number, fault, found))
+            results[fault.what] = found = planted(fault, copy)
             print(f"{number}. {fault.what}: {found or 'NOT FOUND'} ({time.monotonic() - began:.0f} s)", flush=True)
-    count = sum(bool(found) for _, _, found in rows)
-    print(f"{count} of {len(rows)} found")
-    if len(rows) == len(FAULTS):
-        PAGE.write_text(page(rows, count))
-        sys.exit(count < LEAST)
+    results = {fault.what: results[fault.what] for fault in FAULTS if fault.what in results}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    RESULTS.with_suffix(".md").write_text(page(results))
+    count = sum(map(bool, results.values()))
+    print(f"{count} of {len(FAULTS)} found")
+    sys.exit(count < LEAST)
 
 
-def page(rows: list[tuple[int, Fault, str]], count: int) -> str:
+def page(results: Mapping[str, str]) -> str:
     """The measurement's page."""
     import torch
 
+    count = sum(map(bool, results.values()))
     lines = [
         "# Faults put into the code for GPUs on purpose",
         "",
-        f"`make test-gpu-faults` plants {len(rows)} faults, one after another, in a copy of the source, and runs the "
-        f"tests on stand-in devices there (tests/gpu/planted.py). They found {count} of them, with torch "
-        f"{torch.__version__} on {os.cpu_count()} CPU cores. The stand-in cannot show races between kernels of one "
-        "step, nor what only a GPU's own timing brings about.",
+        f"`make test-gpu-faults` plants {len(FAULTS)} faults, one after another, in a copy of the source, and runs "
+        "tests on [stand-in devices](../../tests/gpu/standin/standin_watch.py) there. [tests/gpu/planted.py]"
+        f"(../../tests/gpu/planted.py) lists them. The tests found {count} of {len(results)}, with torch "
+        f"{torch.__version__}. The stand-in cannot show races between the kernels of one stream, nor anything that "
+        "depends on the timing of a real GPU.",
         "",
-        "| | planted | in | found by | how |",
+        "| | planted | in clusterddp/ | found by, in tests/gpu/ | how |",
         "|---|---|---|---|---|",
     ]
-    for number, fault, found in rows:
-        test, _, how = found.partition(": ")
-        cell = f"`{test}`" if found else "**not found**"
-        lines.append(f"| {number} | {fault.what} | clusterddp/{fault.file} | {cell} | {how.replace('|', '/')} |")
+    for number, fault in enumerate(FAULTS, 1):
+        test, _, how = results.get(fault.what, "not run").partition(": ")
+        cells = (str(number), fault.what, fault.file, f"`{test}`" if test else "**nothing**", how.replace("|", "/"))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
