@@ -7,6 +7,8 @@
 #                    PYTHONS="python3.10 /opt/python3.13/bin/python3.13 ..."  ROWS="python3.10-torch2.4.1 slurm-sid ..."
 # make gpu-surface   which of the names of torch's CUDA builds that clusterddp uses are in torch 2.4 to the newest:
 #                    docs/measurements/gpu-surface.md; downloads 4 GB, and needs 3 GB of disk
+# make real-nccl     torch's own NCCL process group over stand-in CUDA and NCCL libraries: flight record, timeout,
+#                    suspension in torch 2.4 to the newest; RELEASES="2.4.1 newest" some of them
 # make pictures      docs/images, those of the README: a real run, and its report in Chromium
 # make reference     docs/reference, from the docstrings, signatures and options in the code
 # make completion    completions/ for bash and zsh, from the options in the code
@@ -53,7 +55,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-surface gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-surface real-nccl gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -87,6 +89,9 @@ test-versions: .venv/ready slurm
 
 gpu-surface: .venv/ready
 	.venv/bin/python -m tests.versions.gpu_surface $(if $(TORCH_INDEX),--index $(TORCH_INDEX))
+
+real-nccl: .venv/ready
+	.venv/bin/python -m tests.versions.real_nccl $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(RELEASES)
 
 gpu-check: .venv/ready
 	.venv/bin/python -m benchmarks.gpu_check --out build/gpu-check.json $(GPU_CHECK)
