@@ -8,6 +8,8 @@
 # make gpu-surface   which of the names of torch's CUDA builds that clusterddp uses are in torch 2.4 to the newest:
 #                    docs/measurements/gpu-surface.md; downloads 4 GB, and needs 3 GB of disk
 # make test-gpu-faults what the tests on stand-in devices find of twenty faults put into the code for GPUs; 10 minutes
+# make real-nccl     torch's own NCCL process group over stand-in CUDA and NCCL libraries: flight record, timeout,
+#                    suspension in torch 2.4 to the newest; RELEASES="2.4.1 newest" some of them
 # make pictures      docs/images, those of the README: a real run, and its report in Chromium
 # make reference     docs/reference, from the docstrings, signatures and options in the code
 # make completion    completions/ for bash and zsh, from the options in the code
@@ -54,7 +56,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-surface test-gpu-faults gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -91,6 +93,9 @@ gpu-surface: .venv/ready
 
 test-gpu-faults: .venv/ready
 	.venv/bin/python -m tests.gpu.planted
+
+real-nccl: .venv/ready
+	.venv/bin/python -m tests.versions.real_nccl $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(RELEASES)
 
 gpu-check: .venv/ready
 	.venv/bin/python -m benchmarks.gpu_check --out build/gpu-check.json $(GPU_CHECK)

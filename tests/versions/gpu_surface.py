@@ -211,7 +211,7 @@ def releases(names: Sequence[str], index: str | None) -> Iterator[tuple[str, dic
     for release in RELEASES:
         folder = FOLDER / f"gpu-surface-{release}"
         shutil.rmtree(folder, ignore_errors=True)
-        wheel = _download(release, folder / "wheels", index)
+        wheel = download(release, folder / "wheels", index)
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder / "packages")
         wheel.unlink()
@@ -225,7 +225,8 @@ def releases(names: Sequence[str], index: str | None) -> Iterator[tuple[str, dic
         yield wheel.name.split("-")[1], json.loads(ran.stdout)
 
 
-def _download(release: str, folder: Path, index: str | None) -> Path:
+def download(release: str, folder: Path, index: str | None) -> Path:
+    """The wheel of a release for this Python."""
     wanted = "torch" if release == "newest" else f"torch=={release}"
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
