@@ -35,7 +35,7 @@ RANK_EVENTS: Mapping[str, Event] = {
     "checkpoint": Event(
         "step blocked_s durable_s bytes best?", "a checkpoint is committed; `best`: the metric in which it is the best"
     ),
-    "device_memory": Event("bytes", "the most that rank 0 has allocated on its GPU after its first step"),
+    "device_memory": Event("bytes", "the most GPU memory that rank 0's allocator has reserved, after its first step"),
     "room_made": Event("step deleted", "the disk was full; the older checkpoints `deleted` made room for `step`"),
     "checkpoint_failed": Event("step reason", "a checkpoint was not saved; training continues"),
     "checkpoint_damaged": Event("step reason", "a checkpoint cannot be read; the previous one is tried"),

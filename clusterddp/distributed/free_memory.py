@@ -18,9 +18,9 @@ def wait_until_free(devices: Sequence[torch.device], wanted: int, patience_s: fl
     """Waits until each device has ``wanted`` free bytes, as the attempt before used; False after ``patience_s``."""
     deadline, said = time.monotonic() + patience_s, False
     while (least := min((torch.cuda.mem_get_info(device)[0], str(device)) for device in devices))[0] < wanted:
-        free = f"{least[0] / GIB:.2f} GiB are free on {least[1]}, and the attempt before used {wanted / GIB:.2f} GiB"
+        free = f"{least[0] / GIB:.2f} GiB are free on {least[1]}, but the previous attempt used {wanted / GIB:.2f} GiB"
         if time.monotonic() > deadline:
-            say(f"{free}: continuing after {patience_s:.0f} s")
+            say(f"{free}: continuing anyway after {patience_s:.0f} s")
             return False
         if not said:
             say(f"{free}: waiting")

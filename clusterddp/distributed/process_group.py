@@ -66,7 +66,8 @@ def choose_devices(
     needed, slurm = environment.local_world_size * per_rank, environment.launcher == "slurm"
     if not visible_gpus and named:
         local = environment.launcher == "local" and environment.world_size > environment.local_world_size
-        whole = f"; with --local, {environment.world_size * per_rank} GPUs of one machine are needed" if local else ""
+        needs = environment.world_size * per_rank
+        whole = f"; with --local, the job needs {needs} GPUs on this machine" if local else ""
         raise DeviceError(
             f"device {asked} requested, but node {host} has none of the GPUs that CUDA_VISIBLE_DEVICES={named} "
             f"lists{whole}"
@@ -165,7 +166,7 @@ def gpu_identity(device: torch.device) -> str:
     address = ctypes.create_string_buffer(32)
     name = f"{platform}DeviceGetPCIBusId"
     if error := getattr(library, name)(address, len(address), device.index):
-        raise DeviceError(f"cannot tell which GPU {device} is: {name} returned {error}")
+        raise DeviceError(f"cannot identify GPU {device}: {name} returned error {error}")
     return f"{address.value.decode()} on {socket.gethostname()}"
 
 

@@ -40,7 +40,7 @@ _CUDART = "cudaGetErrorString, CUDA 11 to 13; hipGetErrorString, ROCm 5 to 7"
 _C10 = "torch 2.4 to 2.13, c10/cuda; 'HIP' for 'CUDA' in ROCm builds"
 _NCCL = "ncclGetErrorString, NCCL 2.13 to 2.28 and RCCL; torch 2.4 to 2.13, NCCLUtils"
 _WATCHDOG = "torch 2.4 to 2.13, ProcessGroupNCCL.cpp"
-_DEVICE_MEMORY = "the device's memory is full: use a smaller batch, or end what else uses this GPU"
+_DEVICE_MEMORY = "the device's memory is full: use a smaller batch, or stop other processes that use this GPU"
 _REMOTE = "another rank exited, failed or lost its network first"
 _KERNEL = "a kernel read or wrote outside of its tensors: find it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer"
 
@@ -116,11 +116,11 @@ TABLE = (
     # NCCL's own errors.
     ErrorText(
         r"ncclInvalid(Usage|Argument)|NCCL error.*: invalid (usage|argument)|Duplicate GPU detected", Blame.SCRIPT,
-        "NCCL was called wrongly: two ranks on one GPU, or tensors of different sizes", _NCCL,
+        "an invalid NCCL call: two ranks on one GPU, or tensors of different sizes", _NCCL,
     ),
     ErrorText(
         r"ncclSystemError|unhandled system error|ncclInternalError|NCCL error.*: internal error", Blame.NETWORK,
-        "a socket, InfiniBand or shared memory failed: NCCL_DEBUG=INFO says which", _NCCL,
+        "a socket, InfiniBand or shared memory failed: set NCCL_DEBUG=INFO to see which", _NCCL,
     ),
     # The device or its driver.
     ErrorText(
@@ -140,7 +140,7 @@ TABLE = (
     ),
     ErrorText(
         r"(CUDA|HIP) unknown error|(CUDA|HIP) error: unknown error", Blame.NODE,
-        "the driver has failed: the administrator can tell by the node's Xid messages", f"cudaErrorUnknown: {_C10}",
+        "the driver has failed: ask the administrator for the node's Xid messages", f"cudaErrorUnknown: {_C10}",
     ),
     ErrorText(
         r"(CUDA|HIP) driver error|(CUDA|HIP) error|Cuda failure|Triton Error \[|cuDNN error|MIOpen Error|hipError"
@@ -153,7 +153,7 @@ TABLE = (
         r"watchdog got stuck for \d+ seconds|watchdog thread has not made progress", Blame.NODE,
         "a call into the driver or NCCL did not return", f"{_WATCHDOG}, HeartbeatMonitor",
     ),
-    ErrorText(r"NCCL error|RCCL error", Blame.NETWORK, "NCCL_DEBUG=INFO says more", _NCCL),
+    ErrorText(r"NCCL error|RCCL error", Blame.NETWORK, "NCCL failed: set NCCL_DEBUG=INFO for details", _NCCL),
     # Connections between ranks, and clusterddp's own.
     ErrorText(
         r"^DeviceError: (needs|device \S+ requested, but no GPU)", Blame.NODE,

@@ -96,7 +96,7 @@ def _notice(job: Job, events: Sequence[Event]) -> Iterator[str]:
     if late:
         yield (
             f"{counted(late, 'announced stop')} lost steps, because a step did not end within the notice: the history "
-            "and rank 0's log say where it was; a step that is just long needs `ctx.stop_point()`"
+            "and rank 0's log show where it was; if the step is just long, call `ctx.stop_point()` in it"
         )
     longest = max(_of_saves(events, "durable_s"), default=0.0)
     if len(lost) > late and longest:

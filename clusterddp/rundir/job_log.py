@@ -45,7 +45,7 @@ def early_end(run: RunDirectory, claim: Mapping[str, Any], state: str | None) ->
     ended = f"job {claim['job']} ended{f' ({state})' if state else ''} before it started the supervisor"
     if lines:
         return EarlyEnd(f"{ended}: {lines[-1]}", lines)
-    return EarlyEnd(f"{ended}, and wrote no log: can its nodes see {run}?", ())
+    return EarlyEnd(f"{ended}, and wrote no log: check that its nodes can access {run}", ())
 
 
 def taken_over(run: RunDirectory, claim: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 Digest = str
 Digests = Mapping[str, Digest]
 #: The reason of a stop that the check wants.
-WHY = "check of the resume"
+WHY = "resume check"
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def test_a_gpu_is_known_by_its_pci_address_where_torch_has_no_uuid(
     monkeypatch.setattr(process_group, "TORCH_LIBRARIES", tmp_path)
     found = [process_group.gpu_identity(torch.device("cuda", index)) for index in (0, 1)]
     assert found == [f"0000:{bus}:00.0 on {socket.gethostname()}" for bus in (17, 18)]
-    with pytest.raises(DeviceError, match=r"cannot tell which GPU cuda:2 is: cudaDeviceGetPCIBusId returned 101"):
+    with pytest.raises(DeviceError, match=r"cannot identify GPU cuda:2: cudaDeviceGetPCIBusId returned error 101"):
         process_group.gpu_identity(torch.device("cuda", 2))
     without.uuid = "1a2b3c4d-5e6f"
     assert process_group.gpu_identity(torch.device("cuda", 0)) == "1a2b3c4d-5e6f"

@@ -32,7 +32,7 @@ def test_the_check_runs_in_a_job_and_says_the_same_as_on_one_machine(cluster: Cl
     assert done.returncode == 0, done.stderr
     job = done.stdout.strip()
     assert f"submitted as job {job}" in done.stderr and f"job {job} runs on n[1-2]" in done.stderr
-    assert "check of the resume: the same steps, interrupted after 2 and 4" in done.stderr
+    assert "resume check: the same steps, interrupted after 2 and 4" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("no difference in 6 steps and two resumes (after 2 and 4 steps)")
     assert "on 2 ranks" in done.stderr.splitlines()[-1]
     assert list(runs.iterdir()) == []
@@ -116,7 +116,7 @@ def test_a_check_that_an_administrator_requeues_starts_over(cluster: Cluster, ru
     finally:
         process.kill()
     assert process.returncode == 0, said
-    assert "check of the resume: the job was requeued; the check starts over" in said
+    assert "resume check: the job was requeued; the check starts over" in said
     assert "no difference in 6 steps" in said.splitlines()[-1]
     assert list(runs.iterdir()) == []
 

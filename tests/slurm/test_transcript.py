@@ -57,10 +57,10 @@ Cell = tuple[int, str]
 #: Of a command that asks the ranks, for runs that have none now.
 WITHOUT_RANKS: dict[str, Cell] = {
     WAITING: (1, r"waits in the queue \(job \d+(_1)?, \w+\): it has no ranks"),
-    "completed": (1, "already completed: nothing trains it"),
-    "failed hung": (1, "already failed.*: nothing trains it"),
-    "cancelled": (1, "already cancelled.*: nothing trains it"),
-    "forgotten": (1, "nothing trains .*: stopped .not started.; continue with: clusterddp submit"),
+    "completed": (1, "already completed, so it is not running"),
+    "failed hung": (1, "already failed.*, so it is not running"),
+    "cancelled": (1, "already cancelled.*, so it is not running"),
+    "forgotten": (1, ".* is not running: stopped .not started.; continue with: clusterddp submit"),
 }
 #: By command and states: exit code and words. These change nothing.
 LOOKING: dict[str, dict[str, Cell | None]] = {

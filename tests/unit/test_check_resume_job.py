@@ -65,7 +65,7 @@ def test_the_wait_shows_why_the_job_waits_and_what_it_prints(
         lambda: None,
         lambda: None,
         lambda: None,
-        lambda: (owner.logs / "job-7.log").write_text("check of the resume: 12 steps without a resume\n"),
+        lambda: (owner.logs / "job-7.log").write_text("resume check: 12 steps without a resume\n"),
         lambda: write_result(owner.path, 0, "no difference"),
     ]
     monkeypatch.setattr("clusterddp.cli.resume_check.slurm_job.time.sleep", lambda _: steps.pop(0)())
@@ -73,10 +73,10 @@ def test_the_wait_shows_why_the_job_waits_and_what_it_prints(
     said_of_job += [queued("RUNNING")]
     assert Watch(owner, "7").until_result() == (0, "no difference")
     assert capsys.readouterr().err.splitlines() == [
-        "check of the resume: job 7 waits: jobs with a higher priority are first",
-        "check of the resume: job 7 retrying: no answer",
-        "check of the resume: job 7 runs on n[1-2]",
-        "check of the resume: 12 steps without a resume",
+        "resume check: job 7 waits: jobs with a higher priority are first",
+        "resume check: job 7 retrying: no answer",
+        "resume check: job 7 runs on n[1-2]",
+        "resume check: 12 steps without a resume",
     ]
 
 
@@ -278,5 +278,5 @@ def test_a_preempted_attempt_ends_the_check_in_words(owner: RunDirectory, monkey
 def test_too_many_steps_for_the_time_limit_are_said_after_the_first_run() -> None:
     assert short_of_time(100.0, 101.0) == ""
     assert short_of_time(100.0, 60.0).startswith(
-        "check of the resume: these steps took 100 s, and 60 s are left until the job's time limit"
+        "resume check: these steps took 100 s, and 60 s are left until the job's time limit"
     )

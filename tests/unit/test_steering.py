@@ -405,8 +405,8 @@ def of_an_older_version(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda run: None, r"nothing trains .*: stopped \(not started\); continue with: clusterddp submit --run-dir"),
-        (over, r"already completed at step 9: nothing trains it"),
+        (lambda run: None, r".* is not running: stopped \(not started\); continue with: clusterddp submit --run-dir"),
+        (over, r"already completed at step 9, so it is not running"),
         (queued, r"waits in the queue \(job 41, Priority\): it has no ranks"),
         (of_another_machine, r"is held by process \d+ on other, which cannot be .*: give this command on other"),
         (of_an_older_version, r"the supervisor of attempt 0 takes no requests: an older version of clusterddp started"),
@@ -435,7 +435,7 @@ def test_requeue_of_a_failed_run_says_how_to_continue_it(run: RunDirectory) -> N
     """A run that failed can be continued, whatever nodes are named."""
     write_json(run.outcome_file, {"state": "failed", "step": 9, "attempts": 1, "reason": "why"})
     with pytest.raises(
-        RunDirectoryError, match="already failed at step 9: .*; continue with: clusterddp submit --run-dir"
+        RunDirectoryError, match="already failed at step 9, .*; continue with: clusterddp submit --run-dir"
     ):
         command(["requeue", str(run), "--exclude", "n1"])
 

@@ -55,7 +55,7 @@ def test_a_list_that_is_too_short_for_a_local_run_is_refused_before_it_starts(mo
             2,
             "local",
             "2,3",
-            "node n1 has none of the GPUs that CUDA_VISIBLE_DEVICES=2,3 lists; with --local, 4 GPUs of one machine",
+            "node n1 has none of the GPUs that CUDA_VISIBLE_DEVICES=2,3 lists; with --local, the job needs 4 GPUs",
         ),
         (0, "slurm", "GPU-5", "node n1 has none of the GPUs that CUDA_VISIBLE_DEVICES=GPU-5 lists$"),
         (0, "slurm", "", "no GPU is visible on node n1, because CUDA_VISIBLE_DEVICES is empty; request GPUs"),

@@ -33,7 +33,7 @@ def check(owner: RunDirectory) -> int:
     check_revealed(job, owner.job_file)
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     if restart != "0":
-        show("check of the resume: the job was requeued; the check starts over")
+        show("resume check: the job was requeued; the check starts over")
     folder = owner.path / f"start-{int(restart)}"  # of what an earlier start has left, nothing is used
     folder.mkdir(mode=0o700)
     code, words = _result(AllocatedTrials(folder, replace(job, snapshot=False), owner), read_steps(owner.path))

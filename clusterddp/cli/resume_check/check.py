@@ -52,7 +52,7 @@ def result(trials: Trials, steps: int) -> str:
 
 def compare(trials: Trials, steps: int) -> verdict.Check:
     """Runs a script as often as it takes. Raises ClusterddpError when it makes too few steps."""
-    show(f"check of the resume: {counted(steps, 'step')} without a resume")
+    show(f"resume check: {counted(steps, 'step')} without a resume")
     uninterrupted = trials.run("uninterrupted", [steps], output=True)
     epochs = epochs_of(uninterrupted)
     if not epochs:
@@ -65,12 +65,12 @@ def compare(trials: Trials, steps: int) -> verdict.Check:
             f"the script made {counted(len(epochs), 'step')}: expected at least {LEAST_STEPS}, for two resumes"
         )
     stops = choose_stops(epochs)
-    show(f"check of the resume: the same steps, interrupted after {verdict.joined(stops)}")
+    show(f"resume check: the same steps, interrupted after {verdict.joined(stops)}")
     resumed = trials.run("resumed", [*stops, steps])
     check = verdict.Check(uninterrupted, resumed, stops, inexact=trials.inexact("resumed"))
     if not check.differs:
         return check
-    show("check of the resume: there is a difference; once more without a resume, to see whether that is repeatable")
+    show("resume check: there is a difference; once more without a resume, to see whether that is repeatable")
     return replace(check, again=trials.run("again", [steps]))
 
 

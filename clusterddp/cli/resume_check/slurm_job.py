@@ -64,7 +64,7 @@ def check_in_job(job: Job, steps: int) -> int:
             job_id = submit(fitted, owner, steps)
         if not sys.stdout.isatty():
             print(job_id, flush=True)
-        show(f"check of the resume: submitted as job {job_id}; Ctrl-C cancels it")
+        show(f"resume check: submitted as job {job_id}; Ctrl-C cancels it")
         watch = Watch(owner, job_id)
         try:
             with interrupts_counted(watch.interrupt):
@@ -161,5 +161,5 @@ class Watch:
 
     def _say(self, words: str) -> None:
         if words not in ("", self._said):
-            show(f"check of the resume: job {self.job_id} {words}")
+            show(f"resume check: job {self.job_id} {words}")
             self._said = words

@@ -187,6 +187,6 @@ def short_of_time(made_s: float, left_s: float) -> str:
     if left_s >= made_s:
         return ""
     return (
-        f"check of the resume: these steps took {made_s:.0f} s, and {max(0.0, left_s):.0f} s are left until the job's "
+        f"resume check: these steps took {made_s:.0f} s, and {max(0.0, left_s):.0f} s are left until the job's "
         "time limit: the check may not finish; a longer --time, or fewer steps"
     )

@@ -60,7 +60,7 @@ def check_trains(run: RunDirectory, kind: str) -> None:
     if outcome := run.outcome():
         options = "--local --run-dir" if run.loop_file.exists() else "--run-dir"
         how = f"; continue with: clusterddp submit {options} {run.quoted}" if outcome["state"] == "failed" else ""
-        raise RunDirectoryError(f"{over_already(run, outcome)}: nothing trains it{how}")
+        raise RunDirectoryError(f"{over_already(run, outcome)}, so it is not running{how}")
     if job := waiting_job(run):
         may_start = kind == "stop" and job.reason != "JobHeldUser"
         hold = f"; `scontrol hold {job.job_id}` keeps it from starting" if may_start else ""
@@ -79,7 +79,7 @@ def check_trains(run: RunDirectory, kind: str) -> None:
         show(f"{error}; asking the supervisor nevertheless")
         return
     if held is None:
-        raise RunDirectoryError(f"nothing trains {run}: {state_of(run)[1]}")
+        raise RunDirectoryError(f"{run} is not running: {state_of(run)[1]}")
 
 
 def waiting_job(run: RunDirectory) -> JobInfo | None:
