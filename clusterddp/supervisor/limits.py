@@ -27,8 +27,8 @@ class Progress:
     """What a run's history says about progress when an attempt fails.
 
     ``steps``: how many this attempt has made; None if it has begun no loop over ``run.steps()``. ``seconds``: since its
-    start. ``earlier``: whether an attempt before it made progress. ``last_failure``: the exception of the last
-    attempt that failed, its line and step, as ``RankEnd.raised``.
+    start. ``earlier``: whether an attempt before it made progress. ``last_failure``: the exception of the last attempt
+    that failed, its line and step, as ``RankEnd.raised``; None if one has made progress since.
     """
 
     steps: int | None = None
@@ -44,11 +44,15 @@ def progress(events: Iterable[Mapping[str, Any]], attempt: int, reached: int | N
     began = _began(own)
     earlier = sorted({event["attempt"] for event in events if event["attempt"] < attempt})
     failed = [event for event in events if event["event"] == "rank_failed" and event["attempt"] < attempt]
+    progressed = [
+        number for number in earlier if _progressed([event for event in events if event["attempt"] == number])
+    ]
+    since = failed and progressed and progressed[-1] > failed[-1]["attempt"]
     return Progress(
         None if began is None else max(0, (began if reached is None else reached) - began),
         now - own[0]["time"] if own else 0.0,
-        any(_progressed([event for event in events if event["attempt"] == number]) for number in earlier),
-        failed[-1].get("raised") if failed else None,
+        bool(progressed),
+        failed[-1].get("raised") if failed and not since else None,
     )
 
 
