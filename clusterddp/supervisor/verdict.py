@@ -188,7 +188,8 @@ class RankEnd:
     def words(self) -> str:
         """What happened to it, in one line: a long error's first and last line, which has the exception of a worker."""
         what = {"exception": "raised ", "exit": "left with ", "lost": "never joined: ", "dismissed": "ended: "}
-        lines = [line.strip() for line in without_advice(self.error).splitlines() if line.strip()] or [self.end]
+        said = without_advice(self.error.removesuffix(": "))  # of an exception without a message
+        lines = [line.strip() for line in said.splitlines() if line.strip()] or [self.end]
         error = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
         return f"{'ran out of memory: ' if self.out_of_memory else what.get(self.end, '')}{error}"
 

@@ -237,6 +237,7 @@ def test_an_exception_is_known_by_its_type_the_scripts_line_and_the_step() -> No
     assert EIO.raised == "OSError at train.py:12 (main), step 1200"
     assert replace(EIO, step=None).raised == "OSError at train.py:12 (main)"
     assert end("died").raised is None
+    assert end("exception", 1, error="KeyboardInterrupt: ").words() == "raised KeyboardInterrupt"
 
 
 def history(*lines: tuple[int, float, str, dict[str, object]]) -> list[dict[str, object]]:
@@ -291,7 +292,7 @@ def test_a_rank_without_a_record_is_named_with_what_killed_it(death: ExitStatus 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        ("MemoryError: ", "ran out of memory: MemoryError:"),
+        ("MemoryError: ", "ran out of memory: MemoryError"),
         ("RuntimeError: [enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory: you tried to "
          "allocate 9 bytes. Error code 12", "ran out of memory: RuntimeError: "),
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "ran out of memory: OutOfMemoryError: "),
