@@ -124,6 +124,8 @@ def _note(state: State, event: RankEvent) -> Step:
         return _on_rejoined(state, event.rank)
     if event.name in ("stopping", "finishing"):
         return replace(state, saving=True), []
+    if event.name == "overdue":
+        return replace(state, overdue=event.rank == 0), []
     if event.name == "progress":
         return _abandon(replace(state, unfinished=values["step"] < values["steps"], saving=False))
     if event.name in ("signal", "notified"):
@@ -206,7 +208,8 @@ def _dismiss_peers(state: State, why: str, more_s: float = 0.0, *, failed: bool 
     if state.dismissal and (state.failed or not failed):
         return state, []
     state = replace(state, dismissal=state.dismissal or why, failed=state.failed or failed)
-    return state, [StartTimer(Timer.DISMISS, PEER_GRACE_S + more_s), Do.ASK_CONTROLLER]
+    grace_s = 0.0 if state.given_up else PEER_GRACE_S + more_s
+    return state, [StartTimer(Timer.DISMISS, grace_s), Do.ASK_CONTROLLER]
 
 
 def _on_dismiss(state: State, now: float) -> Step:
@@ -224,12 +227,16 @@ def _on_dismiss(state: State, now: float) -> Step:
 
 def _rest_s(state: State, now: float) -> float:
     """How long the peers of a failed rank may still save."""
+    if state.given_up:
+        return 0.0
     notice_s = state.notice_ends - END_S - now if state.told else 0.0
     return max(notice_s, PEER_GRACE_S if state.saving else 0.0)
 
 
-def _on_rank_failed(state: State, event: RankFailed, _now: float) -> Step:
+def _on_rank_failed(state: State, event: RankFailed, now: float) -> Step:
     """It may never have joined, or have crashed after its last report."""
+    if event.rank in state.hosts:
+        state = _lose(state, event.rank, now)
     return _dismiss_peers(state, f"rank {event.rank} ({state.node_of(event.rank)}) exited", failed=True)
 
 

@@ -94,12 +94,14 @@ def submitting(run: RunDirectory) -> Iterator[str | None]:
         path = run.private / f"submitting-{number}.json"
         if not create_claim(path, run, of_this_process()):
             continue
-        if max(_submissions(run)) == number:
+        claims = _submissions(run)  # others may have come and gone since: a number may be that of another process now
+        earlier = {other: claims[other] for other in claims if other != number}
+        if max(claims) == number and being_submitted(run, earlier) is None:
             mine = path
         else:
             path.unlink()
     try:
-        for path in claims.values():
+        for path in earlier.values():
             path.unlink(missing_ok=True)
         yield None
     finally:

@@ -27,8 +27,8 @@ class Progress:
     """What a run's history says about progress when an attempt fails.
 
     ``steps``: how many this attempt has made; None if it has begun no loop over ``run.steps()``. ``seconds``: since its
-    start. ``earlier``: whether an attempt before it made progress. ``last_failure``: the exception of the last
-    attempt that failed, its line and step, as ``RankEnd.raised``.
+    start. ``earlier``: whether an attempt before it made progress. ``last_failure``: the exception of the last attempt
+    that failed, its line and step, as ``RankEnd.raised``; None if one has made progress since.
     """
 
     steps: int | None = None
@@ -41,29 +41,33 @@ def progress(events: Iterable[Mapping[str, Any]], attempt: int, reached: int | N
     """The progress of an attempt, which has ``reached`` this step, before its failure is in the history."""
     events = list(events)
     own = [event for event in events if event["attempt"] == attempt]
-    began = _began(own)
+    first = began(own)
     earlier = sorted({event["attempt"] for event in events if event["attempt"] < attempt})
     failed = [event for event in events if event["event"] == "rank_failed" and event["attempt"] < attempt]
+    progressed = [
+        number for number in earlier if _progressed([event for event in events if event["attempt"] == number])
+    ]
+    since = failed and progressed and progressed[-1] > failed[-1]["attempt"]
     return Progress(
-        None if began is None else max(0, (began if reached is None else reached) - began),
+        None if first is None else max(0, (first if reached is None else reached) - first),
         now - own[0]["time"] if own else 0.0,
-        any(_progressed([event for event in events if event["attempt"] == number]) for number in earlier),
-        failed[-1].get("raised") if failed else None,
+        bool(progressed),
+        failed[-1].get("raised") if failed and not since else None,
     )
 
 
-def _began(events: Iterable[Mapping[str, Any]]) -> int | None:
-    """The step at which an attempt's loop began; None if it has begun none."""
+def began(events: Iterable[Mapping[str, Any]]) -> int | None:
+    """The step at which an attempt's loop began, of the attempt's events; None if it has begun none."""
     steps = [event["step"] for event in events if event["event"] in ("training", "resumed")]
     return steps[0] if steps and is_count(steps[0]) else None
 
 
 def _progressed(events: list[Mapping[str, Any]]) -> bool:
     """Whether an attempt has made a step; if it records none, whether it ran for a minute."""
-    if (began := _began(events)) is None:
+    if (first := began(events)) is None:
         ran = [event["time"] for event in events if event["event"] not in WITHOUT_RANKS]
         return bool(ran) and ran[-1] - ran[0] >= PROGRESS_S
-    return any(is_count(event.get("step")) and event["step"] > began for event in events)
+    return any(is_count(event.get("step")) and event["step"] > first for event in events)
 
 
 def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:

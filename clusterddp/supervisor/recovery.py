@@ -21,7 +21,7 @@ from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import lease
 from clusterddp.supervisor.controller import Controller
 from clusterddp.supervisor.history import History, highest
-from clusterddp.supervisor.limits import exceeded, progress
+from clusterddp.supervisor.limits import began, exceeded, progress
 from clusterddp.supervisor.messages import RESTARTING, failure_box
 from clusterddp.supervisor.state import State, Stop
 from clusterddp.supervisor.verdict import Action, RankEnd, Verdict, judge
@@ -139,7 +139,8 @@ class Recovery:
         in the collective in which they waited for it. The metrics, which rank 0 writes, are some steps behind."""
         if failure.step is not None:
             return failure.step
-        return highest([self._history.saved()["step"], *(end.step for end in others if end.failed)])
+        own = [event for event in self._history.events if event["attempt"] == self._number]
+        return highest([began(own), self._history.saved()["step"], *(end.step for end in others if end.failed)])
 
     def _ends_for_good(self) -> bool:
         """Whether Slurm will not run the preempted job again."""

@@ -327,6 +327,8 @@ class State:
     abandon: str = ""
     #: From when all ranks stop, or are done, until rank 0 has saved or is lost.
     saving: bool = False
+    #: Whether rank 0 has reported that no step ended in time, and exits.
+    overdue: bool = False
     #: Why the ranks were told to stop, and what of it one has confirmed: values of Stop, or SIGNAL.
     told: frozenset[str] = frozenset()
     heard: frozenset[str] = frozenset()
@@ -385,6 +387,11 @@ class State:
         by_signal = self.notice.stop is not None and self.term_notice_s is not None
         notice_s = self.term_notice_s if by_signal else self.stop_margin_s
         return min(self.told_at + (notice_s or 0.0), self.notice.end_time or math.inf)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether rank 0 has exited because no step ended in time: the notice is nearly over, and nobody saves."""
+        return self.overdue and 0 in self.lost_at
 
     @property
     def lost_nodes(self) -> tuple[str, ...]:

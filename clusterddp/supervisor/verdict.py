@@ -18,7 +18,7 @@ from clusterddp.jobdef.secrets import masked
 from clusterddp.reporter import counted
 from clusterddp.rundir.records import Schema, is_count, is_text, optional, read_json, schema_error
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor.limits import PROGRESS_S, Progress
+from clusterddp.supervisor.limits import LONG_S, PROGRESS_S, Progress
 
 #: Two connections that end within so many seconds are taken to end together.
 JITTER_S = 0.5
@@ -188,7 +188,8 @@ class RankEnd:
     def words(self) -> str:
         """What happened to it, in one line: a long error's first and last line, which has the exception of a worker."""
         what = {"exception": "raised ", "exit": "left with ", "lost": "never joined: ", "dismissed": "ended: "}
-        lines = [line.strip() for line in without_advice(self.error).splitlines() if line.strip()] or [self.end]
+        said = without_advice(self.error.removesuffix(": "))  # of an exception without a message
+        lines = [line.strip() for line in said.splitlines() if line.strip()] or [self.end]
         error = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
         return f"{'ran out of memory: ' if self.out_of_memory else what.get(self.end, '')}{error}"
 
@@ -282,7 +283,7 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
         return True, ""
     if failure.end not in ("exception", "died"):
         return False, ""
-    if failure.out_of_memory and progress.earlier and not progress.steps:
+    if failure.out_of_memory and progress.earlier and not progress.steps and progress.seconds < LONG_S:
         return True, "memory may still have been held by the attempt before"
     if failure.raised is not None and failure.raised == progress.last_failure:
         return False, "the attempt before failed with the same exception at the same line and step"

@@ -202,6 +202,23 @@ def test_one_process_at_a_time_submits_a_run_and_the_claim_of_a_dead_one_is_void
         assert other is None and files() == ["submitting-4.json"]
 
 
+def test_a_claim_that_another_process_made_under_an_older_number_is_seen(
+    run: RunDirectory, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While this process was about to make its own, the dead claim was replaced, removed, and its number used again."""
+    path, create = run.private / "submitting-0.json", lease.create_claim
+    write_claim(path, run, {**lease.of_this_process(), "process_start": "1"})
+
+    def late(*claim: Any) -> bool:
+        write_claim(path, run, entry_of(sleeper))
+        return create(*claim)
+
+    monkeypatch.setattr(lease, "create_claim", late)
+    with lease.submitting(run) as other:
+        assert other is not None and f"process {sleeper.pid} on" in other
+    assert [file.name for file in run.private.iterdir()] == [path.name]
+
+
 RACE = """
 import sys, threading, time
 from pathlib import Path

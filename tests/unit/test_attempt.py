@@ -310,6 +310,19 @@ def test_a_failure_names_the_step_of_the_rank_that_failed(
     assert f"attempt 0 at step {expected}, " in capsys.readouterr().err
 
 
+def test_a_failure_before_the_next_step_is_at_the_step_that_was_resumed(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not at step 0, as it has made none itself: so do failures behind a loop that was already done."""
+    resumed = RankEvent(0, "resumed", {"step": 12, "parent": {"attempt": 0, "step": 12}, "inexact": []})
+    raised = {"end": "exception", "error": "ValueError: no"}
+    attempt = Attempt(run, JOB, run.create_attempt(), FakeRanks(run, raised), FakeController())
+    attempt.post(resumed)
+    attempt.supervise()
+    (failed,) = [event for event in run.events() if event["event"] == "rank_failed"]
+    assert failed["step"] == 12 and "attempt 0 at step 12, " in capsys.readouterr().err
+
+
 def test_a_killed_ranks_step_is_that_of_the_ranks_that_waited_for_it(run: RunDirectory) -> None:
     """It has no record of its end."""
 

@@ -130,6 +130,16 @@ def test_after_a_notice_the_peers_of_a_failed_rank_have_the_rest_of_it(events: S
     assert actions(state, Timer.DISMISS, NOW + notice_s - END_S) == ended
 
 
+@pytest.mark.parametrize("exits", [(ConnectionLost(0), RankFailed(0)), (RankFailed(0), ConnectionLost(0))])
+def test_when_rank_0_exits_as_no_step_ended_its_peers_are_ended_at_once(exits: Sequence[Event]) -> None:
+    """The notice has few seconds left for the requeue, and only rank 0 saves."""
+    state = after(TermNotice(60), PREEMPTED, TOLD, RankEvent(0, "overdue", {"seconds": 40.0}), *exits)
+    at_once = StartTimer(Timer.DISMISS, 0.0)
+    assert at_once in actions(after(TOLD, RankEvent(0, "overdue", {"seconds": 40.0})), exits[0])
+    assert actions(state, Timer.DISMISS, NOW + 41) == [Broadcast("leave", "rank 0 (n1) exited"), KILL]
+    assert Do.KILL_RANKS in actions(state, Timer.KILL, NOW + 44)
+
+
 def test_ranks_that_outlive_a_kill_are_abandoned_and_their_nodes_are_lost() -> None:
     """A rank in a driver that does not answer, for example; the other one has exited."""
     state, todo = step(after(FAILED), Timer.KILL, NOW)

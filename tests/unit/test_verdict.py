@@ -228,6 +228,8 @@ def test_out_of_memory_before_the_first_step_of_a_later_attempt_passes() -> None
     assert not MEMORY.of_the_node
     assert judge([MEMORY], 1, False, lambda: Cause.NONE, replace(again, steps=5)).action is Action.FAIL
     assert judge([MEMORY], 1, False, lambda: Cause.NONE).action is Action.FAIL
+    without_steps = replace(again, steps=None, seconds=1200.0)  # such attempts are never counted as fruitless
+    assert judge([MEMORY], 1, False, lambda: Cause.NONE, without_steps).action is Action.FAIL
 
 
 def test_an_exception_is_known_by_its_type_the_scripts_line_and_the_step() -> None:
@@ -235,6 +237,7 @@ def test_an_exception_is_known_by_its_type_the_scripts_line_and_the_step() -> No
     assert EIO.raised == "OSError at train.py:12 (main), step 1200"
     assert replace(EIO, step=None).raised == "OSError at train.py:12 (main)"
     assert end("died").raised is None
+    assert end("exception", 1, error="KeyboardInterrupt: ").words() == "raised KeyboardInterrupt"
 
 
 def history(*lines: tuple[int, float, str, dict[str, object]]) -> list[dict[str, object]]:
@@ -257,6 +260,19 @@ def test_progress_is_read_from_the_history() -> None:
     assert progress(plain, 1, None, 81.0).earlier
 
 
+def test_a_failure_counts_as_repeated_only_if_no_attempt_made_progress_since() -> None:
+    """An exception outside of the loop has no step: the same one, days of training later, is another failure."""
+    raised = "OSError at a.py:1 (setup)"
+    failed = history(
+        (0, 0.0, "started", {}), (0, 9.0, "training", {"step": 0}), (0, 10.0, "rank_failed", {"raised": raised})
+    )
+    short = history((1, 11.0, "started", {}), (1, 12.0, "resumed", {"step": 0}), (1, 13.0, "stopped", {"step": 0}))
+    long = history((1, 11.0, "started", {}), (1, 12.0, "resumed", {"step": 0}), (1, 9e4, "stopped", {"step": 800}))
+    for between, last in ((short, raised), (long, None)):
+        events = [*failed, *between, *history((2, 9e4, "started", {}))]
+        assert progress(events, 2, None, 9e4).last_failure == last
+
+
 @pytest.mark.parametrize(
     ("death", "sentence"),
     [
@@ -276,7 +292,7 @@ def test_a_rank_without_a_record_is_named_with_what_killed_it(death: ExitStatus 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        ("MemoryError: ", "ran out of memory: MemoryError:"),
+        ("MemoryError: ", "ran out of memory: MemoryError"),
         ("RuntimeError: [enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory: you tried to "
          "allocate 9 bytes. Error code 12", "ran out of memory: RuntimeError: "),
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "ran out of memory: OutOfMemoryError: "),
