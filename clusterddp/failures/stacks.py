@@ -19,7 +19,7 @@ _NAMED = 4
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
 #: Files of code that is not the user's.
 _NOT_THE_USERS = re.compile(
-    r"/(site|dist)-packages/|/lib/python3\.\d+/|^<|/clusterddp/(\w+\.py|(checkpoint|data|distributed|training|worker)/)"
+    r"/(site|dist)-packages/|/lib/python3\.\d+/|^<|/clusterddp/((__init__|__main__|api|entry|function)\.py|(checkpoint|data|distributed|training|worker)/)"
 )
 #: What torch says if ranks are in different collectives; of a timeout, one of them may also be late.
 _MISMATCH = re.compile(r"collective mismatch|mismatch between collectives|op\.preamble\.length <= op\.nbytes")

@@ -67,7 +67,8 @@ def _progressed(events: list[Mapping[str, Any]]) -> bool:
     if (first := began(events)) is None:
         ran = [event["time"] for event in events if event["event"] not in WITHOUT_RANKS]
         return bool(ran) and ran[-1] - ran[0] >= PROGRESS_S
-    return any(is_count(event.get("step")) and event["step"] > first for event in events)
+    made = [event for event in events if event["event"] != "checkpoint_damaged"]  # which may be of a later step
+    return any(is_count(event.get("step")) and event["step"] > first for event in made)
 
 
 def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:

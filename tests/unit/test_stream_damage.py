@@ -220,6 +220,18 @@ def test_a_wrong_place_in_an_index_is_an_error_that_names_both_files(tmp_path: P
     assert data[2]["__key__"] == "002"
 
 
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_a_sample_that_is_only_a_link_is_refused(tmp_path: Path, kind: bytes) -> None:
+    """GNU tar packs the second of two hard-linked files so: the sample would be missing."""
+    path = write_tar(tmp_path / "a.tar", samples(0, 2))
+    link = tarfile.TarInfo("002.txt")
+    link.type, link.linkname = kind, "000.txt"
+    with tarfile.open(path, "a") as archive:
+        archive.addfile(link)
+    with pytest.raises(ValueError, match=r"a\.tar: '002\.txt' at byte \d+ is a link, which has no data here"):
+        streams.TarShards([path])
+
+
 def test_an_index_that_was_built_again_is_not_read_by_a_process_that_starts_later(tmp_path: Path) -> None:
     """Its rows may be those of other samples; a process that has it open keeps the old one."""
     write_tar(tmp_path / "b.tar", samples(3, 3))

@@ -256,6 +256,8 @@ def test_progress_is_read_from_the_history() -> None:
     assert found == Progress(0, 11.0, True, "OSError at a.py:1 (f), step 40")
     forked = history((0, 1.0, "forked", {"step": 500}), (1, 2.0, "started", {}), (1, 3.0, "resumed", {"step": 500}))
     assert progress(forked, 1, 500, 4.0) == Progress(0, 2.0)
+    fell_back = history((0, 1.0, "checkpoint_damaged", {"step": 9}), (0, 2.0, "resumed", {"step": 5}))
+    assert not progress([*fell_back, *history((1, 3.0, "started", {}))], 1, None, 4.0).earlier
     plain = history((0, 0.0, "started", {}), (0, 70.0, "stopped", {"step": None}), (1, 80.0, "started", {}))
     assert progress(plain, 1, None, 81.0).earlier
 

@@ -20,7 +20,8 @@ _BLOCK = 512
 #: Types of members: ordinary files; headers that say more about the next member; those without data, even if their
 #: size is not 0; and what is not supported.
 _FILE, _LONG_NAME, _PAX, _OTHER_HEADERS = (b"0", b"\0", b"7"), b"L", b"x", (b"g", b"K")
-_WITHOUT_DATA, _SPARSE = (b"1", b"2", b"3", b"4", b"5", b"6"), b"S"
+_LINKS, _SPARSE = (b"1", b"2"), b"S"
+_WITHOUT_DATA = (*_LINKS, b"3", b"4", b"5", b"6")
 #: Bytes of a long name or of pax records: such a header is read into memory.
 _MOST_OF_HEADER = 1 << 24
 #: More zeros at the end are not padding, which fills a record of 10 KiB by default, but a copy that is not complete.
@@ -67,6 +68,11 @@ def members(read: Read, start: int, stop: int, whole: bool = True) -> Iterator[M
             continue
         if kind == _SPARSE or any(record.startswith("GNU.sparse.") for record in known):
             raise ValueError(f"{name!r} at byte {at} is stored as a sparse file, which is not supported")
+        if kind in _LINKS and split_name(name)[1]:
+            raise ValueError(
+                f"{name!r} at byte {at} is a link, which has no data here: pack files with GNU tar's --dereference and "
+                "--hard-dereference"
+            )
         if kind in _FILE:
             yield Member(name, start, data, data + size)
         known, start = {}, position
