@@ -263,7 +263,7 @@ def _members(runs: Sequence[Run]) -> Section:
     logged = dict.fromkeys([main, *(one["name"] for run in runs for one in run["metrics"])])
     names = [name for name in logged if name is not None and name not in keys][:_COLUMNS]
     of_sweep = len({label(run) for run in runs if run["values"]}) == len(runs)  # then the values say which run it is
-    titles = ["", *([] if of_sweep else ["Run"]), *(f"{plain(key)}=" for key in keys), *map(plain, names), "State"]
+    titles = ["Place", *([] if of_sweep else ["Run"]), *(f"{plain(key)}=" for key in keys), *map(plain, names), "State"]
     titles += ["Step", "Time", "ETTR", "Inter\u00adruptions", "Repeated steps"]
     rows = []
     for place, run in enumerate(ranked(runs, main)[:_RUNS]):
