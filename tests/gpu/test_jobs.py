@@ -63,3 +63,15 @@ def test_a_model_on_two_devices_of_each_rank_runs(gpus: GPUs, tmp_path: Path) ->
     done = submit(RunDirectory(tmp_path / "run"), "jobs/model_parallel.yaml", "--gpus", "2", "--", "--steps", "3")
     assert done.returncode == 0, done.stderr
     assert "cuda:0 and cuda:1: loss " in done.stderr
+
+
+def test_a_fold_of_the_digits_keeps_its_best_checkpoint(gpus: GPUs, tmp_path: Path) -> None:
+    """By the job definition: the best one by ``f1``, beside the last one."""
+    gpus(2)
+    run = RunDirectory(tmp_path / "run")
+    script = "--steps 6 --folds 5 --fold 4 --eval-every 2".split()
+    done = submit(run, "jobs/digits_folds.yaml", "--device", "cuda", "--", *script)
+    assert done.returncode == 0 and "images, 2 ranks" in done.stderr, done.stderr
+    scores = {line["step"] + 1: line["f1"] for line in run.metrics() if "f1" in line}
+    best = max(scores, key=lambda step: (scores[step], step))
+    assert {int(path.name.split(".")[0].removeprefix("step-")) for path in run.checkpoints.glob("step-*")} == {best, 6}
