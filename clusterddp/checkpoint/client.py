@@ -158,7 +158,7 @@ class CheckpointClient:
                 pass  # a slow disk: the writer exits when it has finished
 
     def free(self) -> None:
-        """Frees the snapshot's memory after ``close()``, for a process that goes on and saves elsewhere."""
+        """Frees the snapshot's memory after ``close()``, for a process that continues and saves elsewhere."""
         self._snapshot.close()
 
     def _start(self) -> None:

@@ -26,7 +26,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.sharing import make_private
 from clusterddp.slurm import commands as slurm
 
-#: For so long, in seconds, a process that submits a run counts as alive if it cannot be seen from here.
+#: How long, in seconds, a process that submits a run counts as alive if it cannot be seen from here.
 SUBMISSION_S = 600.0
 
 

@@ -28,7 +28,7 @@ from clusterddp.supervisor.state import ASK_S, ControllerFailed, Event, RunRemov
 LOOK_S = 2.0
 #: How long the run directory must be missing, in seconds: a file server may have an outage.
 REMOVED_S = 30.0
-#: For so long after the start, or after ``ask``, the controller is asked every ASK_S.
+#: Seconds after the start, or after ``ask``, during which the controller is asked every ASK_S.
 RESTLESS_S = 30.0
 #: The least and the most seconds between two questions while nothing happens: those of many jobs spread out.
 QUIET_S = (60.0, 75.0)

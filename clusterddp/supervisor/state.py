@@ -97,7 +97,7 @@ class Superseded:
 
 @dataclass(frozen=True)
 class RunRemoved:
-    """The run directory does not exist any more; ``why`` says so."""
+    """The run directory was removed or renamed: ``why``, as a sentence."""
 
     why: str
 
