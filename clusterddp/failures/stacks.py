@@ -84,8 +84,8 @@ def without_advice(error: str) -> str:
 def after_suspension(error: str, stood_s: float, timeout_s: float) -> str:
     """A sentence if ``error`` is a timeout of a collective that may have ended while the job was suspended; '' if not.
 
-    The clocks of NCCL's watchdog and of gloo keep running meanwhile: after the resume, both take what is still under way for
-    late. torch 2.4 and 2.6 do so with what the GPUs have completed meanwhile, too; torch 2.9 and 2.15 do not.
+    The clocks of NCCL's watchdog and of gloo keep running meanwhile. After the resume, both take what is still under
+    way for late. torch 2.4 and 2.6 do so with what the GPUs have completed meanwhile, too; torch 2.9 and 2.15 do not.
     ``stood_s``: for how long the ranks were stopped.
     """
     if stood_s < timeout_s or not _TIMEOUT.search(error):
