@@ -170,8 +170,8 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     ),
     "overdue": lambda e: (
         f"the step did not end within {e['seconds']:.0f} s of the notice"
-        f"{f' ({behind})' if (behind := e.get('behind')) else ''}: exiting with the newest checkpoint; rank 0's log has "
-        "its stacks"
+        f"{f' ({behind})' if (behind := e.get('behind')) else ''}: exiting with the newest checkpoint; "
+        "rank 0's log has its stacks"
     ),
     "stopping": lambda e: f"stop requested ({e['reason']}): all ranks stop after step {e['step']}",
     "room_made": lambda e: (
