@@ -183,6 +183,7 @@ class Attempt:
             **({protocol.DEVICE_MEMORY: str(used[-1])} if used else {}),
             protocol.RUN_DIR: str(self._run),
             protocol.ATTEMPT: str(self._number),
+            protocol.FIRST_JOB: self._first_job(),
             protocol.DEVICE: self._job.device,
             protocol.LAUNCHER: self._launcher.name,
             protocol.SUPERVISOR: f"{self._launcher.supervisor_host}:{self._server.port}",
@@ -192,6 +193,11 @@ class Attempt:
             protocol.PROFILE: "on" if self._is_profile_due() else "off",
             protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }
+
+    def _first_job(self) -> str:
+        """The run's name in `submitit.JobEnvironment()`: the same in all attempts, also after a resubmission."""
+        known = [*(event for event in self._history.events if event["event"] == "started"), self._controller.describe()]
+        return str(known[0].get("job", self._run.path.name))
 
     def _script_trackers(self) -> dict[str, str]:
         """For trackers that the script itself uses, unless this run sends its metrics there."""
