@@ -176,7 +176,7 @@ def _places(fields: Fields, prefix: str = "") -> Origins:
 #: Keys of lists and mappings, whose values in ``--set`` are read as YAML: ``--set args=[--lr, 1e-3]``.
 _COLLECTIONS = {
     *("args", "args_on_resume", "setup", "env", "sbatch", "srun", "checkpoint", "checkpoint.every", "checkpoint.keep"),
-    *("timeouts", "watchdog", "limits", "hook", "profile", "profile.ranks", "wandb"),
+    *("timeouts", "watchdog", "limits", "hook", "profile", "profile.ranks", "wandb", "mlflow"),
 }
 
 

@@ -37,6 +37,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
 from clusterddp.rundir.control_address import Address, write_address
+from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import TimingFile, TimingLines
@@ -178,6 +179,7 @@ class Attempt:
         used = [event["bytes"] for event in self._history.events if event["event"] == "device_memory"]
         return {
             **environ,
+            **self._script_trackers(),
             **({protocol.DEVICE_MEMORY: str(used[-1])} if used else {}),
             protocol.RUN_DIR: str(self._run),
             protocol.ATTEMPT: str(self._number),
@@ -190,6 +192,15 @@ class Attempt:
             protocol.PROFILE: "on" if self._is_profile_due() else "off",
             protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }
+
+    def _script_trackers(self) -> dict[str, str]:
+        """For trackers that the script itself uses, unless this run sends its metrics there."""
+        variables: dict[str, str] = {} if self._job.mlflow else {protocol.MLFLOW: "on"}
+        try:
+            return variables if self._job.wandb else {**variables, protocol.WANDB_NAME: tracker_id(self._run)}
+        except OSError as error:
+            say(f"cannot record an id for W&B ({error}): a W&B run that the script starts will not be continued")
+            return variables
 
     def _is_profile_due(self) -> bool:
         """Whether no attempt has begun to record the job definition's profile: one that failed is not repeated."""
@@ -397,6 +408,15 @@ def last_line(run: RunDirectory) -> Mapping[str, Any]:
     except OSError as error:
         say(f"cannot read the metrics ({error}): repeated steps will not be counted")
         return {}
+
+
+def tracker_id(run: RunDirectory) -> str:
+    """The run's name in trackers: random, as another run may have had the same run directory. Recorded when it is first
+    asked for; one process does so at a time, the run's supervisor. Raises OSError."""
+    with suppress(FileNotFoundError):
+        return run.tracker_id_file.read_text().strip()
+    write_atomically(run.tracker_id_file, f"{secrets.token_hex(4)}\n", mode=0o600)
+    return run.tracker_id_file.read_text().strip()
 
 
 def _nodes_of(controller: Controller) -> NodeNames:

@@ -11,7 +11,7 @@ import pytest
 from clusterddp import __version__
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef.differences import list_differences
-from clusterddp.jobdef.job import Checkpointing, Job, Keep, Limits, ProfiledSteps, Timeouts, Wandb, Watchdog
+from clusterddp.jobdef.job import Checkpointing, Job, Keep, Limits, Mlflow, ProfiledSteps, Timeouts, Wandb, Watchdog
 from clusterddp.jobdef.load import from_values, load, load_resolved
 from clusterddp.jobdef.profiles import Profile, read_profiles
 from clusterddp.jobdef.schema import READERS
@@ -60,6 +60,7 @@ preflight: true
 profile: {steps: 3, at: 7, ranks: "0-1"}
 tensorboard: true
 wandb: {project: digits, entity: lab, group: "7", mode: offline}
+mlflow: {experiment: digits, tracking_uri: "http://mlflow:5000"}
 """
 
 
@@ -128,6 +129,7 @@ def test_every_field_is_read(folder: Path) -> None:
         profile=ProfiledSteps(3, 7, (0, 1)),
         tensorboard=True,
         wandb=Wandb("digits", "lab", "7", "offline"),
+        mlflow=Mlflow("digits", "http://mlflow:5000"),
     )
 
 
