@@ -56,6 +56,9 @@ def init(
 ) -> Context:
     """Joins the process group with all ranks, and seeds torch, ``random`` and numpy equally on all of them.
 
+    A script may also make its own process group, with any backend, before or after. That group is then used as it is,
+    nothing is seeded, and the script destroys its group itself.
+
     Works under ``clusterddp submit``, srun, torchrun, submitit, and in a single process. Called once per process, in
     its main thread.
 
@@ -134,7 +137,7 @@ class Context(Ranks, Loaders):
         if self.rank == 0:
             self._history.report("phase", phase="importing")
         self._evaluations = Evaluations(self._report_evaluations)
-        self._stopping = Stopping(read, self._group, self._history.report)
+        self._stopping = Stopping(read, self._group.attempt_store, self._history.report)
         self._agreement = self._stopping.agreement
         shield_workers()
         self._run: Run | None = None
@@ -151,9 +154,24 @@ class Context(Ranks, Loaders):
         at_exit(self._close_at_exit)
         if read.preflight:
             preflight.run(read, self._group, self._history.report, checked_s)
-        randomness.seed_all(randomness.hash32("init", self.seed), self.device)
+        if not self._group.of_script:
+            self._seed()
         if read.device is None and self.is_main:
-            say(f"{self.world_size} x {self.device.type}, {process_group.backend_of(backend, self.device.type)}")
+            backend = process_group.backend_of(self._group.backend, self.device.type)
+            say(f"{self.world_size} x {self.device.type}, {backend}")
+
+    def _seed(self) -> None:
+        """Seeds all generators. A script that makes its own group afterwards gets them back as they were, unless it has
+        used them."""
+        before = randomness.states()
+        randomness.seed_all(randomness.hash32("init", self.seed), self.device)
+        seeded = randomness.states()
+
+        def restore() -> None:
+            if randomness.equal(randomness.states(), seeded):
+                randomness.set_states(before)
+
+        self._group.on_replaced = restore
 
     @property
     def run_dir(self) -> Path | None:
