@@ -1,9 +1,9 @@
 """A script may make its own default process group after ``clusterddp.init()``, which has made one.
 
 torch refuses that: "trying to initialize the default process group twice!". But nearly every public training repository
-calls ``init_process_group`` without a look at ``is_initialized()``, and ``init()`` cannot leave the group to them: other
-scripts, and libraries, use the group that a launcher or framework has made. So until the script calls torch's function,
-another one is in its place, which removes the group of ``init()`` first.
+calls ``init_process_group`` without asking ``is_initialized()``, and ``init()`` cannot leave the group to the script:
+others, and libraries, use the group that exists. So until the script calls torch's function, another one is in its
+place, which destroys the group of ``init()`` first.
 
 The function is replaced in every module that has it under its name, as ``from torch.distributed import
 init_process_group`` usually comes before ``init()``. Under another name it fails as without this module.

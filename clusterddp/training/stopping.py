@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from clusterddp import protocol
 from clusterddp.distributed.store import AttemptStore
@@ -14,11 +15,13 @@ from clusterddp.errors import STOPPED
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_json
 from clusterddp.training.agreement import Agreement
-from clusterddp.training.saving import Saver
-from clusterddp.training.settings import Settings
 from clusterddp.worker import control_channel
 from clusterddp.worker.deadline import Deadline
 from clusterddp.worker.signals import SignalPipe, described
+
+if TYPE_CHECKING:
+    from clusterddp.training.saving import Saver
+    from clusterddp.training.settings import Settings
 
 
 class Stopping:
