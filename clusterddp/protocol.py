@@ -54,6 +54,8 @@ RANK_EVENTS: Mapping[str, Event] = {
     "overdue": Event(
         "seconds behind?", "no rank's step ended within `seconds` of the notice; rank 0 exits; `behind`: the late ranks"
     ),
+    "saved": Event("file", "the script has saved its state in `file` and called `requeue(saved=file)`"),
+    "not_read": Event("file", "the script has made its first step without opening `file`, saved at its last stop"),
     "stopping": Event("step reason", "all ranks stop after `step`"),
     "finishing": Event("step", "all steps are done; the last checkpoint is being saved"),
     "left_loop": Event("step steps by?", "the script left its loop, by a `break` or an `exception`"),
@@ -259,6 +261,10 @@ WATCHDOG = Variable("CLUSTERDDP_WATCHDOG", "supervisor to ranks: on or off")
 DEVICE_MEMORY = Variable(
     "CLUSTERDDP_DEVICE_MEMORY", "supervisor to ranks: bytes that an earlier attempt used on each GPU, if known"
 )
+SAVED = Variable(
+    "CLUSTERDDP_SAVED",
+    "supervisor to ranks: the file that the script named in `requeue(saved=...)` in the last attempt",
+)
 TERM_NOTICE_S = Variable(
     "CLUSTERDDP_TERM_NOTICE_S", "rank's entry point to clusterddp.init(): seconds from TERM to KILL, if known"
 )
@@ -277,5 +283,5 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 #: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
-    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY, WANDB_NAME, MLFLOW),
+    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY, WANDB_NAME, MLFLOW, SAVED),
 )
