@@ -15,6 +15,7 @@ from clusterddp.jobdef.job import (
     Keep,
     Limits,
     ProfiledSteps,
+    Resume,
     Timeouts,
     Wandb,
     Watchdog,
@@ -171,6 +172,13 @@ def _watchdog(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     return {"watchdog": None}
 
 
+def _resume(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
+    """A mapping; the name of a preset is replaced before (``presets.py``)."""
+    if not isinstance(node.value, dict):
+        raise Wrong(f"expected a mapping with checkpoint: PATTERN, or the name of a preset, got {quoted(node)}")
+    return _section("resume", Resume, _RESUME)(node, mistakes)
+
+
 def _progress(node: Node, _: list[Mistake]) -> dict[str, Any]:
     """``off``, or seconds."""
     return {"progress": None if node.text == "off" else _SECONDS(node)}
@@ -193,6 +201,7 @@ PROJECT = r"[^/\\#?%:\s][^/\\#?%:]{0,127}"
 _PROJECT = value.matching(PROJECT, "a W&B project of at most 128 characters without / \\ # ? % :")
 _WANDB = _fields(project=_PROJECT, entity=value.word, group=value.text, mode=value.choice("online", "offline"))
 _SECONDS = value.positive("seconds")
+_RESUME = _fields(checkpoint=value.patterns, args=value.arguments, replace=value.arguments)
 _WATCHDOG = _fields(step_s=_SECONDS, start_s=_SECONDS, on_hang=value.choice("restart", "end"))
 _KEEP: dict[str, Reader] = {**_fields(last=value.whole(1), every=value.whole(1)), "best": _best}
 _UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
@@ -270,8 +279,8 @@ READERS: dict[str, Reader] = {
         script=value.text,
         module=value.matching(r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a module such as package.train"),
         args=value.arguments,
-        args_on_resume=value.arguments,
     ),
+    "resume": _resume,
     "nodes": _nodes,
     "gpus_per_node": _gpus_per_node,
     **_fields(
