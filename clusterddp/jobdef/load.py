@@ -201,7 +201,7 @@ def _overrides(texts: Mapping[str, str] | None) -> list[Fields]:
 
 def _override(name: str, text: str) -> Fields:
     place = Place(f"--set {name}={MASK if any(map(is_secret, name.split('.'))) else text}")
-    if name in _COLLECTIONS and text.startswith(("[", "{")):
+    if name in _COLLECTIONS and re.match(r"\[|\{(?!\w+\})", text):  # {run_dir}/out is text
         place = Place(f"--set {name}")  # without the value, which may contain a secret
         node = yaml12.load(text, str(place))
     else:

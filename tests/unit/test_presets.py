@@ -70,6 +70,8 @@ def test_keys_beside_a_presets_name_win() -> None:
         CHECKPOINT, ("--resume", "{checkpoint}")
     )
     assert job({"resume": "some"}, resume="null").resume is None
+    by_option = job({}, resume__checkpoint="{run_dir}/*.pt", resume__args='[--a, "{checkpoint}"]').resume
+    assert by_option == Resume(("{run_dir}/*.pt",), ("--a", "{checkpoint}"))
 
 
 def test_an_own_folder_needs_an_own_pattern() -> None:
