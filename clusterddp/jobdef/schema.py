@@ -16,6 +16,7 @@ from clusterddp.jobdef.job import (
     Limits,
     Mlflow,
     ProfiledSteps,
+    Resume,
     Timeouts,
     Wandb,
     Watchdog,
@@ -172,6 +173,13 @@ def _watchdog(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     return {"watchdog": None}
 
 
+def _resume(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
+    """A mapping; the name of a preset is replaced before (``presets.py``)."""
+    if not isinstance(node.value, dict):
+        raise Wrong(f"expected a mapping with checkpoint: PATTERN, or the name of a preset, got {quoted(node)}")
+    return _section("resume", Resume, _RESUME)(node, mistakes)
+
+
 def _progress(node: Node, _: list[Mistake]) -> dict[str, Any]:
     """``off``, or seconds."""
     return {"progress": None if node.text == "off" else _SECONDS(node)}
@@ -207,6 +215,7 @@ _PROJECT = value.matching(PROJECT, "a W&B project of at most 128 characters with
 _WANDB = _fields(project=_PROJECT, entity=value.word, group=value.text, mode=value.choice("online", "offline"))
 _MLFLOW = _fields(experiment=value.text, tracking_uri=value.word)
 _SECONDS = value.positive("seconds")
+_RESUME = _fields(checkpoint=value.patterns, args=value.arguments, replace=value.arguments)
 _WATCHDOG = _fields(step_s=_SECONDS, start_s=_SECONDS, on_hang=value.choice("restart", "end"))
 _KEEP: dict[str, Reader] = {**_fields(last=value.whole(1), every=value.whole(1)), "best": _best}
 _UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
@@ -284,8 +293,8 @@ READERS: dict[str, Reader] = {
         script=value.text,
         module=value.matching(r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a module such as package.train"),
         args=value.arguments,
-        args_on_resume=value.arguments,
     ),
+    "resume": _resume,
     "nodes": _nodes,
     "gpus_per_node": _gpus_per_node,
     **_fields(
