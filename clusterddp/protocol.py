@@ -51,7 +51,9 @@ RANK_EVENTS: Mapping[str, Event] = {
     "handler_replaced": Event("signal handler", "the script replaced a signal handler of clusterddp"),
     "signal": Event("signal", "a stop signal reached the rank"),
     "notified": Event("reason", "the supervisor's request to stop reached the rank"),
-    "overdue": Event("seconds", "no rank's step ended within `seconds` of the notice; rank 0 exits"),
+    "overdue": Event(
+        "seconds behind?", "no rank's step ended within `seconds` of the notice; rank 0 exits; `behind`: the late ranks"
+    ),
     "stopping": Event("step reason", "all ranks stop after `step`"),
     "finishing": Event("step", "all steps are done; the last checkpoint is being saved"),
     "left_loop": Event("step steps by?", "the script left its loop, by a `break` or an `exception`"),

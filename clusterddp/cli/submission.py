@@ -159,10 +159,11 @@ def check_place(job: Job, place: str | None) -> None:
             "reduce --nodes or --gpus"
         )
     needed, named = job.nodes * job.gpus_per_node, os.environ.get("CUDA_VISIBLE_DEVICES")
-    if place == "--local" and job.device == "cuda" and named and needed > (listed := len(named.split(","))):
+    listed = len([gpu for gpu in (named or "").split(",") if gpu.strip()])
+    if place == "--local" and job.device == "cuda" and named is not None and needed > listed:
         raise UsageError(
             f"{job.shape} with --local need {counted(needed, 'GPU')} of this machine, but CUDA_VISIBLE_DEVICES={named} "
-            f"lists {listed}: reduce --nodes or --gpus, or use --device cpu"
+            f"lists {listed or 'none'}: unset or change it, reduce --nodes or --gpus, or use --device cpu"
         )
     if place == "--here" and job.gpus_per_rank > 1:
         raise UsageError(

@@ -260,6 +260,8 @@ class Attempt:
         """Does something about an event. Nothing here waits: for no disk, no rank and no controller."""
         match action:
             case Record(event, values):
+                if event == "overdue" and self._watch and (behind := self._watch.behind()):
+                    values = {**values, "behind": behind}  # rank 0, which reports it, knows only its own place
                 self._writes.put(partial(self._record, event, now, values))
             case Say(text):
                 self._writes.put(partial(say, text))

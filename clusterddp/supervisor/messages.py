@@ -178,8 +178,9 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"
     ),
     "overdue": lambda e: (
-        f"no rank's step ended within {e['seconds']:.0f} s of the notice: exiting with the newest checkpoint; rank 0's "
-        "log has its stacks"
+        f"the step did not end within {e['seconds']:.0f} s of the notice"
+        f"{f' ({behind})' if (behind := e.get('behind')) else ''}: exiting with the newest checkpoint; "
+        "rank 0's log has its stacks"
     ),
     "stopping": lambda e: f"stop requested ({e['reason']}): all ranks stop after step {e['step']}",
     "room_made": lambda e: (
