@@ -107,7 +107,7 @@ def _script_s(events: list[Mapping[str, Any]]) -> float | None:
 
 
 def _made_steps(events: list[Mapping[str, Any]]) -> bool:
-    return any(event["event"] in ("training", "resumed", "steps_seen") for event in events)
+    return any(event["event"] in ("training", "resumed") for event in events)
 
 
 def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:

@@ -11,7 +11,18 @@ import pytest
 from clusterddp import __version__
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef.differences import list_differences
-from clusterddp.jobdef.job import Checkpointing, Job, Keep, Limits, ProfiledSteps, Timeouts, Wandb, Watchdog
+from clusterddp.jobdef.job import (
+    Checkpointing,
+    Done,
+    Job,
+    Keep,
+    Limits,
+    ProfiledSteps,
+    StopSignal,
+    Timeouts,
+    Wandb,
+    Watchdog,
+)
 from clusterddp.jobdef.load import from_values, load, load_resolved
 from clusterddp.jobdef.profiles import Profile, read_profiles
 from clusterddp.jobdef.schema import READERS
@@ -21,6 +32,8 @@ job_name: digits
 script: train.py
 args: [--lr, 1e-4, --name, no, 0123, "", 'two words', ~]
 args_on_resume: [--resume]
+done: {log: epochs completed}
+stop: {signal: USR1}
 nodes: 2
 gpus_per_node: a100:4
 gpus_per_rank: 2
@@ -89,6 +102,8 @@ def test_every_field_is_read(folder: Path) -> None:
         script=str(folder / "train.py"),
         args=("--lr", "1e-4", "--name", "no", "0123", "", "two words", "~"),
         args_on_resume=("--resume",),
+        done=Done(log="epochs completed"),
+        stop=StopSignal("USR1"),
         nodes=2,
         gpus_per_node=4,
         gpus_per_rank=2,
