@@ -76,7 +76,9 @@ def compare(trials: Trials, steps: int) -> verdict.Check:
 
 def without_side_effects(job: Job) -> Job:
     """The job without what would tell others of it, or end it early."""
-    return replace(job, hook=(), tensorboard=False, wandb=None, profile=None, preflight=False, limits=Limits())
+    return replace(
+        job, hook=(), tensorboard=False, wandb=None, profile=None, preflight=False, limits=Limits(), done=None
+    )
 
 
 @contextmanager
