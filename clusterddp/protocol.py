@@ -100,7 +100,11 @@ BY_SLURM = "requeued by Slurm"
 
 #: How a run can end; also the "state" in outcome.json.
 RUN_ENDS: Mapping[str, Event] = {
-    "completed": Event("step attempts reason", "all ranks finished"),
+    "completed": Event(
+        "step attempts reason confirmed?",
+        "all ranks finished; `confirmed` is false if that is doubtful: a restarted script may have exited with code 0 "
+        "without training",
+    ),
     "failed": Event("step attempts reason", "the run failed"),
     "cancelled": Event("step attempts reason", "the run was cancelled"),
 }
@@ -109,7 +113,7 @@ RUN_ENDS: Mapping[str, Event] = {
 ATTEMPT_ENDS: Mapping[str, Event] = {**_ENDS, **RUN_ENDS}
 
 #: Events of an attempt that never started its ranks. Any other event shows that it did, even if `started` is missing.
-WITHOUT_RANKS = frozenset(("submitted", "forked", "failed", "cancelled"))
+WITHOUT_RANKS = frozenset(("submitted", "forked", "completed", "failed", "cancelled"))
 
 EVENTS: Mapping[str, Event] = {
     "forked": Event("step source", "`submit --fork` copied checkpoint `step` of the run `source`"),
@@ -293,11 +297,15 @@ RUNS = Variable("CLUSTERDDP_RUNS", "user to submit and launch(): the folder for 
 SITE_CONFIG = Variable(
     "CLUSTERDDP_SITE_CONFIG", "site to submit and launch(): its profile, instead of /etc/clusterddp/config.yaml"
 )
+STOP_SIGNAL = Variable(
+    "CLUSTERDDP_STOP_SIGNAL",
+    "supervisor to ranks: the signal that a script which does not use clusterddp gets at a stop, such as USR1",
+)
 DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows tracebacks")
 
 #: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
     *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY, WANDB_NAME, MLFLOW, SAVED),
-    *(CHECKPOINT, PLACEHOLDERS),
+    *(CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL),
 )

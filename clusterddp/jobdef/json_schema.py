@@ -215,4 +215,7 @@ _OF_KEY: Mapping[str, Schema] = {
     "mlflow": _either({"type": "boolean"}, {**_text(), "type": "string"}, _MLFLOW),
     "watchdog": _either({"const": "off"}, _section(Watchdog)),
     "progress": _either({"const": "off"}, _OF_TYPE[float]),
+    "done": _either(
+        _text(), {"type": "object", "properties": {"log": _text()}, "required": ["log"], "additionalProperties": False}
+    ),
 }

@@ -179,7 +179,7 @@ def _places(fields: Fields, prefix: str = "") -> Origins:
 _COLLECTIONS = {
     *("args", "resume", "resume.checkpoint", "resume.args", "resume.replace", "setup", "env", "sbatch", "srun"),
     *("checkpoint", "checkpoint.every", "checkpoint.keep"),
-    *("timeouts", "watchdog", "limits", "hook", "profile", "profile.ranks", "wandb", "mlflow"),
+    *("timeouts", "watchdog", "limits", "hook", "profile", "profile.ranks", "wandb", "mlflow", "done", "stop"),
 }
 
 

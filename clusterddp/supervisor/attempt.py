@@ -193,6 +193,7 @@ class Attempt:
             **self._script_trackers(),
             **({protocol.DEVICE_MEMORY: str(used[-1])} if used else {}),
             **({protocol.SAVED: saved[-1]} if saved else {}),
+            **({protocol.STOP_SIGNAL: self._job.stop.signal} if self._job.stop.signal else {}),
             protocol.RUN_DIR: str(self._run),
             protocol.ATTEMPT: str(self._number),
             protocol.DEVICE: self._job.device,
@@ -406,6 +407,8 @@ class Attempt:
             if state.unfinished:
                 words = "exited with code 0 in its loop, by os._exit"
                 return RankEnd(rank, host, "unfinished", lost_at, error=words, used_clusterddp=True)
+            if self._job.stop.signal and state.heard and state.unfinished is None:
+                return RankEnd(rank, host, "stopped", lost_at)
             return RankEnd(rank, host, "done", lost_at, used_clusterddp=state.unfinished is False)
         if status is not None and status.signal == signal.SIGABRT and end.end == "died":
             log = self._run.attempt_logs(self._number) / f"rank-{rank}.err"

@@ -449,8 +449,11 @@ def error_page() -> str:
 
 #: What the exit codes of single commands mean, besides errors.
 ANSWERS: dict[str, str] = {
-    "submit": "0 submitted; with `--wait`, `-f`, `--local`, `--here`: 0 completed, else the training's exit code or 1",
-    "watch": "0 all runs completed, 1 another end",
+    "submit": (
+        "0 submitted; with `--wait`, `-f`, `--local`, `--here`: 0 completed, "
+        f"{errors.UNCONFIRMED} completed but not confirmed, else the training's exit code or 1"
+    ),
+    "watch": f"0 all runs completed, 1 another end, {errors.UNCONFIRMED} all completed, one of them not confirmed",
     "wait": (
         "0 all runs completed; else that of the worst end: "
         + ", ".join(f"{code} {word}" for word, code in errors.WAITED.items())

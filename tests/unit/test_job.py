@@ -13,12 +13,14 @@ from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef.differences import list_differences
 from clusterddp.jobdef.job import (
     Checkpointing,
+    Done,
     Job,
     Keep,
     Limits,
     Mlflow,
     ProfiledSteps,
     Resume,
+    StopSignal,
     Timeouts,
     Wandb,
     Watchdog,
@@ -32,6 +34,8 @@ job_name: digits
 script: train.py
 args: [--lr, 1e-4, --name, no, 0123, "", 'two words', ~]
 resume: {checkpoint: "{run_dir}/*.pt", args: [--resume]}
+done: {log: epochs completed}
+stop: {signal: USR1}
 nodes: 2
 gpus_per_node: a100:4
 gpus_per_rank: 2
@@ -101,6 +105,8 @@ def test_every_field_is_read(folder: Path) -> None:
         script=str(folder / "train.py"),
         args=("--lr", "1e-4", "--name", "no", "0123", "", "two words", "~"),
         resume=Resume(("{run_dir}/*.pt",), ("--resume",)),
+        done=Done(log="epochs completed"),
+        stop=StopSignal("USR1"),
         nodes=2,
         gpus_per_node=4,
         gpus_per_rank=2,
