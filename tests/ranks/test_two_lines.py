@@ -19,7 +19,7 @@ def test_a_sharded_script_with_two_lines_loses_no_step(tmp_path: Path) -> None:
     """It has its own process group. Attempt 1 forgets to resume, which the history says; attempt 2 does not."""
     run = RunDirectory(tmp_path / "run")
     command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), str(SCRIPT)]
-    command += ["--device", "cpu", "--gpus", "2", "--", "saved", "12"]
+    command += ["--device", "cpu", "--gpus", "2", "--", "saved", "12", "forgets"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     for attempt in (0, 1):
         wait_until(lambda: "at step 5" in output(run, attempt, 0) + output(run, attempt, 1), "step 5", timeout=60)  # noqa: B023
