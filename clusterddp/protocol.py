@@ -273,6 +273,7 @@ WATCHDOG = Variable("CLUSTERDDP_WATCHDOG", "supervisor to ranks: on or off")
 DEVICE_MEMORY = Variable(
     "CLUSTERDDP_DEVICE_MEMORY", "supervisor to ranks: bytes that an earlier attempt used on each GPU, if known"
 )
+DEBUG_RANK = Variable("CLUSTERDDP_DEBUG_RANK", "supervisor to ranks: the rank whose breakpoint() has a terminal")
 SAVED = Variable(
     "CLUSTERDDP_SAVED",
     "supervisor to ranks: the file that the script named in `requeue(saved=...)` in the last attempt",
@@ -314,5 +315,5 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
     *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME, MLFLOW, SAVED),
-    *(CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL),
+    *(CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK),
 )

@@ -243,6 +243,7 @@ def submit_to_slurm(
     fitted = fit_to_cluster(job, required=True)
     plant = with_code(job, run_dir, plant, batch=True, source=source)
     run, created = claim(run_dir, job)
+    run.debug_file.unlink(missing_ok=True)  # of an earlier submission
     warn_of_unseen(run)
     # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
     with alone(run, created), signals_blocked(signal.SIGINT), recorded(run, job, created, plant):

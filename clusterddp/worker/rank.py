@@ -79,6 +79,8 @@ def main() -> None:
     code_paths.use_snapshot()
     script_trackers.continue_runs(run, ranks.rank, os.environ)
     collect_rarely()
+    if os.environ[protocol.LAUNCHER] == "slurm" and protocol.DEBUG_RANK in os.environ:
+        _debug(run, ranks.rank)
     command = filled(whole_command(sys.argv[1:], run), ranks)
     if ranks.rank == 0:
         control_channel.report("phase", phase="importing")
@@ -90,6 +92,16 @@ def main() -> None:
         rank_exit.finish_child(code)
     del held_port
     _exit_with_record(record, {**end, **values, "used_clusterddp": _used_clusterddp()}, code)
+
+
+def _debug(run: RunDirectory, rank: int) -> None:
+    """``breakpoint()`` waits for a debugger in one rank, and has no effect in the others."""
+    if rank == int(os.environ[protocol.DEBUG_RANK]):
+        from clusterddp.worker import debugger
+
+        debugger.install(run, int(os.environ[protocol.ATTEMPT]), rank)
+    else:
+        os.environ["PYTHONBREAKPOINT"] = "0"
 
 
 def whole_command(command: list[str], run: RunDirectory) -> list[str]:
