@@ -125,6 +125,16 @@ class Wandb:
 
 
 @dataclass(frozen=True)
+class Mlflow:
+    """The MLflow run that has this run's metrics."""
+
+    experiment: str | None = None
+    """Its experiment, created if it does not exist; None: ``job_name``."""
+    tracking_uri: str | None = None
+    """The server, such as ``http://mlflow:5000``; None: as in the variable MLFLOW_TRACKING_URI, or MLflow's default."""
+
+
+@dataclass(frozen=True)
 class Resume:
     """How a script that saves and loads its own checkpoints continues from the newest complete one."""
 
@@ -148,6 +158,30 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Done:
+    """What shows that a script has finished its training; exactly one of the fields is given."""
+
+    file: str | None = None
+    """A file that exists then, or a pattern of files. YAML: ``done: out/epoch_90.pt``."""
+    log: str | None = None
+    """A regular expression that a line of a rank's output matches then. YAML: ``done: {log: epochs completed}``."""
+
+    @property
+    def words(self) -> str:
+        """The mark as messages name it."""
+        return self.file or f"log: {self.log}"
+
+
+@dataclass(frozen=True)
+class StopSignal:
+    """How the ranks of a script that does not use clusterddp are told to stop."""
+
+    signal: Literal["TERM", "INT", "USR1", "USR2"] | None = None
+    """The signal that each rank gets at every notice, once and instead of TERM; None: whatever Slurm sends, which is
+    TERM at a preemption and nothing before the time limit."""
+
+
+@dataclass(frozen=True)
 class Job:
     """A complete and checked job definition. ``load()`` and ``from_values()`` in ``clusterddp.jobdef.load`` make one.
 
@@ -168,6 +202,12 @@ class Job:
     """How a script continues from its own checkpoints: ``{checkpoint: "{run_dir}/out/*.pth", args: [--resume,
     "{checkpoint}"]}``, or the name of a preset, whose other keys are taken, too; ``preset:`` names one among keys of
     your own. None: the script needs nothing, or uses ``ctx.run()``."""
+    done: Done | None = None
+    """A file pattern, or ``{log: REGEX}``, that shows that the run is done: it has completed once there is such a file,
+    or line of output, and exit code 0 alone does not complete it. ``{run_dir}`` in it is the run directory. None: exit
+    code 0 completes the run."""
+    stop: StopSignal = field(default_factory=StopSignal)
+    """How the ranks of a script that does not use clusterddp are told to stop, such as ``{signal: USR1}``."""
     nodes: int = 1
     """The number of nodes; the maximum if ``min_nodes`` is given. YAML: ``nodes: 2``, or a range ``nodes: 2-4``."""
     min_nodes: int | None = None
@@ -257,6 +297,9 @@ class Job:
     wandb: Wandb | None = None
     """Also sends the metrics to W&B: ``true``, a project, or ``{project: digits, entity: lab, mode: offline}``; None:
     no."""
+    mlflow: Mlflow | None = None
+    """Also sends the metrics to MLflow: ``true``, an experiment, or ``{experiment: digits, tracking_uri: URL}``; None:
+    no."""
 
     def arguments(self, resumes: bool) -> tuple[str, ...]:
         """The script's arguments, with their placeholders. ``resumes``: from a checkpoint of its own."""
@@ -335,7 +378,10 @@ def written(job: Job) -> dict[str, Any]:
     values["progress"] = job.progress or "off"
     values["profile"] = job.profile and _profile_values(job.profile)
     values["wandb"] = job.wandb and (_given(job.wandb) or True)
+    values["mlflow"] = job.mlflow and (_given(job.mlflow) or True)
     values["limits"] = _given(job.limits)
+    values["done"] = job.done and (job.done.file or _given(job.done))
+    values["stop"] = _given(job.stop)
     return {renamed.get(name, name): value for name, value in values.items() if name not in ("gpu_type", "min_nodes")}
 
 
@@ -361,7 +407,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 _NEW = {"gpu_request": "gpus-per-node", "keep_logs": 50, "preflight": False, "progress": 10.0, "tensorboard": False}
 
 
-def _given(section: Limits | Wandb | Resume) -> dict[str, Any]:
+def _given(section: Limits | Wandb | Mlflow | Resume | Done | StopSignal) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(section).items() if value not in (None, ())}
 
 

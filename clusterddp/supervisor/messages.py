@@ -14,6 +14,7 @@ from clusterddp.failures.stacks import different_calls, end_of_log
 from clusterddp.jobdef.secrets import masked
 from clusterddp.protocol import HANDLER_REPLACED
 from clusterddp.reporter import counted, duration, printable
+from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import RankEnd
 
@@ -46,8 +47,16 @@ def over_already(run: RunDirectory, outcome: Event) -> str:
 
 def how_it_ended(outcome: Event) -> str:
     """The state of a run that is over, its step, and the reason if that says more than the state."""
+    if is_unconfirmed(outcome):
+        return f"{outcome['state']}{at_step(outcome['step'])}, {outcome['reason']}"
     reason = f": {outcome['reason']}" if outcome["reason"] != outcome["state"] else ""
     return f"{outcome['state']}{at_step(outcome['step'])}{reason}"
+
+
+def _completed(event: Event) -> str:
+    attempts = f"completed{at_step(event['step'])} after {counted(event['attempts'], 'attempt')}"
+    told = event.get("confirmed") is False or event["reason"].startswith("done: ")
+    return f"{attempts}; {event['reason']}" if told else attempts
 
 
 def _started(event: Event) -> str:
@@ -191,6 +200,11 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"of the {e['limit'] / 1e6:,.0f} MB that a checkpoint holds; beyond that the run fails: save less of it"
     ),
     "left_loop": _left_loop,
+    "saved": lambda e: f"the script saved {e['file']}",
+    "not_read": lambda e: (
+        f"the script made its first step without opening {e['file']}, which it saved at its last stop: it may have "
+        "started from an older checkpoint, or from the beginning"
+    ),
     "no_best": lambda e: (
         f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"
     ),
@@ -238,7 +252,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "not_excluded": lambda e: f"no further node is excluded: {e['reason']}",
     "failed": _failed,
     "cancelled": lambda e: f"cancelled{at_step(e['step'])}; it will not run again",
-    "completed": lambda e: f"completed{at_step(e['step'])} after {counted(e['attempts'], 'attempt')}",
+    "completed": _completed,
 }
 
 

@@ -11,7 +11,20 @@ import pytest
 from clusterddp import __version__
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef.differences import list_differences
-from clusterddp.jobdef.job import Checkpointing, Job, Keep, Limits, ProfiledSteps, Resume, Timeouts, Wandb, Watchdog
+from clusterddp.jobdef.job import (
+    Checkpointing,
+    Done,
+    Job,
+    Keep,
+    Limits,
+    Mlflow,
+    ProfiledSteps,
+    Resume,
+    StopSignal,
+    Timeouts,
+    Wandb,
+    Watchdog,
+)
 from clusterddp.jobdef.load import from_values, load, load_resolved
 from clusterddp.jobdef.profiles import Profile, read_profiles
 from clusterddp.jobdef.schema import READERS
@@ -21,6 +34,8 @@ job_name: digits
 script: train.py
 args: [--lr, 1e-4, --name, no, 0123, "", 'two words', ~]
 resume: {checkpoint: "{run_dir}/*.pt", args: [--resume]}
+done: {log: epochs completed}
+stop: {signal: USR1}
 nodes: 2
 gpus_per_node: a100:4
 gpus_per_rank: 2
@@ -60,6 +75,7 @@ preflight: true
 profile: {steps: 3, at: 7, ranks: "0-1"}
 tensorboard: true
 wandb: {project: digits, entity: lab, group: "7", mode: offline}
+mlflow: {experiment: digits, tracking_uri: "http://mlflow:5000"}
 """
 
 
@@ -89,6 +105,8 @@ def test_every_field_is_read(folder: Path) -> None:
         script=str(folder / "train.py"),
         args=("--lr", "1e-4", "--name", "no", "0123", "", "two words", "~"),
         resume=Resume(("{run_dir}/*.pt",), ("--resume",)),
+        done=Done(log="epochs completed"),
+        stop=StopSignal("USR1"),
         nodes=2,
         gpus_per_node=4,
         gpus_per_rank=2,
@@ -128,6 +146,7 @@ def test_every_field_is_read(folder: Path) -> None:
         profile=ProfiledSteps(3, 7, (0, 1)),
         tensorboard=True,
         wandb=Wandb("digits", "lab", "7", "offline"),
+        mlflow=Mlflow("digits", "http://mlflow:5000"),
     )
 
 
