@@ -72,6 +72,8 @@ class OwnCheckpoints:
     def __init__(self, run: RunDirectory, job: Job, number: int, events: Iterable[Mapping[str, Any]]) -> None:
         self._run, self._job, self._number = str(run), job, number
         self._earlier = [event for event in events if event["attempt"] < number]
+        #: What the script has said it will continue from, which need not match a pattern.
+        self._saved = [event["file"] for event in self._earlier if event["event"] == "saved"][-1:]
         self._began = min((event["time"] for event in self._earlier), default=time.time())
         #: The newest complete one that is known; at first that from which the attempt continues.
         self.newest: OwnCheckpoint | None = None
@@ -122,7 +124,7 @@ class OwnCheckpoints:
     def _look(self) -> Found:
         if self._job.resume is None:
             return Found()
-        found = find(self._job.resume, self._run, self._began)
+        found = find(self._job.resume, self._run, self._began, self._saved)
         self.newest = found.newest or self.newest
         return found
 
@@ -141,10 +143,10 @@ class OwnCheckpoints:
         return str(Path(path).relative_to(self._run)) if Path(path).is_relative_to(self._run) else path
 
 
-def find(resume: Resume, run_dir: str, since: float) -> Found:
+def find(resume: Resume, run_dir: str, since: float, also: Sequence[str] = ()) -> Found:
     """The newest complete checkpoint that was written after ``since``, the run's begin, in unix seconds.
 
-    An older one is of another training, which this run must not continue.
+    An older one is of another training, which this run must not continue. ``also``: further files or folders.
     """
     folder = str(Path.cwd())
     paths = {
@@ -152,6 +154,7 @@ def find(resume: Resume, run_dir: str, since: float) -> Found:
         for pattern in resume.checkpoint
         for path in glob.glob(fill_pattern(pattern, run_dir), recursive=True)  # noqa: PTH207
     }
+    paths.update(path for path in also if os.path.lexists(path))
     passed_over: list[tuple[str, str]] = []
     matches = sorted(filter(None, map(_match, sorted(paths))), key=lambda match: match.order, reverse=True)
     for index, match in enumerate(matches):

@@ -204,6 +204,16 @@ def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> N
     assert begun(run, 0, [])[1] == "attempt 0: not used: a.pt: it is older than this run"
 
 
+def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> None:
+    """`clusterddp.requeue(saved=...)`: the stop's own checkpoint is the newest."""
+    zipped(run.path / "a.pt")
+    at(run.path / "a.pt", 106)
+    zipped(run.path / "stop" / "last.pth")
+    earlier = [event(0, 50.0, "started"), event(0, 119.0, "saved", file=str(run.path / "stop" / "last.pth"))]
+    assert "resumed from stop/last.pth, " in begun(run, 1, [*earlier, event(0, 120.0, "requeued")])[1]
+    assert progress(earlier, 0, None, 130.0).saved
+
+
 def test_the_ranks_variables_have_their_placeholders_filled_in(run: RunDirectory) -> None:
     """Except where only the rank knows a value: it fills in the whole variable."""
     zipped(run.path / "a.pt")
