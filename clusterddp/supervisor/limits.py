@@ -134,7 +134,8 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
         return f"limits.gpu_hours ({job.limits.gpu_hours:g}) reached: {hours:.2f} used"
     if _fruitless(job, events) >= FRUITLESS:
         ended = "failed" if events[-1]["event"] == "restarted" else "reached their time limit (request more time)"
-        return f"{FRUITLESS} consecutive attempts {ended} without reaching a new checkpoint"
+        which = f" that matches {' or '.join(job.resume.checkpoint)}" if job.resume else ""
+        return f"{FRUITLESS} consecutive attempts {ended} without reaching a new checkpoint{which}"
     return None
 
 

@@ -25,8 +25,10 @@ from clusterddp.jobdef.placeholders import OF_RANK, fill, fill_pattern, used
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.rundir.run_directory import RunDirectory
 
-#: Seconds between two looks for a new checkpoint while the ranks run.
-LOOK_S = 30.0
+#: Seconds between two looks for a new checkpoint while the ranks run; at least RARELY times what a look takes.
+LOOK_S, RARELY = 30.0, 50
+#: Seconds that the supervisor waits for the look at the end of an attempt.
+LAST_LOOK_S = 5.0
 #: Names that are given to a file while it is being written.
 _TEMPORARY = re.compile(r"\.(tmp|part)(?![a-z])", re.IGNORECASE)
 #: The most files of which it is said why they were passed over.
@@ -99,10 +101,11 @@ class OwnCheckpoints:
 
         Some scripts save the state again that they have just loaded: that is no new one.
         """
-        last, loaded = self._job.resume is None, self.newest and self.newest.content
+        last, loaded, pause_s = self._job.resume is None, self.newest and self.newest.content, LOOK_S
         while not last:
-            last, known = ended.wait(LOOK_S), self.newest
+            last, known, began = ended.wait(pause_s), self.newest, time.monotonic()
             found = self._look().newest
+            pause_s = max(LOOK_S, RARELY * (time.monotonic() - began))
             if found is not None and found != known and (found.content is None or found.content != loaded):
                 record(self._described(found))
 
