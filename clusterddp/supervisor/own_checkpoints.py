@@ -31,6 +31,10 @@ LOOK_S, RARELY = 30.0, 50
 LAST_LOOK_S = 5.0
 #: Names that are given to a file while it is being written.
 _TEMPORARY = re.compile(r"\.(tmp|part)(?![a-z])", re.IGNORECASE)
+#: Files of a folder that hold a state. Others may be empty: markers, logs, a patch of the code.
+_DATA = frozenset(
+    (".bin", ".ckpt", ".distcp", ".h5", ".json", ".npy", ".npz", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
+)
 #: The most files of which it is said why they were passed over.
 MOST_TOLD = 5
 
@@ -227,13 +231,13 @@ def _why_incomplete(path: str) -> str | None:
 
 
 def _why_file(file: Path, inside: bool = False) -> str | None:
-    """``inside`` a folder, an empty file without a suffix is a marker."""
+    """``inside``: of a folder."""
     if _TEMPORARY.search(file.name):
         return "a temporary file"
     with open(file, "rb") as opened:
         size, begin = os.fstat(opened.fileno()).st_size, opened.read(8)
         if size == 0:
-            return None if inside and not file.suffix else "empty"
+            return None if inside and file.suffix not in _DATA else "empty"
         if file.suffix == ".safetensors":
             length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
             return "cut off" if 8 + length > size else _why_safetensors(opened.read(length), size - 8 - length)

@@ -114,7 +114,7 @@ def test_each_way_to_be_cut_off_has_its_reason(run: RunDirectory) -> None:
 
 
 def test_a_folder_is_complete_with_all_that_the_one_before_has(run: RunDirectory) -> None:
-    """Numbers in names, such as ranks, may differ; a file without a suffix may be empty."""
+    """Numbers in names, such as ranks, may differ; files that hold no state may be empty."""
     for step, files in (
         (4, ("model.pt", "random_states_0.pkl")),
         (8, ("model.pt", "random_states_3.pkl")),
@@ -123,12 +123,13 @@ def test_a_folder_is_complete_with_all_that_the_one_before_has(run: RunDirectory
         for name in files:
             zipped(run.path / f"step_{step}" / name)
             at(run.path / f"step_{step}" / name, step)
-    (run.path / "step_8" / "done").touch()
-    os.utime(run.path / "step_8" / "done", (8, 8))
+    for name in ("done", "code.patch"):
+        (run.path / "step_8" / name).touch()
+        at(run.path / "step_8" / name, 8)
     (run.path / "step_16").mkdir()
     found, passed = newest(run, "{run_dir}/step_*")
     assert found == "step_8"
-    assert passed == [("step_16", "an empty folder"), ("step_12", "done is missing, which step_8 has")]
+    assert passed == [("step_16", "an empty folder"), ("step_12", "code.patch is missing, which step_8 has")]
     (run.path / "step_12" / "model.pt").write_bytes(b"")
     assert ("step_12", "model.pt: empty") in newest(run, "{run_dir}/step_*")[1]
 
