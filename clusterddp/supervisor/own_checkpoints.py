@@ -181,7 +181,8 @@ def _content(path: str) -> int | None:
     """A hash of the checksums of the tensors in a file of ``torch.save``; None if there are none."""
     try:
         with zipfile.ZipFile(path) as file:
-            sums = [(entry.filename, entry.CRC) for entry in file.infolist() if "/data/" in entry.filename]
+            parts = [(entry.filename.partition("/")[2], entry.CRC) for entry in file.infolist()]
+        sums = [(name, crc) for name, crc in parts if name.startswith("data/")]
     except (OSError, zipfile.BadZipFile, ValueError):  # another format
         return None
     return hash(tuple(sums)) if any(crc for _, crc in sums) else None
