@@ -49,7 +49,7 @@ from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.messages import end_of_file
 from clusterddp.supervisor.monitor import Monitor
-from clusterddp.supervisor.own_checkpoints import OwnCheckpoints
+from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.state import (
     Action,
@@ -174,7 +174,7 @@ class Attempt:
                 self._handle(*self._events.get())
             self._write_timing(self._timing.last)
             self._ended.set()
-            looks.join()
+            looks.join(LAST_LOOK_S)  # a requeue does not wait for a disk
             self._writes.put(None)
             history.join()
 
