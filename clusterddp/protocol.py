@@ -85,10 +85,12 @@ PHASES: Mapping[str, str] = {
 
 #: How an attempt can end so that the run continues, now or later.
 _ENDS: Mapping[str, Event] = {
-    "restarted": Event("reason cause step checkpoint", "the ranks are restarted in place"),
-    "requeued": Event("reason cause step checkpoint window_s", "the job is requeued"),
-    "resubmitted": Event("reason cause step checkpoint job", "the run continues as job `job`"),
-    "stopped": Event("reason cause step checkpoint then?", "the run can be continued"),
+    "restarted": Event("reason cause step checkpoint file?", "the ranks are restarted in place"),
+    "requeued": Event("reason cause step checkpoint file? window_s", "the job is requeued"),
+    "resubmitted": Event("reason cause step checkpoint file? job", "the run continues as job `job`"),
+    "stopped": Event(
+        "reason cause step checkpoint file? then?", "the run can be continued; `file`: the script's own checkpoint"
+    ),
 }
 
 #: ``then`` of an attempt that is ``stopped`` while Slurm is requeueing its job by itself.
@@ -132,6 +134,12 @@ EVENTS: Mapping[str, Event] = {
         "the user asked for `request`; the next jobs exclude `nodes` for a day; a profile is of `steps` on `ranks`; "
         "`batches` are to be skipped",
     ),
+    "own_resume": Event(
+        "file? written? before_s? arguments? passed_over? patterns? from_start?",
+        "the attempt continues from the script's own checkpoint `file`, with these arguments; without `file`: none of "
+        "`patterns` matches a complete one",
+    ),
+    "own_checkpoint": Event("file written", "the script has written a complete checkpoint of its own"),
     "controller_away": Event("error", "Slurm's controller is unreachable; training continues"),
     "controller_back": Event("", "Slurm's controller answers again"),
     "controller_missing": Event("error", "Slurm's commands are not installed here"),
@@ -266,6 +274,13 @@ DEVICE_MEMORY = Variable(
 TERM_NOTICE_S = Variable(
     "CLUSTERDDP_TERM_NOTICE_S", "rank's entry point to clusterddp.init(): seconds from TERM to KILL, if known"
 )
+CHECKPOINT = Variable(
+    "CLUSTERDDP_CHECKPOINT",
+    "supervisor to ranks and scripts: the script's own checkpoint that the attempt continues from",
+)
+PLACEHOLDERS = Variable(
+    "CLUSTERDDP_PLACEHOLDERS", "supervisor to ranks: the variables whose placeholders each rank fills in"
+)
 CODE = Variable("CLUSTERDDP_CODE", "supervisor to ranks and scripts: the snapshot of the code, if the run uses one")
 CHECKOUT = Variable("CLUSTERDDP_CHECKOUT", "supervisor to ranks and scripts: the repository that it is a copy of")
 RUNS = Variable("CLUSTERDDP_RUNS", "user to submit and launch(): the folder for new run directories, instead of ./runs")
@@ -281,5 +296,5 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 #: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
-    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY, STOP_SIGNAL),
+    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL),
 )

@@ -14,7 +14,8 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from clusterddp.jobdef.job import MOST_PROFILED_STEPS, Job, Keep, ProfiledSteps, Wandb, Watchdog, written
+from clusterddp.jobdef import presets
+from clusterddp.jobdef.job import MOST_PROFILED_STEPS, Job, Keep, ProfiledSteps, Resume, Wandb, Watchdog, written
 from clusterddp.jobdef.load import RUN_FORMAT
 from clusterddp.jobdef.schema import INSTEAD_OF_OPTION, ONE_GPU_PER_TASK, PROJECT, READERS, SET_FOR_RANKS, WORDS
 
@@ -157,6 +158,16 @@ _OF_KEY: Mapping[str, Schema] = {
     "time": _either(_count(), {"type": "string", "pattern": r"^([0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}$"}),
     **dict.fromkeys(WORDS, _text(_WORD)),
     "mem": _either(_count(0), {"type": "string", "pattern": "^[0-9]+([KMGTkmgt][Bb]?)?$"}),
+    "resume": _either(
+        {"enum": presets.names()},
+        _section(
+            Resume,
+            preset={"enum": presets.names()},
+            checkpoint=_either(_text(), {"type": "array", "items": _text(), "minItems": 1}),
+            args=_list(),
+            replace=_list(),
+        ),
+    ),
     "snapshot": _either({"type": "boolean"}, {"type": "string", "pattern": "^[1-9][0-9]{0,5}[MG]$"}),
     "hook": _either(_list(minItems=1), _text()),
     "setup": _either(_list(), _text()),

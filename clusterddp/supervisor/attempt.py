@@ -48,6 +48,7 @@ from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.messages import end_of_file
 from clusterddp.supervisor.monitor import Monitor
+from clusterddp.supervisor.own_checkpoints import OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.state import (
     Action,
@@ -106,6 +107,7 @@ class Attempt:
         self._timers = {Timer.LOOK: 0.0, Timer.WATCHDOG: 0.0}
         self._watch = self._new_watch()
         began = min((event["time"] for event in self._history.events), default=time.time())
+        self._own, self._ended = OwnCheckpoints(run, job, number, self._history.events), threading.Event()
         self._timing, self._timing_file = TimingLines(number, job.world_size, began), TimingFile(run)
         #: What the thread of the history has to do; None: nothing more.
         self._writes: queue.Queue[Callable[[], Any] | None] = queue.Queue()
@@ -147,17 +149,20 @@ class Attempt:
         logs = self._run.attempt_logs(self._number)
         self._launched = time.time()
         self._launcher.failed = lambda rank: self.post(RankFailed(rank))
-        self._launcher.start(rank_command(self._job, self._number), self._environment(token), logs)
+        resumed = self._own.begin()
+        self._launcher.start(rank_command(self._job, self._own.newest is not None), self._environment(token), logs)
         margin_s = lambda: self._state.stop_margin_s  # noqa: E731
         self._monitor = Monitor(self._controller, self._run, self._number, self.post, margin_s, self._fail)
         for write in (
             partial(self._record_address, token),
             self._tell_notice,
             self._record_start,
+            lambda: self._history.add("own_resume", **resumed) if resumed else None,
             lambda: self._start("launcher", self._wait),  # no attempt ends before its start is recorded
         ):
             self._writes.put(write)
         history = self._start("history", self._write)
+        looks = self._start("own checkpoints", lambda: self._own.watch(self._ended, self._record_own))
         try:
             while self._state.exit_code is None:
                 self._handle(*self._next_event())
@@ -167,12 +172,14 @@ class Attempt:
             while not self._events.empty():  # the last reports of the ranks
                 self._handle(*self._events.get())
             self._write_timing(self._timing.last)
+            self._ended.set()
+            looks.join()
             self._writes.put(None)
             history.join()
 
     def _environment(self, token: str) -> dict[str, str]:
         """The environment of the ranks."""
-        environ = {**os.environ, **self._job.env}
+        environ = {**os.environ, **self._own.variables()}
         if self._code is not None:
             environ |= mapped_variables(environ, self._code.checkout, str(self._code.folder(self._run)))
         used = [event["bytes"] for event in self._history.events if event["event"] == "device_memory"]
@@ -312,6 +319,9 @@ class Attempt:
             self._history.add(event, at, **values)
         except _MALFORMED as error:
             say(f"not recorded: {event!r}: {error!r}")
+
+    def _record_own(self, checkpoint: Mapping[str, Any]) -> None:
+        self._writes.put(lambda: self._history.add("own_checkpoint", **checkpoint))
 
     def _record_address(self, token: str) -> None:
         """Where the user's requests reach this process."""

@@ -78,7 +78,7 @@ def main() -> None:
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
     code_paths.use_snapshot()
     collect_rarely()
-    command = whole_command(sys.argv[1:], run)
+    command = filled(whole_command(sys.argv[1:], run), ranks)
     if ranks.rank == 0:
         control_channel.report("phase", phase="importing")
     values, code = run_script(command)
@@ -97,9 +97,29 @@ def whole_command(command: list[str], run: RunDirectory) -> list[str]:
         return command
     from clusterddp.jobdef.load import load_resolved
 
-    job = load_resolved(run.job_file)
-    resume = job.args_on_resume if int(os.environ[protocol.ATTEMPT]) > 0 else ()
-    return [*command[: len(command) - len(job.args) - len(resume)], *job.args, *resume]
+    words = load_resolved(run.job_file).arguments(protocol.CHECKPOINT in os.environ)
+    return [*command[: len(command) - len(words)], *words]
+
+
+def filled(command: list[str], ranks: environment.RankEnvironment) -> list[str]:
+    """The command with this rank's values in place of the placeholders in its arguments, and in the job's variables."""
+    if not any("{" in word for word in command) and protocol.PLACEHOLDERS not in os.environ:
+        return command
+    from clusterddp.jobdef.placeholders import fill
+
+    values = {
+        "checkpoint": os.environ.get(protocol.CHECKPOINT, ""),
+        "run_dir": os.environ[protocol.RUN_DIR],
+        "attempt": os.environ[protocol.ATTEMPT],
+        "node_rank": str(ranks.node_rank),
+        "nodes": str(ranks.world_size // ranks.local_world_size),
+        "master_addr": os.environ["MASTER_ADDR"],
+        "master_port": os.environ["MASTER_PORT"],
+    }
+    for name in os.environ.get(protocol.PLACEHOLDERS, "").split():
+        os.environ[name] = fill(os.environ[name], values)
+    target = 2 if command[0] == "-m" else 1
+    return [*command[:target], *(fill(word, values) for word in command[target:])]
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:

@@ -76,6 +76,7 @@ EXAMPLES = {
     ),
     "config show": "clusterddp config show jobs/digits.yaml --origin --nodes 4",
     "config validate": "clusterddp config validate jobs/*.yaml .clusterddp/config.yaml",
+    "config presets": "clusterddp config presets\nclusterddp config presets timm",
     "config schema": "clusterddp config schema",
     "bench": "clusterddp bench collectives -p gpu --nodes 2 --gpus 8",
     "list": "clusterddp list --show loss --state running,pending",

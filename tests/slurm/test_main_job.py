@@ -163,7 +163,8 @@ def test_a_script_that_does_not_use_clusterddp_is_restarted(cluster: Cluster, ru
     definition = runs / "plain.yaml"
     script = cluster.source / "tests" / "scripts" / "plain_ddp.py"
     definition.write_text(
-        f"{{script: {script}, args: [{runs}/own.pt, 60, 0.1], args_on_resume: [--again], "
+        f"{{script: {script}, args: [{runs}/own.pt, 60, 0.1], "
+        f"resume: {{checkpoint: {runs}/own.pt, args: [--again]}}, "
         "nodes: 2, gpus_per_node: 1, device: cpu, partition: low}"
     )
     submit(cluster, run, str(definition))

@@ -165,7 +165,13 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "script": (["train.py"], ["[train.py]", "{a: b}", '""']),
     "module": (["package.train"], ["1a", "a b", "a/b", "[a]"]),
     "args": _ARGUMENTS,
-    "args_on_resume": _ARGUMENTS,
+    "resume": (
+        [
+            "timm", "{checkpoint: out/*.pth}", "{checkpoint: [a, '{run_dir}/b'], args: [--resume, '{checkpoint}']}",
+            "{preset: mae, checkpoint: a.pt}", "{checkpoint: a.pt, replace: []}",
+        ],
+        ["tim", "[timm]", "{checkpoint: []}", "{checkpoint: {a: b}}", "{check: a.pt}", "{preset: x}", "true"],
+    ),
     "done": (
         ["out/epoch_90.pt", "'{run_dir}/*.done'", "{log: epochs completed}"],
         ["[a]", '""', "{}", "{log: }", "{x: 1}"],

@@ -18,6 +18,7 @@ from clusterddp.jobdef.job import (
     Keep,
     Limits,
     ProfiledSteps,
+    Resume,
     StopSignal,
     Timeouts,
     Wandb,
@@ -31,7 +32,7 @@ EVERYTHING = """\
 job_name: digits
 script: train.py
 args: [--lr, 1e-4, --name, no, 0123, "", 'two words', ~]
-args_on_resume: [--resume]
+resume: {checkpoint: "{run_dir}/*.pt", args: [--resume]}
 done: {log: epochs completed}
 stop: {signal: USR1}
 nodes: 2
@@ -101,7 +102,7 @@ def test_every_field_is_read(folder: Path) -> None:
         name="digits",
         script=str(folder / "train.py"),
         args=("--lr", "1e-4", "--name", "no", "0123", "", "two words", "~"),
-        args_on_resume=("--resume",),
+        resume=Resume(("{run_dir}/*.pt",), ("--resume",)),
         done=Done(log="epochs completed"),
         stop=StopSignal("USR1"),
         nodes=2,
@@ -264,7 +265,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ('qos: ""', "expected text, got nothing"),
         ("mem: 64 GB", "expected memory such as 64G, with a unit"),
         ("args: --lr 1e-3", "expected a list such as [--lr, 1e-3], got '--lr 1e-3'"),
-        ("args: [a, ]\nargs_on_resume:\n  -\n", "3:"),
+        ("args: [a, ]\nresume:\n  checkpoint: a\n  args:\n    -\n", "5:"),
         ("args: [{a: 1}]", "got a mapping in it"),
         ("setup: {a: b}", "expected a list of shell lines"),
         ('setup: ["a\\x1bb"]', "expected shell lines without control characters"),
@@ -547,7 +548,7 @@ AWKWARD += [
     "job",
     [
         Job(name="x", module="m"),
-        Job(name="no", script="/data/a b/train.py", args=tuple(AWKWARD), args_on_resume=("0x10",)),
+        Job(name="no", script="/data/a b/train.py", args=tuple(AWKWARD), resume=Resume(("a.pt",), ("0x10",))),
         Job(name="x", module="m", env={f"V{n}": text for n, text in enumerate(AWKWARD)} | {"no": "y", "Y": "1_0"}),
         Job(name="x", module="m", sbatch={"exclusive": True, "hold": False, "comment": "true", "nice": "100"}),
         Job(name="1e3", module="m", gpus_per_node=4, gpu_type="1g.5gb", time_s=217805, partition="on", account="007"),
