@@ -125,6 +125,16 @@ class Wandb:
 
 
 @dataclass(frozen=True)
+class Mlflow:
+    """The MLflow run that has this run's metrics."""
+
+    experiment: str | None = None
+    """Its experiment, created if it does not exist; None: ``job_name``."""
+    tracking_uri: str | None = None
+    """The server, such as ``http://mlflow:5000``; None: as in the variable MLFLOW_TRACKING_URI, or MLflow's default."""
+
+
+@dataclass(frozen=True)
 class Resume:
     """How a script that saves and loads its own checkpoints continues from the newest complete one."""
 
@@ -287,6 +297,9 @@ class Job:
     wandb: Wandb | None = None
     """Also sends the metrics to W&B: ``true``, a project, or ``{project: digits, entity: lab, mode: offline}``; None:
     no."""
+    mlflow: Mlflow | None = None
+    """Also sends the metrics to MLflow: ``true``, an experiment, or ``{experiment: digits, tracking_uri: URL}``; None:
+    no."""
 
     def arguments(self, resumes: bool) -> tuple[str, ...]:
         """The script's arguments, with their placeholders. ``resumes``: from a checkpoint of its own."""
@@ -365,6 +378,7 @@ def written(job: Job) -> dict[str, Any]:
     values["progress"] = job.progress or "off"
     values["profile"] = job.profile and _profile_values(job.profile)
     values["wandb"] = job.wandb and (_given(job.wandb) or True)
+    values["mlflow"] = job.mlflow and (_given(job.mlflow) or True)
     values["limits"] = _given(job.limits)
     values["done"] = job.done and (job.done.file or _given(job.done))
     values["stop"] = _given(job.stop)
@@ -393,7 +407,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 _NEW = {"gpu_request": "gpus-per-node", "keep_logs": 50, "preflight": False, "progress": 10.0, "tensorboard": False}
 
 
-def _given(section: Limits | Wandb | Done | StopSignal | Resume) -> dict[str, Any]:
+def _given(section: Limits | Wandb | Mlflow | Resume | Done | StopSignal) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(section).items() if value not in (None, ())}
 
 

@@ -15,7 +15,17 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from clusterddp.jobdef import presets
-from clusterddp.jobdef.job import MOST_PROFILED_STEPS, Job, Keep, ProfiledSteps, Resume, Wandb, Watchdog, written
+from clusterddp.jobdef.job import (
+    MOST_PROFILED_STEPS,
+    Job,
+    Keep,
+    Mlflow,
+    ProfiledSteps,
+    Resume,
+    Wandb,
+    Watchdog,
+    written,
+)
 from clusterddp.jobdef.load import RUN_FORMAT
 from clusterddp.jobdef.schema import INSTEAD_OF_OPTION, ONE_GPU_PER_TASK, PROJECT, READERS, SET_FOR_RANKS, WORDS
 
@@ -147,6 +157,7 @@ _WORD = r"""[^\s"'\\]+"""
 _WANDB = _section(
     Wandb, project=_text(PROJECT), entity=_text(_WORD), group=_text(), mode={"enum": ["online", "offline"]}
 )
+_MLFLOW = _section(Mlflow, experiment=_text(), tracking_uri=_text(_WORD))
 
 _OF_KEY: Mapping[str, Schema] = {
     "job_name": _text(r"[^\s/.-][^\s/]*", maxLength=200),
@@ -201,6 +212,7 @@ _OF_KEY: Mapping[str, Schema] = {
         ranks=_either(_RANK, {"type": "array", "items": _RANK, "minItems": 1}),
     ),
     "wandb": _either({"type": "boolean"}, {**_text(PROJECT), "type": "string"}, _WANDB),
+    "mlflow": _either({"type": "boolean"}, {**_text(), "type": "string"}, _MLFLOW),
     "watchdog": _either({"const": "off"}, _section(Watchdog)),
     "progress": _either({"const": "off"}, _OF_TYPE[float]),
     "done": _either(

@@ -177,21 +177,9 @@ def _places(fields: Fields, prefix: str = "") -> Origins:
 
 #: Keys of lists and mappings, whose values in ``--set`` are read as YAML: ``--set args=[--lr, 1e-3]``.
 _COLLECTIONS = {
-    *(
-        "args",
-        "resume",
-        "resume.checkpoint",
-        "resume.args",
-        "resume.replace",
-        "setup",
-        "env",
-        "sbatch",
-        "srun",
-        "checkpoint",
-        "checkpoint.every",
-        "checkpoint.keep",
-    ),
-    *("timeouts", "watchdog", "limits", "hook", "profile", "profile.ranks", "wandb", "done", "stop"),
+    *("args", "resume", "resume.checkpoint", "resume.args", "resume.replace", "setup", "env", "sbatch", "srun"),
+    *("checkpoint", "checkpoint.every", "checkpoint.keep"),
+    *("timeouts", "watchdog", "limits", "hook", "profile", "profile.ranks", "wandb", "mlflow", "done", "stop"),
 }
 
 

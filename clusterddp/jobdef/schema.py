@@ -15,6 +15,7 @@ from clusterddp.jobdef.job import (
     Done,
     Keep,
     Limits,
+    Mlflow,
     ProfiledSteps,
     Resume,
     StopSignal,
@@ -198,6 +199,18 @@ def _wandb(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     return {"wandb": Wandb(_PROJECT(node))}
 
 
+def _mlflow(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
+    """``true`` or ``false``, an experiment, or a mapping."""
+    if isinstance(node.value, dict):
+        return _section("mlflow", Mlflow, _MLFLOW)(node, mistakes)
+    if isinstance(node.value, bool):
+        return {"mlflow": Mlflow() if node.value else None}
+    if isinstance(node.value, (int, float)):  # a mapping's experiment may be one
+        expected = "true, false, an MLflow experiment, or a mapping such as {experiment: digits}"
+        raise Wrong(f"expected {expected}, got {quoted(node)}")
+    return {"mlflow": Mlflow(value.text(node))}
+
+
 def _done(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     """A file pattern, or ``{log: REGEX}``."""
     if not isinstance(node.value, dict):
@@ -212,6 +225,7 @@ def _done(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
 PROJECT = r"[^/\\#?%:\s][^/\\#?%:]{0,127}"
 _PROJECT = value.matching(PROJECT, "a W&B project of at most 128 characters without / \\ # ? % :")
 _WANDB = _fields(project=_PROJECT, entity=value.word, group=value.text, mode=value.choice("online", "offline"))
+_MLFLOW = _fields(experiment=value.text, tracking_uri=value.word)
 _SECONDS = value.positive("seconds")
 _RESUME = _fields(checkpoint=value.patterns, args=value.arguments, replace=value.arguments)
 _WATCHDOG = _fields(step_s=_SECONDS, start_s=_SECONDS, on_hang=value.choice("restart", "end"))
@@ -332,4 +346,5 @@ READERS: dict[str, Reader] = {
     "profile": _section("profile", ProfiledSteps, _PROFILE),
     "tensorboard": _field("tensorboard", value.truth),
     "wandb": _wandb,
+    "mlflow": _mlflow,
 }

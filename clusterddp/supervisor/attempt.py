@@ -37,6 +37,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
 from clusterddp.rundir.control_address import Address, write_address
+from clusterddp.rundir.files import write_atomically
 from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import TimingFile, TimingLines
@@ -182,10 +183,16 @@ class Attempt:
         environ = {**os.environ, **self._own.variables()}
         if self._code is not None:
             environ |= mapped_variables(environ, self._code.checkout, str(self._code.folder(self._run)))
+        before = [event for event in self._history.events if event["event"] not in protocol.WITHOUT_RANKS]
+        saved = [
+            event["file"] for event in before if event["event"] == "saved" and event["attempt"] == before[-1]["attempt"]
+        ]
         used = [event["bytes"] for event in self._history.events if event["event"] == "device_memory"]
         return {
             **environ,
+            **self._script_trackers(),
             **({protocol.DEVICE_MEMORY: str(used[-1])} if used else {}),
+            **({protocol.SAVED: saved[-1]} if saved else {}),
             **({protocol.STOP_SIGNAL: self._job.stop.signal} if self._job.stop.signal else {}),
             protocol.RUN_DIR: str(self._run),
             protocol.ATTEMPT: str(self._number),
@@ -198,6 +205,15 @@ class Attempt:
             protocol.PROFILE: "on" if self._is_profile_due() else "off",
             protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }
+
+    def _script_trackers(self) -> dict[str, str]:
+        """For trackers that the script itself uses, unless this run sends its metrics there."""
+        variables: dict[str, str] = {} if self._job.mlflow else {protocol.MLFLOW: "on"}
+        try:
+            return variables if self._job.wandb else {**variables, protocol.WANDB_NAME: tracker_id(self._run)}
+        except OSError as error:
+            say(f"cannot record an id for W&B ({error}): a W&B run that the script starts will not be continued")
+            return variables
 
     def _is_profile_due(self) -> bool:
         """Whether no attempt has begun to record the job definition's profile: one that failed is not repeated."""
@@ -410,6 +426,15 @@ def last_line(run: RunDirectory) -> Mapping[str, Any]:
     except OSError as error:
         say(f"cannot read the metrics ({error}): repeated steps will not be counted")
         return {}
+
+
+def tracker_id(run: RunDirectory) -> str:
+    """The run's name in trackers: random, as another run may have had the same run directory. Recorded when it is first
+    asked for; one process does so at a time, the run's supervisor. Raises OSError."""
+    with suppress(FileNotFoundError):
+        return run.tracker_id_file.read_text().strip()
+    write_atomically(run.tracker_id_file, f"{secrets.token_hex(4)}\n", mode=0o600)
+    return run.tracker_id_file.read_text().strip()
 
 
 def _nodes_of(controller: Controller) -> NodeNames:

@@ -47,6 +47,12 @@ SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
     ),
     ("Checkpoints", "", "clusterddp.checkpoint.checkpoint_folder", ["CheckpointFolder"]),
     ("", "", "clusterddp.jobdef.job", ["Checkpointing", "Keep"]),
+    (
+        "Loops without a context",
+        "For scripts that save by themselves and do not call `clusterddp.init()`.",
+        "clusterddp.training.script_loop",
+        ["stop_requested", "requeue"],
+    ),
     ("Launching", "", "clusterddp.api", ["launch", "sweep", "Handle", "Status"]),
     ("Ranks of any launcher", "", "clusterddp.environment", ["read", "RankEnvironment"]),
     ("Hugging Face Trainer", "", "clusterddp.integrations.transformers", None),

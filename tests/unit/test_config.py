@@ -222,6 +222,10 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
         ["true", "false", "digits", "my project", "{}", "{project: p, entity: lab, group: g, mode: offline}"],
         ["a/b", "3", "2.5", "[p]", "{project: 'a:b'}", "{mode: shared}", "{entity: a b}", "{id: 3}"],
     ),
+    "mlflow": (
+        ["true", "false", "digits", "my project", "{}", "{experiment: 3, tracking_uri: http://mlflow:5000}"],
+        ["3", "2.5", "[p]", "{tracking_uri: a b}", "{run_id: 3}"],
+    ),
 }  # fmt: skip
 
 

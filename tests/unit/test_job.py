@@ -17,6 +17,7 @@ from clusterddp.jobdef.job import (
     Job,
     Keep,
     Limits,
+    Mlflow,
     ProfiledSteps,
     Resume,
     StopSignal,
@@ -74,6 +75,7 @@ preflight: true
 profile: {steps: 3, at: 7, ranks: "0-1"}
 tensorboard: true
 wandb: {project: digits, entity: lab, group: "7", mode: offline}
+mlflow: {experiment: digits, tracking_uri: "http://mlflow:5000"}
 """
 
 
@@ -144,6 +146,7 @@ def test_every_field_is_read(folder: Path) -> None:
         profile=ProfiledSteps(3, 7, (0, 1)),
         tensorboard=True,
         wandb=Wandb("digits", "lab", "7", "offline"),
+        mlflow=Mlflow("digits", "http://mlflow:5000"),
     )
 
 
