@@ -105,7 +105,7 @@ def doubt(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
         return None
     begin = f"unconfirmed: the script exited with code 0 after {duration(ran[attempt])}"
     if any(_made_steps(by_attempt[number]) for number in [*before, attempt]):
-        return None if _made_steps(by_attempt[attempt]) else f"{begin} and made no step, as attempt {before[-1]} did"
+        return None if _made_steps(by_attempt[attempt]) else f"{begin} without making a step, unlike an earlier attempt"
     last = max(before)
     if ran[attempt] >= SHORT * ran[last]:
         return None

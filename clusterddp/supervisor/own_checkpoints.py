@@ -168,7 +168,7 @@ def find(resume: Resume, run_dir: str, since: float, also: Sequence[str] = ()) -
         if match.written_ns < since * 1e9:
             passed_over.append((match.path, "it is older than this run"))
             break
-        why = _why_incomplete(match.path) or _what_is_missing(match, matches[index + 1 :])
+        why = why_incomplete(match.path) or _what_is_missing(match, matches[index + 1 :])
         if why is None:
             newest = OwnCheckpoint(match.path, match.written_ns / 1e9, _content(match.path))
             return Found(newest, tuple(passed_over[:MOST_TOLD]))
@@ -209,12 +209,12 @@ def _files(folder: str) -> list[Path]:
 
 def _what_is_missing(match: _Match, older: Sequence[_Match]) -> str | None:
     """What a folder lacks that the one before it has: the script was stopped while it was writing it."""
-    before = next((one for one in older if one.names and _why_incomplete(one.path) is None), None)
+    before = next((one for one in older if one.names and why_incomplete(one.path) is None), None)
     lacking = sorted(before.names - match.names) if before is not None and match.names else []
     return f"{lacking[0]} is missing, which {os.path.basename(before.path)} has" if before and lacking else None  # noqa: PTH119
 
 
-def _why_incomplete(path: str) -> str | None:
+def why_incomplete(path: str) -> str | None:
     """Why a file or folder is no complete checkpoint; None if it may be one."""
     try:
         if not Path(path).is_dir():

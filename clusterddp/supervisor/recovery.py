@@ -64,14 +64,14 @@ class Recovery:
         verdict = judge(self._ends, exit_code, bool(self._state.told), ask, self._progress)
         if self._job.done is None or verdict.action is Action.CANCEL or verdict.cause is Cause.SUPERSEDED:
             return verdict
-        mark = _until_answered(partial(done.found, self._run, self._job))
+        is_done, found = _until_answered(partial(done.look, self._run, self._job, self._history.events))
         completes = verdict.action is Action.COMPLETE
-        if mark is not None:
-            reason = f"done: {mark}{'' if completes else f'; the last attempt: {verdict.reason}'}"
+        if is_done:
+            reason = f"done: {found}{'' if completes else f'; the last attempt: {verdict.reason}'}"
             return replace(verdict, action=Action.COMPLETE, reason=reason, because="")
         if not completes:
             return verdict
-        return Verdict(Action.RESTART, f"all ranks exited with code 0, but {done.missing(self._job.done)}")
+        return Verdict(Action.RESTART, f"all ranks exited with code 0 without the mark of `done`: {found}")
 
     def _doubt(self) -> str | None:
         """Why exit code 0 may not mean that the script is done; None: it does, as far as is known."""
