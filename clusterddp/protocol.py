@@ -160,6 +160,9 @@ HOOK_EVENTS: Mapping[str, str] = {
 
 # --- the control channel: one JSON object per line
 
+#: How the name of a folder begins in which a rank writes a script's own save, beside the file that it replaces.
+SAVING = ".clusterddp-save-"
+
 #: What a device does, in a heartbeat: the rank's own work, a wait for other ranks, or nothing, as the host gave it
 #: nothing else to do.
 OWN, WAIT, IDLE = "own", "wait", "idle"
@@ -256,6 +259,8 @@ CHECK_RESUME = Variable(
     "submit --check-resume to ranks: STEPS:FOLDER, when to stop and where to record steps",
 )
 WATCHDOG = Variable("CLUSTERDDP_WATCHDOG", "supervisor to ranks: on or off")
+PROTECT_SAVES = Variable("CLUSTERDDP_PROTECT_SAVES", "supervisor to ranks: off if the script's saves are left alone")
+SEE_STEPS = Variable("CLUSTERDDP_SEE_STEPS", "supervisor to ranks: off if torch's optimizer steps are not counted")
 DEVICE_MEMORY = Variable(
     "CLUSTERDDP_DEVICE_MEMORY", "supervisor to ranks: bytes that an earlier attempt used on each GPU, if known"
 )
@@ -273,5 +278,5 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 #: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
-    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY),
+    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, PROTECT_SAVES, SEE_STEPS, DEVICE_MEMORY),
 )

@@ -187,6 +187,8 @@ class Attempt:
             protocol.TOKEN: token,
             protocol.USR2_NOTICE_S: str(self._state.stop_margin_s),
             protocol.WATCHDOG: "on" if self._watch else "off",
+            protocol.PROTECT_SAVES: "on" if self._job.protect_saves else "off",
+            protocol.SEE_STEPS: "on" if self._job.see_steps else "off",
             protocol.PROFILE: "on" if self._is_profile_due() else "off",
             protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }

@@ -32,7 +32,7 @@ from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import code_paths, completion, control_channel, rank_exit
+from clusterddp.worker import code_paths, completion, control_channel, own_saves, rank_exit
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.stacks import stacks
 
@@ -75,6 +75,8 @@ def main() -> None:
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
     code_paths.use_snapshot()
+    if os.environ.get(protocol.PROTECT_SAVES) != "off":
+        own_saves.protect(str(run), int(os.environ[protocol.ATTEMPT]), _used_clusterddp)
     collect_rarely()
     command = whole_command(sys.argv[1:], run)
     if ranks.rank == 0:
