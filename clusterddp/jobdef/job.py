@@ -324,7 +324,8 @@ def written(job: Job) -> dict[str, Any]:
     values["profile"] = job.profile and _profile_values(job.profile)
     values["wandb"] = job.wandb and (_given(job.wandb) or True)
     values["limits"] = _given(job.limits)
-    return {renamed.get(name, name): value for name, value in values.items() if name not in ("gpu_type", "min_nodes", "see_steps", "step_log")}
+    inside_others = ("gpu_type", "min_nodes", "see_steps", "step_log")
+    return {renamed.get(name, name): value for name, value in values.items() if name not in inside_others}
 
 
 def one_line(value: Any) -> str:
@@ -347,8 +348,12 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 #: Keys that older versions do not know, with their defaults.
 _NEW = {
-    **{"gpu_request": "gpus-per-node", "keep_logs": 50, "preflight": False, "progress": 10.0, "tensorboard": False},
+    "gpu_request": "gpus-per-node",
+    "keep_logs": 50,
+    "preflight": False,
+    "progress": 10.0,
     "protect_saves": True,
+    "tensorboard": False,
 }
 
 

@@ -189,7 +189,8 @@ def _step_pattern(node: Node) -> str:
         problem = "has no such group" if "(" not in node.text else "has other groups"
     except re.error as error:
         problem = str(error)
-    raise Wrong(f"expected a regular expression with one group, the step, such as 'iter (\\d+)'; {node.text!r} {problem}")
+    expected = "a regular expression with one group, the step, such as 'iter (\\d+)'"
+    raise Wrong(f"expected {expected}; {node.text!r} {problem}")
 
 
 def _progress(node: Node, _: list[Mistake]) -> dict[str, Any]:

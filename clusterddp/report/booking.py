@@ -214,7 +214,7 @@ def _attempts(events: Sequence[Event]) -> list[_Attempt]:
     own: dict[int, list[Event]] = {}
     for event in events:
         own.setdefault(event["attempt"], []).append(event)
-    loops = any(event["event"] in ("training", "resumed") for event in events)
+    loops = any(event["event"] in ("training", "resumed", "steps_seen") for event in events)
     acted = {number for number, found in own.items() if any(e["event"] not in ("submitted", "forked") for e in found)}
     return [_Attempt(number, own[number], loops) for number in sorted(acted)]
 

@@ -71,6 +71,7 @@ from clusterddp.supervisor.state import (
     TermNotice,
     Timer,
 )
+from clusterddp.supervisor.step_log import StepLog
 from clusterddp.supervisor.verdict import RankEnd
 from clusterddp.worker.code_paths import mapped_variables
 
@@ -107,6 +108,8 @@ class Attempt:
         self._watch = self._new_watch()
         began = min((event["time"] for event in self._history.events), default=time.time())
         self._timing, self._timing_file = TimingLines(number, job.world_size, began), TimingFile(run)
+        #: Reads the steps of a script that does not use clusterddp, where the job says how.
+        self._step_log: StepLog | None = None
         #: What the thread of the history has to do; None: nothing more.
         self._writes: queue.Queue[Callable[[], Any] | None] = queue.Queue()
 
@@ -158,12 +161,16 @@ class Attempt:
         ):
             self._writes.put(write)
         history = self._start("history", self._write)
+        if self._job.step_log is not None:
+            self._step_log = StepLog(self._run, self._number, self._job.step_log, self.post)
         try:
             while self._state.exit_code is None:
                 self._handle(*self._next_event())
         finally:
             self._monitor.close()
             self._server.close()
+            if self._step_log is not None:
+                self._step_log.close(read_rest=not self._state.superseded)
             while not self._events.empty():  # the last reports of the ranks
                 self._handle(*self._events.get())
             self._write_timing(self._timing.last)
@@ -239,6 +246,9 @@ class Attempt:
         if isinstance(event, BaseException):
             raise event
         self._tell_hook(now, event)
+        if self._step_log is not None and isinstance(event, RankEvent) and event.name == "progress":
+            self._step_log.close()  # the script has a loop of clusterddp, which writes the metrics itself
+            self._step_log = None
         try:
             self._state, actions = decide.step(self._state, event, now)
             for action in actions:
@@ -293,6 +303,8 @@ class Attempt:
             case Do.RESET_WATCHDOG:
                 self._watch = self._new_watch()
             case Do.FENCE:
+                if self._step_log is not None:
+                    self._step_log.close()
                 self._history.close()
                 self._timing_file.close()
                 self._server.close()

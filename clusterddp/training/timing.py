@@ -180,6 +180,21 @@ class StepTimes:
             self._step.done = self._clock.mark()
             self._working = False
 
+    def turn(self) -> None:
+        """A step ends and the next one begins, for a loop of which nothing else is known. The first call is the end of
+        the first step, which is not timed."""
+        mark, step = self._clock.mark(), self._step
+        if step is None:
+            self._warm = True
+        else:
+            step.done = step.left = mark
+            self._pending.append(step)
+            if self._wanted or len(self._pending) >= BATCH:
+                self._count_passed()
+        self._step = following = _Step(mark)
+        following.begun = mark
+        self._working, self._reducing = True, False
+
     def leave(self) -> None:
         """The loop has ended, but for the save at its end. Called again, counts steps that a GPU has made meanwhile."""
         self._leave()
@@ -300,7 +315,8 @@ class StepTimes:
             aside_s = sum(map(between, step.asides[::2], step.asides[1::2]))
         own_s = max(0.0, between(step.begun, step.done) - (wait_s - late_s) - aside_s)
         seconds = (between(step.asked, step.begun), own_s, wait_s, between(step.done, step.left) - late_s)
-        self._clock.reuse(step.marks()[1:])
+        marks = step.marks()
+        self._clock.reuse(marks[1:] if step.begun is not step.asked else [step.asked, *marks[4:]])
         if not self._warm:
             self._warm = True
             return

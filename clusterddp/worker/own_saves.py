@@ -20,7 +20,7 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,8 +34,12 @@ from clusterddp.worker.import_hook import when_imported
 DEFERRED = [signal.SIGTERM]
 #: These lead to what is open already.
 _OPEN_FILES = ("/proc/", "/dev/fd/", "/dev/std")
-#: Bytes that fit on no full disk.
-_PROBE = bytes(1 << 20)
+#: Bytes that do not fit on a full disk.
+PROBE_BYTES = 1 << 20
+
+
+#: Entered around each save; who times the script's steps replaces it.
+around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def protect(run: str, attempt: int, handles_stops: Callable[[], bool]) -> None:
@@ -67,7 +71,7 @@ def protected(save: Callable[..., Any], name: str) -> Callable[..., Any]:
         path = options[name] if name in options else args[1] if len(args) > 1 else None
         if (target := _replaceable(path)) is None:
             return save(*args, **options)
-        with _stops_deferred(), _replacing(target) as temporary:
+        with around(), _stops_deferred(), _replacing(target) as temporary:
             if name in options:
                 return save(*args, **{**options, name: temporary})
             return save(args[0], temporary, *args[2:], **options)
@@ -83,57 +87,51 @@ class _Process:
 
     mark, attempt = SAVING, 0
     handles_stops: Callable[[], bool] = staticmethod(lambda: False)
-    swept: set[str] = set()
+    swept: set[Path] = set()
 
 
 _this = _Process()
 
 
-def _replaceable(path: Any) -> str | None:
+def _replaceable(path: Any) -> Path | None:
     """The regular file that a save to ``path`` writes, after symbolic links; None if it is none, or the save fails."""
-    if not isinstance(path, (str, os.PathLike)):
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or text.endswith("/") or str(Path(text).absolute()).startswith(_OPEN_FILES):
         return None
-    text = os.fspath(path)
-    if not isinstance(text, str) or not os.path.basename(text) or os.path.abspath(text).startswith(_OPEN_FILES):
-        return None
-    target = os.path.realpath(text)
-    folder = os.path.dirname(target)
     try:
-        if not stat.S_ISREG(os.stat(target).st_mode) or not os.access(target, os.W_OK):
+        target = Path(text).resolve()
+        if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
             return None
-    except FileNotFoundError:
-        if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-            return None
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: links in a circle
         return None
-    if os.access(folder, os.W_OK | os.X_OK):
+    folder = target.parent
+    if os.access(folder, os.W_OK | os.X_OK) and folder.is_dir():
         return target
-    if folder not in _this.swept:
+    if target.exists() and folder not in _this.swept:
         _this.swept.add(folder)
         say(f"saves of {target} are not protected: this user may not create files in {folder}")
     return None
 
 
 @contextmanager
-def _replacing(target: str) -> Iterator[str]:
+def _replacing(target: Path) -> Iterator[str]:
     """A path with the same file name, whose file then replaces ``target``; if the block raises, the old file stays.
 
     The name is kept because torch writes it into the file.
     """
-    folder = os.path.dirname(target)
-    _sweep(folder)
-    beside = os.path.join(folder, f"{_this.mark}{_this.attempt}-{secrets.token_hex(4)}")
+    _sweep(target.parent)
+    beside = target.parent / f"{_this.mark}{_this.attempt}-{secrets.token_hex(4)}"
     try:
-        os.mkdir(beside)
-        temporary = os.path.join(beside, os.path.basename(target))
-        yield temporary
+        beside.mkdir()
+        temporary = beside / target.name
+        yield str(temporary)
         _like_old(temporary, target)
         descriptor = os.open(temporary, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(temporary, target)
+        temporary.replace(target)
     except BaseException as error:
         if _is_full(error, beside):
             say(
@@ -144,36 +142,35 @@ def _replacing(target: str) -> Iterator[str]:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     with suppress(PermissionError):  # of a folder that may not be read
-        fsync_directory(Path(folder))
+        fsync_directory(target.parent)
 
 
-def _like_old(temporary: str, target: str) -> None:
+def _like_old(temporary: Path, target: Path) -> None:
     """Gives the new file the mode and, if this user may do that, the owner and the group of the old one."""
     try:
-        old = os.stat(target)
+        old = target.stat()
     except FileNotFoundError:
         return
     for owner, group in ((old.st_uid, -1), (-1, old.st_gid)):
         with suppress(PermissionError):
             os.chown(temporary, owner, group)
-    os.chmod(temporary, stat.S_IMODE(old.st_mode))
+    temporary.chmod(stat.S_IMODE(old.st_mode))
 
 
-def _is_full(error: BaseException, folder: str) -> bool:
+def _is_full(error: BaseException, folder: Path) -> bool:
     """Whether there is no room left, or no quota. Errors of torch's and safetensors' own writers do not say so."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     if not isinstance(error, Exception):
         return False
     try:
-        with open(os.path.join(folder, ".probe"), "wb") as probe:
-            probe.write(_PROBE)
+        (folder / "probe").write_bytes(bytes(PROBE_BYTES))
     except OSError as failed:
         return failed.errno in (errno.ENOSPC, errno.EDQUOT)
     return False
 
 
-def _sweep(folder: str) -> None:
+def _sweep(folder: Path) -> None:
     """Removes, once, what killed ranks of earlier attempts of this run have left in a folder: each may be large."""
     if folder in _this.swept:
         return
@@ -182,7 +179,7 @@ def _sweep(folder: str) -> None:
         for name in os.listdir(folder):
             left = re.fullmatch(re.escape(_this.mark) + r"(\d+)-[0-9a-f]+", name)
             if left and int(left[1]) < _this.attempt:
-                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+                shutil.rmtree(folder / name, ignore_errors=True)
 
 
 # --- the stop

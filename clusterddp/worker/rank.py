@@ -32,7 +32,7 @@ from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import code_paths, completion, control_channel, own_saves, rank_exit
+from clusterddp.worker import code_paths, completion, control_channel, own_saves, own_steps, rank_exit
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.stacks import stacks
 
@@ -77,6 +77,8 @@ def main() -> None:
     code_paths.use_snapshot()
     if os.environ.get(protocol.PROTECT_SAVES) != "off":
         own_saves.protect(str(run), int(os.environ[protocol.ATTEMPT]), _used_clusterddp)
+    if os.environ.get(protocol.SEE_STEPS) != "off":
+        own_steps.watch()
     collect_rarely()
     command = whole_command(sys.argv[1:], run)
     if ranks.rank == 0:

@@ -1,4 +1,4 @@
-"""A script's own saves: whole or not at all, in the place and with the mode that ``open`` would give, and before a stop."""
+"""A script's own saves: whole or not at all, in the place and with the mode of ``open``, and before a stop."""
 
 from __future__ import annotations
 
