@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -38,15 +39,18 @@ def stop() -> None:
 def _register(torch: ModuleType) -> None:
     global _handle
     is_compiling = torch.compiler.is_compiling
+    note: Callable[[Any], None] | None = None
 
     def hook(optimizer: Any, _args: Any, _options: Any) -> None:
+        nonlocal note
         if is_compiling():  # torch.compile would make this a part of the compiled step, or refuse to compile it
             return
         if _CONTEXT in sys.modules:
             stop()
             return
         try:
-            importlib.import_module(_STEPS).on_optimizer_step(optimizer)
+            note = note or importlib.import_module(_STEPS).on_optimizer_step
+            note(optimizer)
         except Exception as error:
             stop()
             say(f"steps are not counted in this attempt: {error!r}")
