@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from clusterddp.process import at_exit
+from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import say
 from clusterddp.training import settings
 from clusterddp.training.heartbeat import begin_heartbeat
@@ -41,6 +41,7 @@ class ScriptSteps:
         self._rank, self._device = read.ranks.rank, device
         #: Steps in this attempt, and calls of the hook.
         self.steps = self._boundaries = 0
+        self._begun = False
         self._leader: weakref.ref[Any] | None = None
         self._others: Counter[int] = Counter()
         self._thread = threading.get_ident()
@@ -55,6 +56,7 @@ class ScriptSteps:
     def by_calls(self) -> None:
         """From now on the script's calls of ``step_done`` are the steps; optimizers are not looked at."""
         own_steps.stop()
+        self.steps = 0
 
     def step_done(self) -> None:
         """A step of the script is done."""
@@ -86,7 +88,8 @@ class ScriptSteps:
     def _count(self) -> None:
         self.steps += 1
         self._times.turn()
-        if self.steps == 1:
+        if not self._begun:
+            self._begun = True
             self.heartbeat.begin()
             if self._rank == 0:
                 control_channel.report("steps_seen")
@@ -136,10 +139,20 @@ def current(device: torch.device | None = None) -> ScriptSteps:
     global _current
     if _current is None:
         if device is None:
-            used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             device = torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")
         _current = ScriptSteps(device)
     return _current
+
+
+def hand_over() -> None:
+    """A context begins, which has a heartbeat and steps of its own."""
+    global _current
+    own_steps.stop()
+    if _current is not None:
+        cancel_at_exit(_current.close)
+        _current.close()
+        _current = None
 
 
 def on_optimizer_step(optimizer: torch.optim.Optimizer) -> None:

@@ -30,8 +30,6 @@ from clusterddp.reporter import say
 from clusterddp.rundir.files import fsync_directory
 from clusterddp.worker.import_hook import when_imported
 
-#: The signals that wait for the end of a save.
-DEFERRED = [signal.SIGTERM]
 #: These lead to what is open already.
 _OPEN_FILES = ("/proc/", "/dev/fd/", "/dev/std")
 #: Bytes that do not fit on a full disk.
@@ -42,12 +40,15 @@ PROBE_BYTES = 1 << 20
 around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def protect(run: str, attempt: int, handles_stops: Callable[[], bool]) -> None:
+def protect(run: str, attempt: int, handles_stops: Callable[[], bool], stop_signal: str | None = None) -> None:
     """Protects the saves of this process from now on.
 
     ``run``: the run directory; with the attempt's number, what a killed rank has left is recognized.
-    ``handles_stops``: whether a stop does not end this process at once, so that it need not wait.
+    ``handles_stops``: whether a stop does not end this process at once, so that it need not wait. ``stop_signal``: what
+    the script expects of a stop (key ``stop``), without SIG; then TERM and USR2 lead to it.
     """
+    if stop_signal is not None:
+        _this.deferred = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.Signals[f"SIG{stop_signal}"]})
     _this.mark = f"{SAVING}{hashlib.sha256(run.encode()).hexdigest()[:8]}-"
     _this.attempt, _this.handles_stops = attempt, handles_stops
     when_imported("torch", _protect_torch)
@@ -83,9 +84,11 @@ def protected(save: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class _Process:
-    """What is known of this process. ``swept``: the folders from which leftovers were removed."""
+    """What is known of this process. ``deferred``: the signals that wait for the end of a save. ``swept``: the folders
+    from which leftovers were removed."""
 
     mark, attempt = SAVING, 0
+    deferred = frozenset({signal.SIGTERM})
     handles_stops: Callable[[], bool] = staticmethod(lambda: False)
     swept: set[Path] = set()
 
@@ -202,7 +205,7 @@ class _Stops:
         with self._lock:
             self._saves += 1
             if self._saves == 1:
-                for number in DEFERRED:
+                for number in _this.deferred:
                     with suppress(OSError):  # no file descriptor left
                         self._notes[number] = os.memfd_create("clusterddp stop")
                         faulthandler.register(number, self._notes[number], all_threads=False)

@@ -16,8 +16,6 @@ from typing import Any
 from clusterddp.reporter import say
 from clusterddp.worker.import_hook import when_imported
 
-#: A script that has imported this has a loop of ours, whose steps are counted there.
-_CONTEXT = "clusterddp.training.context"
 #: Imported by name: it belongs to the script's half of the process, with torch.
 _STEPS = "clusterddp.training.script_steps"
 _handle: Any = None
@@ -44,9 +42,6 @@ def _register(torch: ModuleType) -> None:
     def hook(optimizer: Any, _args: Any, _options: Any) -> None:
         nonlocal note
         if is_compiling():  # torch.compile would make this a part of the compiled step, or refuse to compile it
-            return
-        if _CONTEXT in sys.modules:
-            stop()
             return
         try:
             note = note or importlib.import_module(_STEPS).on_optimizer_step

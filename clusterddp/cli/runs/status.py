@@ -91,7 +91,7 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
         "code": [("code", code)] if code else [],
         "attempts": [("attempts", str(attempts_made(events)))],
         **_time(job, *booked(summary, state, events, now), events),
-        "progress": [*_progress(summary, state, now), *_best(events)],
+        "progress": [*_progress(summary, state, now), *_own_checkpoint(summary, events, now), *_best(events)],
         "slow": _slow(summary.run) if state.word not in OVER else [],
         "nodes": [*_nodes(job, summary, state), *_excluded(events, now)],
         "trackers": overview(summary.run),
@@ -268,6 +268,14 @@ def _made(summary: Summary, state: RunState) -> Sequence[Fact]:
     over = state.word in OVER
     lines = [("steps", f"{'at least ' if over else ''}{summary.made} in {'the last' if over else 'this'} attempt")]
     return lines if over else [*lines, ("speed", speed(summary.seconds_per_step))]
+
+
+def _own_checkpoint(summary: Summary, events: Sequence[Event], now: float) -> Sequence[Fact]:
+    """The newest checkpoint of a script that saves by itself."""
+    own = [event for event in events if event["event"] == "own_checkpoint"]
+    if not own or summary.saved is not None:
+        return []
+    return [("saved", f"{own[-1]['file']}, {duration(max(0.0, now - own[-1]['written']))} ago")]
 
 
 def _best(events: Sequence[Event]) -> Sequence[Fact]:
