@@ -170,8 +170,31 @@ def test_a_stop_waits_for_the_save_and_then_takes_its_effect(
     assert not list(tmp_path.glob(f"{SAVING}*"))
 
 
+IMPORTING = """
+import importlib.util, multiprocessing, sys
+
+def save_in_child():
+    from torch import save
+    save(0, "child.pt")
+
+if __name__ == "__main__":
+    from clusterddp.worker import own_saves
+    own_saves.protect("run", 0, lambda: False)
+    assert "torch" not in sys.modules and importlib.util.find_spec("torch")
+    from torch import save
+    import torch.serialization
+    from safetensors.numpy import save_file
+    assert save is torch.serialization.save and save.__name__ == "save"
+    save(0, "a.pt"), save_file({}, filename="b.st")
+    child = multiprocessing.get_context("spawn").Process(target=save_in_child)
+    child.start()
+    child.join()
+"""
+
+
 def test_the_functions_are_replaced_before_a_script_can_import_them(tmp_path: Path) -> None:
-    """Also if the script has asked before whether the package is there; nothing is imported without the script."""
+    """Also if the script has asked before whether the package is there, and in processes that it spawns. Nothing is
+    imported without the script."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("from torch.serialization import save\n")
     (tmp_path / "torch" / "serialization.py").write_text("def save(obj, f): open(f, 'w').write(f)\n")
@@ -179,20 +202,11 @@ def test_the_functions_are_replaced_before_a_script_can_import_them(tmp_path: Pa
     (tmp_path / "safetensors" / "__init__.py").write_text("")
     of_numpy = "def save_file(tensors, filename): open(filename, 'w').write(str(filename))\n"
     (tmp_path / "safetensors" / "numpy.py").write_text(of_numpy)
-    script = (
-        "import importlib.util, sys\n"
-        "from clusterddp.worker import own_saves\n"
-        "own_saves.protect('run', 0, lambda: False)\n"
-        "assert 'torch' not in sys.modules and importlib.util.find_spec('torch')\n"
-        "from torch import save\n"
-        "import torch.serialization\n"
-        "from safetensors.numpy import save_file\n"
-        "assert save is torch.serialization.save and save.__name__ == 'save'\n"
-        "save(0, 'a.pt'), save_file({}, filename='b.st')\n"
-    )
-    command = [sys.executable, "-c", script]
+    (tmp_path / "script.py").write_text(IMPORTING)
+    command = [sys.executable, "script.py"]
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    environ |= {"CLUSTERDDP_RUN_DIR": "run", "CLUSTERDDP_ATTEMPT": "0"}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for name in ("a.pt", "b.st"):
+    for name in ("a.pt", "b.st", "child.pt"):
         assert SAVING in (tmp_path / name).read_text(), name
