@@ -1,11 +1,11 @@
-"""As nanoGPT: its own process group, and one checkpoint that is overwritten. TERM comes in the middle of a save.
+"""As nanoGPT: its own process group, one checkpoint that is overwritten, TERM ends it.
 
-The arguments: the folder, the number of steps, and in which step of the first attempt a save is interrupted.
+The arguments: the folder, the number of steps, and the step of the first attempt whose save takes until rank 1 is gone.
 """
 
 import os
-import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -14,19 +14,26 @@ from torch import save
 from torch.nn.parallel import DistributedDataParallel
 
 
-class Stopped:
-    """Sends the stop's signal while it is pickled."""
+class Slow:
+    """Takes as long to be saved as rank 1 exists."""
+
+    def __init__(self, peer):
+        self.peer = peer
 
     def __reduce__(self):
-        os.kill(os.getpid(), signal.SIGTERM)
+        print("a slow save begins", flush=True)
+        while os.path.exists(f"/proc/{self.peer}"):
+            time.sleep(0.01)
         return str, ()
 
 
 def main():
-    out_dir, max_iters, interrupted = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    out_dir, max_iters, slow = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo")
     master = dist.get_rank() == 0
     out_dir.mkdir(exist_ok=True)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     path = out_dir / "ckpt.pt"
@@ -45,8 +52,8 @@ def main():
         if master:
             print(f"iter {iter_num}: loss 0.5", flush=True)
             state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "iter_num": iter_num + 1}
-            if iter_num == interrupted and os.environ["CLUSTERDDP_ATTEMPT"] == "0":
-                state["config"] = Stopped()
+            if iter_num == slow and os.environ["CLUSTERDDP_ATTEMPT"] == "0":
+                state["config"] = Slow(pids[1])
             save(state, path)
     dist.destroy_process_group()
 
