@@ -128,6 +128,15 @@ class _Step:
         return [self.left, self.asked, self.begun, self.done, *self.waits, *self.asides]
 
 
+class _WholeStep(_Step):
+    """One of which only the beginning and the end are known: each is two marks in one."""
+
+    __slots__ = ()
+
+    def marks(self) -> list[Any]:
+        return [self.left, self.asked, *self.waits, *self.asides]
+
+
 class StepTimes:
     """Times the steps of a loop, for its thread; ``told`` is for any thread.
 
@@ -191,7 +200,7 @@ class StepTimes:
             self._pending.append(step)
             if self._wanted or len(self._pending) >= BATCH:
                 self._count_passed()
-        self._step = following = _Step(mark)
+        self._step = following = _WholeStep(mark)
         following.begun = mark
         self._working, self._reducing = True, False
 
@@ -315,8 +324,7 @@ class StepTimes:
             aside_s = sum(map(between, step.asides[::2], step.asides[1::2]))
         own_s = max(0.0, between(step.begun, step.done) - (wait_s - late_s) - aside_s)
         seconds = (between(step.asked, step.begun), own_s, wait_s, between(step.done, step.left) - late_s)
-        marks = step.marks()
-        self._clock.reuse(marks[1:] if step.begun is not step.asked else [step.asked, *marks[4:]])
+        self._clock.reuse(step.marks()[1:])
         if not self._warm:
             self._warm = True
             return
