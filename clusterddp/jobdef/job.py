@@ -148,6 +148,9 @@ class Job:
     """The training script's absolute path; in YAML, a relative path is relative to the YAML file."""
     module: str | None = None
     """The training module, as for ``python -m``. Exactly one of ``script`` and ``module`` is given."""
+    hydra: bool | None = None
+    """Whether the program is a Hydra app: sweeps write overrides, and all attempts and ranks have one output folder.
+    None: as its source says, where that is clear (a function decorated with ``@hydra.main``)."""
     args: tuple[str, ...] = ()
     """The script's arguments, as text."""
     args_on_resume: tuple[str, ...] = ()

@@ -188,8 +188,13 @@ class Attempt:
             protocol.USR2_NOTICE_S: str(self._state.stop_margin_s),
             protocol.WATCHDOG: "on" if self._watch else "off",
             protocol.PROFILE: "on" if self._is_profile_due() else "off",
+            protocol.HYDRA: str(self._run_began()) if self._job.hydra else "",
             protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }
+
+    def _run_began(self) -> float:
+        """The same moment in every attempt: that of the first event, which in the first attempt is its start."""
+        return min((event["time"] for event in self._history.events), default=self._launched)
 
     def _is_profile_due(self) -> bool:
         """Whether no attempt has begun to record the job definition's profile: one that failed is not repeated."""

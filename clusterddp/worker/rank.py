@@ -77,6 +77,8 @@ def main() -> None:
     code_paths.use_snapshot()
     collect_rarely()
     command = whole_command(sys.argv[1:], run)
+    if os.environ.get(protocol.HYDRA):
+        command = hydra_command(command, run)
     if ranks.rank == 0:
         control_channel.report("phase", phase="importing")
     values, code = run_script(command)
@@ -98,6 +100,16 @@ def whole_command(command: list[str], run: RunDirectory) -> list[str]:
     job = load_resolved(run.job_file)
     resume = job.args_on_resume if int(os.environ[protocol.ATTEMPT]) > 0 else ()
     return [*command[: len(command) - len(job.args) - len(resume)], *job.args, *resume]
+
+
+def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
+    """The same for a Hydra app: with what makes all ranks and attempts share one output folder."""
+    from clusterddp.jobdef.hydra_overrides import of_run
+
+    # Else Hydra prints a traceback of its own and exits with 1, and the record has no exception.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    target = 2 if command[0] == "-m" else 1
+    return [*command[:target], *of_run(command[target:], run.path)]
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
