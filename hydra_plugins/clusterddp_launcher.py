@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 #: Keys of a job definition that a multirun sets itself.
 _PROGRAM = ("script", "module", "args", "args_on_resume", "hydra")
-#: Tables, to which ``+hydra.launcher.env.NAME=value`` adds an entry.
-_TABLES = ("env", "sbatch", "srun")
 
 
 @dataclass
@@ -63,7 +61,7 @@ ConfigStore.instance().store(
     provider="clusterddp",
     node=make_dataclass(
         "ClusterddpLauncherConf",
-        [(key, Any, field(default_factory=dict) if key in _TABLES else field(default=None)) for key in _KEYS],
+        [(key, Any, field(default=None)) for key in _KEYS],
         bases=(_Options,),
     ),
 )
@@ -113,7 +111,7 @@ class ClusterddpLauncher(Launcher):
         values = OmegaConf.to_container(config.hydra.launcher, resolve=True)
         assert isinstance(values, dict)
         self._own = {str(key): value for key, value in values.items() if key in _OWN}
-        self._keys = {str(key): value for key, value in values.items() if key in _KEYS and value not in (None, {})}
+        self._keys = {str(key): value for key, value in values.items() if key in _KEYS and value is not None}
         self._folder = Path(str(config.hydra.sweep.dir)).absolute()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -203,7 +201,9 @@ class ClusterddpLauncher(Launcher):
         section = OmegaConf.to_container(self._config.hydra.overrides.hydra)
         assert isinstance(section, list)
         replaced = {*place, *(f"hydra.launcher.{key}" for key in _OWN)}
-        kept = [one for one in map(str, section) if one.partition("=")[0].lstrip("+") not in replaced]
+        keys = {one: one.partition("=")[0].lstrip("+") for one in map(str, section)}
+        # Variables may be secrets, and command lines are visible to everyone on a node.
+        kept = [one for one, key in keys.items() if key not in replaced and not key.startswith("hydra.launcher.env")]
         return [*kept, *member.overrides, *(f"{key}={value}" for key, value in place.items())]
 
     # --- starting and waiting

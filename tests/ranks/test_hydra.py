@@ -14,6 +14,7 @@ import pytest
 
 import clusterddp
 from clusterddp.cli.command_line import command
+from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from tests.packages import require
@@ -111,6 +112,25 @@ def test_a_multirun_is_a_sweep_whose_sweeper_gets_each_result(tmp_path: Path) ->
         check=True,
     )
     assert re.search(r"LR=.*\n.*2 +completed +0.25(.*\n)+.*1 +failed +2", listed.stdout), listed.stdout
+
+
+def test_a_member_is_the_program_as_it_was_started(tmp_path: Path) -> None:
+    """A module, with the options that choose its configuration, and the launcher's keys as its job definition."""
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "other.yaml").write_text("defaults: [config]\nsteps: 1\n")
+    config = ["--config-dir", "conf", "--config-name", "other"]
+    words = [*LOCAL, "hydra.sweep.dir=m", "hydra.sweep.subdir='lr=${model.lr}'", "model.lr=0.5"]
+    launcher = ["hydra.launcher.seed=3", "+hydra.launcher.env.MY_TOKEN=hidden"]
+    command = [sys.executable, "-m", "with_hydra", "-m", *config, *words, *launcher]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    run = RunDirectory(tmp_path / "m" / "runs" / "0")
+    job = load_resolved(run.job_file)
+    assert (job.module, job.seed, job.env, job.hydra) == ("with_hydra", 3, {"MY_TOKEN": "hidden"}, True)
+    assert set(job.args[:2]) == {"--config-dir=conf", "--config-name=other"} and "hidden" not in " ".join(job.args)
+    assert clusterddp.Handle(run.path).result() == 0.5
+    assert (tmp_path / "m" / "lr=0.5" / "state.json").exists()
 
 
 def test_a_multirun_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ EVERYTHING = """\
 job_name: digits
 script: train.py
 args: [--lr, 1e-4, --name, no, 0123, "", 'two words', ~]
+hydra: true
 args_on_resume: [--resume]
 nodes: 2
 gpus_per_node: a100:4
@@ -88,6 +89,7 @@ def test_every_field_is_read(folder: Path) -> None:
         name="digits",
         script=str(folder / "train.py"),
         args=("--lr", "1e-4", "--name", "no", "0123", "", "two words", "~"),
+        hydra=True,
         args_on_resume=("--resume",),
         nodes=2,
         gpus_per_node=4,
