@@ -10,9 +10,12 @@ imports this module for every app, so that it imports what submits only when a m
 
 import argparse
 import copy
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, make_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -25,7 +28,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from clusterddp.errors import ClusterddpError, RunFailed, SlurmError, UsageError
-from clusterddp.jobdef.hydra_overrides import text
+from clusterddp.jobdef.hydra_overrides import output_folder, text
 from clusterddp.jobdef.schema import READERS
 from clusterddp.jobdef.secrets import MASK, is_secret
 
@@ -187,6 +190,7 @@ class ClusterddpLauncher(Launcher):
         return Sweep(
             SweepFolder(self._folder / "runs"), job, members, jobs, tuple(self._own["retry"]),
             max_running=self._own["max_running"], retry_option="hydra.launcher.retry=[{}]",
+            plants={name: partial(_link, member.output) for name, member in self._members.items()},
         )  # fmt: skip
 
     def _arguments(self, member: _Member) -> list[str]:
@@ -293,6 +297,12 @@ def _config_options(arguments: Sequence[str]) -> list[str]:
         parser.add_argument(short, long)
     given: Mapping[str, str | None] = vars(parser.parse_known_args(arguments)[0])
     return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+
+
+def _link(output: Path, run: "RunDirectory") -> None:
+    """A member's output folder has the same name as that of any run, such as for ``{run_dir}/hydra/last.ckpt``."""
+    with suppress(FileExistsError):
+        output_folder(run.path).symlink_to(os.path.relpath(output, run.path))
 
 
 def _check_distinct(members: Sequence[_Member]) -> None:

@@ -46,8 +46,9 @@ def multirun(
     return subprocess.run(words, cwd=folder.parent, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_ranks_and_attempts_have_one_output_folder(tmp_path: Path) -> None:
+def test_ranks_and_attempts_have_one_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the app finds its own save again; ${now:...} is when the run began, and each log has one writer."""
+    monkeypatch.chdir(tmp_path)
     gate = tmp_path / "gate"
     handle = clusterddp.launch(
         APP, f"gate={gate}", "model.name='a=b, c'", local=True, device="cpu", gpus_per_node=2, run_dir=tmp_path / "run"
@@ -63,7 +64,7 @@ def test_ranks_and_attempts_have_one_output_folder(tmp_path: Path) -> None:
     files = {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()}
     configuration = {f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")}
     assert files == {*configuration, "with_hydra.log", "with_hydra.rank-1.log", "state.json"}
-    assert not (Path.cwd() / "outputs").exists()
+    assert not (tmp_path / "outputs").exists()
     starts = re.findall(r"starts at step (\d+), stamp (\d+), model (.*)", (output / "with_hydra.log").read_text())
     stamp = starts[0][1]
     assert starts == [("0", stamp, "'a=b, c'"), ("3", stamp, "'a=b, c'")]
@@ -130,7 +131,7 @@ def test_a_member_is_the_program_as_it_was_started(tmp_path: Path) -> None:
     assert (job.module, job.seed, job.env, job.hydra) == ("with_hydra", 3, {"MY_TOKEN": "hidden"}, True)
     assert set(job.args[:2]) == {"--config-dir=conf", "--config-name=other"} and "hidden" not in " ".join(job.args)
     assert clusterddp.Handle(run.path).result() == 0.5
-    assert (tmp_path / "m" / "lr=0.5" / "state.json").exists()
+    assert (tmp_path / "m" / "lr=0.5" / "state.json").samefile(run.path / "hydra" / "state.json")
 
 
 def test_a_multirun_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
