@@ -11,6 +11,7 @@ imports this module for every app, so that it imports what submits only when a m
 import argparse
 import copy
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -130,16 +131,16 @@ class ClusterddpLauncher(Launcher):
         self._check()
         batch = [self._member(initial_job_idx + i, overrides) for i, overrides in enumerate(job_overrides)]
         _check_distinct([*self._members.values(), *batch])
-        self._members |= {member.name: member for member in batch}  # with those of earlier batches: it is one sweep
+        self._members |= {member.name: member for member in batch}
         from clusterddp.api import without_job_variables
 
         with without_job_variables():
-            sweep = self._sweep()
+            sweep = self._sweep(batch)
             _check_same(sweep)
             if self._own["local"]:
                 self._run_here(sweep)
             else:
-                self._submit(sweep, [member.name for member in batch])
+                self._submit(sweep)
         return [self._returned(sweep.folder.member(member.name), member) for member in batch]
 
     # --- what is asked for
@@ -171,7 +172,8 @@ class ClusterddpLauncher(Launcher):
             HydraConfig.instance().cfg = before
         return _Member(number, tuple(overrides), config, output)
 
-    def _sweep(self) -> "Sweep":
+    def _sweep(self, batch: Sequence[_Member]) -> "Sweep":
+        """These members. Those of earlier batches stay in the same folder, and in its record."""
         from clusterddp.cli.options import describe
         from clusterddp.cli.sweeps.plan import Sweep
         from clusterddp.jobdef.yaml12 import Node, Place
@@ -179,18 +181,16 @@ class ClusterddpLauncher(Launcher):
 
         values = {**self._keys, **_program(), "args": _config_options(sys.argv[1:]), "hydra": True}
         job = describe(None, values, {})
-        own = varied([member.overrides for member in self._members.values()])
+        own = varied({name: member.overrides for name, member in self._members.items()})
         members = {
-            name: {
-                key: Node(MASK if is_secret(key) else value, value, Place(f"{key}=")) for key, value in texts.items()
-            }
-            for name, texts in zip(self._members, own, strict=True)
+            one.name: {key: Node(value, value, Place(f"{key}=")) for key, value in own[one.name].items()}
+            for one in batch
         }
-        jobs = {name: replace(job, args=(*job.args, *self._arguments(one))) for name, one in self._members.items()}
+        jobs = {one.name: replace(job, args=(*job.args, *self._arguments(one))) for one in batch}
         return Sweep(
             SweepFolder(self._folder / "runs"), job, members, jobs, tuple(self._own["retry"]),
             max_running=self._own["max_running"], retry_option="hydra.launcher.retry=[{}]",
-            plants={name: partial(_link, member.output) for name, member in self._members.items()},
+            plants={one.name: partial(_link, one.output) for one in batch},
         )  # fmt: skip
 
     def _arguments(self, member: _Member) -> list[str]:
@@ -205,15 +205,20 @@ class ClusterddpLauncher(Launcher):
         section = OmegaConf.to_container(self._config.hydra.overrides.hydra)
         assert isinstance(section, list)
         replaced = {*place, *(f"hydra.launcher.{key}" for key in _OWN)}
-        keys = {one: one.partition("=")[0].lstrip("+") for one in map(str, section)}
-        # Variables may be secrets, and command lines are visible to everyone on a node.
-        kept = [one for one, key in keys.items() if key not in replaced and not key.startswith("hydra.launcher.env")]
-        return [*kept, *member.overrides, *(f"{key}={value}" for key, value in place.items())]
+        return [
+            *(
+                one
+                for one in map(str, section)
+                if one.partition("=")[0].lstrip("+") not in replaced and _is_visible(one)
+            ),
+            *member.overrides,
+            *(f"{key}={value}" for key, value in place.items()),
+        ]
 
     # --- starting and waiting
 
-    def _submit(self, sweep: "Sweep", batch: Sequence[str]) -> None:
-        """Submits the members; waits for those of the batch. Slurm may take the rest only once some have ended."""
+    def _submit(self, sweep: "Sweep") -> None:
+        """Submits the members, and waits for them. Slurm may take the rest only once some have ended."""
         from clusterddp.cli.runs.watch import watch
         from clusterddp.cli.sweeps import arrays
         from clusterddp.cli.sweeps.plan import planned, tell
@@ -223,7 +228,7 @@ class ClusterddpLauncher(Launcher):
 
         while True:
             with planned(sweep, arrays.settle) as plan:
-                tell(sweep, plan)
+                tell(sweep, replace(plan, left=[]))
                 done = arrays.submit(sweep, plan)
             if done.job_ids:
                 show(f"submitted {len(done.members)} members as job {', '.join(done.job_ids)}")
@@ -232,7 +237,7 @@ class ClusterddpLauncher(Launcher):
                 if done.refused:
                     raise SlurmError(f"{len(done.members)} of {len(plan.submit)} submitted: {done.refused}")
                 return
-            awaited = {*done.members, *plan.in_state("held", "unknown")} & set(batch)
+            awaited = {*done.members, *plan.in_state("held", "unknown")}
             if awaited and watch([sweep.folder.member(name) for name in sorted(awaited, key=int)]) == INTERRUPTED:
                 raise KeyboardInterrupt
             if not done.refused:
@@ -247,7 +252,7 @@ class ClusterddpLauncher(Launcher):
 
         check_place(sweep.job, "--local")
         with planned(sweep, arrays.settle) as plan:
-            tell(sweep, plan)
+            tell(sweep, replace(plan, left=[]))
         if local.run_all(sweep, plan) == INTERRUPTED:
             raise KeyboardInterrupt
 
@@ -273,11 +278,18 @@ class ClusterddpLauncher(Launcher):
         return result
 
 
-def varied(overrides: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-    """The values of each member by key, without the overrides that all members have."""
-    common = set(overrides[0]).intersection(*overrides[1:]) if len(overrides) > 1 else set()
-    pairs = [[one.partition("=") for one in own if one not in common] for own in overrides]
-    return [{key: value for key, _, value in own} for own in pairs]
+def varied(overrides: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
+    """The values of each member by key, without the overrides that all members have, secrets masked."""
+    lists = [set(own) for own in overrides.values()]
+    common = set.intersection(*lists) if len(lists) > 1 else set[str]()
+    pairs = {name: [one.partition("=") for one in own if one not in common] for name, own in overrides.items()}
+    return {name: {key: MASK if is_secret(key) else value for key, _, value in own} for name, own in pairs.items()}
+
+
+def _is_visible(override: str) -> bool:
+    """Whether a member's own command line has it: no variables, which may be secrets, and no tables of the launcher,
+    which the member's job definition has."""
+    return not re.match(r"\+*hydra\.launcher\.(env\b|[^=]*=\{)", override)
 
 
 def _program() -> dict[str, Any]:

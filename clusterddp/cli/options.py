@@ -225,6 +225,11 @@ def describe(
     else:
         values |= {"script": target} if target else {}
         job = jobs.from_values(values, overrides=overrides, defaults=defaults, origins=origins)
+    return with_hydra(job)
+
+
+def with_hydra(job: Job) -> Job:
+    """The job with ``hydra: true`` where its program is seen to be a Hydra app."""
     if job.hydra is None and _is_hydra_app(job):
         job = replace(job, hydra=True)
     if job.hydra and (multirun := {"-m", "--multirun"} & set(job.args)):
