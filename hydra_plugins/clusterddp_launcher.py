@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from clusterddp.rundir.run_directory import RunDirectory
 
 #: Keys of a job definition that a multirun sets itself.
-_PROGRAM = ("script", "module", "args", "args_on_resume", "hydra")
+_PROGRAM = ("script", "module", "args", "hydra")
 
 
 @dataclass

@@ -94,7 +94,7 @@ def _ending(folder: Path) -> str:
 
 
 def test_a_multirun_is_a_sweep_whose_sweeper_gets_each_result(tmp_path: Path) -> None:
-    """Two batches, the second chosen by the first; a failed member has its exception. The same again repeats only what failed."""
+    """Two batches, the second chosen by the first; a failed member has its exception. It alone is repeated."""
     words = ["hydra/sweeper=searching", "hydra.launcher.gpus_per_node=2", "steps=10"]
     done = multirun(tmp_path / "m", *words)
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from clusterddp.cli.command_line import command
 from clusterddp.cli.options import describe
 from clusterddp.jobdef import hydra_overrides, yaml12
 from clusterddp.jobdef.hydra_overrides import with_overrides
+from clusterddp.jobdef.job import Job, Resume
 from clusterddp.jobdef.source import is_hydra_app
 from clusterddp.sweeps.definition import of_options
 from clusterddp.sweeps.jobs import jobs_of
@@ -124,6 +125,12 @@ def test_null_and_booleans_are_values_for_hydra(tmp_path: Path) -> None:
     job = describe(str(tmp_path / "app.py"), {}, {})
     jobs = jobs_of(job, of_options(["sched=null", "amp=true,false"]))
     assert [one.args for one in jobs] == [("sched=null", "amp=true"), ("sched=null", "amp=false")]
+
+
+def test_an_attempt_resumes_with_an_override_among_the_others() -> None:
+    resume = Resume(("{run_dir}/*.ckpt",), ("ckpt='{checkpoint}'",))
+    job = Job("app", "app.py", hydra=True, args=("lr=1", "--config-name", "small"), resume=resume)
+    assert job.arguments(True) == ("lr=1", "ckpt='{checkpoint}'", "--config-name", "small")
 
 
 def test_a_rank_gets_one_output_folder() -> None:
