@@ -144,6 +144,10 @@ class RunDirectory:
         """The folder of an attempt's records: how each rank ended, what was resumed."""
         return self.private / f"attempt-{attempt}"
 
+    def result_file(self, attempt: int, rank: int) -> Path:
+        """A rank's return value, pickled: that of a launched function, or of a Hydra app's task function."""
+        return self.attempt_private(attempt) / f"result-{rank}.pkl"
+
     def holder_file(self, attempt: int) -> Path:
         """Where an attempt's supervisor records its job or process."""
         return self.attempt_private(attempt) / "holder.json"

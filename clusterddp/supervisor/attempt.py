@@ -213,6 +213,7 @@ class Attempt:
             protocol.PROTECT_SAVES: "on" if self._job.protect_saves else "off",
             protocol.SEE_STEPS: "on" if self._job.see_steps else "off",
             protocol.PROFILE: "on" if self._is_profile_due() else "off",
+            protocol.HYDRA: str(self._run_began()) if self._job.hydra else "",
             protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }
 
@@ -220,6 +221,10 @@ class Attempt:
         """The run's name in `submitit.JobEnvironment()`: the same in all attempts, also after a resubmission."""
         known = [*(event for event in self._history.events if event["event"] == "started"), self._controller.describe()]
         return str(known[0].get("job", self._run.path.name))
+
+    def _run_began(self) -> float:
+        """The same moment in every attempt: that of the first event, which in the first attempt is its start."""
+        return min((event["time"] for event in self._history.events), default=self._launched)
 
     def _script_trackers(self) -> dict[str, str]:
         """For trackers that the script itself uses, unless this run sends its metrics there."""
