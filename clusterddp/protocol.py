@@ -51,7 +51,9 @@ RANK_EVENTS: Mapping[str, Event] = {
     "handler_replaced": Event("signal handler", "the script replaced a signal handler of clusterddp"),
     "signal": Event("signal", "a stop signal reached the rank"),
     "notified": Event("reason", "the supervisor's request to stop reached the rank"),
-    "overdue": Event("seconds", "no rank's step ended within `seconds` of the notice; rank 0 exits"),
+    "overdue": Event(
+        "seconds behind?", "no rank's step ended within `seconds` of the notice; rank 0 exits; `behind`: the late ranks"
+    ),
     "stopping": Event("step reason", "all ranks stop after `step`"),
     "finishing": Event("step", "all steps are done; the last checkpoint is being saved"),
     "left_loop": Event("step steps by?", "the script left its loop, by a `break` or an `exception`"),
@@ -94,7 +96,11 @@ BY_SLURM = "requeued by Slurm"
 
 #: How a run can end; also the "state" in outcome.json.
 RUN_ENDS: Mapping[str, Event] = {
-    "completed": Event("step attempts reason", "all ranks finished"),
+    "completed": Event(
+        "step attempts reason confirmed?",
+        "all ranks finished; `confirmed` is false if that is doubtful: a restarted script may have exited with code 0 "
+        "without training",
+    ),
     "failed": Event("step attempts reason", "the run failed"),
     "cancelled": Event("step attempts reason", "the run was cancelled"),
 }
@@ -103,7 +109,7 @@ RUN_ENDS: Mapping[str, Event] = {
 ATTEMPT_ENDS: Mapping[str, Event] = {**_ENDS, **RUN_ENDS}
 
 #: Events of an attempt that never started its ranks. Any other event shows that it did, even if `started` is missing.
-WITHOUT_RANKS = frozenset(("submitted", "forked", "failed", "cancelled"))
+WITHOUT_RANKS = frozenset(("submitted", "forked", "completed", "failed", "cancelled"))
 
 EVENTS: Mapping[str, Event] = {
     "forked": Event("step source", "`submit --fork` copied checkpoint `step` of the run `source`"),
@@ -266,10 +272,14 @@ RUNS = Variable("CLUSTERDDP_RUNS", "user to submit and launch(): the folder for 
 SITE_CONFIG = Variable(
     "CLUSTERDDP_SITE_CONFIG", "site to submit and launch(): its profile, instead of /etc/clusterddp/config.yaml"
 )
+STOP_SIGNAL = Variable(
+    "CLUSTERDDP_STOP_SIGNAL",
+    "supervisor to ranks: the signal that a script which does not use clusterddp gets at a stop, such as USR1",
+)
 DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows tracebacks")
 
 #: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
-    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY),
+    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY, STOP_SIGNAL),
 )

@@ -353,6 +353,18 @@ class Watch:
         hang = self.confirmed_hang(statuses, self._clock.now)
         return [*found, hang] if hang else found
 
+    def behind(self) -> str:
+        """The ranks that all others wait for at this moment, and where they are; empty if that cannot be told.
+
+        Hosts with GPUs run ahead of their devices and do not wait for other ranks, so that none is named there.
+        """
+        statuses = sorted(self._statuses.values(), key=lambda status: status.rank)
+        late = [status for status in statuses if not status.waits]
+        if not late or len(late) == len(statuses):
+            return ""
+        place = _most_common(late)
+        return f"{_names(late)} last at step {late[0].step}{f', in {place}' if place else ''}"
+
     def confirmed_hang(self, statuses: Sequence[RankStatus], now: float) -> Hang | None:
         """A hang that is still there after the next heartbeat of each rank at fault.
 

@@ -135,6 +135,30 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Done:
+    """What shows that a script has finished its training; exactly one of the fields is given."""
+
+    file: str | None = None
+    """A file that exists then, or a pattern of files. YAML: ``done: out/epoch_90.pt``."""
+    log: str | None = None
+    """A regular expression that a line of a rank's output matches then. YAML: ``done: {log: epochs completed}``."""
+
+    @property
+    def words(self) -> str:
+        """The mark as messages name it."""
+        return self.file or f"log: {self.log}"
+
+
+@dataclass(frozen=True)
+class StopSignal:
+    """How the ranks of a script that does not use clusterddp are told to stop."""
+
+    signal: Literal["TERM", "INT", "USR1", "USR2"] | None = None
+    """The signal that each rank gets at every notice, once and instead of TERM; None: whatever Slurm sends, which is
+    TERM at a preemption and nothing before the time limit."""
+
+
+@dataclass(frozen=True)
 class Job:
     """A complete and checked job definition. ``load()`` and ``from_values()`` in ``clusterddp.jobdef.load`` make one.
 
@@ -152,6 +176,12 @@ class Job:
     """The script's arguments, as text."""
     args_on_resume: tuple[str, ...] = ()
     """Arguments added from the second attempt on, for scripts that load their own checkpoints."""
+    done: Done | None = None
+    """A file pattern, or ``{log: REGEX}``, that shows that the run is done: it has completed once there is such a file,
+    or line of output, and exit code 0 alone does not complete it. ``{run_dir}`` in it is the run directory. None: exit
+    code 0 completes the run."""
+    stop: StopSignal = field(default_factory=StopSignal)
+    """How the ranks of a script that does not use clusterddp are told to stop, such as ``{signal: USR1}``."""
     nodes: int = 1
     """The number of nodes; the maximum if ``min_nodes`` is given. YAML: ``nodes: 2``, or a range ``nodes: 2-4``."""
     min_nodes: int | None = None
@@ -313,6 +343,8 @@ def written(job: Job) -> dict[str, Any]:
     values["profile"] = job.profile and _profile_values(job.profile)
     values["wandb"] = job.wandb and (_given(job.wandb) or True)
     values["limits"] = _given(job.limits)
+    values["done"] = job.done and (job.done.file or _given(job.done))
+    values["stop"] = _given(job.stop)
     return {renamed.get(name, name): value for name, value in values.items() if name not in ("gpu_type", "min_nodes")}
 
 
@@ -338,7 +370,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 _NEW = {"gpu_request": "gpus-per-node", "keep_logs": 50, "preflight": False, "progress": 10.0, "tensorboard": False}
 
 
-def _given(section: Limits | Wandb) -> dict[str, Any]:
+def _given(section: Limits | Wandb | Done | StopSignal) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(section).items() if value is not None}
 
 

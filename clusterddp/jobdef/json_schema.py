@@ -192,4 +192,7 @@ _OF_KEY: Mapping[str, Schema] = {
     "wandb": _either({"type": "boolean"}, {**_text(PROJECT), "type": "string"}, _WANDB),
     "watchdog": _either({"const": "off"}, _section(Watchdog)),
     "progress": _either({"const": "off"}, _OF_TYPE[float]),
+    "done": _either(
+        _text(), {"type": "object", "properties": {"log": _text()}, "required": ["log"], "additionalProperties": False}
+    ),
 }

@@ -176,7 +176,7 @@ def _places(fields: Fields, prefix: str = "") -> Origins:
 #: Keys of lists and mappings, whose values in ``--set`` are read as YAML: ``--set args=[--lr, 1e-3]``.
 _COLLECTIONS = {
     *("args", "args_on_resume", "setup", "env", "sbatch", "srun", "checkpoint", "checkpoint.every", "checkpoint.keep"),
-    *("timeouts", "watchdog", "limits", "hook", "profile", "profile.ranks", "wandb"),
+    *("timeouts", "watchdog", "limits", "hook", "profile", "profile.ranks", "wandb", "done", "stop"),
 }
 
 
@@ -186,7 +186,8 @@ def _overrides(texts: Mapping[str, str] | None) -> list[Fields]:
 
 def _override(name: str, text: str) -> Fields:
     place = Place(f"--set {name}={MASK if any(map(is_secret, name.split('.'))) else text}")
-    if name in _COLLECTIONS and text.startswith(("[", "{")):
+    placeholder = re.match(r"\{\w+\}", text)  # not a mapping without values
+    if name in _COLLECTIONS and text.startswith(("[", "{")) and not placeholder:
         place = Place(f"--set {name}")  # without the value, which may contain a secret
         node = yaml12.load(text, str(place))
     else:

@@ -12,9 +12,11 @@ from clusterddp.jobdef.job import (
     MOST_PROFILED_RANKS,
     MOST_PROFILED_STEPS,
     Checkpointing,
+    Done,
     Keep,
     Limits,
     ProfiledSteps,
+    StopSignal,
     Timeouts,
     Wandb,
     Watchdog,
@@ -188,6 +190,16 @@ def _wandb(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     return {"wandb": Wandb(_PROJECT(node))}
 
 
+def _done(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
+    """A file pattern, or ``{log: REGEX}``."""
+    if not isinstance(node.value, dict):
+        return {"done": Done(file=value.text(node))}
+    log = read_fields(node.value, {"log": _field("log", value.regex)}, mistakes, "done.").get("log")
+    if log is None and not mistakes:
+        raise Wrong("expected a file such as out/epoch_90.pt, or {log: REGEX}")
+    return {"done": Done(log=log)}
+
+
 #: What W&B takes as the name of a project.
 PROJECT = r"[^/\\#?%:\s][^/\\#?%:]{0,127}"
 _PROJECT = value.matching(PROJECT, "a W&B project of at most 128 characters without / \\ # ? % :")
@@ -272,6 +284,8 @@ READERS: dict[str, Reader] = {
         args=value.arguments,
         args_on_resume=value.arguments,
     ),
+    "done": _done,
+    "stop": _section("stop", StopSignal, _fields(signal=value.choice("TERM", "INT", "USR1", "USR2"))),
     "nodes": _nodes,
     "gpus_per_node": _gpus_per_node,
     **_fields(

@@ -55,6 +55,16 @@ def matching(pattern: str, expected: str) -> Callable[[Node], str]:
     return read
 
 
+def regex(node: Node) -> str:
+    """A regular expression of Python."""
+    given = text(node)
+    try:
+        re.compile(given)
+    except re.error as error:
+        raise Wrong(f"expected a regular expression, got {given!r}: {error}") from error
+    return given
+
+
 def name(node: Node) -> str:
     """A job's name, also that of its run directory."""
     given = matching(r"[\w+=@][\w.+=@-]*", "a name of letters, digits and any of _.+=@-")(node)

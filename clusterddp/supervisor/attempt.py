@@ -179,6 +179,7 @@ class Attempt:
         return {
             **environ,
             **({protocol.DEVICE_MEMORY: str(used[-1])} if used else {}),
+            **({protocol.STOP_SIGNAL: self._job.stop.signal} if self._job.stop.signal else {}),
             protocol.RUN_DIR: str(self._run),
             protocol.ATTEMPT: str(self._number),
             protocol.DEVICE: self._job.device,
@@ -259,6 +260,8 @@ class Attempt:
         """Does something about an event. Nothing here waits: for no disk, no rank and no controller."""
         match action:
             case Record(event, values):
+                if event == "overdue" and self._watch and (behind := self._watch.behind()):
+                    values = {**values, "behind": behind}  # rank 0, which reports it, knows only its own place
                 self._writes.put(partial(self._record, event, now, values))
             case Say(text):
                 self._writes.put(partial(say, text))
@@ -378,6 +381,8 @@ class Attempt:
             if state.unfinished:
                 words = "exited with code 0 in its loop, by os._exit"
                 return RankEnd(rank, host, "unfinished", lost_at, error=words, used_clusterddp=True)
+            if self._job.stop.signal and state.heard and state.unfinished is None:
+                return RankEnd(rank, host, "stopped", lost_at)
             return RankEnd(rank, host, "done", lost_at, used_clusterddp=state.unfinished is False)
         if status is not None and status.signal == signal.SIGABRT and end.end == "died":
             log = self._run.attempt_logs(self._number) / f"rank-{rank}.err"

@@ -8,6 +8,7 @@ from typing import Any
 
 from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT_ENDS, WITHOUT_RANKS
+from clusterddp.reporter import duration
 from clusterddp.rundir.records import is_count
 from clusterddp.slurm.cause import Cause
 
@@ -69,6 +70,44 @@ def _progressed(events: list[Mapping[str, Any]]) -> bool:
         return bool(ran) and ran[-1] - ran[0] >= PROGRESS_S
     made = [event for event in events if event["event"] != "checkpoint_damaged"]  # which may be of a later step
     return any(is_count(event.get("step")) and event["step"] > first for event in made)
+
+
+#: A script that exits with code 0 in less than this share of the time of the attempt before may not have trained.
+SHORT = 0.1
+
+
+def doubt(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
+    """Why the exit of a script with code 0, in this attempt, may not mean that it is done; None if it does.
+
+    Some scripts do so when they are started again and find what they wrote before. A script whose steps are seen must
+    have made one. Of any other only the time counts: an attempt's, from the start of the script to its end.
+    """
+    by_attempt: dict[int, list[Mapping[str, Any]]] = {}
+    for event in events:
+        by_attempt.setdefault(event["attempt"], []).append(event)
+    ran = {number: seconds for number, own in by_attempt.items() if (seconds := _script_s(own)) is not None}
+    ended = {number for number, own in by_attempt.items() if any(event["event"] == "completed" for event in own)}
+    before = [number for number in ran if number < attempt and number not in ended]
+    if not before or attempt not in ran:
+        return None
+    begin = f"unconfirmed: the script exited with code 0 after {duration(ran[attempt])}"
+    if any(_made_steps(by_attempt[number]) for number in [*before, attempt]):
+        return None if _made_steps(by_attempt[attempt]) else f"{begin} and made no step, as attempt {before[-1]} did"
+    last = max(before)
+    if ran[attempt] >= SHORT * ran[last]:
+        return None
+    return f"{begin}, less than a tenth of the {duration(ran[last])} of attempt {last}"
+
+
+def _script_s(events: list[Mapping[str, Any]]) -> float | None:
+    """For how long an attempt's script ran on rank 0; None if it was not started."""
+    starts = [event["time"] for event in events if (event["event"], event.get("phase")) == ("phase", "importing")]
+    ends = [event["time"] for event in events if (event["event"], event.get("phase")) == ("phase", "ending")]
+    return (ends or [events[-1]["time"]])[-1] - starts[0] if starts else None
+
+
+def _made_steps(events: list[Mapping[str, Any]]) -> bool:
+    return any(event["event"] in ("training", "resumed", "steps_seen") for event in events)
 
 
 def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:

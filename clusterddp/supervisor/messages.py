@@ -13,6 +13,7 @@ from clusterddp.failures.stacks import different_calls, end_of_log
 from clusterddp.jobdef.secrets import masked
 from clusterddp.protocol import HANDLER_REPLACED
 from clusterddp.reporter import counted, printable
+from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import RankEnd
 
@@ -45,8 +46,16 @@ def over_already(run: RunDirectory, outcome: Event) -> str:
 
 def how_it_ended(outcome: Event) -> str:
     """The state of a run that is over, its step, and the reason if that says more than the state."""
+    if is_unconfirmed(outcome):
+        return f"{outcome['state']}{at_step(outcome['step'])}, {outcome['reason']}"
     reason = f": {outcome['reason']}" if outcome["reason"] != outcome["state"] else ""
     return f"{outcome['state']}{at_step(outcome['step'])}{reason}"
+
+
+def _completed(event: Event) -> str:
+    attempts = f"completed{at_step(event['step'])} after {counted(event['attempts'], 'attempt')}"
+    told = event.get("confirmed") is False or event["reason"].startswith("done: ")
+    return f"{attempts}; {event['reason']}" if told else attempts
 
 
 def _started(event: Event) -> str:
@@ -169,8 +178,9 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"
     ),
     "overdue": lambda e: (
-        f"no rank's step ended within {e['seconds']:.0f} s of the notice: exiting with the newest checkpoint; rank 0's "
-        "log has its stacks"
+        f"the step did not end within {e['seconds']:.0f} s of the notice"
+        f"{f' ({behind})' if (behind := e.get('behind')) else ''}: exiting with the newest checkpoint; "
+        "rank 0's log has its stacks"
     ),
     "stopping": lambda e: f"stop requested ({e['reason']}): all ranks stop after step {e['step']}",
     "room_made": lambda e: (
@@ -211,7 +221,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "not_excluded": lambda e: f"no further node is excluded: {e['reason']}",
     "failed": _failed,
     "cancelled": lambda e: f"cancelled{at_step(e['step'])}; it will not run again",
-    "completed": lambda e: f"completed{at_step(e['step'])} after {counted(e['attempts'], 'attempt')}",
+    "completed": _completed,
 }
 
 

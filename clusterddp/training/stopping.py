@@ -60,7 +60,7 @@ class Stopping:
     def _exit_with_newest(self, waited_s: float) -> None:
         """Ends this rank, and with it all, if the ranks did not stop in time: with what is saved or being saved."""
         assert self.saver is not None
-        words = f"no rank's step ended within {waited_s:.0f} s of the notice"
+        words = f"the step did not end within {waited_s:.0f} s of the notice"
         self._report("overdue", seconds=round(waited_s, 1))
         say(f"{words}; stacks of this rank:")
         faulthandler.dump_traceback(all_threads=True)

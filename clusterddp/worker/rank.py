@@ -3,7 +3,8 @@ no torch.
 
 It blocks the stop signals, joins the supervisor, sets torchrun's environment, runs the script in this process and
 records how it ended. Until the script calls ``clusterddp.init()``, TERM has its default action and USR2 is ignored, so
-that a script that does not use clusterddp behaves as under torchrun.
+that a script that does not use clusterddp behaves as under torchrun. If the job names the signal that the script
+expects (``stop: {signal: USR1}``), it gets that one instead.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import code_paths, completion, control_channel, rank_exit
+from clusterddp.worker import code_paths, completion, control_channel, rank_exit, signals
 from clusterddp.worker.control_channel import ControlChannel
+from clusterddp.worker.signals import ScriptSignal
 from clusterddp.worker.stacks import stacks
 
 #: A rank that uses clusterddp has imported one of these.
@@ -71,7 +73,7 @@ def main() -> None:
     if control_channel.current is None:
         _exit_with_record(record, {**end, "end": "stopped", "reason": "stop signal before all ranks had joined"}, 0)
     control_channel.current.listen(lambda: exit_if_superseded(run, record, end), lambda order: obey(order, end))
-    _let_signals_through()
+    _let_signals_through(os.environ.get(protocol.STOP_SIGNAL))
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
     code_paths.use_snapshot()
@@ -243,6 +245,8 @@ def _done() -> tuple[dict[str, Any], int]:
     if completion.told_to_stop is not None:
         say("the script exited after ctx.stop_requested() returned True without ctx.requeue(): stopped, not completed")
         return {"end": "stopped", "reason": completion.told_to_stop}, 0
+    if signals.of_script is not None and signals.of_script.delivered:
+        return {"end": "stopped", "reason": f"exited with code 0 after {signals.of_script.number.name}"}, 0
     return {"end": "done", "left_loop": completion.loop is not None}, 0
 
 
@@ -333,10 +337,22 @@ def _notified() -> bool:
     return bool(signal.sigpending() & {signal.SIGTERM, signal.SIGUSR2})
 
 
-def _let_signals_through() -> None:
+def _let_signals_through(stop_signal: str | None) -> None:
     """TERM gets its default action. USR2 stays blocked and ignored: it has no effect on a script that does not use
     clusterddp, and stays pending for ``clusterddp.init()``, as Linux keeps a blocked signal even if it is ignored.
+
+    ``stop_signal``: the one that the script expects; every notice becomes that one.
     """
+    if stop_signal and control_channel.current is not None:
+        report = control_channel.report
+        expected = ScriptSignal(stop_signal, lambda seen: report("signal", signal=seen.name.removeprefix("SIG")))
+
+        def told(reason: str) -> None:
+            control_channel.report("notified", reason=reason)
+            expected.send()
+
+        control_channel.current.on_stop(told)
+        return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

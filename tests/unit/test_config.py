@@ -166,6 +166,11 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "module": (["package.train"], ["1a", "a b", "a/b", "[a]"]),
     "args": _ARGUMENTS,
     "args_on_resume": _ARGUMENTS,
+    "done": (
+        ["out/epoch_90.pt", "'{run_dir}/*.done'", "{log: epochs completed}"],
+        ["[a]", '""', "{}", "{log: }", "{x: 1}"],
+    ),
+    "stop": (["{signal: USR1}", "{signal: TERM}", "{}"], ["USR1", "{signal: KILL}", "{signal: SIGUSR1}", "{x: 1}"]),
     "nodes": (["2", "2-4"], ["0", "two", "2.5", "70000", "2-"]),
     "gpus_per_node": (["8", "a100:8", '"4"'], ["0", "a100", "-1", "[8]"]),
     "gpus_per_rank": (["1"], ["0", "x"]),

@@ -185,6 +185,20 @@ def test_the_outline_of_a_flight_record_has_the_first_collective_that_is_not_com
         outline({"entries": [{"name": "of another format"}]})
 
 
+def test_the_rank_that_all_others_wait_for_is_named_when_a_step_outlasts_the_notice() -> None:
+    watch = Watch(2.0)
+    beat = {"count": 90, "step": 89, "allowed_s": 600.0, "age_s": 20.0, "still_s": 20.0}
+    waiting = {**beat, "place": "the all_reduce of backward", "waits": True}
+    for rank in range(3):
+        watch.update(rank, f"n{rank}", {**waiting, "line": "train.py:48"})
+    assert watch.behind() == ""
+    watch.update(2, "n2", {**beat, "place": "train.py:20 (load)", "waits": False, "line": ""})
+    assert watch.behind() == "rank 2 (n2) last at step 89, in train.py:20 (load)"
+    for rank in range(3):
+        watch.update(rank, f"n{rank}", {**beat, "place": "train.py:20 (load)", "waits": False, "line": ""})
+    assert watch.behind() == ""
+
+
 def test_records_of_ranks_without_a_difference_name_nobody() -> None:
     """Nor do those of different groups, or of ranks that wait for nothing."""
     assert compare({0: [["0", 3, 4, REDUCE]], 1: [["0", 3, 5, REDUCE]]}) is None

@@ -15,7 +15,7 @@ from typing import Any
 
 from clusterddp.cli.progress import Progress
 from clusterddp.cli.runs.status import state_of
-from clusterddp.errors import FAILED, INTERRUPTED, ClusterddpError, RunDirectoryError, SlurmError
+from clusterddp.errors import FAILED, INTERRUPTED, UNCONFIRMED, ClusterddpError, RunDirectoryError, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -23,7 +23,7 @@ from clusterddp.reporter import show, what_failed
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.job_log import early_end
 from clusterddp.rundir.ownership import check_run
-from clusterddp.rundir.records import read_json
+from clusterddp.rundir.records import is_unconfirmed, read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import JobInfo
@@ -87,7 +87,7 @@ class Watcher:
     def look(self) -> bool:
         """Checks the outcome and, less often, the job; returns whether the run is over."""
         if outcome := self._run.outcome():
-            self.result = 0 if outcome["state"] == "completed" else 1
+            self.result = UNCONFIRMED if is_unconfirmed(outcome) else 0 if outcome["state"] == "completed" else 1
         elif time.monotonic() >= self._ask_at:
             try:
                 waiting = self._help()
