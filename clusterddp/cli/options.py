@@ -31,6 +31,10 @@ JOB_OPTIONS = (
         ("--gpus", "--gpus-per-node"), "gpus_per_node", "G",
         "GPUs per node, with one rank each; also TYPE:G; with --device cpu, ranks per node; default: 1",
     ),
+    (
+        ("--preset",), "resume", "NAME",
+        "how the script continues from its own checkpoints, by the name of its repository: `clusterddp config presets`",
+    ),
     (("--device",), "device", "cuda|cpu", "cuda (NCCL) or cpu (gloo); default: cuda"),
     (("-c", "--cpus-per-task"), "cpus_per_task", "N", "CPUs per rank; default: in proportion to the node's GPUs"),
     (("--mem",), "mem", "SIZE", "memory per node, such as 64G; default: in proportion to the node's GPUs"),

@@ -121,7 +121,8 @@ def failed_before_first_step(run: RunDirectory) -> bool:
     if outcome is None or outcome["state"] != "failed" or outcome["step"] or run.last_metrics() is not None:
         return False
     own = {path.name for path in (run.job_file, run.batch_script, run.events_file, run.metrics_file, run.outcome_file)}
-    own |= {path.name for path in (run.checkpoints, run.logs, run.private, run.code, run.tensorboard, run.wandb)}
+    own |= {path.name for path in (run.checkpoints, run.logs, run.private, run.code)}
+    own |= {path.name for path in (run.tensorboard, run.wandb, run.mlflow)}
     return not any(run.checkpoints.glob("*")) and not {path.name for path in run.path.iterdir()} - own
 
 

@@ -157,6 +157,15 @@ def arguments(node: Node) -> tuple[str, ...]:
     return tuple(_argument(item) for item in node.value)
 
 
+def patterns(node: Node) -> tuple[str, ...]:
+    """A pattern of file names, or a list of them."""
+    if isinstance(node.value, list) and node.value:
+        return tuple(text(item) for item in node.value)
+    if isinstance(node.value, (dict, list)):
+        raise Wrong(f'expected a pattern such as "{{run_dir}}/out/*.pth", or a list of them, got {quoted(node)}')
+    return (text(node),)
+
+
 def command(node: Node) -> tuple[str, ...]:
     """A command as a list of words, or as one line for ``sh``."""
     if isinstance(node.value, list) and node.value:

@@ -28,14 +28,16 @@ class Progress:
     """What a run's history says about progress when an attempt fails.
 
     ``steps``: how many this attempt has made; None if it has begun no loop over ``run.steps()``. ``seconds``: since its
-    start. ``earlier``: whether an attempt before it made progress. ``last_failure``: the exception of the last attempt
-    that failed, its line and step, as ``RankEnd.raised``; None if one has made progress since.
+    start. ``saved``: whether the script has written a new checkpoint of its own. ``earlier``: whether an attempt before
+    it made progress. ``last_failure``: the exception of the last attempt that failed, its line and step, as
+    ``RankEnd.raised``; None if one has made progress since.
     """
 
     steps: int | None = None
     seconds: float = 0.0
     earlier: bool = False
     last_failure: str | None = None
+    saved: bool = False
 
 
 def progress(events: Iterable[Mapping[str, Any]], attempt: int, reached: int | None, now: float) -> Progress:
@@ -54,7 +56,14 @@ def progress(events: Iterable[Mapping[str, Any]], attempt: int, reached: int | N
         now - own[0]["time"] if own else 0.0,
         bool(progressed),
         failed[-1].get("raised") if failed and not since else None,
+        own_checkpoint(events, attempt) is not None,
     )
+
+
+def own_checkpoint(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
+    """The newest checkpoint of its own that the script has written in this attempt, if any (key ``resume``)."""
+    files = [e["file"] for e in events if e["event"] == "own_checkpoint" and e["attempt"] == attempt]
+    return files[-1] if files else None
 
 
 def began(events: Iterable[Mapping[str, Any]]) -> int | None:
@@ -64,7 +73,9 @@ def began(events: Iterable[Mapping[str, Any]]) -> int | None:
 
 
 def _progressed(events: list[Mapping[str, Any]]) -> bool:
-    """Whether an attempt has made a step; if it records none, whether it ran for a minute."""
+    """Whether an attempt has made a step or a checkpoint; if it records neither, whether it ran for a minute."""
+    if any(event["event"] == "own_checkpoint" for event in events):
+        return True
     if (first := began(events)) is None:
         ran = [event["time"] for event in events if event["event"] not in WITHOUT_RANKS]
         return bool(ran) and ran[-1] - ran[0] >= PROGRESS_S
@@ -107,7 +118,7 @@ def _script_s(events: list[Mapping[str, Any]]) -> float | None:
 
 
 def _made_steps(events: list[Mapping[str, Any]]) -> bool:
-    return any(event["event"] in ("training", "resumed", "steps_seen") for event in events)
+    return any(event["event"] in ("training", "resumed") for event in events)
 
 
 def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:
@@ -119,7 +130,7 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
     hours = used_rank_hours(events, now, job.world_size) * (job.gpus_per_rank if job.device == "cuda" else 1)
     if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
         return f"limits.gpu_hours ({job.limits.gpu_hours:g}) reached: {hours:.2f} used"
-    if _fruitless(events) >= FRUITLESS:
+    if _fruitless(job, events) >= FRUITLESS:
         ended = "failed" if events[-1]["event"] == "restarted" else "reached their time limit (request more time)"
         return f"{FRUITLESS} consecutive attempts {ended} without reaching a new checkpoint"
     return None
@@ -152,19 +163,22 @@ def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size:
     return sum((last[attempt] - start) * ranks.get(attempt, world_size) for attempt, start in first.items()) / 3600
 
 
-def _fruitless(events: list[Mapping[str, Any]]) -> int:
+def _fruitless(job: Job, events: list[Mapping[str, Any]]) -> int:
     """How many consecutive attempts, up to the newest, failed or reached their time limit without a new checkpoint.
 
-    A script that never recorded a step may save on its own: then attempts that reached their time limit do not count,
-    nor do long ones.
+    A script whose checkpoints are unknown may save on its own: then attempts that reached their time limit do not
+    count, nor do long ones.
     """
-    count, records = 0, any(event.get("step") is not None for event in events)
+    needs_own = job.resume is not None and bool(job.resume.args or job.resume.replace)
+    known = any(event["event"] == "own_checkpoint" or event.get("step") is not None for event in events)
+    count, records = 0, needs_own or known
     for attempt in sorted({event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}, reverse=True):
         own = [event for event in events if event["attempt"] == attempt]
         failed, timed = any(map(_failed, own)), any(map(_timed, own))
         if not records and own[-1]["time"] - own[0]["time"] >= LONG_S:
             break
-        if not (failed or (timed and records)) or any(event["event"] == "checkpoint" for event in own):
+        saved = any(event["event"] in ("checkpoint", "own_checkpoint") for event in own)
+        if not (failed or (timed and records)) or saved:
             break
         count += 1
     return count

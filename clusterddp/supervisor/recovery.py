@@ -21,8 +21,8 @@ from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor import done, lease
 from clusterddp.supervisor.controller import Controller
 from clusterddp.supervisor.history import History, highest
-from clusterddp.supervisor.limits import began, doubt, exceeded, progress
-from clusterddp.supervisor.messages import RESTARTING, failure_box
+from clusterddp.supervisor.limits import began, doubt, exceeded, own_checkpoint, progress
+from clusterddp.supervisor.messages import RESTARTING, added_arguments, failure_box
 from clusterddp.supervisor.state import State, Stop
 from clusterddp.supervisor.verdict import Action, RankEnd, Verdict, judge
 
@@ -148,8 +148,16 @@ class Recovery:
         then = ""
         if verdict.because and (verdict.action is Action.FAIL or self._exceeded("restarted", verdict) is None):
             then = f"{'not restarted' if verdict.action is Action.FAIL else RESTARTING}: {verdict.because}"
-        others, secrets = verdict.others, self._history.secrets
-        show(failure_box(self._run, self._number, failure, others, step, time.time(), secrets, then))
+        others, secrets, more = verdict.others, self._history.secrets, (self._added_arguments(), then)
+        show(failure_box(self._run, self._number, failure, others, step, time.time(), secrets, more))
+
+    def _added_arguments(self) -> str:
+        """What was added to the script's arguments, if the attempt made no progress: they may be the reason."""
+        own = [event for event in self._history.events if event["attempt"] == self._number]
+        resumed = next((event for event in own if event["event"] == "own_resume"), None)
+        if resumed is None or self._progress.steps or self._progress.saved:
+            return ""
+        return added_arguments(resumed, lambda file: (self._run.path / file).exists())
 
     def _step_of(self, failure: RankEnd, others: Sequence[RankEnd]) -> int | None:
         """The number of steps done when a rank failed. It knows its own, unless it was killed; the others then failed
@@ -337,6 +345,8 @@ class Recovery:
 
     def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
+        if file := own_checkpoint(self._history.events, self._number):
+            ended["file"] = file
         self._history.add(event, **ended, **values)
 
 

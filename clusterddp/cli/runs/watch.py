@@ -81,7 +81,7 @@ class Watcher:
         self._hold = Hold()
         self._ask_at = 0.0
         self._words = ""
-        #: None until the run is over, then the exit code: 0 if it completed.
+        #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if that is doubtful.
         self.result: int | None = None
 
     def look(self) -> bool:
@@ -243,4 +243,5 @@ def watch(runs: list[RunDirectory], follow: bool = False) -> int:
             for watcher in watchers:
                 watcher.leave()
             return INTERRUPTED
-    return max(watcher.result or 0 for watcher in watchers)
+    results = {watcher.result for watcher in watchers}
+    return next((code for code in (FAILED, UNCONFIRMED) if code in results), 0)
