@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.gpu import build
 from tests.repositories.entries import Copy
 
 #: In the order of the table's columns.
-DISTURBANCES = ("undisturbed", "before", "middle", "end", "killed")
+DISTURBANCES = ("undisturbed", "before", "middle", "end", "killed", "lines")
 LIMIT_S = 600
 
 
@@ -44,10 +44,16 @@ class Result:
     disturbed: bool
     reason: str
 
-    def same_as(self, whole: Result, repeatable: bool) -> bool:
-        """Whether it is completed, with each of the undisturbed run's steps and, if it is repeatable, its metric."""
-        over = self.state == "completed" and self.confirmed and (self.steps, self.last) == (whole.steps, whole.last)
-        return over and self.disturbed and (not repeatable or self.metric == whole.metric)
+    def complete(self, whole: Result) -> bool:
+        """Whether it was disturbed and is completed all the same, with each of the undisturbed run's steps."""
+        over = self.state == "completed" and self.confirmed and self.disturbed
+        return over and (self.steps, self.last) == (whole.steps, whole.last)
+
+    def against(self, whole: Result) -> Result:
+        """This result with the steps beyond the undisturbed run's as repeated ones, where steps are only counted."""
+        more = max(0, self.steps - whole.steps) if self.repeated == 0 else 0
+        last = whole.last if more else self.last
+        return replace(self, steps=self.steps - more, repeated=self.repeated + more, last=last)
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,13 +67,17 @@ def run(copy: Copy, disturbance: str, python: Path) -> Result:
     directory = folder / "run"
     command = [str(python), "-m", "clusterddp", "submit", str(definition), "--local", "--run-dir", str(directory)]
     moments = copy.repository.moments
-    if disturbance in ("before", "middle", "end"):
-        command += ["--preempt-at", getattr(moments, disturbance)]
+    if disturbance not in ("undisturbed", "killed"):
+        command += ["--preempt-at", getattr(moments, disturbance, moments.middle)]
     began = time.monotonic()
     folder.mkdir(parents=True)
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            ["nice", "-n", "10", *command], cwd=_folder(copy, folder), env=environment(copy), stdout=output, stderr=output
+            ["nice", "-n", "10", *command],
+            cwd=working_folder(copy, folder),
+            env=environment(copy),
+            stdout=output,
+            stderr=output,
         )
         killed = disturbance == "killed" and _kill_a_rank(process, RunDirectory(directory), moments.middle)
         try:
@@ -81,7 +91,7 @@ def run(copy: Copy, disturbance: str, python: Path) -> Result:
     return Result(**{**found, "disturbed": happened and "did not fire" not in output_text})
 
 
-def _folder(copy: Copy, folder: Path) -> Path:
+def working_folder(copy: Copy, folder: Path) -> Path:
     """The current folder of the run."""
     if not copy.repository.own_folder:
         return copy.code
@@ -117,6 +127,8 @@ def outcome_of(copy: Copy, directory: RunDirectory, disturbance: str, seconds: f
     logs = [log_of(directory, attempt) for attempt in sorted(directory.attempts())]
     made = [match.groups() for log in logs for match in re.finditer(copy.repository.step, log, re.MULTILINE)]
     metrics = re.findall(copy.repository.metric, "\n".join(logs), re.MULTILINE)
+    if not re.compile(copy.repository.step).groups:  # the lines are only counted
+        made = [(str(number),) for number in range(1, len(made) + 1)]
     keys = [tuple(float(group) for group in groups) for groups in made]
     return {
         "disturbance": disturbance,

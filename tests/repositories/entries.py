@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,15 @@ class Repository:
     #: Lines changed in its code so that it resumes; 0 is the aim.
     changed_lines: int
     moments: Moments
-    #: Matches a log line per step; its groups number the step over the whole training. ``made``: clusterddp's count.
+    #: Matches a log line per step; its groups number the step over the whole training. Without groups, the lines are
+    #: counted.
     step: str
     #: Matches the line with the final metric.
     metric: str
+    #: What the metric is, in words.
+    metric_name: str = "the last loss"
+    #: Its name in the table; default: owner and name.
+    title: str = ""
     #: The folder that the command runs in.
     folder: str = "."
     #: Whether it runs in an empty folder instead, because it writes to the current one.
@@ -76,6 +82,9 @@ class Repository:
     #: Copied from the checkout; all of it by default.
     copied: tuple[str, ...] = ()
     substitutions: tuple[Substitution, ...] = ()
+    #: Lines of code with which it loses no step, and how many they are.
+    no_step_lost: tuple[Substitution, ...] = ()
+    no_step_lost_lines: int = 0
     #: How many lines match each step, where several processes print to one log.
     lines_per_step: int = 1
     #: Files of the data that are put into the copy.
@@ -93,7 +102,8 @@ class Repository:
         if unknown := sorted(given.keys() - known):
             raise ValueError(f"{path.name}: unknown keys: {', '.join(unknown)}")
         lists = {name: tuple(given[name]) for name in ("differences", "packages", "copied", "notes") if name in given}
-        given["substitutions"] = tuple(Substitution(**entry) for entry in given.get("substitutions", ()))
+        for name in ("substitutions", "no_step_lost"):
+            given[name] = tuple(Substitution(**entry) for entry in given.get(name, ()))
         given["moments"] = Moments(**given["moments"])
         made = cls(name=path.stem, **{**given, **lists})
         for expression in (made.step, made.metric, made.moments.before, made.moments.middle, made.moments.end):
@@ -106,6 +116,12 @@ class Repository:
     def lines_of_yaml(self) -> int:
         """The lines that the job definition needs so that the run resumes."""
         return len(yaml.safe_dump(self.resume, default_flow_style=None, width=1000).splitlines())
+
+    @property
+    def preset(self) -> str | None:
+        """The preset that it names."""
+        named = self.resume.get("resume")
+        return named if isinstance(named, str) else None
 
 
 def read_all() -> list[Repository]:
@@ -154,10 +170,19 @@ def prepare(repository: Repository, checkouts: Path, root: Path) -> Copy:
         target = root / "code" / place
         target.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (copy.data / name).is_dir() else shutil.copy)(copy.data / name, target)
-    for change in repository.substitutions:
-        path = root / "code" / change.file
+    _substitute(copy, repository.substitutions)
+    return copy
+
+
+def with_lines(copy: Copy) -> None:
+    """Adds the lines with which the repository loses no step."""
+    _substitute(copy, copy.repository.no_step_lost)
+
+
+def _substitute(copy: Copy, changes: Iterable[Substitution]) -> None:
+    for change in changes:
+        path = copy.root / "code" / change.file
         text, found = re.subn(change.find, change.put.replace("{data}", str(copy.data)), path.read_text())
         if not found:
-            raise Unusable(f"{repository.name}: {change.file} has no match of {change.find!r}")
+            raise Unusable(f"{copy.repository.name}: {change.file} has no match of {change.find!r}")
         path.write_text(text)
-    return copy
