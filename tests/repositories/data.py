@@ -88,14 +88,14 @@ def clip_model(folder: Path) -> None:
 
 
 def speech(folder: Path) -> None:
-    """Tones of half a second as 16 kHz WAV files of four speakers with SpeechBrain's manifests, and noise to mix in."""
+    """Tones of half a second as 16 kHz WAV files of 28 speakers with SpeechBrain's manifests, and noise to mix in."""
     folder.mkdir(parents=True)
-    for split, number in (("train", 16), ("valid", 4), ("test", 4)):
+    for split, number in (("train", 28), ("valid", 4), ("test", 4)):
         manifest = {}
         for i in range(number):
             path = folder / f"{split}{i}.wav"
-            _write_wav(path, np.sin(np.arange(8000) * 0.05 * (i % 4 + 1)))
-            manifest[f"{split}{i}"] = {"wav": str(path), "length": 0.5, "spk_id": f"speaker{i % 4}"}
+            _write_wav(path, np.sin(np.arange(8000) * 0.02 * (i + 1)))
+            manifest[f"{split}{i}"] = {"wav": str(path), "length": 0.5, "spk_id": f"speaker{i}"}
         (folder / f"{split}.json").write_text(json.dumps(manifest))
     (folder / "noise").mkdir()
     (folder / "noise" / "data.zip").touch()  # as if it had been downloaded
