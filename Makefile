@@ -100,6 +100,12 @@ real-nccl: .venv/ready
 gpu-check: .venv/ready
 	.venv/bin/python -m benchmarks.gpu_check --out build/gpu-check.json $(GPU_CHECK)
 
+# Public repositories whose checkouts are in the folder REPOSITORIES; REPOSITORIES_PYTHON has the packages they need.
+.PHONY: test-repositories
+test-repositories: .venv/ready
+	@[ -d "$(REPOSITORIES)" ] || { echo 'make test-repositories REPOSITORIES=/folder/of/checkouts [NAMES="nanogpt timm"]'; exit 2; }
+	.venv/bin/python -m tests.repositories $(REPOSITORIES) $(NAMES) $(if $(REPOSITORIES_PYTHON),--python $(REPOSITORIES_PYTHON))
+
 .PHONY: gpu-check-stand-in
 gpu-check-stand-in: .venv/ready
 	.venv/bin/python -m benchmarks.gpu_check --stand-in --budget 1200 $(GPU_CHECK)
