@@ -20,6 +20,7 @@ from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show, what_failed
+from clusterddp.rundir.files import unlink
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.job_log import early_end
 from clusterddp.rundir.ownership import check_run
@@ -190,7 +191,7 @@ class Watcher:
         )
         new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
         submitted(self._run, new)
-        self._run.request_file.unlink(missing_ok=True)
+        unlink(self._run.request_file)
         return self._say(f"{ended}: resubmitted as job {new}")
 
     def _say(self, words: str) -> bool:
