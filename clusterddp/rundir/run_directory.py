@@ -127,8 +127,10 @@ class RunDirectory:
             create_folder(self.logs, exist_ok=True)
             fsync_directory(self.path)
         recorded: list[int] = [] if self.attempts() else [event["attempt"] for event in self.events()]
+        number = -1
         while True:
-            number = max([-1, *recorded, *self.attempts()]) + 1
+            # One that another node has just created may exist, and not be listed here for a minute.
+            number = max([number, *recorded, *self.attempts()]) + 1
             try:
                 create_folder(self.attempt_logs(number))
             except FileExistsError:
