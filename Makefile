@@ -70,7 +70,7 @@ DEMO_RUN = .clusterddp-demo
 
 # What the tests of the integrations and the trackers need in addition.
 .venv/integrations: .venv/ready
-	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations,tensorboard,wandb]'
+	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations,tensorboard,wandb,mlflow]'
 	@touch $@
 
 demo: .venv/ready

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from clusterddp.errors import Stopped as Stopped
     from clusterddp.training.context import Context as Context
     from clusterddp.training.context import init as init
+    from clusterddp.training.script_loop import requeue as requeue
+    from clusterddp.training.script_loop import stop_requested as stop_requested
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "init",
     "launch",
     "orders",
+    "requeue",
+    "stop_requested",
     "streams",
     "sweep",
 ]
@@ -39,6 +43,8 @@ _HOMES = {
     "Handle": "clusterddp.api",
     "init": "clusterddp.training.context",
     "launch": "clusterddp.api",
+    "requeue": "clusterddp.training.script_loop",
+    "stop_requested": "clusterddp.training.script_loop",
     "sweep": "clusterddp.api",
     "Stopped": "clusterddp.errors",
 }

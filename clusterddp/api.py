@@ -40,7 +40,7 @@ from clusterddp.sweeps.jobs import jobs_of
 from clusterddp.sweeps.members import keys_of, named
 
 #: Keys that say what runs, and so cannot be given with a function.
-_PROGRAM_KEYS = {"script", "module", "args", "args_on_resume"}
+_PROGRAM_KEYS = {"script", "module", "args", "resume"}
 
 
 def launch(

@@ -14,8 +14,10 @@ from typing import ClassVar
 FAILED, WRONG_USAGE, INTERNAL_ERROR, STOPPED, INTERRUPTED, BROKEN_PIPE = 1, 2, 70, 75, 130, 141
 #: Of `submit --check-resume` alone: a resume makes a difference; the run differs even without one.
 RESUME_DIFFERS, NOT_REPEATABLE = 3, 4
+#: Of commands that wait for a run: it completed, but its script may have exited without training.
+UNCONFIRMED = 14
 #: Of `clusterddp wait` alone: that of the worst end of its runs, in this order; when its time is up, as of timeout(1).
-WAITED = {"failed": 10, "cancelled": 11, "stopped": 12, "unknown": 13}
+WAITED = {"failed": 10, "cancelled": 11, "stopped": 12, "unknown": 13, "unconfirmed": UNCONFIRMED}
 TIMED_OUT = 124
 
 

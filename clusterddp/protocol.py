@@ -40,7 +40,7 @@ RANK_EVENTS: Mapping[str, Event] = {
     "checkpoint_failed": Event("step reason", "a checkpoint was not saved; training continues"),
     "checkpoint_damaged": Event("step reason", "a checkpoint cannot be read; the previous one is tried"),
     "not_finite": Event("step metrics count", "metrics became NaN or infinite"),
-    "tracker": Event("tracker problem", "TensorBoard or W&B does not get all values; training continues"),
+    "tracker": Event("tracker problem", "TensorBoard, W&B or MLflow does not get all values; training continues"),
     "media_left_out": Event("step kind name reason", "an image, histogram or text was not written; said once"),
     "uneven_calls": Event("step explanation", "some ranks call `run.every()` more often than others; said once"),
     "shapes_changed": Event("step explanation", "torch.compile has seen changing shapes; said once"),
@@ -54,6 +54,8 @@ RANK_EVENTS: Mapping[str, Event] = {
     "overdue": Event(
         "seconds behind?", "no rank's step ended within `seconds` of the notice; rank 0 exits; `behind`: the late ranks"
     ),
+    "saved": Event("file", "the script has saved its state in `file` and called `requeue(saved=file)`"),
+    "not_read": Event("file", "the script has made its first step without opening `file`, saved at its last stop"),
     "stopping": Event("step reason", "all ranks stop after `step`"),
     "finishing": Event("step", "all steps are done; the last checkpoint is being saved"),
     "left_loop": Event("step steps by?", "the script left its loop, by a `break` or an `exception`"),
@@ -85,10 +87,12 @@ PHASES: Mapping[str, str] = {
 
 #: How an attempt can end so that the run continues, now or later.
 _ENDS: Mapping[str, Event] = {
-    "restarted": Event("reason cause step checkpoint", "the ranks are restarted in place"),
-    "requeued": Event("reason cause step checkpoint window_s", "the job is requeued"),
-    "resubmitted": Event("reason cause step checkpoint job", "the run continues as job `job`"),
-    "stopped": Event("reason cause step checkpoint then?", "the run can be continued"),
+    "restarted": Event("reason cause step checkpoint file?", "the ranks are restarted in place"),
+    "requeued": Event("reason cause step checkpoint file? window_s", "the job is requeued"),
+    "resubmitted": Event("reason cause step checkpoint file? job", "the run continues as job `job`"),
+    "stopped": Event(
+        "reason cause step checkpoint file? then?", "the run can be continued; `file`: the script's own checkpoint"
+    ),
 }
 
 #: ``then`` of an attempt that is ``stopped`` while Slurm is requeueing its job by itself.
@@ -96,7 +100,11 @@ BY_SLURM = "requeued by Slurm"
 
 #: How a run can end; also the "state" in outcome.json.
 RUN_ENDS: Mapping[str, Event] = {
-    "completed": Event("step attempts reason", "all ranks finished"),
+    "completed": Event(
+        "step attempts reason confirmed?",
+        "all ranks finished; `confirmed` is false if that is doubtful: a restarted script may have exited with code 0 "
+        "without training",
+    ),
     "failed": Event("step attempts reason", "the run failed"),
     "cancelled": Event("step attempts reason", "the run was cancelled"),
 }
@@ -105,7 +113,7 @@ RUN_ENDS: Mapping[str, Event] = {
 ATTEMPT_ENDS: Mapping[str, Event] = {**_ENDS, **RUN_ENDS}
 
 #: Events of an attempt that never started its ranks. Any other event shows that it did, even if `started` is missing.
-WITHOUT_RANKS = frozenset(("submitted", "forked", "failed", "cancelled"))
+WITHOUT_RANKS = frozenset(("submitted", "forked", "completed", "failed", "cancelled"))
 
 EVENTS: Mapping[str, Event] = {
     "forked": Event("step source", "`submit --fork` copied checkpoint `step` of the run `source`"),
@@ -128,6 +136,12 @@ EVENTS: Mapping[str, Event] = {
         "the user asked for `request`; the next jobs exclude `nodes` for a day; a profile is of `steps` on `ranks`; "
         "`batches` are to be skipped",
     ),
+    "own_resume": Event(
+        "file? written? before_s? arguments? passed_over? patterns? from_start?",
+        "the attempt continues from the script's own checkpoint `file`, with these arguments; without `file`: none of "
+        "`patterns` matches a complete one",
+    ),
+    "own_checkpoint": Event("file written", "the script has written a complete checkpoint of its own"),
     "controller_away": Event("error", "Slurm's controller is unreachable; training continues"),
     "controller_back": Event("", "Slurm's controller answers again"),
     "controller_missing": Event("error", "Slurm's commands are not installed here"),
@@ -259,19 +273,39 @@ WATCHDOG = Variable("CLUSTERDDP_WATCHDOG", "supervisor to ranks: on or off")
 DEVICE_MEMORY = Variable(
     "CLUSTERDDP_DEVICE_MEMORY", "supervisor to ranks: bytes that an earlier attempt used on each GPU, if known"
 )
+SAVED = Variable(
+    "CLUSTERDDP_SAVED",
+    "supervisor to ranks: the file that the script named in `requeue(saved=...)` in the last attempt",
+)
 TERM_NOTICE_S = Variable(
     "CLUSTERDDP_TERM_NOTICE_S", "rank's entry point to clusterddp.init(): seconds from TERM to KILL, if known"
 )
+CHECKPOINT = Variable(
+    "CLUSTERDDP_CHECKPOINT",
+    "supervisor to ranks and scripts: the script's own checkpoint that the attempt continues from",
+)
+PLACEHOLDERS = Variable(
+    "CLUSTERDDP_PLACEHOLDERS", "supervisor to ranks: the variables whose placeholders each rank fills in"
+)
 CODE = Variable("CLUSTERDDP_CODE", "supervisor to ranks and scripts: the snapshot of the code, if the run uses one")
 CHECKOUT = Variable("CLUSTERDDP_CHECKOUT", "supervisor to ranks and scripts: the repository that it is a copy of")
+WANDB_NAME = Variable(
+    "CLUSTERDDP_WANDB_NAME", "supervisor to ranks: the id of the W&B run that the script itself starts"
+)
+MLFLOW = Variable("CLUSTERDDP_MLFLOW", "supervisor to ranks: on if the script's own MLflow run continues")
 RUNS = Variable("CLUSTERDDP_RUNS", "user to submit and launch(): the folder for new run directories, instead of ./runs")
 SITE_CONFIG = Variable(
     "CLUSTERDDP_SITE_CONFIG", "site to submit and launch(): its profile, instead of /etc/clusterddp/config.yaml"
+)
+STOP_SIGNAL = Variable(
+    "CLUSTERDDP_STOP_SIGNAL",
+    "supervisor to ranks: the signal that a script which does not use clusterddp gets at a stop, such as USR1",
 )
 DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows tracebacks")
 
 #: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
-    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY),
+    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY, WANDB_NAME, MLFLOW, SAVED),
+    *(CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL),
 )

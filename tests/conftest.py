@@ -30,6 +30,7 @@ Launch = Callable[..., clusterddp.Handle]
 
 # A shell starts its background jobs with SIGINT ignored, and every command that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks

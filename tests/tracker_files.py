@@ -1,10 +1,10 @@
-"""What TensorBoard and W&B read from a run: by TensorBoard's own reader, and by W&B's protocol buffers."""
+"""What trackers have of a run: by TensorBoard's own reader, W&B's protocol buffers, and MLflow's client."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,15 @@ def in_wandb(run: RunDirectory) -> list[tuple[str, list[dict[str, Any]]]]:
         ]
         found.append((name, rows))
     return found
+
+
+def in_mlflow(run: RunDirectory) -> tuple[Any, Callable[[str], list[Any]]]:
+    """The run in MLflow's database beside the run directory, which is the only one there, and a metric's values."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run.path.parent}/mlflow.db")
+    (found,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    return found, lambda name: list(client.get_metric_history(found.info.run_id, name))
 
 
 def _records(path: Path) -> Iterator[bytes]:

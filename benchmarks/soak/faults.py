@@ -100,7 +100,7 @@ class Maker:
 
     def _signal(self, node: str, signum: signal.Signals) -> bool:
         try:
-            victims = until(lambda: ranks_of(self._up, node), f"a rank on {node}", 5)
+            victims = until(lambda: ranks_of(self._up, node) or None, f"a rank on {node}", 5)
         except TooLong:
             return False
         victims[0].kill(signum)

@@ -209,7 +209,8 @@ def judge_clock(ahead_s: float, trip_s: float) -> Check:
 
 def reduced(ranks: RankEnvironment, place: Place, device: torch.device) -> Check:
     """An all-reduce over all ranks that take part."""
-    from clusterddp.distributed.process_group import ProcessGroup, StoreAddress, backend_of, choose_backend
+    from clusterddp.distributed.process_group import ProcessGroup, backend_of, choose_backend
+    from clusterddp.distributed.store import StoreAddress
 
     own = dataclasses.replace(ranks, rank=place.rank, world_size=place.world_size)
     backend = choose_backend(None, device)

@@ -8,6 +8,7 @@ processes of that session.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -19,11 +20,12 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from clusterddp.cli.progress import Progress
-from clusterddp.errors import INTERRUPTED, STOPPED, UsageError
+from clusterddp.errors import INTERRUPTED, STOPPED, UNCONFIRMED, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.process import module_command, signal_ranks
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.files import create_file
+from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
 from clusterddp.supervisor.controller import give_notice
@@ -35,14 +37,21 @@ INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Moment:
-    """When to preempt: after ``step`` steps, or ``seconds`` after the attempt's start."""
+    """When to preempt: after ``step`` steps, ``seconds`` after the attempt's start, or once a rank has printed a
+    ``line`` that matches."""
 
     step: int | None = None
     seconds: float | None = None
+    line: re.Pattern[str] | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Moment:
-        """Parses ``120`` (a step) or ``2.5s`` (seconds)."""
+    def parse(cls, option: str, text: str) -> Moment:
+        """Parses the value of ``--preempt-after``, ``120`` (a step) or ``2.5s`` (seconds), or of ``--preempt-at``."""
+        if option == "--preempt-at":
+            try:
+                return cls(line=re.compile(text))
+            except re.error as error:
+                raise UsageError(f"--preempt-at {text!r}: expected a regular expression: {error}") from None
         try:
             moment = cls(seconds=float(text[:-1])) if text.endswith("s") else cls(step=int(text))
             if not (moment.step or moment.seconds or 0) >= 0:  # also refuses nan
@@ -51,22 +60,54 @@ class Moment:
             raise UsageError(f"--preempt-after {text}: expected a step such as 120, or seconds such as 2.5s") from None
         return moment
 
-    def reached(self, steps_done: int, elapsed_s: float) -> bool:
-        """Whether it is time to preempt."""
+    def reached(self, steps_done: int, elapsed_s: float, output: Output) -> bool:
+        """Whether it is time to preempt. ``output``: of the attempt's ranks."""
+        if self.line is not None:
+            return output.has(self.line)
         if self.step is not None:
             return steps_done >= self.step
         return elapsed_s >= (self.seconds or 0.0)
 
     def __str__(self) -> str:
+        if self.line is not None:
+            return f"--preempt-at {self.line.pattern!r}"
         return f"--preempt-after {f'{self.seconds:g}s' if self.step is None else self.step}"
 
     def missed(self, steps_done: int) -> str:
         """The message for an attempt that ended earlier."""
+        if self.line is not None:
+            return f"{self} did not fire: the attempt ended, and no line of its ranks' output matched"
         if self.step is None:
             return f"{self} did not fire: the attempt ended earlier"
         if steps_done:
             return f"{self} did not fire: the attempt ended after {counted(steps_done, 'step')}"
-        return f"{self} did not fire: no steps were recorded; seconds work with any script: --preempt-after 2.5s"
+        others = "--preempt-at 'REGEX', or seconds: --preempt-after 2.5s"
+        return f"{self} did not fire: no steps were recorded; these work with any script: {others}"
+
+
+class Output:
+    """The lines that ranks print in attempts from now on. A carriage return, as of a progress bar, ends one, too."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run, self._earlier = run, set(run.attempts())
+        #: How much of each file has been read, up to the end of its last whole line.
+        self._read: dict[Path, int] = {}
+
+    def has(self, pattern: re.Pattern[str]) -> bool:
+        """Whether a line that was printed since the last call matches."""
+        new = [self._run.attempt_logs(number) for number in self._run.attempts() if number not in self._earlier]
+        return any(self._in_file(path, pattern) for folder in new for path in folder.glob("rank-*"))
+
+    def _in_file(self, path: Path, pattern: re.Pattern[str]) -> bool:
+        read = self._read.get(path, 0)
+        if path.stat().st_size == read:
+            return False
+        with open(path, "rb") as file:
+            file.seek(read)
+            data = file.read()
+        whole = data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
+        self._read[path] = read + len(whole)
+        return any(pattern.search(line) for line in re.split("[\r\n]+", whole.decode(errors="replace")) if line)
 
 
 def step_warning(job: Job, moments: Sequence[Moment]) -> str | None:
@@ -107,10 +148,10 @@ class LocalRun:
                 if self.interrupts:
                     return INTERRUPTED
                 code = self._attempt(progress)
-                if self.run.outcome() is not None:  # even if the script itself exited with one of these codes
+                if (outcome := self.run.outcome()) is not None:  # even if the script itself exited with one of these
                     for moment in self.preemptions:
                         show(f"{moment} did not fire: the run was already over")
-                    return code
+                    return UNCONFIRMED if is_unconfirmed(outcome) else code
                 if code != STOPPED and not self.interrupts:
                     return code
 
@@ -141,6 +182,7 @@ class LocalRun:
     def _watch(self, process: subprocess.Popen[bytes], progress: Progress) -> int:
         started, starts_before = time.monotonic(), progress.starts
         moment = self.preemptions.pop(0) if self.preemptions else None
+        output = Output(self.run)
         ended = threading.Event()
 
         def wait() -> None:
@@ -152,7 +194,7 @@ class LocalRun:
             progress.update()
             # Not before the ranks run: the signal would be lost, or end the shell before it ignores TERM.
             begun = progress.starts > starts_before
-            if moment and begun and moment.reached(progress.steps_done, time.monotonic() - started):
+            if moment and begun and moment.reached(progress.steps_done, time.monotonic() - started, output):
                 self._signal(Cause.PREEMPTED)
                 moment = None
         progress.update()

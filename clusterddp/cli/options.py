@@ -31,6 +31,10 @@ JOB_OPTIONS = (
         ("--gpus", "--gpus-per-node"), "gpus_per_node", "G",
         "GPUs per node, with one rank each; also TYPE:G; with --device cpu, ranks per node; default: 1",
     ),
+    (
+        ("--preset",), "resume", "NAME",
+        "how the script continues from its own checkpoints, by the name of its repository: `clusterddp config presets`",
+    ),
     (("--device",), "device", "cuda|cpu", "cuda (NCCL) or cpu (gloo); default: cuda"),
     (("-c", "--cpus-per-task"), "cpus_per_task", "N", "CPUs per rank; default: in proportion to the node's GPUs"),
     (("--mem",), "mem", "SIZE", "memory per node, such as 64G; default: in proportion to the node's GPUs"),
@@ -92,13 +96,24 @@ def add_arguments(
     local = parser.add_argument_group("without Slurm")
     local.add_argument("--local", action="store_true", help="start the ranks as processes on this machine, and wait")
     local.add_argument(
-        "--preempt-after", action="append", default=[], metavar="STEP|SECONDSs",
+        "--preempt-after", action=_Preemption, default=[], dest="preemptions", metavar="STEP|SECONDSs",
         help="simulate a preemption after a step (120) or after seconds (2.5s); repeatable, once per attempt",
+    )  # fmt: skip
+    local.add_argument(
+        "--preempt-at", action=_Preemption, default=[], dest="preemptions", metavar="REGEX",
+        help="simulate a preemption once a rank prints a line that matches; repeatable, once per attempt",
     )  # fmt: skip
     local.add_argument(
         "--debug", nargs="?", type=int, const=0, metavar="RANK",
         help="connect a rank to the terminal, for breakpoint(); default: 0",
     )  # fmt: skip
+
+
+class _Preemption(argparse.Action):
+    """Collects ``--preempt-after`` and ``--preempt-at`` in their order, each with its option."""
+
+    def __call__(self, _: object, namespace: argparse.Namespace, value: object, option: str | None = None) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), (option, value)])
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,8 +147,8 @@ def check_combinations(arguments: argparse.Namespace) -> None:
     """Refuses options that contradict each other."""
     if arguments.target and arguments.module:
         raise UsageError(f"both {arguments.target} and -m {arguments.module} were given: expected only one of them")
-    if not arguments.local and (arguments.preempt_after or arguments.debug is not None):
-        raise UsageError("--preempt-after and --debug require --local")
+    if not arguments.local and (arguments.preemptions or arguments.debug is not None):
+        raise UsageError("--preempt-after, --preempt-at and --debug require --local")
     if arguments.check_resume is not None:
         _check_check_resume(arguments)
     if arguments.sweep:
@@ -162,7 +177,7 @@ def _check_check_resume(arguments: argparse.Namespace) -> None:
         )
     others = {
         "--sweep": arguments.sweep, "--fork": arguments.fork, "--take-over": arguments.take_over,
-        "--change": arguments.change, "--preempt-after": arguments.preempt_after,
+        "--change": arguments.change, **{option: True for option, _ in arguments.preemptions},
         "--debug": arguments.debug is not None, "--wait": arguments.wait, "-f": arguments.follow,
         "--dry-run": arguments.dry_run,
     }  # fmt: skip
@@ -174,7 +189,7 @@ def _check_sweep(arguments: argparse.Namespace) -> None:
     """Refuses, with ``--sweep``, what is about a single run."""
     single = {
         "--here": arguments.here, "--fork": arguments.fork, "--take-over": arguments.take_over,
-        "--wait": arguments.wait, "-f": arguments.follow, "--preempt-after": arguments.preempt_after,
+        "--wait": arguments.wait, "-f": arguments.follow, **{option: True for option, _ in arguments.preemptions},
         "--debug": arguments.debug is not None,
     }  # fmt: skip
     if given := [option for option, value in single.items() if value]:

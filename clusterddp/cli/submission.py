@@ -23,8 +23,9 @@ from clusterddp.process import PACKAGE_FOLDER, signals_blocked
 from clusterddp.reporter import counted, show
 from clusterddp.rundir.find import runs_folder
 from clusterddp.rundir.ownership import check_run
+from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor import lease
+from clusterddp.supervisor import done, lease
 from clusterddp.supervisor.messages import at_step
 
 
@@ -43,11 +44,24 @@ def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | N
             return None
         if differences and not change:
             show(f"{run} failed before its first step: recording the new arguments ({'; '.join(differences)})")
+    if not (run_dir and RunDirectory(run_dir).exists()):
+        check_not_done(job)
     check_place(job, place)
     if job.python is None and "container-image" not in job.srun:  # the ranks' interpreter is this one
         check_packages(job)
     show(f"{job.name}: {job.shape}")
     return differences
+
+
+def check_not_done(job: Job) -> None:
+    """Refuses a new run whose mark of its end exists already, as of an earlier training in the same folder."""
+    if job.done is None or job.done.file is None or "{" in job.done.file:  # a new run directory is empty
+        return
+    if (match := done.first_match(job.done.file)) is not None:
+        raise UsageError(
+            f"done: {match} exists already, so this run would count as completed before it starts: delete it, or name "
+            "a file of this run, such as {run_dir}/out/done"
+        )
 
 
 def check_folder(path: str) -> None:
@@ -107,14 +121,16 @@ def failed_before_first_step(run: RunDirectory) -> bool:
     if outcome is None or outcome["state"] != "failed" or outcome["step"] or run.last_metrics() is not None:
         return False
     own = {path.name for path in (run.job_file, run.batch_script, run.events_file, run.metrics_file, run.outcome_file)}
-    own |= {path.name for path in (run.checkpoints, run.logs, run.private, run.code, run.tensorboard, run.wandb)}
+    own |= {path.name for path in (run.checkpoints, run.logs, run.private, run.code)}
+    own |= {path.name for path in (run.tensorboard, run.wandb, run.mlflow)}
     return not any(run.checkpoints.glob("*")) and not {path.name for path in run.path.iterdir()} - own
 
 
 def completed(run: RunDirectory, changed: bool) -> bool:
     """Whether the run has completed, and no ``changed`` arguments extend it. RunDirectoryError for a cancelled one."""
     outcome = run.outcome()
-    if outcome is None or outcome["state"] == "failed" or (outcome["state"] == "completed" and changed):
+    over = outcome is not None and outcome["state"] != "failed" and not is_unconfirmed(outcome)
+    if outcome is None or not over or (outcome["state"] == "completed" and changed):
         of_run(run).check_present()
         return False
     if outcome["state"] == "completed":
@@ -144,10 +160,11 @@ def check_place(job: Job, place: str | None) -> None:
             "reduce --nodes or --gpus"
         )
     needed, named = job.nodes * job.gpus_per_node, os.environ.get("CUDA_VISIBLE_DEVICES")
-    if place == "--local" and job.device == "cuda" and named and needed > (listed := len(named.split(","))):
+    listed = len([gpu for gpu in (named or "").split(",") if gpu.strip()])
+    if place == "--local" and job.device == "cuda" and named is not None and needed > listed:
         raise UsageError(
             f"{job.shape} with --local need {counted(needed, 'GPU')} of this machine, but CUDA_VISIBLE_DEVICES={named} "
-            f"lists {listed}: reduce --nodes or --gpus, or use --device cpu"
+            f"lists {listed or 'none'}: unset or change it, reduce --nodes or --gpus, or use --device cpu"
         )
     if place == "--here" and job.gpus_per_rank > 1:
         raise UsageError(

@@ -76,7 +76,7 @@ def submit_local(arguments: argparse.Namespace, job: Job) -> int:
     """Runs the job on this machine, and waits."""
     from clusterddp.cli.local import LocalRun, Moment, step_warning
 
-    moments = [Moment.parse(text) for text in arguments.preempt_after]
+    moments = [Moment.parse(*given) for given in arguments.preemptions]
     if warning := step_warning(job, moments):
         show(warning)
     run = record_local(job, arguments.run_dir, fork_of(arguments))

@@ -1,17 +1,13 @@
-"""The ranks' devices, backend, store and process group: chosen by pure functions, opened and closed by one object."""
+"""The ranks' devices, backend and process group: chosen by pure functions, opened and closed by one object."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import resource
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,28 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # Its default arguments keep the group that exists when it is first imported (by DDP).
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
+from clusterddp.distributed.second_group import SecondGroup
+from clusterddp.distributed.store import LEAVE_TIMEOUT_S, AttemptStore, StoreAddress
 from clusterddp.environment import RankEnvironment
-from clusterddp.errors import DeviceError, LauncherEnvironmentError
+from clusterddp.errors import DeviceError
 from clusterddp.reporter import say
 
-#: For waits without a timeout, which torch's stores lack.
-NO_TIMEOUT = timedelta(days=3650)
-#: Seconds that rank 0, which holds the store, waits for the other ranks before it exits.
-LEAVE_TIMEOUT_S = 30.0
 #: Whether gloo's timeout can change after the group has started: in torch 2.9 it can, torch 2.4 ignores it.
 GLOO_TIMEOUT_CHANGES = hasattr(dist.ProcessGroup, "set_timeout")
-#: Whether TCPStore supports ``master_listen_fd``: its libuv backend does since torch 2.8.
-TAKES_SOCKET = torch.__version__ >= (2, 8)  # type: ignore[operator]
 #: The entries of NCCL's flight recorder: torch 2.11's default. torch 2.4 to 2.10 record nothing by default.
 FLIGHT_RECORDS = 2000
 TORCH_LIBRARIES = Path(torch.__file__).parent / "lib"
-_OWNER, _LEFT, _ALL_LEFT = "clusterddp/owner", "left", "left/all"
 _GPU_NAME = "gpu name"
 _CONNECTED, _ALL_CONNECTED = "connected", "connected/all"
-#: A rank's connections with rank 0's store, the most with other libraries' too, and the files that it opens besides.
-_STORE_CONNECTIONS, _MOST_CONNECTIONS, _OWN_FILES = 2, 4, 256
 
 
 def choose_devices(
@@ -182,66 +171,13 @@ def flight_recorder(version: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {names[release >= (2, 8)]: str(FLIGHT_RECORDS)}
 
 
-@dataclass(frozen=True)
-class StoreAddress:
-    """The address of the attempt's store, and what identifies it.
-
-    ``token`` is known only to the attempt's ranks. ``agent``: torchrun's agent holds the store, rather than rank 0.
-    ``owner`` describes the run, for another run that connects by mistake.
-    """
-
-    host: str
-    port: int
-    token: str
-    agent: bool = False
-    owner: str = "another run"
-
-    @property
-    def digest(self) -> str:
-        """The token's fingerprint: anyone who connects to a store can read its contents."""
-        return hashlib.sha256(self.token.encode()).hexdigest()[:16]
-
-
-def allow_connections(rank: int, world_size: int) -> None:
-    """Raises this process's limit of open files if the connections of so many ranks need it.
-
-    Rank 0 serves the store, to which each rank has two connections, and NCCL or gloo may open one more; with gloo each
-    rank is connected with all others. LauncherEnvironmentError if rank 0 is not allowed as many as the store needs.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _MOST_CONNECTIONS * world_size + _OWN_FILES
-    if hard != resource.RLIM_INFINITY and rank == 0 and hard < _STORE_CONNECTIONS * world_size + _OWN_FILES:
-        raise LauncherEnvironmentError(
-            f"{world_size:,} ranks need {_STORE_CONNECTIONS * world_size + _OWN_FILES:,} open files in rank 0, which "
-            f"serves their store, but the limit on {socket.gethostname()} is {hard:,} (`ulimit -Hn`): ask for a higher "
-            "one (LimitNOFILE of slurmd, or limits.conf), or use fewer ranks"
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
-        )
-
-
-def listen_on_ipv4(address: StoreAddress) -> int | None:
-    """Opens an IPv4 listening socket for the store and returns its descriptor, or None if the address is not IPv4.
-
-    torch listens on a dual-stack socket, which reports 127.0.0.1 as ::ffff:127.0.0.1. /etc/hosts has no name for that
-    address, so the store's only thread blocks on a reverse DNS lookup for each client. Raises OSError if the port is
-    in use.
-    """
-    try:
-        socket.inet_aton(address.host)
-    except OSError:
-        return None
-    return socket.create_server(("", address.port)).detach()
-
-
 class ProcessGroup:
-    """The default process group of torch.distributed and its store. Each attempt has its own store.
+    """The default process group of torch.distributed, and the attempt's store.
 
-    ``on_open`` is called on rank 0 when the store accepts connections. ``await_open(seconds)`` blocks the other ranks
-    until then, and returns False on timeout. Without it, torch retries with exponential backoff from 0.5 s to 60 s
-    (c10d/Backoff.hpp), and the last of many ranks connects seconds late.
+    If the script has made a group, that one is used as it is. If it makes one later, that one takes the place of the
+    group made here. Whoever made a group destroys it, and decides its timeout.
+
+    ``on_open`` and ``await_open``: see ``AttemptStore``.
     """
 
     def __init__(
@@ -256,31 +192,49 @@ class ProcessGroup:
     ) -> None:
         self.rank, self.world_size = environment.rank, environment.world_size
         self.device, self.backend = device, backend
-        self._start_s, self._on_open, self._await_open = start_s, on_open, await_open
-        if self.world_size > 1:
-            allow_connections(self.rank, self.world_size)
-        self._tcp, self._address = self._open(address)
-        #: The attempt's namespace in the store, for the main thread.
-        self.store = PrefixStore(self._address.digest, self._tcp)
-        #: A separate connection for a thread that waits without a timeout. All ranks open theirs before training: the
-        #: only thread of torch's store server resolves each new client's name (seen to take 10 s with slow reverse DNS)
-        #: and serves nobody meanwhile, which must not happen while the ranks agree on a stop.
-        self.watched = self._connect()
-        self._refuse_shared_gpu(socket.gethostname())
+        self._start_s = start_s
+        #: Called when the script makes a group after this one.
+        self.on_replaced: Callable[[], None] = lambda: None
+        #: Whether the default group is the script's own.
+        self.of_script = dist.is_initialized()
+        self._second: SecondGroup | None = None
+        self.attempt_store = AttemptStore(environment, address, start_s, on_open, await_open)
+        #: See ``AttemptStore``.
+        self.store = self.attempt_store.store
         self._ranks_per_node = environment.local_world_size
+        if self.of_script:
+            self.backend = dist.get_backend_config()
+        else:
+            self._make()
         if device.type == "cuda":
             self.store.set(f"{_GPU_NAME}/{self.rank}", torch.cuda.get_device_properties(device).name)
+
+    def _make(self) -> None:
+        self._refuse_shared_gpu(socket.gethostname())
         os.environ.update(flight_recorder(torch.__version__, os.environ))
         dist.init_process_group(
-            backend,
+            self.backend,
             store=PrefixStore("group", self.store),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(seconds=start_s),
-            device_id=device if self.over_nccl else None,  # NCCL then connects now rather than in the first step.
+            timeout=timedelta(seconds=self._start_s),
+            device_id=self.device if self.over_nccl else None,  # NCCL connects now rather than in the first step.
         )
         if self.world_size > 1 and self.store.add(_CONNECTED, 1) == self.world_size:
             self.store.set(_ALL_CONNECTED, "")
+        self._second = SecondGroup(before=self._destroy, made=self._take_over)
+
+    def _destroy(self) -> None:
+        if self.world_size > 1:
+            with suppress(RuntimeError):  # a rank failed while it connected, which is recorded elsewhere
+                # gloo fails on a rank that still connects when another one closes its connections.
+                self.store.wait([_ALL_CONNECTED], timedelta(seconds=LEAVE_TIMEOUT_S))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _take_over(self) -> None:
+        self.of_script, self.backend = True, dist.get_backend_config()
+        self.on_replaced()
 
     @property
     def over_nccl(self) -> bool:
@@ -296,9 +250,10 @@ class ProcessGroup:
     def control_device(self) -> torch.device:
         """The device for collectives that a stop needs: the CPU, because a GPU may have no memory left for them.
 
-        A job that asks for the backend "nccl" alone has no other.
+        A job that asks for the backend "nccl" alone, and a script with a group of NCCL alone, have no other.
         """
-        return self.device if self.backend == "nccl" else torch.device("cpu")
+        without_cpu = self.backend == "nccl" or not backend_of(self.backend, "cpu")
+        return self.device if without_cpu else torch.device("cpu")
 
     def hardware(self) -> dict[str, Any]:
         """What the order and precision of sums on GPUs depend on, on rank 0: how many ranks have which GPU, and the
@@ -310,7 +265,10 @@ class ProcessGroup:
         return {"gpus": gpus, "ranks_per_node": self._ranks_per_node}
 
     def shorten_timeout(self, step_s: float) -> None:
-        """Start-up is over: from now on a collective that takes longer than ``step_s`` seconds fails."""
+        """Start-up is over: from now on a collective that takes longer than ``step_s`` seconds fails. A group of the
+        script's own keeps its timeout."""
+        if self.of_script:
+            return
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=step_s))
         ignored = not self.over_nccl and "gloo" in self.backend and not GLOO_TIMEOUT_CHANGES and step_s < self._start_s
         if ignored and self.rank == 0 and self.world_size > 1:
@@ -320,64 +278,12 @@ class ProcessGroup:
             )
 
     def close(self) -> None:
-        """Leaves the group, rank 0 last, because it holds the store. Takes a bounded time; not for use after errors."""
-        if self.world_size > 1:
-            with suppress(RuntimeError):  # a rank failed while it connected, which is recorded elsewhere
-                # gloo fails on a rank that still connects when another one closes its connections.
-                self.store.wait([_ALL_CONNECTED], timedelta(seconds=LEAVE_TIMEOUT_S))
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        if self.world_size == 1:
-            return
-        try:
-            if self.store.add(_LEFT, 1) == self.world_size:
-                self.store.set(_ALL_LEFT, "")
-            if self.rank == 0:
-                self.store.wait([_ALL_LEFT], timedelta(seconds=LEAVE_TIMEOUT_S))
-        except RuntimeError:
-            pass  # A rank failed while it exited, which is recorded elsewhere.
-
-    def _open(self, address: StoreAddress) -> tuple[TCPStore, StoreAddress]:
-        if self.world_size == 1:
-            store = TCPStore("127.0.0.1", 0, 1, is_master=True)
-            return store, StoreAddress("127.0.0.1", store.port, address.token)
-        owns = self.rank == 0 and not address.agent
-        where = f"rank 0's store at {address.host}:{address.port}"
-        started = time.monotonic()
-        if not owns and not address.agent and not self._await_open(self._start_s):
-            raise LauncherEnvironmentError(
-                f"rank 0 did not open its store at {address.host}:{address.port} within {self._start_s:g} s "
-                "(`timeouts: {start_s: ...}`)"
-            )
-        try:
-            store = self._tcp_store(address, owns)
-            if owns:
-                store.set(_OWNER, f"{address.digest} {address.owner}")
-                self._on_open()
-            mark = address.digest if address.agent else store.get(_OWNER).decode(errors="replace")
-        except (OSError, RuntimeError) as error:
-            doing = "open" if owns else "reach"
-            raise LauncherEnvironmentError(
-                f"rank {self.rank} could not {doing} {where} ({time.monotonic() - started:.0f} s): {error}"
-            ) from error
-        digest, _, owner = mark.partition(" ")
-        if digest != address.digest:
-            raise LauncherEnvironmentError(
-                f"rank {self.rank} of {address.owner} found another run's store at {address.host}:{address.port}, "
-                f"which belongs to {ascii(owner)[1:-1][:200] or 'an unknown owner'}: two runs use the same "
-                "MASTER_PORT; leave it unset, or set a different one for each"
-            )
-        return store, address
-
-    def _tcp_store(self, address: StoreAddress, is_master: bool) -> TCPStore:
-        listener = listen_on_ipv4(address) if is_master and TAKES_SOCKET else None
-        options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=self._start_s)}
-        return TCPStore(address.host, address.port, is_master=is_master, master_listen_fd=listener, **options)
-
-    def _connect(self) -> Store:
-        store = self._tcp_store(self._address, is_master=False)
-        store.set_timeout(NO_TIMEOUT)
-        return PrefixStore(self._address.digest, store)
+        """Leaves the group, if it was made here, and the store. Takes a bounded time; not for use after errors."""
+        if self._second is not None:
+            self._second.allow()
+        if not self.of_script:
+            self._destroy()
+        self.attempt_store.close()
 
     def _refuse_shared_gpu(self, host: str) -> None:
         """NCCL needs one GPU per rank; with two ranks on one it fails with 'Duplicate GPU detected' at best."""

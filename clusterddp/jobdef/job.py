@@ -125,6 +125,29 @@ class Wandb:
 
 
 @dataclass(frozen=True)
+class Mlflow:
+    """The MLflow run that has this run's metrics."""
+
+    experiment: str | None = None
+    """Its experiment, created if it does not exist; None: ``job_name``."""
+    tracking_uri: str | None = None
+    """The server, such as ``http://mlflow:5000``; None: as in the variable MLFLOW_TRACKING_URI, or MLflow's default."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """How a script that saves and loads its own checkpoints continues from the newest complete one."""
+
+    checkpoint: tuple[str, ...] = ()
+    """The checkpoint's file or folder as a pattern such as ``{run_dir}/out/checkpoint-*.pth``, or a list of patterns. A
+    relative one is relative to the folder that the job was submitted in. Files from before the run do not match."""
+    args: tuple[str, ...] = ()
+    """Arguments that are added once there is a checkpoint: ``[--resume, "{checkpoint}"]``."""
+    replace: tuple[str, ...] | None = None
+    """Arguments in place of those under the key ``args`` once there is a checkpoint; None: those."""
+
+
+@dataclass(frozen=True)
 class Limits:
     """How much a run may use before it ends as failed; None: no limit."""
 
@@ -132,6 +155,30 @@ class Limits:
     """The number of attempts, including the first."""
     gpu_hours: float | None = None
     """Hours of all attempts times ranks; with device cpu, rank hours."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What shows that a script has finished its training; exactly one of the fields is given."""
+
+    file: str | None = None
+    """A file that exists then, or a pattern of files. YAML: ``done: out/epoch_90.pt``."""
+    log: str | None = None
+    """A regular expression that a line of a rank's output matches then. YAML: ``done: {log: epochs completed}``."""
+
+    @property
+    def words(self) -> str:
+        """The mark as messages name it."""
+        return self.file or f"log: {self.log}"
+
+
+@dataclass(frozen=True)
+class StopSignal:
+    """How the ranks of a script that does not use clusterddp are told to stop."""
+
+    signal: Literal["TERM", "INT", "USR1", "USR2"] | None = None
+    """The signal that each rank gets at every notice, once and instead of TERM; None: whatever Slurm sends, which is
+    TERM at a preemption and nothing before the time limit."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +196,18 @@ class Job:
     module: str | None = None
     """The training module, as for ``python -m``. Exactly one of ``script`` and ``module`` is given."""
     args: tuple[str, ...] = ()
-    """The script's arguments, as text."""
-    args_on_resume: tuple[str, ...] = ()
-    """Arguments added from the second attempt on, for scripts that load their own checkpoints."""
+    """The script's arguments, as text. Each attempt replaces ``{run_dir}``, ``{attempt}``, ``{node_rank}``,
+    ``{nodes}``, ``{master_addr}``, ``{master_port}`` and ``{checkpoint}``; ``{{run_dir}}`` is the text itself."""
+    resume: Resume | None = None
+    """How a script continues from its own checkpoints: ``{checkpoint: "{run_dir}/out/*.pth", args: [--resume,
+    "{checkpoint}"]}``, or the name of a preset, whose other keys are taken, too; ``preset:`` names one among keys of
+    your own. None: the script needs nothing, or uses ``ctx.run()``."""
+    done: Done | None = None
+    """A file pattern, or ``{log: REGEX}``, that shows that the run is done: it has completed once there is such a file,
+    or line of output, and exit code 0 alone does not complete it. ``{run_dir}`` in it is the run directory. None: exit
+    code 0 completes the run."""
+    stop: StopSignal = field(default_factory=StopSignal)
+    """How the ranks of a script that does not use clusterddp are told to stop, such as ``{signal: USR1}``."""
     nodes: int = 1
     """The number of nodes; the maximum if ``min_nodes`` is given. YAML: ``nodes: 2``, or a range ``nodes: 2-4``."""
     min_nodes: int | None = None
@@ -194,7 +250,7 @@ class Job:
     setup: tuple[str, ...] = ()
     """Shell lines that run on the first node before the ranks start."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables for the ranks."""
+    """Environment variables for the ranks, with placeholders as in ``args``."""
     python: str | None = None
     """The Python interpreter on the nodes; None: the one that submits."""
     sbatch: dict[str, str | bool] = field(default_factory=dict)
@@ -241,6 +297,15 @@ class Job:
     wandb: Wandb | None = None
     """Also sends the metrics to W&B: ``true``, a project, or ``{project: digits, entity: lab, mode: offline}``; None:
     no."""
+    mlflow: Mlflow | None = None
+    """Also sends the metrics to MLflow: ``true``, an experiment, or ``{experiment: digits, tracking_uri: URL}``; None:
+    no."""
+
+    def arguments(self, resumes: bool) -> tuple[str, ...]:
+        """The script's arguments, with their placeholders. ``resumes``: from a checkpoint of its own."""
+        if self.resume is None or not resumes:
+            return self.args
+        return (*(self.args if self.resume.replace is None else self.resume.replace), *self.resume.args)
 
     @property
     def ranks_per_node(self) -> int:
@@ -306,13 +371,17 @@ def written(job: Job) -> dict[str, Any]:
     values["time_s"] = job.time_text
     values["nodes"] = job.nodes if job.min_nodes is None else job.nodes_text
     values["gpus_per_node"] = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else job.gpus_per_node
+    values["resume"] = job.resume and _given(job.resume)
     values["checkpoint"] = {"every": _every_text(job.checkpoint), "keep": _keep_values(job.checkpoint.keep)}
     values["timeouts"] = dataclasses.asdict(job.timeouts)
     values["watchdog"] = dataclasses.asdict(job.watchdog) if job.watchdog else "off"
     values["progress"] = job.progress or "off"
     values["profile"] = job.profile and _profile_values(job.profile)
     values["wandb"] = job.wandb and (_given(job.wandb) or True)
+    values["mlflow"] = job.mlflow and (_given(job.mlflow) or True)
     values["limits"] = _given(job.limits)
+    values["done"] = job.done and (job.done.file or _given(job.done))
+    values["stop"] = _given(job.stop)
     return {renamed.get(name, name): value for name, value in values.items() if name not in ("gpu_type", "min_nodes")}
 
 
@@ -338,8 +407,8 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 _NEW = {"gpu_request": "gpus-per-node", "keep_logs": 50, "preflight": False, "progress": 10.0, "tensorboard": False}
 
 
-def _given(section: Limits | Wandb) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(section).items() if value is not None}
+def _given(section: Limits | Wandb | Mlflow | Resume | Done | StopSignal) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(section).items() if value not in (None, ())}
 
 
 def _keep_values(keep: Keep) -> int | dict[str, Any]:

@@ -14,7 +14,18 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from clusterddp.jobdef.job import MOST_PROFILED_STEPS, Job, Keep, ProfiledSteps, Wandb, Watchdog, written
+from clusterddp.jobdef import presets
+from clusterddp.jobdef.job import (
+    MOST_PROFILED_STEPS,
+    Job,
+    Keep,
+    Mlflow,
+    ProfiledSteps,
+    Resume,
+    Wandb,
+    Watchdog,
+    written,
+)
 from clusterddp.jobdef.load import RUN_FORMAT
 from clusterddp.jobdef.schema import INSTEAD_OF_OPTION, ONE_GPU_PER_TASK, PROJECT, READERS, SET_FOR_RANKS, WORDS
 
@@ -146,6 +157,7 @@ _WORD = r"""[^\s"'\\]+"""
 _WANDB = _section(
     Wandb, project=_text(PROJECT), entity=_text(_WORD), group=_text(), mode={"enum": ["online", "offline"]}
 )
+_MLFLOW = _section(Mlflow, experiment=_text(), tracking_uri=_text(_WORD))
 
 _OF_KEY: Mapping[str, Schema] = {
     "job_name": _text(r"[^\s/.-][^\s/]*", maxLength=200),
@@ -157,6 +169,16 @@ _OF_KEY: Mapping[str, Schema] = {
     "time": _either(_count(), {"type": "string", "pattern": r"^([0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}$"}),
     **dict.fromkeys(WORDS, _text(_WORD)),
     "mem": _either(_count(0), {"type": "string", "pattern": "^[0-9]+([KMGTkmgt][Bb]?)?$"}),
+    "resume": _either(
+        {"enum": presets.names()},
+        _section(
+            Resume,
+            preset={"enum": presets.names()},
+            checkpoint=_either(_text(), {"type": "array", "items": _text(), "minItems": 1}),
+            args=_list(),
+            replace=_list(),
+        ),
+    ),
     "snapshot": _either({"type": "boolean"}, {"type": "string", "pattern": "^[1-9][0-9]{0,5}[MG]$"}),
     "hook": _either(_list(minItems=1), _text()),
     "setup": _either(_list(), _text()),
@@ -190,6 +212,10 @@ _OF_KEY: Mapping[str, Schema] = {
         ranks=_either(_RANK, {"type": "array", "items": _RANK, "minItems": 1}),
     ),
     "wandb": _either({"type": "boolean"}, {**_text(PROJECT), "type": "string"}, _WANDB),
+    "mlflow": _either({"type": "boolean"}, {**_text(), "type": "string"}, _MLFLOW),
     "watchdog": _either({"const": "off"}, _section(Watchdog)),
     "progress": _either({"const": "off"}, _OF_TYPE[float]),
+    "done": _either(
+        _text(), {"type": "object", "properties": {"log": _text()}, "required": ["log"], "additionalProperties": False}
+    ),
 }

@@ -18,8 +18,9 @@ from typing import Any
 
 import clusterddp
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
-from clusterddp.jobdef import yaml12
+from clusterddp.jobdef import placeholders, yaml12
 from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.presets import with_preset
 from clusterddp.jobdef.schema import READERS, Fields, read_fields
 from clusterddp.jobdef.secrets import MASK, is_secret, revealed
 from clusterddp.jobdef.values import quoted
@@ -68,7 +69,7 @@ def load(
     if section is not None:
         fields = fields_of(get(fields, section), mistakes)
     given_values = fields_of(node_of(values or {}, "command line"), mistakes)
-    layers = [defaults or {}, fields, given_values, *_overrides(overrides)]
+    layers = with_preset([defaults or {}, fields, given_values, *_overrides(overrides)], mistakes)
     if origins is not None:
         origins |= _places(merged(layers))
     return revealed(_job(layers, Path(path).parent, Place(str(path)), mistakes, recorded), Path(path))
@@ -87,7 +88,8 @@ def from_values(
     are those of ``load``.
     """
     mistakes: list[Mistake] = []
-    layers = [defaults or {}, fields_of(node_of(values, "command line"), mistakes), *_overrides(overrides)]
+    given = fields_of(node_of(values, "command line"), mistakes)
+    layers = with_preset([defaults or {}, given, *_overrides(overrides)], mistakes)
     if origins is not None:
         origins |= _places(merged(layers))
     return _job(layers, Path.cwd(), Place("command line"), mistakes)
@@ -110,10 +112,10 @@ def variants(job: Job, changes: Sequence[Mapping[str, Node]]) -> list[Job]:
     base = fields_of(yaml12.load(job.to_yaml(), job.name), mistakes)
     found = []
     for change in changes:
-        layers = [_nested(key, node) for key, node in change.items()]
         wrong: list[Mistake] = []
+        layers = with_preset([base, *(_nested(key, node) for key, node in change.items())], wrong)
         with suppress(JobDefinitionError):
-            found.append(_job([base, *layers], Path.cwd(), Place(job.name), wrong, recorded=True))
+            found.append(_job(layers, Path.cwd(), Place(job.name), wrong, recorded=True))
         mistakes += wrong
     raise_mistakes(mistakes)
     return found
@@ -175,8 +177,9 @@ def _places(fields: Fields, prefix: str = "") -> Origins:
 
 #: Keys of lists and mappings, whose values in ``--set`` are read as YAML: ``--set args=[--lr, 1e-3]``.
 _COLLECTIONS = {
-    *("args", "args_on_resume", "setup", "env", "sbatch", "srun", "checkpoint", "checkpoint.every", "checkpoint.keep"),
-    *("timeouts", "watchdog", "limits", "hook", "profile", "profile.ranks", "wandb"),
+    *("args", "resume", "resume.checkpoint", "resume.args", "resume.replace", "setup", "env", "sbatch", "srun"),
+    *("checkpoint", "checkpoint.every", "checkpoint.keep"),
+    *("timeouts", "watchdog", "limits", "hook", "profile", "profile.ranks", "wandb", "mlflow", "done", "stop"),
 }
 
 
@@ -186,7 +189,7 @@ def _overrides(texts: Mapping[str, str] | None) -> list[Fields]:
 
 def _override(name: str, text: str) -> Fields:
     place = Place(f"--set {name}={MASK if any(map(is_secret, name.split('.'))) else text}")
-    if name in _COLLECTIONS and text.startswith(("[", "{")):
+    if name in _COLLECTIONS and re.match(r"\[|\{(?!\w+\})", text):  # {run_dir}/out is text
         place = Place(f"--set {name}")  # without the value, which may contain a secret
         node = yaml12.load(text, str(place))
     else:
@@ -226,6 +229,7 @@ def _job(layers: list[Fields], folder: Path, place: Place, mistakes: list[Mistak
     job = Job(**values)
     _check_device(job, fields, mistakes)
     _check_profile(job, fields, mistakes)
+    _check_placeholders(job, fields, mistakes)
     if _check_gpus_per_rank(job, fields, mistakes):
         _check_global_batch(job, fields, mistakes)
     raise_mistakes(mistakes)
@@ -264,6 +268,35 @@ def _check_profile(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
         given = get(node.value, "ranks") if isinstance(node.value, dict) else None
         wrong = f"profile.ranks: there is no rank {last} in {job.shape}; expected 0 to {job.world_size - 1}"
         mistakes.append(Mistake((given or node).place, wrong))
+
+
+def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> None:
+    """``resume`` names a checkpoint; the placeholders of all keys are known, and have a value where they stand."""
+    resume = _given_node(fields, "resume")
+    inner = resume.value if resume is not None and isinstance(resume.value, dict) else {}
+    patterns = job.resume.checkpoint if job.resume else ()
+    if resume is not None and inner is resume.value and not patterns:
+        mistakes.append(Mistake(resume.place, "resume: expected checkpoint: PATTERN, or the name of a preset"))
+    for node in _texts(get(inner, "checkpoint")):
+        if why := placeholders.wrong(node.text, ["run_dir"], only=True):
+            mistakes.append(Mistake(node.place, f"resume.checkpoint: {why}; write * for the parts that vary"))
+    texts = {"args": get(fields, "args"), "env": get(fields, "env")}
+    for name, owner in {**texts, "resume.args": get(inner, "args"), "resume.replace": get(inner, "replace")}.items():
+        for node in _texts(owner):
+            why = placeholders.wrong(node.text)
+            if "checkpoint" in placeholders.used(node.text) and not patterns:
+                why = "{checkpoint} needs resume.checkpoint, the pattern of the script's checkpoints"
+            if why:
+                mistakes.append(Mistake(node.place, f"{name}: {why}"))
+
+
+def _texts(node: Node | None) -> list[Node]:
+    """The scalars of a key: of a list, of a mapping's values, or itself."""
+    if node is None or node.value is None:
+        return []
+    if isinstance(node.value, dict):
+        return list(node.value.values())
+    return node.value if isinstance(node.value, list) else [node]
 
 
 def _check_gpus_per_rank(job: Job, fields: Fields, mistakes: list[Mistake]) -> bool:

@@ -10,7 +10,8 @@ from clusterddp.jobdef.job import Job
 
 def check_packages(job: Job) -> None:
     """Raises UsageError if this interpreter lacks the packages of trackers that the job has."""
-    wanted = [key for key, asked in (("tensorboard", job.tensorboard), ("wandb", job.wandb is not None)) if asked]
+    asked = {"tensorboard": job.tensorboard, "wandb": job.wandb, "mlflow": job.mlflow}
+    wanted = [key for key, value in asked.items() if value]
     if missing := [key for key in wanted if not _installed(key)]:
         named = "; ".join(f"{key}: the package {key!r} is not installed" for key in missing)
         unless = " and ".join(f"{key}=false" for key in missing)

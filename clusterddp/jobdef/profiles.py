@@ -22,7 +22,7 @@ SITE_FILE = Path("/etc/clusterddp/config.yaml")
 PROJECT_FILE = Path(".clusterddp", "config.yaml")
 SECTIONS = ("defaults", "clusters")
 #: Keys of a job definition that no profile has.
-_OF_ONE_JOB = {"job_name", "script", "module", "args", "args_on_resume", "steps"}
+_OF_ONE_JOB = {"job_name", "script", "module", "args", "resume", "steps", "done"}
 _KEYS = {key: reader for key, reader in READERS.items() if key not in _OF_ONE_JOB}
 
 

@@ -12,9 +12,13 @@ from clusterddp.jobdef.job import (
     MOST_PROFILED_RANKS,
     MOST_PROFILED_STEPS,
     Checkpointing,
+    Done,
     Keep,
     Limits,
+    Mlflow,
     ProfiledSteps,
+    Resume,
+    StopSignal,
     Timeouts,
     Wandb,
     Watchdog,
@@ -171,6 +175,13 @@ def _watchdog(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     return {"watchdog": None}
 
 
+def _resume(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
+    """A mapping; the name of a preset is replaced before (``presets.py``)."""
+    if not isinstance(node.value, dict):
+        raise Wrong(f"expected a mapping with checkpoint: PATTERN, or the name of a preset, got {quoted(node)}")
+    return _section("resume", Resume, _RESUME)(node, mistakes)
+
+
 def _progress(node: Node, _: list[Mistake]) -> dict[str, Any]:
     """``off``, or seconds."""
     return {"progress": None if node.text == "off" else _SECONDS(node)}
@@ -188,11 +199,35 @@ def _wandb(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     return {"wandb": Wandb(_PROJECT(node))}
 
 
+def _mlflow(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
+    """``true`` or ``false``, an experiment, or a mapping."""
+    if isinstance(node.value, dict):
+        return _section("mlflow", Mlflow, _MLFLOW)(node, mistakes)
+    if isinstance(node.value, bool):
+        return {"mlflow": Mlflow() if node.value else None}
+    if isinstance(node.value, (int, float)):  # a mapping's experiment may be one
+        expected = "true, false, an MLflow experiment, or a mapping such as {experiment: digits}"
+        raise Wrong(f"expected {expected}, got {quoted(node)}")
+    return {"mlflow": Mlflow(value.text(node))}
+
+
+def _done(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
+    """A file pattern, or ``{log: REGEX}``."""
+    if not isinstance(node.value, dict):
+        return {"done": Done(file=value.text(node))}
+    log = read_fields(node.value, {"log": _field("log", value.regex)}, mistakes, "done.").get("log")
+    if log is None and not mistakes:
+        raise Wrong("expected a file such as out/epoch_90.pt, or {log: REGEX}")
+    return {"done": Done(log=log)}
+
+
 #: What W&B takes as the name of a project.
 PROJECT = r"[^/\\#?%:\s][^/\\#?%:]{0,127}"
 _PROJECT = value.matching(PROJECT, "a W&B project of at most 128 characters without / \\ # ? % :")
 _WANDB = _fields(project=_PROJECT, entity=value.word, group=value.text, mode=value.choice("online", "offline"))
+_MLFLOW = _fields(experiment=value.text, tracking_uri=value.word)
 _SECONDS = value.positive("seconds")
+_RESUME = _fields(checkpoint=value.patterns, args=value.arguments, replace=value.arguments)
 _WATCHDOG = _fields(step_s=_SECONDS, start_s=_SECONDS, on_hang=value.choice("restart", "end"))
 _KEEP: dict[str, Reader] = {**_fields(last=value.whole(1), every=value.whole(1)), "best": _best}
 _UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3600}
@@ -270,8 +305,10 @@ READERS: dict[str, Reader] = {
         script=value.text,
         module=value.matching(r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a module such as package.train"),
         args=value.arguments,
-        args_on_resume=value.arguments,
     ),
+    "resume": _resume,
+    "done": _done,
+    "stop": _section("stop", StopSignal, _fields(signal=value.choice("TERM", "INT", "USR1", "USR2"))),
     "nodes": _nodes,
     "gpus_per_node": _gpus_per_node,
     **_fields(
@@ -309,4 +346,5 @@ READERS: dict[str, Reader] = {
     "profile": _section("profile", ProfiledSteps, _PROFILE),
     "tensorboard": _field("tensorboard", value.truth),
     "wandb": _wandb,
+    "mlflow": _mlflow,
 }

@@ -41,33 +41,50 @@ def without_secrets(job: Job) -> tuple[Job, dict[str, str]]:
     """The job with its secrets masked, and the secrets by place: ``env.HF_TOKEN``, ``args.3``."""
     secrets = {f"env.{name}": value for name, value in job.env.items() if is_secret(name) and value}
     shown: dict[str, tuple[str, ...]] = {}
-    for field in ("args", "args_on_resume"):
-        words = list(getattr(job, field))
+    for place, given in _arguments(job).items():
+        words = list(given)
         for index, masked in _masked_arguments(words).items():
-            secrets[f"{field}.{index}"] = words[index]
+            secrets[f"{place}.{index}"] = words[index]
             words[index] = masked
-        shown[field] = tuple(words)
+        shown[place] = tuple(words)
     env = {name: MASK if f"env.{name}" in secrets else value for name, value in job.env.items()}
-    return dataclasses.replace(job, env=env, args=shown["args"], args_on_resume=shown["args_on_resume"]), secrets
+    return _with_arguments(dataclasses.replace(job, env=env), shown), secrets
+
+
+def _arguments(job: Job) -> dict[str, tuple[str, ...]]:
+    """All lists of arguments, by their place."""
+    found = {"args": job.args}
+    if job.resume is not None:
+        found |= {"resume.args": job.resume.args, "resume.replace": job.resume.replace or ()}
+    return found
+
+
+def _with_arguments(job: Job, lists: Mapping[str, tuple[str, ...]]) -> Job:
+    resume = job.resume and dataclasses.replace(
+        job.resume,
+        args=lists["resume.args"],
+        replace=None if job.resume.replace is None else lists["resume.replace"],
+    )
+    return dataclasses.replace(job, args=lists["args"], resume=resume)
 
 
 def with_secrets(job: Job, secrets: Mapping[str, str]) -> Job:
     """The inverse of ``without_secrets``; a value that is not among ``secrets`` stays masked."""
     known = {place: secrets[place] for place in masks(job) if is_text(secrets.get(place))}
 
-    def words(field: str) -> tuple[str, ...]:
-        return tuple(known.get(f"{field}.{index}", word) for index, word in enumerate(getattr(job, field)))
-
     env = {name: known.get(f"env.{name}", value) for name, value in job.env.items()}
-    return dataclasses.replace(job, env=env, args=words("args"), args_on_resume=words("args_on_resume"))
+    lists = {
+        place: tuple(known.get(f"{place}.{index}", word) for index, word in enumerate(words))
+        for place, words in _arguments(job).items()
+    }
+    return _with_arguments(dataclasses.replace(job, env=env), lists)
 
 
 def masks(job: Job) -> list[str]:
     """The places of masked values."""
     names = [f"env.{name}" for name, value in job.env.items() if value == MASK and is_secret(name)]
-    for field in ("args", "args_on_resume"):
-        words = getattr(job, field)
-        names += [f"{field}.{index}" for index, text in _masked_arguments(words).items() if words[index] == text]
+    for place, words in _arguments(job).items():
+        names += [f"{place}.{index}" for index, text in _masked_arguments(words).items() if words[index] == text]
     return names
 
 
@@ -97,7 +114,7 @@ def check_revealed(job: Job, job_file: Path) -> None:
 
 def secret_values(job: Job, environ: Mapping[str, str]) -> list[str]:
     """The secrets that the processes of a run know, the longest first."""
-    found = {*known_secrets(environ), *known_secrets(job.env, job.args, job.args_on_resume)}
+    found = {*known_secrets(environ), *known_secrets(job.env, *_arguments(job).values())}
     return sorted(found, key=len, reverse=True)
 
 

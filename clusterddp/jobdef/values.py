@@ -55,6 +55,16 @@ def matching(pattern: str, expected: str) -> Callable[[Node], str]:
     return read
 
 
+def regex(node: Node) -> str:
+    """A regular expression of Python."""
+    given = text(node)
+    try:
+        re.compile(given)
+    except re.error as error:
+        raise Wrong(f"expected a regular expression, got {given!r}: {error}") from error
+    return given
+
+
 def name(node: Node) -> str:
     """A job's name, also that of its run directory."""
     given = matching(r"[\w+=@][\w.+=@-]*", "a name of letters, digits and any of _.+=@-")(node)
@@ -145,6 +155,15 @@ def arguments(node: Node) -> tuple[str, ...]:
     if not isinstance(node.value, list):
         raise Wrong(f"expected a list such as [--lr, 1e-3], got {quoted(node)}")
     return tuple(_argument(item) for item in node.value)
+
+
+def patterns(node: Node) -> tuple[str, ...]:
+    """A pattern of file names, or a list of them."""
+    if isinstance(node.value, list) and node.value:
+        return tuple(text(item) for item in node.value)
+    if isinstance(node.value, (dict, list)):
+        raise Wrong(f'expected a pattern such as "{{run_dir}}/out/*.pth", or a list of them, got {quoted(node)}')
+    return (text(node),)
 
 
 def command(node: Node) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ class _Attempt:
     def __init__(self, number: int, events: list[Event], script_loops: bool) -> None:
         self.number = number
         self.events = sorted(events, key=lambda event: event["time"])
-        self._script_loops = script_loops
+        self.script_loops = script_loops
         self.launch = self.first("started") or next(
             event for event in self.events if event["event"] not in ("submitted", "forked")
         )
@@ -192,7 +192,7 @@ class _Attempt:
             if event["event"] == "stopping":
                 yield from self._stop(event)
             now = _phase(event) if phases else _phase_of_older(event)
-            if now == "importing" and not self._script_loops and self.trouble() is None:
+            if now == "importing" and not self.script_loops and self.trouble() is None:
                 now = "unknown"  # it trains in its own way, or not at all
             if now is not None:
                 yield event["time"], now
@@ -329,9 +329,10 @@ def _phase_of_older(event: Event) -> str | None:
 def _with_details(
     intervals: list[Interval], attempts: Sequence[_Attempt], end: float, waited: Sequence[Wait]
 ) -> list[Interval]:
-    """The same with evaluations, saves and stragglers, which events tell only afterwards."""
+    """The same with evaluations, saves, stragglers and work that is lost, which events tell only afterwards."""
     evaluations: list[tuple[float, float]] = []
     saves: list[tuple[float, float]] = []
+    repeated: list[tuple[float, float]] = []
     slow: list[Wait] = []
     for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
         for event in attempt.events:
@@ -341,8 +342,13 @@ def _with_details(
                 blocked = _seconds(event, "blocked_s")
                 begun = event["time"] - max(blocked, _seconds(event, "durable_s"))
                 saves.append((begun, begun + blocked))
+            elif event["event"] == "own_resume" and ("file" in event or event.get("from_start")):
+                # The work since that checkpoint. When it is done again is unknown, if the script has no known steps.
+                repeated.append((_seconds(event, "written"), attempt.launch["time"]))
         slow += _slow(attempt.events, end if following is None else following.launch["time"])
     slow = list(measured(slow, waited))
+    if not any(attempt.script_loops for attempt in attempts):
+        intervals = laid_over(intervals, repeated, "repeating", frozenset(("unknown", "importing")))
     intervals = laid_over(intervals, evaluations, "evaluating", _IN_LOOP | {"importing", "unknown"})
     intervals = laid_over(intervals, saves, "saving", _IN_LOOP | {"evaluating"})
     marked = laid_over(intervals, [(one.begin, one.end) for one in slow], "straggler", frozenset(("training",)))

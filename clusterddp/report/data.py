@@ -29,7 +29,7 @@ from clusterddp.reporter import counted, duration
 from clusterddp.rundir import records
 from clusterddp.rundir.curve import main_metric
 from clusterddp.rundir.files import finite
-from clusterddp.rundir.records import is_count
+from clusterddp.rundir.records import is_count, is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary, best_saved
 from clusterddp.rundir.timing import Timings, read_timings
@@ -104,7 +104,8 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
         "code": _code(run, events, notes),
         "commands": _commands(summary, state),
     }
-    safe: dict[str, Any] = finite(data | {"verdict": _verdict(data, stops)})
+    doubtful = summary.outcome is not None and is_unconfirmed(summary.outcome)
+    safe: dict[str, Any] = finite(data | {"verdict": _verdict(data, stops, doubtful)})
     return safe
 
 
@@ -304,13 +305,16 @@ def _commands(summary: Summary, state: RunState) -> list[dict[str, str]]:
 # --- the verdict
 
 
-def _verdict(data: Mapping[str, Any], stops: Mapping[str, int]) -> str:
-    """One or two sentences: how far the run is, what happened to it, and what that cost."""
+def _verdict(data: Mapping[str, Any], stops: Mapping[str, int], doubtful: bool) -> str:
+    """One or two sentences: how far the run is, what happened to it, and what that cost.
+
+    ``doubtful``: whether its completion is not confirmed.
+    """
     step, steps, time = data["step"], data["steps"], data["time"]
     state, reason = data["state"], data["reason"]
     reached = "" if step is None else f" at step {step:,}"
     of = f" of {steps:,}" if step is not None and steps is not None and steps > step else ""
-    told = state not in ("completed", "cancelled", "running") and reason.strip() and reason != state
+    told = (doubtful or state not in ("completed", "cancelled", "running")) and reason.strip() and reason != state
     reason = clipped(" ".join(reason.split()), 200).rstrip(".")
     why = f" {reason[:1].upper()}{reason[1:]}." if told else ""
     continued = " Nothing trains it until it is submitted again." if state == "stopped" else ""

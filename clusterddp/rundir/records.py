@@ -64,7 +64,12 @@ METRICS: Schema = {"step": is_count, "attempt": is_count}
 #: Keys of such a line that are not metrics, and names that no value can have: those of an event, too.
 NOT_METRICS = frozenset(("step", "time", "attempt"))
 NOT_VALUES = NOT_METRICS | {"event", "rank"}
-OUTCOME: Schema = {"state": is_text, "step": optional(is_count), "reason": is_text}
+OUTCOME: Schema = {
+    "state": is_text,
+    "step": optional(is_count),
+    "reason": is_text,
+    "confirmed": optional(lambda value: isinstance(value, bool)),
+}
 #: What an attempt resumed from: the step, and the checkpoint's attempt and step.
 RESUMED: Schema = {
     "step": is_count,
@@ -80,6 +85,11 @@ def schema_error(value: Any, schema: Schema) -> str | None:
         if not check(value.get(key)):
             return f"{key!r} is {json.dumps(value.get(key))[:60]}"
     return None
+
+
+def is_unconfirmed(outcome: Mapping[str, Any]) -> bool:
+    """Whether a run completed only by an exit code 0 that may mean something else."""
+    return outcome["state"] == "completed" and outcome.get("confirmed") is False
 
 
 def result_line(event: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -60,11 +60,13 @@ class RunDirectory:
     media = _Below("media")
     tensorboard = _Below("tensorboard")
     wandb = _Below("wandb")
+    mlflow = _Below("mlflow")
     code = _Below("code")
     code_file = _Below("code/current.json")  # which snapshot of the code the run uses
     private = _Below("private")
     submitted_file = _Below("private/submitted.json")
     request_file = _Below("private/resubmit.json")
+    tracker_id_file = _Below("private/tracker-id")
     loop_file = _Below("private/loop.json")
     notice_file = _Below("private/notice.json")  # why the loop of a local run sends a signal
     _cancel_mark = _Below("cancelled")

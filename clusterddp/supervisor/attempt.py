@@ -37,6 +37,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
 from clusterddp.rundir.control_address import Address, write_address
+from clusterddp.rundir.files import read_bytes, write_atomically
 from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import TimingFile, TimingLines
@@ -48,6 +49,7 @@ from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.messages import end_of_file
 from clusterddp.supervisor.monitor import Monitor
+from clusterddp.supervisor.own_checkpoints import OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.state import (
     Action,
@@ -106,6 +108,7 @@ class Attempt:
         self._timers = {Timer.LOOK: 0.0, Timer.WATCHDOG: 0.0}
         self._watch = self._new_watch()
         began = min((event["time"] for event in self._history.events), default=time.time())
+        self._own, self._ended = OwnCheckpoints(run, job, number, self._history.events), threading.Event()
         self._timing, self._timing_file = TimingLines(number, job.world_size, began), TimingFile(run)
         #: What the thread of the history has to do; None: nothing more.
         self._writes: queue.Queue[Callable[[], Any] | None] = queue.Queue()
@@ -147,17 +150,20 @@ class Attempt:
         logs = self._run.attempt_logs(self._number)
         self._launched = time.time()
         self._launcher.failed = lambda rank: self.post(RankFailed(rank))
-        self._launcher.start(rank_command(self._job, self._number), self._environment(token), logs)
+        resumed = self._own.begin()
+        self._launcher.start(rank_command(self._job, self._own.newest is not None), self._environment(token), logs)
         margin_s = lambda: self._state.stop_margin_s  # noqa: E731
         self._monitor = Monitor(self._controller, self._run, self._number, self.post, margin_s, self._fail)
         for write in (
             partial(self._record_address, token),
             self._tell_notice,
             self._record_start,
+            lambda: self._history.add("own_resume", **resumed) if resumed else None,
             lambda: self._start("launcher", self._wait),  # no attempt ends before its start is recorded
         ):
             self._writes.put(write)
         history = self._start("history", self._write)
+        looks = self._start("own checkpoints", lambda: self._own.watch(self._ended, self._record_own))
         try:
             while self._state.exit_code is None:
                 self._handle(*self._next_event())
@@ -167,18 +173,27 @@ class Attempt:
             while not self._events.empty():  # the last reports of the ranks
                 self._handle(*self._events.get())
             self._write_timing(self._timing.last)
+            self._ended.set()
+            looks.join()
             self._writes.put(None)
             history.join()
 
     def _environment(self, token: str) -> dict[str, str]:
         """The environment of the ranks."""
-        environ = {**os.environ, **self._job.env}
+        environ = {**os.environ, **self._own.variables()}
         if self._code is not None:
             environ |= mapped_variables(environ, self._code.checkout, str(self._code.folder(self._run)))
+        before = [event for event in self._history.events if event["event"] not in protocol.WITHOUT_RANKS]
+        saved = [
+            event["file"] for event in before if event["event"] == "saved" and event["attempt"] == before[-1]["attempt"]
+        ]
         used = [event["bytes"] for event in self._history.events if event["event"] == "device_memory"]
         return {
             **environ,
+            **self._script_trackers(),
             **({protocol.DEVICE_MEMORY: str(used[-1])} if used else {}),
+            **({protocol.SAVED: saved[-1]} if saved else {}),
+            **({protocol.STOP_SIGNAL: self._job.stop.signal} if self._job.stop.signal else {}),
             protocol.RUN_DIR: str(self._run),
             protocol.ATTEMPT: str(self._number),
             protocol.DEVICE: self._job.device,
@@ -190,6 +205,15 @@ class Attempt:
             protocol.PROFILE: "on" if self._is_profile_due() else "off",
             protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }
+
+    def _script_trackers(self) -> dict[str, str]:
+        """For trackers that the script itself uses, unless this run sends its metrics there."""
+        variables: dict[str, str] = {} if self._job.mlflow else {protocol.MLFLOW: "on"}
+        try:
+            return variables if self._job.wandb else {**variables, protocol.WANDB_NAME: tracker_id(self._run)}
+        except OSError as error:
+            say(f"cannot record an id for W&B ({error}): a W&B run that the script starts will not be continued")
+            return variables
 
     def _is_profile_due(self) -> bool:
         """Whether no attempt has begun to record the job definition's profile: one that failed is not repeated."""
@@ -312,6 +336,9 @@ class Attempt:
         except _MALFORMED as error:
             say(f"not recorded: {event!r}: {error!r}")
 
+    def _record_own(self, checkpoint: Mapping[str, Any]) -> None:
+        self._writes.put(lambda: self._history.add("own_checkpoint", **checkpoint))
+
     def _record_address(self, token: str) -> None:
         """Where the user's requests reach this process."""
         host = self._launcher.supervisor_host or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -380,6 +407,8 @@ class Attempt:
             if state.unfinished:
                 words = "exited with code 0 in its loop, by os._exit"
                 return RankEnd(rank, host, "unfinished", lost_at, error=words, used_clusterddp=True)
+            if self._job.stop.signal and state.heard and state.unfinished is None:
+                return RankEnd(rank, host, "stopped", lost_at)
             return RankEnd(rank, host, "done", lost_at, used_clusterddp=state.unfinished is False)
         if status is not None and status.signal == signal.SIGABRT and end.end == "died":
             log = self._run.attempt_logs(self._number) / f"rank-{rank}.err"
@@ -397,6 +426,15 @@ def last_line(run: RunDirectory) -> Mapping[str, Any]:
     except OSError as error:
         say(f"cannot read the metrics ({error}): repeated steps will not be counted")
         return {}
+
+
+def tracker_id(run: RunDirectory) -> str:
+    """The run's name in trackers: random, as another run may have had the same run directory. Recorded when it is first
+    asked for; one process does so at a time, the run's supervisor. Raises OSError."""
+    with suppress(FileNotFoundError):
+        return read_bytes(run.tracker_id_file).decode().strip()
+    write_atomically(run.tracker_id_file, f"{secrets.token_hex(4)}\n", mode=0o600)
+    return read_bytes(run.tracker_id_file).decode().strip()
 
 
 def _nodes_of(controller: Controller) -> NodeNames:

@@ -320,7 +320,9 @@ def _look(state: State, now: float) -> Step:
         return state, [StartTimer(Timer.LOOK, LOOK_S)]
     stop, why = due
     others = frozenset() if stop.value in WISHES else WISHES
-    if state.heard - others:
+    # Ranks that use clusterddp agree when one has heard of it. Scripts that expect a signal are all told.
+    untold = state.job.stop.signal is not None and stop.value not in state.told
+    if state.heard - others and not untold:
         return state, [StartTimer(Timer.LOOK, LOOK_S)]
     if first and state.notice.stop is not None:  # a signal is on its way
         return state, [StartTimer(Timer.LOOK, SETTLE_S)]
@@ -329,7 +331,7 @@ def _look(state: State, now: float) -> Step:
     # Python function with a ``checkpoint()``, which waits for a signal. Under proctrack/linuxproc the signal goes to
     # their children, too.
     actions: list[Action] = [Broadcast("stop", stop.value)]
-    if told or len(state.hosts) < state.job.world_size:
+    if (told and not untold) or len(state.hosts) < state.job.world_size:
         actions.append(Do.NOTIFY_RANKS)
     if why and not told:
         actions.append(Record("notice", {"why": why}))

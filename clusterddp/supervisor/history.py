@@ -100,13 +100,16 @@ class History:
             done = 0
         return {"step": done, "checkpoint": self.newest_checkpoint}
 
-    def conclude(self, state: str, reason: str) -> bool:
-        """Writes the outcome: the run is over. Its step is None if the script recorded none.
+    def conclude(self, state: str, reason: str, *, confirmed: bool = True) -> bool:
+        """Writes the outcome: the run is over. Its step is None if the script recorded none. ``confirmed``: false if it
+        completed only by exit code 0, and that is doubtful.
 
         Returns whether it was written; an error is reported, and does not change how the attempt ended.
         """
         step = highest(event.get("step") for event in self.events)
         values = self._presentable({"step": step, "attempts": attempts_made(self.events), "reason": reason})
+        if not confirmed:
+            values["confirmed"] = False
         self.add(state, **values)
         try:
             write_json(self._run.outcome_file, {"state": state, **values})

@@ -270,9 +270,11 @@ def local_variables(job: Job, rank: int) -> dict[str, str]:
     }
 
 
-def rank_command(job: Job, attempt: int) -> list[str]:
-    """The command of every rank, without the launcher's part."""
+def rank_command(job: Job, resumes: bool) -> list[str]:
+    """The command of every rank, without the launcher's part. ``resumes``: from a checkpoint of the script's own.
+
+    Placeholders stay: each rank fills in its own values.
+    """
     job = without_secrets(job)[0]  # command lines are visible to everyone on the node; the rank restores them
     target = ["-m", job.module] if job.module else [str(job.script)]
-    resume = job.args_on_resume if attempt > 0 else ()
-    return [*module_command("clusterddp.worker", job.python), *target, *job.args, *resume]
+    return [*module_command("clusterddp.worker", job.python), *target, *job.arguments(resumes)]

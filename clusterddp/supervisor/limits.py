@@ -8,6 +8,7 @@ from typing import Any
 
 from clusterddp.jobdef.job import Job
 from clusterddp.protocol import ATTEMPT_ENDS, WITHOUT_RANKS
+from clusterddp.reporter import duration
 from clusterddp.rundir.records import is_count
 from clusterddp.slurm.cause import Cause
 
@@ -27,14 +28,16 @@ class Progress:
     """What a run's history says about progress when an attempt fails.
 
     ``steps``: how many this attempt has made; None if it has begun no loop over ``run.steps()``. ``seconds``: since its
-    start. ``earlier``: whether an attempt before it made progress. ``last_failure``: the exception of the last attempt
-    that failed, its line and step, as ``RankEnd.raised``; None if one has made progress since.
+    start. ``saved``: whether the script has written a new checkpoint of its own. ``earlier``: whether an attempt before
+    it made progress. ``last_failure``: the exception of the last attempt that failed, its line and step, as
+    ``RankEnd.raised``; None if one has made progress since.
     """
 
     steps: int | None = None
     seconds: float = 0.0
     earlier: bool = False
     last_failure: str | None = None
+    saved: bool = False
 
 
 def progress(events: Iterable[Mapping[str, Any]], attempt: int, reached: int | None, now: float) -> Progress:
@@ -53,7 +56,14 @@ def progress(events: Iterable[Mapping[str, Any]], attempt: int, reached: int | N
         now - own[0]["time"] if own else 0.0,
         bool(progressed),
         failed[-1].get("raised") if failed and not since else None,
+        own_checkpoint(events, attempt) is not None,
     )
+
+
+def own_checkpoint(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
+    """The newest checkpoint of its own that the script has written in this attempt, if any (key ``resume``)."""
+    files = [e["file"] for e in events if e["event"] == "own_checkpoint" and e["attempt"] == attempt]
+    return files[-1] if files else None
 
 
 def began(events: Iterable[Mapping[str, Any]]) -> int | None:
@@ -63,12 +73,52 @@ def began(events: Iterable[Mapping[str, Any]]) -> int | None:
 
 
 def _progressed(events: list[Mapping[str, Any]]) -> bool:
-    """Whether an attempt has made a step; if it records none, whether it ran for a minute."""
+    """Whether an attempt has made a step or a checkpoint; if it records neither, whether it ran for a minute."""
+    if any(event["event"] == "own_checkpoint" for event in events):
+        return True
     if (first := began(events)) is None:
         ran = [event["time"] for event in events if event["event"] not in WITHOUT_RANKS]
         return bool(ran) and ran[-1] - ran[0] >= PROGRESS_S
     made = [event for event in events if event["event"] != "checkpoint_damaged"]  # which may be of a later step
     return any(is_count(event.get("step")) and event["step"] > first for event in made)
+
+
+#: A script that exits with code 0 in less than this share of the time of the attempt before may not have trained.
+SHORT = 0.1
+
+
+def doubt(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
+    """Why the exit of a script with code 0, in this attempt, may not mean that it is done; None if it does.
+
+    Some scripts do so when they are started again and find what they wrote before. A script whose steps are seen must
+    have made one. Of any other only the time counts: an attempt's, from the start of the script to its end.
+    """
+    by_attempt: dict[int, list[Mapping[str, Any]]] = {}
+    for event in events:
+        by_attempt.setdefault(event["attempt"], []).append(event)
+    ran = {number: seconds for number, own in by_attempt.items() if (seconds := _script_s(own)) is not None}
+    ended = {number for number, own in by_attempt.items() if any(event["event"] == "completed" for event in own)}
+    before = [number for number in ran if number < attempt and number not in ended]
+    if not before or attempt not in ran:
+        return None
+    begin = f"unconfirmed: the script exited with code 0 after {duration(ran[attempt])}"
+    if any(_made_steps(by_attempt[number]) for number in [*before, attempt]):
+        return None if _made_steps(by_attempt[attempt]) else f"{begin} and made no step, as attempt {before[-1]} did"
+    last = max(before)
+    if ran[attempt] >= SHORT * ran[last]:
+        return None
+    return f"{begin}, less than a tenth of the {duration(ran[last])} of attempt {last}"
+
+
+def _script_s(events: list[Mapping[str, Any]]) -> float | None:
+    """For how long an attempt's script ran on rank 0; None if it was not started."""
+    starts = [event["time"] for event in events if (event["event"], event.get("phase")) == ("phase", "importing")]
+    ends = [event["time"] for event in events if (event["event"], event.get("phase")) == ("phase", "ending")]
+    return (ends or [events[-1]["time"]])[-1] - starts[0] if starts else None
+
+
+def _made_steps(events: list[Mapping[str, Any]]) -> bool:
+    return any(event["event"] in ("training", "resumed") for event in events)
 
 
 def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:
@@ -80,7 +130,7 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
     hours = used_rank_hours(events, now, job.world_size) * (job.gpus_per_rank if job.device == "cuda" else 1)
     if job.limits.gpu_hours is not None and hours >= job.limits.gpu_hours:
         return f"limits.gpu_hours ({job.limits.gpu_hours:g}) reached: {hours:.2f} used"
-    if _fruitless(events) >= FRUITLESS:
+    if _fruitless(job, events) >= FRUITLESS:
         ended = "failed" if events[-1]["event"] == "restarted" else "reached their time limit (request more time)"
         return f"{FRUITLESS} consecutive attempts {ended} without reaching a new checkpoint"
     return None
@@ -113,19 +163,23 @@ def used_rank_hours(events: Iterable[Mapping[str, Any]], now: float, world_size:
     return sum((last[attempt] - start) * ranks.get(attempt, world_size) for attempt, start in first.items()) / 3600
 
 
-def _fruitless(events: list[Mapping[str, Any]]) -> int:
+def _fruitless(job: Job, events: list[Mapping[str, Any]]) -> int:
     """How many consecutive attempts, up to the newest, failed or reached their time limit without a new checkpoint.
 
-    A script that never recorded a step may save on its own: then attempts that reached their time limit do not count,
-    nor do long ones.
+    A script whose checkpoints are unknown may save on its own: then attempts that reached their time limit do not
+    count, nor do long ones. One that reached it in less than a minute does: the limit leaves no time to train.
     """
-    count, records = 0, any(event.get("step") is not None for event in events)
+    needs_own = job.resume is not None and bool(job.resume.args or job.resume.replace)
+    known = any(event["event"] == "own_checkpoint" or event.get("step") is not None for event in events)
+    count, records = 0, needs_own or known
     for attempt in sorted({event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}, reverse=True):
         own = [event for event in events if event["attempt"] == attempt]
         failed, timed = any(map(_failed, own)), any(map(_timed, own))
-        if not records and own[-1]["time"] - own[0]["time"] >= LONG_S:
+        lasted_s = own[-1]["time"] - own[0]["time"]
+        if not records and lasted_s >= LONG_S:
             break
-        if not (failed or (timed and records)) or any(event["event"] == "checkpoint" for event in own):
+        saved = any(event["event"] in ("checkpoint", "own_checkpoint") for event in own)
+        if not (failed or (timed and (records or lasted_s < PROGRESS_S))) or saved:
             break
         count += 1
     return count

@@ -35,7 +35,7 @@ from clusterddp.rundir.files import follow_folder, remove
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import scrub_own
-from clusterddp.supervisor import lease
+from clusterddp.supervisor import done, lease
 from clusterddp.supervisor.attempt import Attempt
 from clusterddp.supervisor.controller import AllocationController, Controller, LocalController, SlurmController
 from clusterddp.supervisor.history import History
@@ -141,15 +141,14 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
         raise RunDirectoryError(f"{run} is {other}; two jobs must not train one run")
     of_run(run).check_present()
     reason = exceeded(job, run.events(), time.time())
+    mark = done.found(run, job) if run.newest_attempt() is not None else None
     number = run.create_attempt()
-    if (run.outcome() or {}).get("state") == Action.FAIL.value:
+    if again := run.outcome() is not None:
         remove(run.outcome_file)  # whoever restarts the run has seen it
-    elif reason is not None:
-        history, hook = History(run, number), Hook(run, job, number)
-        history.listener = hook.notify
-        history.conclude(Action.FAIL.value, reason)
-        hook.finish()
-        return 1
+    if mark is not None:
+        return conclude(run, job, number, Action.COMPLETE, f"done: {mark}")
+    if reason is not None and not again:
+        return conclude(run, job, number, Action.FAIL, reason)
     submission = lease.take(run, number, me)
     if run.cancelled:  # after the check above: `clusterddp cancel` may have found no holder
         say(f"{run} was cancelled; it will not run again")
@@ -164,21 +163,32 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     return code
 
 
+def conclude(run: RunDirectory, job: Job, number: int, action: Action, reason: str) -> int:
+    """Ends the run with an attempt that starts no ranks; returns the exit code."""
+    history, hook = History(run, number), Hook(run, job, number)
+    history.listener = hook.notify
+    history.conclude(action.value, reason)
+    hook.finish()
+    return 0 if action is Action.COMPLETE else 1
+
+
 def finished(run: RunDirectory, controller: Controller) -> int | None:
-    """The exit code if the run is over; None if it may continue, as a failed run may on a user's request.
+    """The exit code if the run is over; None if it may continue, as one that failed, or whose completion is not
+    confirmed, may on a user's request.
 
     Slurm 24.11 restarts a job that had been requeued within a grace period, however it ended then: that is no request.
     """
     outcome = run.outcome() or {"state": None}
-    if outcome["state"] == Action.COMPLETE.value:
-        say(f"{run} has already completed{at_step(outcome['step'])}; nothing to do")
-        return 0
     newest = run.newest_attempt()
     same_job = newest is not None and lease.held_before(run, newest, controller.holder())
-    if outcome["state"] == Action.FAIL.value and same_job and controller.starts_again:  # else a user restarted it
+    by_slurm = same_job and controller.starts_again
+    if outcome["state"] == Action.COMPLETE.value and (by_slurm or outcome.get("confirmed") is not False):
+        say(f"{run} has already completed{at_step(outcome['step'])}; nothing to do")
+        return 0
+    if outcome["state"] == Action.FAIL.value and by_slurm:  # else a user restarted it
         say(f"{run} has already failed{at_step(outcome['step'])} in this job; a requeue does not restart it")
         return 1
-    if outcome["state"] is None and same_job and controller.starts_again and held(run.events()):  # else by a user
+    if outcome["state"] is None and by_slurm and held(run.events()):  # else by a user
         say(f"{run} was stopped by `clusterddp tell stop`; a requeue does not continue it, `clusterddp submit` does")
         return controller.leave_code
     if run.cancelled or outcome["state"] == Action.CANCEL.value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +13,9 @@ from typing import Any
 from clusterddp.failures.stacks import different_calls, end_of_log
 from clusterddp.jobdef.secrets import masked
 from clusterddp.protocol import HANDLER_REPLACED
-from clusterddp.reporter import counted, printable
+from clusterddp.reporter import counted, duration, printable
 from clusterddp.rundir.files import open_binary
+from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.verdict import RankEnd
 
@@ -46,8 +48,16 @@ def over_already(run: RunDirectory, outcome: Event) -> str:
 
 def how_it_ended(outcome: Event) -> str:
     """The state of a run that is over, its step, and the reason if that says more than the state."""
+    if is_unconfirmed(outcome):
+        return f"{outcome['state']}{at_step(outcome['step'])}, {outcome['reason']}"
     reason = f": {outcome['reason']}" if outcome["reason"] != outcome["state"] else ""
     return f"{outcome['state']}{at_step(outcome['step'])}{reason}"
+
+
+def _completed(event: Event) -> str:
+    attempts = f"completed{at_step(event['step'])} after {counted(event['attempts'], 'attempt')}"
+    told = event.get("confirmed") is False or event["reason"].startswith("done: ")
+    return f"{attempts}; {event['reason']}" if told else attempts
 
 
 def _started(event: Event) -> str:
@@ -69,9 +79,33 @@ def _resumed(event: Event) -> str:
     return f"resumed from step {event['step']}{repeated}{inexact}"
 
 
+def _own_resume(event: Event) -> str | None:
+    """Where a script that loads its own checkpoints continues from."""
+    passed = f"; not used: {'; '.join(event['passed_over'])}" if event.get("passed_over") else ""
+    if "file" in event:
+        words = shlex.join(event["arguments"])
+        resumed = "resumed from" if words else "the newest checkpoint of the script is"
+        age = duration(event["before_s"])
+        return f"{resumed} {event['file']}, written {age} before the stop{f', with {words}' if words else ''}{passed}"
+    if event["attempt"] == 0:
+        return passed.removeprefix("; ")
+    start = ": starts from the beginning" if event["from_start"] else ""
+    return f"no complete checkpoint matches {' or '.join(event['patterns'])}{start}{passed}"
+
+
+def added_arguments(event: Event, exists: Callable[[str], bool]) -> str:
+    """What is said of them where an attempt failed before it made progress."""
+    if not event.get("arguments"):
+        return "" if "file" in event else "no arguments were added: no complete checkpoint to continue from"
+    there = "exists" if exists(event["file"]) else "does not exist"
+    return f"arguments added for {event['file']}, which {there}: {shlex.join(event['arguments'])}"
+
+
 def _ended(event: Event, then: str) -> str:
     """Why an attempt ended, what was saved, what was not, and what happens next."""
     step, checkpoint = event.get("step"), event.get("checkpoint")
+    if "file" in event and not step:
+        return f"{event['reason']}, newest checkpoint {event['file']}, {then}"
     if not step:
         return f"{event['reason']}, {'no steps recorded' if step is None else 'nothing new to save'}, {then}"
     if checkpoint is None:
@@ -138,6 +172,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "forked": lambda e: f"starts from checkpoint {e['step']} of {e['source']}",
     "initialized": _initialized,
     "resumed": _resumed,
+    "own_resume": _own_resume,
     "preflight": lambda e: "; ".join([f"all nodes passed the preflight in {e['seconds']:.1f} s", *e["warnings"]]),
     "order_changed": lambda e: f"the weights of the mixture from now on: {e['now']}; they were: {e['was']}",
     "whole_batches": lambda e: (
@@ -166,13 +201,18 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
         f"of the {e['limit'] / 1e6:,.0f} MB that a checkpoint holds; beyond that the run fails: save less of it"
     ),
     "left_loop": _left_loop,
+    "saved": lambda e: f"the script saved {e['file']}",
+    "not_read": lambda e: (
+        f"the script made its first step without opening {e['file']}, which it saved at its last stop: it may have "
+        "started from an older checkpoint, or from the beginning"
+    ),
     "no_best": lambda e: (
         f"no best checkpoint: the script has never logged {e['metric']!r}, only {', '.join(e['logged']) or 'nothing'}"
     ),
     "overdue": lambda e: (
         f"the step did not end within {e['seconds']:.0f} s of the notice"
-        f"{f' ({behind})' if (behind := e.get('behind')) else ''}: exiting with the newest checkpoint; rank 0's log has "
-        "its stacks"
+        f"{f' ({behind})' if (behind := e.get('behind')) else ''}: exiting with the newest checkpoint; "
+        "rank 0's log has its stacks"
     ),
     "stopping": lambda e: f"stop requested ({e['reason']}): all ranks stop after step {e['step']}",
     "room_made": lambda e: (
@@ -213,7 +253,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "not_excluded": lambda e: f"no further node is excluded: {e['reason']}",
     "failed": _failed,
     "cancelled": lambda e: f"cancelled{at_step(e['step'])}; it will not run again",
-    "completed": lambda e: f"completed{at_step(e['step'])} after {counted(e['attempts'], 'attempt')}",
+    "completed": _completed,
 }
 
 
@@ -231,11 +271,11 @@ def failure_box(
     step: int | None,
     now: float,
     secrets: Sequence[str] = (),
-    then: str = "",
+    then: Sequence[str] = (),
 ) -> str:
     """The first failure in a box: rank, host, time, its traceback or the end of its log, and the failures it caused.
 
-    ``step``: the number of completed steps, if known. ``secrets``: values to mask in the log. ``then``: what follows.
+    ``step``: the number of completed steps, if known. ``secrets``: values to mask in the log. ``then``: further lines.
     """
     logs = [run.attempt_logs(attempt) / f"rank-{failure.rank}.{kind}" for kind in ("err", "out")]
     log = next((log for log in logs if end_of_file(log).strip()), logs[0])  # some programs report errors on stdout
@@ -244,7 +284,7 @@ def failure_box(
     lines = [failure.sentence(), f"attempt {attempt}{at_step(step)}, {when}", "", *body.rstrip().splitlines(), ""]
     lines += [*_who_waited(failure, others), *_different_calls(failure, others, body)]
     lines += [f"likely cause: {failure.known.cause}"] if failure.known is not None else []
-    lines += [f"log: {log}", *([then] if then else []), *_other_ends(failure, others)]
+    lines += [f"log: {log}", *filter(None, then), *_other_ends(failure, others)]
     wrapped = [
         piece for line in lines for piece in (textwrap.wrap(printable(line), 116, drop_whitespace=False) or [""])
     ]

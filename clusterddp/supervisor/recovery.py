@@ -6,7 +6,7 @@ import errno
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,11 +18,11 @@ from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor import lease
+from clusterddp.supervisor import done, lease
 from clusterddp.supervisor.controller import Controller
 from clusterddp.supervisor.history import History, highest
-from clusterddp.supervisor.limits import began, exceeded, progress
-from clusterddp.supervisor.messages import RESTARTING, failure_box
+from clusterddp.supervisor.limits import began, doubt, exceeded, own_checkpoint, progress
+from clusterddp.supervisor.messages import RESTARTING, added_arguments, failure_box
 from clusterddp.supervisor.state import State, Stop
 from clusterddp.supervisor.verdict import Action, RankEnd, Verdict, judge
 
@@ -61,7 +61,23 @@ class Recovery:
         return self._act(self._judge(self._why, self._state.exit_code or 0))
 
     def _judge(self, ask: Callable[[], Cause], exit_code: int = 0) -> Verdict:
-        return judge(self._ends, exit_code, bool(self._state.told), ask, self._progress)
+        verdict = judge(self._ends, exit_code, bool(self._state.told), ask, self._progress)
+        if self._job.done is None or verdict.action is Action.CANCEL or verdict.cause is Cause.SUPERSEDED:
+            return verdict
+        mark = _until_answered(partial(done.found, self._run, self._job))
+        completes = verdict.action is Action.COMPLETE
+        if mark is not None:
+            reason = f"done: {mark}{'' if completes else f'; the last attempt: {verdict.reason}'}"
+            return replace(verdict, action=Action.COMPLETE, reason=reason, because="")
+        if not completes:
+            return verdict
+        return Verdict(Action.RESTART, f"all ranks exited with code 0, but {done.missing(self._job.done)}")
+
+    def _doubt(self) -> str | None:
+        """Why exit code 0 may not mean that the script is done; None: it does, as far as is known."""
+        if self._job.done is not None or any(end.used_clusterddp for end in self._ends):
+            return None
+        return doubt(self._history.events, self._number)
 
     def _why(self) -> Cause:
         """Why the ranks stopped. A newer attempt, ``cancel`` and ``tell stop`` take precedence over the controller.
@@ -109,7 +125,8 @@ class Recovery:
                 self._controller.hold()
                 then = "held until it is submitted again"
             return self._stop(verdict, then=then)
-        self._history.conclude(verdict.action.value, verdict.reason)
+        unconfirmed = self._doubt() if verdict.action is Action.COMPLETE else None
+        self._history.conclude(verdict.action.value, unconfirmed or verdict.reason, confirmed=unconfirmed is None)
         return verdict.exit_code
 
     def _tell_failure(self, failure: RankEnd, verdict: Verdict) -> None:
@@ -131,8 +148,16 @@ class Recovery:
         then = ""
         if verdict.because and (verdict.action is Action.FAIL or self._exceeded("restarted", verdict) is None):
             then = f"{'not restarted' if verdict.action is Action.FAIL else RESTARTING}: {verdict.because}"
-        others, secrets = verdict.others, self._history.secrets
-        show(failure_box(self._run, self._number, failure, others, step, time.time(), secrets, then))
+        others, secrets, more = verdict.others, self._history.secrets, (self._added_arguments(), then)
+        show(failure_box(self._run, self._number, failure, others, step, time.time(), secrets, more))
+
+    def _added_arguments(self) -> str:
+        """What was added to the script's arguments, if the attempt made no progress: they may be the reason."""
+        own = [event for event in self._history.events if event["attempt"] == self._number]
+        resumed = next((event for event in own if event["event"] == "own_resume"), None)
+        if resumed is None or self._progress.steps or self._progress.saved:
+            return ""
+        return added_arguments(resumed, lambda file: (self._run.path / file).exists())
 
     def _step_of(self, failure: RankEnd, others: Sequence[RankEnd]) -> int | None:
         """The number of steps done when a rank failed. It knows its own, unless it was killed; the others then failed
@@ -320,6 +345,8 @@ class Recovery:
 
     def _add_end(self, event: str, verdict: Verdict, reason: str | None = None, **values: Any) -> None:
         ended = {"reason": reason or verdict.reason, "cause": verdict.cause.value, **self._history.saved()}
+        if file := own_checkpoint(self._history.events, self._number):
+            ended["file"] = file
         self._history.add(event, **ended, **values)
 
 

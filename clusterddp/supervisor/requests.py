@@ -331,7 +331,7 @@ def _stop_late(state: State, waiting: Pending) -> Step:
         return state, []
     text = (
         "no rank has confirmed the request yet, which stands: the script is still starting, or it does not use "
-        "clusterddp and stops only at its end"
+        "clusterddp and stops only at its end, unless its job definition has `stop: {signal: ...}`"
     )
     return state, [Answer(waiting.request.client, {"news": text}, last=False)]
 

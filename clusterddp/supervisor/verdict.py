@@ -285,6 +285,8 @@ def _restarts(failure: RankEnd, progress: Progress) -> tuple[bool, str]:
         return False, ""
     if failure.out_of_memory and progress.earlier and not progress.steps and progress.seconds < LONG_S:
         return True, "memory may still have been held by the attempt before"
+    if progress.saved:
+        return True, "the script had written a new checkpoint"
     if failure.raised is not None and failure.raised == progress.last_failure:
         return False, "the attempt before failed with the same exception at the same line and step"
     if progress.steps:

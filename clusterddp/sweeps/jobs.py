@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from clusterddp.errors import JobDefinitionError
+from clusterddp.jobdef import placeholders
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import variants
 from clusterddp.jobdef.schema import INSTEAD_OF_KEY, READERS
@@ -23,7 +25,20 @@ def jobs_of(base: Job, members: Sequence[Values]) -> list[Job]:
     raise_mistakes(mistakes)
     changes = [{key: node for key, node in values.items() if not argument_of(key)} for values in members]
     words = [tuple(_words(values)) for values in members]
-    return [replace(job, args=job.args + more) for job, more in zip(variants(base, changes), words, strict=True)]
+    jobs = [replace(job, args=job.args + more) for job, more in zip(variants(base, changes), words, strict=True)]
+    _check_own_checkpoints(jobs)
+    return jobs
+
+
+def _check_own_checkpoints(jobs: Sequence[Job]) -> None:
+    """Members whose scripts save to the same place would continue from each other's checkpoints."""
+    patterns = [pattern for job in jobs if job.resume for pattern in job.resume.checkpoint]
+    shared = [one for one in patterns if "run_dir" not in placeholders.used(one) and patterns.count(one) > 1]
+    if shared:
+        raise JobDefinitionError(
+            f"resume.checkpoint: {shared[0]!r} is the same for several members, which would continue from each other's "
+            "checkpoints: have the script save below {run_dir}, and begin the pattern with it"
+        )
 
 
 def argument_of(key: str) -> str | None:
@@ -77,3 +92,5 @@ def _wrong_arguments(members: Sequence[Values]) -> Iterator[Mistake]:
         for key, node in values.items():
             if argument_of(key) and (isinstance(node.value, (list, dict)) or "\0" in node.text):
                 yield Mistake(node.place, f"{key}: expected a single value for the script's argument")
+            elif argument_of(key) and (why := placeholders.wrong(node.text)):
+                yield Mistake(node.place, f"{key}: {why}")

@@ -35,7 +35,7 @@ PERIOD_S = 1.0
 
 
 class Tracker(Protocol):
-    """What is asked of TensorBoard and W&B."""
+    """What is asked of TensorBoard, W&B and MLflow."""
 
     live: bool
     first: int
@@ -166,7 +166,7 @@ def follow(name: str, run: RunDirectory, attempt: int, options: Mapping[str, Any
 
 def folder_of(name: str, run: RunDirectory) -> Path:
     """Where a tracker's files are."""
-    return run.tensorboard if name == "tensorboard" else run.wandb
+    return {"tensorboard": run.tensorboard, "wandb": run.wandb, "mlflow": run.mlflow}[name]
 
 
 def _tracker(
@@ -178,12 +178,16 @@ def _tracker(
         from clusterddp.trackers.tensorboard import TensorBoard
 
         return TensorBoard(folder, replace(sent, step=first, attempt=attempt), first, attempt)
-    from clusterddp.trackers.wandb import WeightsAndBiases
-
     if first < sent.step:
         steps = f"{first} to {sent.step - 1}"
         print(f"keeps the values that an earlier attempt logged in steps {steps}, now repeated", file=out, flush=True)
-    return WeightsAndBiases(folder, sent, attempt, options)
+    if name == "wandb":
+        from clusterddp.trackers.wandb import WeightsAndBiases
+
+        return WeightsAndBiases(folder, sent, attempt, options)
+    from clusterddp.trackers.mlflow import MLflow
+
+    return MLflow(folder, sent, attempt, options)
 
 
 def _lock(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Which trackers a job has, and how its W&B run is made."""
+"""Which trackers a job has, and how its W&B and MLflow runs are made."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from typing import Any
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import without_secrets
 
-NAMES = {"tensorboard": "TensorBoard", "wandb": "W&B"}
+NAMES = {"tensorboard": "TensorBoard", "wandb": "W&B", "mlflow": "MLflow"}
 
 
 def wanted(job: Job, run_name: str, environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The trackers of a job, and how W&B's run is made."""
+    """The trackers of a job, and how their runs are made."""
     found: dict[str, dict[str, Any]] = {"tensorboard": {}} if job.tensorboard else {}
     if job.wandb is not None and environ.get("WANDB_MODE") != "disabled":
         options: dict[str, Any] = {"name": run_name, "config": config(without_secrets(job)[0]), "mode": job.wandb.mode}
         options |= {"project": job.wandb.project or job.name, "entity": job.wandb.entity, "group": job.wandb.group}
         found["wandb"] = {name: value for name, value in options.items() if value is not None}
+    if job.mlflow is not None:
+        options = {"name": run_name, "config": config(without_secrets(job)[0])}
+        options |= {"experiment": job.mlflow.experiment or job.name, "tracking_uri": job.mlflow.tracking_uri}
+        found["mlflow"] = {name: value for name, value in options.items() if value is not None}
     return found
 
 
 def config(job: Job) -> dict[str, Any]:
-    """What W&B's table of runs can be filtered by: the script's options, and what the job says of the training."""
+    """What the tables of runs of W&B and MLflow can be filtered by: the script's options, and the job's facts."""
     facts = {"seed": job.seed, "world_size": job.world_size, "global_batch": job.global_batch}
     return {name: value for name, value in facts.items() if value is not None} | options_in(job.args)
 

@@ -13,7 +13,8 @@ from clusterddp.trackers.sent import Sent, read_sent
 def overview(run: RunDirectory) -> list[tuple[str, str]]:
     """A name and words for each tracker that has something of the run."""
     found = []
-    for name, folder, described in (("tensorboard", run.tensorboard, _tensorboard), ("wandb", run.wandb, _wandb)):
+    for name, described in _DESCRIBED.items():
+        folder = run.path / name
         try:
             sent = read_sent(folder)
         except (OSError, RunDirectoryError):  # another user's, or changed by another program
@@ -33,5 +34,12 @@ def _wandb(folder: Path, sent: Sent) -> str:
     return f"run {sent.id}"
 
 
+def _mlflow(_: Path, sent: Sent) -> str:
+    return f"run {sent.id}"
+
+
 def _lacking(sent: Sent) -> str:
     return f"; it lacks steps from {sent.step} on: {sent.problem}" if sent.problem else ""
+
+
+_DESCRIBED = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}

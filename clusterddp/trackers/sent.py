@@ -28,7 +28,7 @@ class Sent:
     problem: str | None = None
     """Why it does not get more."""
     id: str | None = None
-    """W&B's name for the run."""
+    """W&B's or MLflow's name for the run."""
     mode: str | None = None
     """W&B's: online or offline."""
     closing: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from clusterddp.distributed.process_group import ProcessGroup
+from clusterddp.distributed.store import AttemptStore
 from clusterddp.reporter import say
 from clusterddp.rundir.files import append_line
 from clusterddp.training.settings import Settings
@@ -15,16 +15,16 @@ from clusterddp.worker import control_channel
 class AttemptHistory:
     """Collective. ``number`` comes from the supervisor, or is claimed by rank 0 if there is none."""
 
-    def __init__(self, settings: Settings, group: ProcessGroup) -> None:
-        self._directory, self._rank = settings.run_dir, group.rank
+    def __init__(self, settings: Settings, store: AttemptStore) -> None:
+        self._directory, self._rank = settings.run_dir, store.rank
         #: In a forked child: the run belongs to the parent.
         self.closed = False
         self.number = settings.attempt or 0
         if settings.attempt is None and self._directory is not None:
-            if group.rank == 0:
+            if store.rank == 0:
                 self._directory.create()
-                group.store.set("attempt", str(self._directory.create_attempt()))
-            self.number = int(group.store.get("attempt"))
+                store.store.set("attempt", str(self._directory.create_attempt()))
+            self.number = int(store.store.get("attempt"))
 
     def report(self, event: str, **values: Any) -> None:
         """Adds an event: through the supervisor, or by rank 0 if there is none."""

@@ -26,7 +26,7 @@ from clusterddp.jobdef.job import Checkpointing
 from clusterddp.jobdef.packages import check_packages
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
-from clusterddp.training import progress_lines, settings
+from clusterddp.training import progress_lines, script_loop, settings
 from clusterddp.training.attempt_history import AttemptHistory
 from clusterddp.training.evaluations import Evaluations
 from clusterddp.training.heartbeat import begin_heartbeat
@@ -56,6 +56,9 @@ def init(
 ) -> Context:
     """Joins the process group with all ranks, and seeds torch, ``random`` and numpy equally on all of them.
 
+    A script may also make its own process group, with any backend, before or after. That group is then used as it is,
+    nothing is seeded, and the script destroys its group itself.
+
     Works under ``clusterddp submit``, srun, torchrun, submitit, and in a single process. Called once per process, in
     its main thread.
 
@@ -76,12 +79,14 @@ def init(
         raise RuntimeError("clusterddp.init() was already called in this process; use the context that it returned")
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("clusterddp.init() must be called in the main thread, as it installs signal handlers")
+    if script_loop.began():
+        raise RuntimeError("clusterddp.init() must come before the first clusterddp.stop_requested()")
     if seed is not None and (not isinstance(seed, Real) or seed != seed):  # NaN differs from the recorded one
         raise TypeError(f"clusterddp.init(seed={seed!r}): expected an integer")
     read = settings.read(os.environ, seed=seed, device=device, backend=backend, run_dir=run_dir, checkpoint=checkpoint)
     collect_as_usual()
     math_library.settle()
-    _current = Context(read)
+    _current = script_loop.context = Context(read)
     return _current
 
 
@@ -130,11 +135,11 @@ class Context(Ranks, Loaders):
             on_open=lambda: control_channel.report("serving"),
             await_open=control_channel.await_store,
         )
-        self._history = AttemptHistory(read, self._group)
+        self._history = AttemptHistory(read, self._group.attempt_store)
         if self.rank == 0:
             self._history.report("phase", phase="importing")
         self._evaluations = Evaluations(self._report_evaluations)
-        self._stopping = Stopping(read, self._group, self._history.report)
+        self._stopping = Stopping(read, self._group.attempt_store, self._history.report)
         self._agreement = self._stopping.agreement
         shield_workers()
         self._run: Run | None = None
@@ -144,16 +149,32 @@ class Context(Ranks, Loaders):
             self.attempt,
             self.device,
             boundaries=lambda: self._agreement.entered,
-            step=lambda: self._run.step if self._run is not None else 0,
+            step=lambda: self._run.step if self._run is not None else self._script_loop.steps,
         )
+        self._script_loop = script_loop.ScriptLoop(self.rank, self._agreement, self._heartbeat, self._history.report)
         self._progress = progress_lines.begin(read, self.attempt)
         self._closed = False
         at_exit(self._close_at_exit)
         if read.preflight:
             preflight.run(read, self._group, self._history.report, checked_s)
-        randomness.seed_all(randomness.hash32("init", self.seed), self.device)
+        if not self._group.of_script:
+            self._seed()
         if read.device is None and self.is_main:
-            say(f"{self.world_size} x {self.device.type}, {process_group.backend_of(backend, self.device.type)}")
+            backend = process_group.backend_of(self._group.backend, self.device.type)
+            say(f"{self.world_size} x {self.device.type}, {backend}")
+
+    def _seed(self) -> None:
+        """Seeds all generators. A script that makes its own group afterwards gets them back as they were, unless it has
+        used them."""
+        before = randomness.states()
+        randomness.seed_all(randomness.hash32("init", self.seed), self.device)
+        seeded = randomness.states()
+
+        def restore() -> None:
+            if randomness.equal(randomness.states(), seeded):
+                randomness.set_states(before)
+
+        self._group.on_replaced = restore
 
     @property
     def run_dir(self) -> Path | None:
@@ -249,12 +270,14 @@ class Context(Ranks, Loaders):
     # --- stopping
 
     def stop_requested(self) -> bool:
-        """Whether to stop here: for loops with their own saving. All ranks call it equally often.
+        """Whether to stop here: for loops with their own saving. All ranks call it equally often, once per step.
 
         Returns the same answer on all ranks. Takes microseconds while no stop is requested.
 
         Raises ClusterddpError when a stop was requested and rank 0 is lost.
         """
+        if self._run is None:
+            return self._script_loop.stop_requested()
         stop = self._agreement.boundary()
         if stop:
             completion.told_to_stop = self._agreement.reason or ""
@@ -281,15 +304,18 @@ class Context(Ranks, Loaders):
         """
         self._agreement.request(reason)
 
-    def requeue(self) -> NoReturn:
+    def requeue(self, saved: str | os.PathLike[str] | None = None) -> NoReturn:
         """Ends this attempt as stopped rather than completed, so that the run continues later.
 
         For scripts with their own saving, after ``stop_requested`` and their save.
 
+        Args:
+            saved: the file or folder from which the script will continue, for the history. The next attempt warns if
+                the script makes its first step without opening it.
+
         Raises Stopped, always.
         """
-        close_workers()
-        raise Stopped(None, self._agreement.reason or "requested by the script")
+        self._script_loop.requeue(saved)
 
     # --- the end
 

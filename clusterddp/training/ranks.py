@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.distributed import collectives, process_group, wrapping
+from clusterddp.distributed.store import NO_TIMEOUT
 
 
 class Ranks:
@@ -57,7 +58,7 @@ class Ranks:
         self._turns += 1
         if not first:
             with self._waiting():
-                self._group.store.wait([turn], process_group.NO_TIMEOUT)
+                self._group.store.wait([turn], NO_TIMEOUT)
         try:
             yield
         finally:

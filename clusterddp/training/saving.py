@@ -17,7 +17,8 @@ from clusterddp.checkpoint.restore import OnFound, Place, restore
 from clusterddp.checkpoint.store import FULL, Checkpoint, Checkpoints, best_of
 from clusterddp.distributed.collectives import broadcast_json
 from clusterddp.distributed.device_threads import device_thread
-from clusterddp.distributed.process_group import NO_TIMEOUT, ProcessGroup
+from clusterddp.distributed.process_group import ProcessGroup
+from clusterddp.distributed.store import NO_TIMEOUT
 from clusterddp.errors import CheckpointError, ClusterddpError, Superseded
 from clusterddp.jobdef.job import Checkpointing
 from clusterddp.reporter import say

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterddp import environment, protocol
-from clusterddp.distributed.process_group import StoreAddress
+from clusterddp.distributed.store import StoreAddress
 from clusterddp.jobdef.job import Checkpointing, Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.rundir.run_directory import RunDirectory

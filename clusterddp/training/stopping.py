@@ -7,30 +7,33 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from clusterddp import protocol
-from clusterddp.distributed.process_group import ProcessGroup
+from clusterddp.distributed.store import AttemptStore
 from clusterddp.errors import STOPPED
 from clusterddp.reporter import say
 from clusterddp.rundir.files import write_json
 from clusterddp.training.agreement import Agreement
-from clusterddp.training.saving import Saver
-from clusterddp.training.settings import Settings
 from clusterddp.worker import control_channel
 from clusterddp.worker.deadline import Deadline
 from clusterddp.worker.signals import SignalPipe, described
+
+if TYPE_CHECKING:
+    from clusterddp.training.saving import Saver
+    from clusterddp.training.settings import Settings
 
 
 class Stopping:
     """From now on, stop signals and notices are requests to stop all ranks. Made once all ranks have joined: before, a
     rank has nothing to save, and TERM ends it at once."""
 
-    def __init__(self, settings: Settings, group: ProcessGroup, report: Callable[..., None]) -> None:
-        self._settings, self._rank, self._report = settings, group.rank, report
+    def __init__(self, settings: Settings, store: AttemptStore, report: Callable[..., None]) -> None:
+        self._settings, self._rank, self._report = settings, store.rank, report
         #: Set once there is a run to save.
         self.saver: Saver | None = None
         self.deadline = Deadline(settings.notices, self._exit_with_newest)
-        self.agreement = Agreement(group.store, group.watched, group.rank, group.world_size, report, self._on_request)
+        self.agreement = Agreement(store.store, store.watched, store.rank, store.world_size, report, self._on_request)
         self._signals = SignalPipe()
         self.agreement.listen(self._signals, self._on_handler_replaced)
         if control_channel.current is not None:

@@ -51,7 +51,7 @@ class Loop:
 
 #: The newest loop, from its begin until it is complete.
 loop: Loop | None = None
-#: The reason, once ``ctx.stop_requested()`` has returned True in a loop of the script's own, until a loop is complete.
+#: The reason, once ``stop_requested()`` has returned True in a loop of the script's own, until a loop is complete.
 told_to_stop: str | None = None
 #: The script exited in its loop: the other ranks may wait in a collective for this one, which must not wait for them.
 exited_in_loop = False

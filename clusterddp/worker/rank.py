@@ -3,7 +3,8 @@ no torch.
 
 It blocks the stop signals, joins the supervisor, sets torchrun's environment, runs the script in this process and
 records how it ended. Until the script calls ``clusterddp.init()``, TERM has its default action and USR2 is ignored, so
-that a script that does not use clusterddp behaves as under torchrun.
+that a script that does not use clusterddp behaves as under torchrun. If the job names the signal that the script
+expects (``stop: {signal: USR1}``), it gets that one instead.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import code_paths, completion, control_channel, rank_exit
+from clusterddp.worker import code_paths, completion, control_channel, rank_exit, saved_file, script_trackers, signals
 from clusterddp.worker.control_channel import ControlChannel
+from clusterddp.worker.signals import ScriptSignal
 from clusterddp.worker.stacks import stacks
 
 #: A rank that uses clusterddp has imported one of these.
-USING_CLUSTERDDP = {"clusterddp.training.context", "clusterddp.worker.function"}
+USING_CLUSTERDDP = {"clusterddp.training.script_loop", "clusterddp.worker.function"}
 JOIN_TIMEOUT_S = 600.0
 #: Between two looks for a newer attempt, by a rank without a supervisor.
 FENCE_S = 2.0
@@ -71,14 +73,17 @@ def main() -> None:
     if control_channel.current is None:
         _exit_with_record(record, {**end, "end": "stopped", "reason": "stop signal before all ranks had joined"}, 0)
     control_channel.current.listen(lambda: exit_if_superseded(run, record, end), lambda order: obey(order, end))
-    _let_signals_through()
+    _let_signals_through(os.environ.get(protocol.STOP_SIGNAL))
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
     code_paths.use_snapshot()
+    script_trackers.continue_runs(run, ranks.rank, os.environ)
     collect_rarely()
-    command = whole_command(sys.argv[1:], run)
+    command = filled(whole_command(sys.argv[1:], run), ranks)
     if ranks.rank == 0:
         control_channel.report("phase", phase="importing")
+        if protocol.SAVED in os.environ:
+            saved_file.current = saved_file.SavedFile(os.environ[protocol.SAVED])
     values, code = run_script(command)
     values = {**_step_reached(), **values}
     if os.getpid() != process:
@@ -95,9 +100,29 @@ def whole_command(command: list[str], run: RunDirectory) -> list[str]:
         return command
     from clusterddp.jobdef.load import load_resolved
 
-    job = load_resolved(run.job_file)
-    resume = job.args_on_resume if int(os.environ[protocol.ATTEMPT]) > 0 else ()
-    return [*command[: len(command) - len(job.args) - len(resume)], *job.args, *resume]
+    words = load_resolved(run.job_file).arguments(protocol.CHECKPOINT in os.environ)
+    return [*command[: len(command) - len(words)], *words]
+
+
+def filled(command: list[str], ranks: environment.RankEnvironment) -> list[str]:
+    """The command with this rank's values in place of the placeholders in its arguments, and in the job's variables."""
+    if not any("{" in word for word in command) and protocol.PLACEHOLDERS not in os.environ:
+        return command
+    from clusterddp.jobdef.placeholders import fill
+
+    values = {
+        "checkpoint": os.environ.get(protocol.CHECKPOINT, ""),
+        "run_dir": os.environ[protocol.RUN_DIR],
+        "attempt": os.environ[protocol.ATTEMPT],
+        "node_rank": str(ranks.node_rank),
+        "nodes": str(ranks.world_size // ranks.local_world_size),
+        "master_addr": os.environ["MASTER_ADDR"],
+        "master_port": os.environ["MASTER_PORT"],
+    }
+    for name in os.environ.get(protocol.PLACEHOLDERS, "").split():
+        os.environ[name] = fill(os.environ[name], values)
+    target = 2 if command[0] == "-m" else 1
+    return [*command[:target], *(fill(word, values) for word in command[target:])]
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
@@ -241,8 +266,10 @@ def _done() -> tuple[dict[str, Any], int]:
         say("the script caught clusterddp.Stopped: the run is stopped, not completed")
         return _stopped(Stopped.latest)
     if completion.told_to_stop is not None:
-        say("the script exited after ctx.stop_requested() returned True without ctx.requeue(): stopped, not completed")
+        say("the script exited after stop_requested() returned True without requeue(): stopped, not completed")
         return {"end": "stopped", "reason": completion.told_to_stop}, 0
+    if signals.of_script is not None and signals.of_script.delivered:
+        return {"end": "stopped", "reason": f"exited with code 0 after {signals.of_script.number.name}"}, 0
     return {"end": "done", "left_loop": completion.loop is not None}, 0
 
 
@@ -333,10 +360,22 @@ def _notified() -> bool:
     return bool(signal.sigpending() & {signal.SIGTERM, signal.SIGUSR2})
 
 
-def _let_signals_through() -> None:
+def _let_signals_through(stop_signal: str | None) -> None:
     """TERM gets its default action. USR2 stays blocked and ignored: it has no effect on a script that does not use
     clusterddp, and stays pending for ``clusterddp.init()``, as Linux keeps a blocked signal even if it is ignored.
+
+    ``stop_signal``: the one that the script expects; every notice becomes that one.
     """
+    if stop_signal and control_channel.current is not None:
+        report = control_channel.report
+        expected = ScriptSignal(stop_signal, lambda seen: report("signal", signal=seen.name.removeprefix("SIG")))
+
+        def told(reason: str) -> None:
+            control_channel.report("notified", reason=reason)
+            expected.send()
+
+        control_channel.current.on_stop(told)
+        return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -5,6 +5,9 @@ handler does run, and writes the signal number to the wakeup pipe, where a threa
 
 Forked children inherit none of this: TERM has the action that it had before ``init()``, and USR2 is ignored. Under
 proctrack/linuxproc Slurm sends both to every process of the step.
+
+A script that does not use clusterddp has no ``SignalPipe``. If its job names the signal that it expects at a stop,
+``ScriptSignal`` turns every notice into that one.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # signal.getsignal takes 1.5 us
 import multiprocessing
 import os
+import queue
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.process import signals_blocked
+from clusterddp.reporter import say_unlocked
 
 #: Slurm's TERM (preemption, time limit, scancel) and the warning signal; USR1 is taken by NCCL.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -70,6 +76,8 @@ class SignalPipe:
 
     def __init__(self) -> None:
         global _active
+        if of_script is not None:
+            of_script.release()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
@@ -168,6 +176,89 @@ class SignalPipe:
         os.close(self._read)
 
 
+class ScriptSignal:
+    """The signal that a script which does not use clusterddp expects at a stop: ``stop: {signal: USR1}``.
+
+    Whatever announces the stop (a TERM or USR2 of Slurm, an order of the supervisor, the signal itself), the script's
+    handler for this signal runs, once. TERM and USR2 have no other effect, so a preemption does not end the rank before
+    it has saved. A script that has no handler for it yet has nothing to save: the signal then has its usual action.
+
+    For that, ``signal.signal`` only notes what the script installs for these signals. Handlers that C code installs are
+    not noticed. Construct it in the main thread. ``on_signal`` gets each signal, in a thread of its own.
+    """
+
+    def __init__(self, name: str, on_signal: Callable[[signal.Signals], None]) -> None:
+        global of_script
+        self.number = signal.Signals[f"SIG{name}"]
+        #: Whether the script's handler has been called.
+        self.delivered = False
+        self._caught = (*STOP_SIGNALS, *({self.number} - set(STOP_SIGNALS)))
+        self._install, self._installed = signal.signal, signal.getsignal
+        usual = {signal.SIGINT: signal.default_int_handler}
+        self._handlers: dict[int, Any] = {number: usual.get(number, signal.SIG_DFL) for number in self._caught}
+        self._seen: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()  # which a handler may use
+        threading.Thread(target=self._tell, args=(on_signal,), name="stop signal", daemon=True).start()
+        for number in self._caught:
+            signal.signal(number, self._catch)
+        signal.signal, signal.getsignal = self._note, self._noted  # type: ignore[assignment]
+        of_script = self
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._caught)
+
+    def send(self) -> None:
+        """Sends it to this process, unless its handler has run. From any thread."""
+        if not self.delivered:
+            os.kill(os.getpid(), self.number)
+
+    def _tell(self, on_signal: Callable[[signal.Signals], None]) -> None:
+        while True:
+            on_signal(self._seen.get())
+
+    def _catch(self, number: int, frame: Any) -> None:
+        """The handler of all signals that are caught."""
+        self._seen.put(signal.Signals(number))
+        if number != self.number:
+            self.send()
+            return
+        if self.delivered:
+            return
+        self.delivered = True
+        handler = self._handlers[number]
+        if callable(handler):
+            handler(number, frame)
+        elif handler != signal.SIG_IGN:
+            say_unlocked(f"told to stop, and the script has no handler for {self.number.name}: ending it")
+            self._install(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _note(self, number: int, handler: Any) -> Any:
+        """Instead of ``signal.signal``, whose errors it raises."""
+        if number not in self._handlers or of_script is not self:
+            return self._install(number, handler)
+        with signals_blocked(*self._caught):
+            self._install(number, handler)
+            self._install(number, self._catch)
+        before, self._handlers[number] = self._handlers[number], handler
+        return before
+
+    def _noted(self, number: int) -> Any:
+        """Instead of ``signal.getsignal``."""
+        return self._handlers[number] if number in self._handlers else self._installed(number)
+
+    def release(self) -> None:
+        """Catches nothing any more: the signals have the handlers that the script has installed, and an unhandled USR2
+        is ignored. The script turned out to use clusterddp, or this is a forked child."""
+        global of_script
+        of_script = None
+        signal.signal, signal.getsignal = self._install, self._installed
+        for number, handler in self._handlers.items():
+            unhandled = number == signal.SIGUSR2 and handler == signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if unhandled else handler)
+
+
+#: That of this rank; None: its job names none, or its script uses clusterddp.
+of_script: ScriptSignal | None = None
+
+
 def described(handler: object) -> str:
     """A handler's name and source line, for a message."""
     code = getattr(handler, "__code__", None)
@@ -204,12 +295,26 @@ def _after_fork() -> None:
 def _after_fork_in_child() -> None:
     global _active
     mask, _thread.mask = _thread.mask, None
+    if of_script is not None:
+        if _forked_by_loader():  # its death would raise in the rank while that saves
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        of_script.release()
     if mask is None:
         return
     pipe, _active = _active, None
     if pipe is not None:
         pipe.forget()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask if _thread.shielded else mask - {signal.SIGUSR2})
+
+
+def _forked_by_loader() -> bool:
+    """Whether this process is a worker of torch's DataLoader."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("torch/utils/data/dataloader.py"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

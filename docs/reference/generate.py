@@ -47,6 +47,12 @@ SECTIONS: list[tuple[str, str, str, list[str] | None]] = [
     ),
     ("Checkpoints", "", "clusterddp.checkpoint.checkpoint_folder", ["CheckpointFolder"]),
     ("", "", "clusterddp.jobdef.job", ["Checkpointing", "Keep"]),
+    (
+        "Loops without a context",
+        "For scripts that save by themselves and do not call `clusterddp.init()`.",
+        "clusterddp.training.script_loop",
+        ["stop_requested", "requeue"],
+    ),
     ("Launching", "", "clusterddp.api", ["launch", "sweep", "Handle", "Status"]),
     ("Ranks of any launcher", "", "clusterddp.environment", ["read", "RankEnvironment"]),
     ("Hugging Face Trainer", "", "clusterddp.integrations.transformers", None),
@@ -443,8 +449,11 @@ def error_page() -> str:
 
 #: What the exit codes of single commands mean, besides errors.
 ANSWERS: dict[str, str] = {
-    "submit": "0 submitted; with `--wait`, `-f`, `--local`, `--here`: 0 completed, else the training's exit code or 1",
-    "watch": "0 all runs completed, 1 another end",
+    "submit": (
+        "0 submitted; with `--wait`, `-f`, `--local`, `--here`: 0 completed, "
+        f"{errors.UNCONFIRMED} completed but not confirmed, else the training's exit code or 1"
+    ),
+    "watch": f"0 all runs completed, 1 another end, {errors.UNCONFIRMED} all completed, one of them not confirmed",
     "wait": (
         "0 all runs completed; else that of the worst end: "
         + ", ".join(f"{code} {word}" for word, code in errors.WAITED.items())

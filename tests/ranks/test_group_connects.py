@@ -45,10 +45,10 @@ EARLY = """
 import os, sys, time
 from pathlib import Path
 import clusterddp
-from clusterddp.distributed import process_group
+from clusterddp.distributed import store as store_module
 from clusterddp.worker import control_channel
 
-rank, (here, is_open), Store = int(os.environ["RANK"]), map(Path, sys.argv[1:]), process_group.TCPStore
+rank, (here, is_open), Store = int(os.environ["RANK"]), map(Path, sys.argv[1:]), store_module.TCPStore
 
 def store(*values, is_master, **options):
     if is_master:
@@ -64,7 +64,7 @@ def await_store(seconds):
     here.touch()
     return wait(seconds)
 
-process_group.TCPStore, wait, control_channel.await_store = store, control_channel.await_store, await_store
+store_module.TCPStore, wait, control_channel.await_store = store, control_channel.await_store, await_store
 with clusterddp.init():
     pass
 """

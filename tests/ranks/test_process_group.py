@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from clusterddp import environment
-from clusterddp.distributed import process_group
+from clusterddp.distributed import process_group, store
 from clusterddp.distributed.process_group import choose_backend, choose_devices
 from clusterddp.distributed.wrapping import wrap
 from clusterddp.errors import DeviceError, LauncherEnvironmentError
@@ -183,7 +183,7 @@ def test_a_gloo_timeout_that_cannot_be_shortened_is_reported_once(monkeypatch: p
     # Not by its initializer, which would wait for the other rank.
     group = object.__new__(process_group.ProcessGroup)
     group.rank, group.world_size, group._start_s = 0, 2, 1800.0
-    group.device, group.backend = torch.device("cpu"), "gloo"
+    group.device, group.backend, group.of_script = torch.device("cpu"), "gloo", False
     group.shorten_timeout(1.0)
     group.rank = 1
     group.shorten_timeout(1.0)
@@ -224,12 +224,12 @@ def test_a_strangers_store_is_recognised(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("host", "table"), [("127.0.0.1", "tcp"), ("localhost", "tcp6"), ("::1", "tcp6")])
 def test_the_store_of_an_ipv4_address_listens_for_ipv4_alone(host: str, table: str) -> None:
     """Otherwise it sees 127.0.0.1 as an IPv6 address, and looks its name up in the DNS."""
-    group = object.__new__(process_group.ProcessGroup)  # its initializer would wait for another rank
-    group._start_s = 30.0
+    made = object.__new__(store.AttemptStore)  # its initializer would wait for another rank
+    made._start_s = 30.0
     port = ddp.free_port()
-    store = group._tcp_store(process_group.StoreAddress(host, port, "token"), is_master=True)
+    tcp = made._tcp_store(store.StoreAddress(host, port, "token"), is_master=True)
     assert [name for name in ("tcp", "tcp6") if listens(port, name)] == [table]
-    del store
+    del tcp
 
 
 def listens(port: int, table: str) -> bool:
@@ -240,7 +240,7 @@ def listens(port: int, table: str) -> bool:
 
 def test_a_rank_says_that_rank_0_did_not_open_its_store() -> None:
     place = environment.RankEnvironment(1, 1, 2, 2, 0, (), None, None, "slurm")
-    address = process_group.StoreAddress("127.0.0.1", ddp.free_port(), "token")
+    address = store.StoreAddress("127.0.0.1", ddp.free_port(), "token")
     with pytest.raises(LauncherEnvironmentError, match=r"rank 0 did not open its store at 127.0.0.1:\d+ within 7 s"):
         process_group.ProcessGroup(
             *(place, torch.device("cpu"), "gloo", address, 7.0), await_open=lambda seconds: seconds != 7.0

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B of a run that is preempted and killed: by the real packages, whose files are read back."""
+"""TensorBoard, W&B and MLflow of a run that is preempted and killed: by the real packages, whose files are read."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ KILLED = 1  # the attempt
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Preempted twice; in between its rank is killed, so that steps are repeated."""
-    packages.require("tensorboard", "wandb")
-    directory = RunDirectory(tmp_path_factory.mktemp("tracked") / "run")
+    packages.require("tensorboard", "wandb", "mlflow", "alembic")
+    folder = tmp_path_factory.mktemp("tracked")
+    directory, database = RunDirectory(folder / "run"), f"sqlite:///{folder}/mlflow.db"
+    from mlflow import MlflowClient
+
+    MlflowClient(database).create_experiment("tests", artifact_location=str(folder / "artifacts"))
     preempted = [word for step in PREEMPTED_AT for word in ("--preempt-after", str(step))]
     command = [sys.executable, "-m", "clusterddp.submit", SCRIPT, "--local", "--device", "cpu", "--gpus", "1"]
     command += ["--run-dir", str(directory), *preempted, "--set", f"checkpoint.every={SAVED} steps"]
     command += ["--set", "tensorboard=true", "--set", "wandb={project: tests, mode: offline}"]
+    command += ["--set", f"mlflow={{experiment: tests, tracking_uri: '{database}'}}"]
     command += ["--", str(STEPS), str(KILLED), str(KILLED_AT)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -65,7 +70,19 @@ def test_wandb_has_each_counted_step_once_with_the_values_that_count(run: RunDir
     assert len({name for name, _ in files}) == 1
 
 
-def test_media_are_in_both_once_each_with_those_that_count(run: RunDirectory) -> None:
+def test_mlflow_has_each_counted_step_once_with_the_values_that_count(run: RunDirectory) -> None:
+    """In one MLflow run, whose last attempt has ended it."""
+    found, history = tracker_files.in_mlflow(run)
+    lines = tracker_files.counted(run)
+    for name in ("loss", "by"):
+        assert [(metric.step, metric.value) for metric in history(name)] == [
+            (line["step"], line[name]) for line in lines
+        ]
+    assert [metric.timestamp for metric in history("loss")] == [round(line["time"] * 1000) for line in lines]
+    assert (found.info.status, found.info.run_name, found.data.params["seed"]) == ("FINISHED", "run", "0")
+
+
+def test_media_are_in_all_once_each_with_those_that_count(run: RunDirectory) -> None:
     """Every fifth step, also where a killed attempt had logged them before."""
     expected = [(line["step"], line["by"]) for line in tracker_files.counted(run) if line["step"] % 5 == 0]
     logged = [json.loads(line) for line in run.media_file.read_text().splitlines()]
@@ -85,6 +102,16 @@ def test_media_are_in_both_once_each_with_those_that_count(run: RunDirectory) ->
     assert expected == []
 
 
+def test_media_are_files_of_the_mlflow_run(run: RunDirectory) -> None:
+    """Once each, in a folder for each name."""
+    expected = [(line["step"], line["by"]) for line in tracker_files.counted(run) if line["step"] % 5 == 0]
+    (folder,) = run.path.parent.glob("artifacts/*/artifacts/media")
+    texts = [(folder / f"said/step-{step:012}.txt").read_text() for step, _ in expected]
+    assert texts == [f"<by> {attempt}" for _, attempt in expected]
+    assert len(list((folder / "said").iterdir())) == len(list((folder / "weights").iterdir())) == len(expected)
+    assert [_pixel(path.read_bytes()) for path in sorted((folder / "drawn").iterdir())] == [by for _, by in expected]
+
+
 def _pixel(content: bytes) -> int:
     from PIL import Image
 
@@ -101,3 +128,4 @@ def test_status_says_how_to_see_the_run(run: RunDirectory) -> None:
     assert f"tensorboard --logdir {run.tensorboard}" in shown.stdout
     (name,) = {name for name, _ in tracker_files.in_wandb(run)}
     assert f"wandb sync {run.wandb}/offline-run-*-{name}" in shown.stdout
+    assert f"run {tracker_files.in_mlflow(run)[0].info.run_id}" in shown.stdout

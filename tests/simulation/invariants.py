@@ -154,7 +154,7 @@ class Invariants:
                 self._cancelled_at = None  # the known window: nobody can tell any more
         elif what == "revoked":
             self._violated("hold", f"job {job.id} was released within a second of its requeue, and failed")
-        elif what == "start" and not job.restarts and not job.by.startswith("submit") and self._is_complete():
+        elif what == "start" and self._is_unneeded(job):
             self._violated("I10", f"job {job.id} starts, and the run has completed")
         elif what == "start" and self._is_cancelled(job):
             self._violated("I9", f"job {job.id} starts, and the run was ended by scancel")
@@ -164,8 +164,11 @@ class Invariants:
         since = self._cancelled_at
         return since is not None and self._world.now - since > 1.0 and (job.submitted < since or job.restarts > 0)
 
-    def _is_complete(self) -> bool:
-        return (self.outcome() or {}).get("state") == "completed"
+    def _is_unneeded(self, job: Batch) -> bool:
+        """Whether a supervisor or a watch has submitted it, knowing of all other jobs, for a run that has completed."""
+        complete = (self.outcome() or {}).get("state") == "completed"
+        ours = not job.restarts and not job.by.startswith("submit")
+        return complete and ours and not self._history.slurm.unanswered
 
     # --- what lasts
 

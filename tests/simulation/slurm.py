@@ -85,6 +85,8 @@ class Slurm:
         self.listener: Callable[[str, Batch, str], Any] = lambda *_: None
         #: All processes of jobs so far, each with its job and the job's era: those on a lost node outlive their job.
         self.started: list[tuple[Process, Batch, int]] = []
+        #: Jobs of which whoever submitted them has not heard: the answer was lost, or came too late.
+        self.unanswered: set[str] = set()
         self._next_id = 100
         self._scheduled = False
         self.commands = 0
@@ -117,6 +119,8 @@ class Slurm:
             world.sleep(10.0)
             return _failed(command, "Socket timed out on send/recv operation")
         world.sleep(self.latency_s * (0.5 + draw.random()))
+        if command[0] == "sbatch":
+            self.unanswered.discard(answer.stdout)
         return answer
 
     def _answer(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -201,6 +205,7 @@ class Slurm:
             job.reason = "Dependency"
         job.exclude = frozenset(words.get("exclude", "").split(",")) - {""}
         self.jobs[job.id] = job
+        self.unanswered.add(job.id)
         self._tell(f"job {job.id} submitted{f', after {job.after}' if job.after else ''}")
         self._wake()
         return job.id

@@ -303,6 +303,32 @@ class SimpleQueue:
         self.unfinished_tasks -= 1
 
 
+class Event:
+    """``threading.Event``."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._set = world, False
+        self._waiting: list[tuple[Thread, int]] = []
+
+    def is_set(self) -> bool:
+        """Whether it has happened."""
+        return self._set
+
+    def set(self) -> None:
+        """From any thread, or from an event."""
+        self._set = True
+        for thread, wait in self._waiting:
+            self._world.wake(thread, wait)
+        self._waiting = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Returns whether it has happened in time."""
+        if not self._set:
+            self._waiting.append(self._world.waiter())
+            self._world.park(timeout)
+        return self._set
+
+
 class Lock:
     """``threading.Lock``: no thread is switched while it is held, unless it waits."""
 
@@ -343,7 +369,7 @@ class Threading:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.Lock = _Maker(Lock, world)
+        self.Lock, self.Event = _Maker(Lock, world), _Maker(Event, world)
 
     def Thread(
         self,

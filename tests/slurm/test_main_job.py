@@ -10,6 +10,7 @@ import pytest
 
 from clusterddp.rundir.records import read_lines
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.messages import sentence
 from tests.cluster import Cluster
 from tests.waiting import differing, final_state, story, wait_for_outcome, wait_for_step, wait_until
 
@@ -163,7 +164,8 @@ def test_a_script_that_does_not_use_clusterddp_is_restarted(cluster: Cluster, ru
     definition = runs / "plain.yaml"
     script = cluster.source / "tests" / "scripts" / "plain_ddp.py"
     definition.write_text(
-        f"{{script: {script}, args: [{runs}/own.pt, 60, 0.1], args_on_resume: [--again], "
+        f"{{script: {script}, args: [{runs}/own.pt, 60, 0.1], "
+        f"resume: {{checkpoint: {runs}/own.pt, args: [--again]}}, "
         "nodes: 2, gpus_per_node: 1, device: cpu, partition: low}"
     )
     submit(cluster, run, str(definition))
@@ -177,6 +179,24 @@ def test_a_script_that_does_not_use_clusterddp_is_restarted(cluster: Cluster, ru
     assert "with ['--again']" in second
     assert "starts at step 0" not in second
     assert "rank 1 is done" in second
+
+
+def test_a_script_resumes_from_its_own_checkpoint_once_it_has_one(cluster: Cluster, runs: Path) -> None:
+    """Preempted before its first checkpoint, it starts from the beginning; preempted again, it continues."""
+    cluster.set_grace(20)
+    run = RunDirectory(runs / "run")
+    script = str(cluster.source / "tests" / "scripts" / "like_repositories.py")
+    shape = ["--nodes", "2", "--gpus", "1", "--device", "cpu", "-p", "low", "--preset", "nanogpt"]
+    submit(cluster, run, script, *shape, "--", "--wait", "0:5,1:15")
+    for place in ("reached-0-5", "reached-1-15"):
+        wait_until((run.path / "out" / place).exists, f"{place}\n{story(run)}")
+        cluster.preempt(seconds=1)
+    assert wait_for_outcome(run) == "completed", story(run)
+    assert run.attempts() == [0, 1, 2]
+    resumes = [sentence(event) or "" for event in run.events() if event["event"] == "own_resume"]
+    assert resumes[0] == "attempt 1: no complete checkpoint matches {run_dir}/out/ckpt.pt: starts from the beginning"
+    assert resumes[1].startswith("attempt 2: resumed from out/ckpt.pt, written ")
+    assert "starts at step 10\ndone with weight 30" in (run.attempt_logs(2) / "rank-0.out").read_text()
 
 
 def test_a_job_that_ends_before_its_supervisor_starts_says_why(cluster: Cluster, runs: Path) -> None:

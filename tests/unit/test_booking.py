@@ -361,6 +361,27 @@ def test_a_script_without_a_loop_is_not_importing_for_days() -> None:
     assert book([*events, failed], 15.0, state="failed").seconds()["importing"] == 7
 
 
+def test_work_since_a_scripts_own_checkpoint_is_booked_as_repeated() -> None:
+    """Its steps are unknown: what it did after the checkpoint that it continues from is done again, or all of it."""
+
+    def run(attempt: int, at: float) -> list[dict[str, Any]]:
+        shared = {"attempt": attempt, "rank": 0}
+        return [
+            {"time": at, "attempt": attempt, "event": "started", "pid": 1, "nodes": "n1", "ranks": 1},
+            {"time": at + 1, **shared, "event": "phase", "phase": "importing"},
+            {"time": at + 99, "attempt": attempt, "event": "rank_failed", "rank": 0, "host": "n1", "error": "killed"},
+            {"time": at + 100, "attempt": attempt, "event": "restarted", "reason": "killed", "cause": "none"},
+        ]
+
+    resumed = {"time": 201.0, "attempt": 2, "event": "own_resume", "file": "a.pt", "written": 170.0, "before_s": 30.0}
+    none = {"time": 101.0, "attempt": 1, "event": "own_resume", "patterns": ["a.pt"], "from_start": True}
+    events = [*run(0, 0.0), none, *run(1, 100.0), resumed, *run(2, 200.0)]
+    seconds = book(events, 300.0, "failed").seconds()
+    assert (seconds["repeating"], seconds["importing"]) == (98 + 29, 69 + 98)
+    known = [*events, {"time": 3.0, "attempt": 0, "event": "training", "step": 0}]
+    assert book(known, 300.0, "failed").seconds()["repeating"] == 0
+
+
 def test_ranks_that_wait_for_a_dead_node_hang_until_they_have_exited() -> None:
     """Its connections break 15 s later; the other ranks waited from the moment at which it fell silent."""
     events = [

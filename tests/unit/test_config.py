@@ -165,7 +165,18 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "script": (["train.py"], ["[train.py]", "{a: b}", '""']),
     "module": (["package.train"], ["1a", "a b", "a/b", "[a]"]),
     "args": _ARGUMENTS,
-    "args_on_resume": _ARGUMENTS,
+    "resume": (
+        [
+            "timm", "{checkpoint: out/*.pth}", "{checkpoint: [a, '{run_dir}/b'], args: [--resume, '{checkpoint}']}",
+            "{preset: mae, checkpoint: a.pt}", "{checkpoint: a.pt, replace: []}",
+        ],
+        ["tim", "[timm]", "{checkpoint: []}", "{checkpoint: {a: b}}", "{check: a.pt}", "{preset: x}", "true"],
+    ),
+    "done": (
+        ["out/epoch_90.pt", "'{run_dir}/*.done'", "{log: epochs completed}"],
+        ["[a]", '""', "{}", "{log: }", "{x: 1}"],
+    ),
+    "stop": (["{signal: USR1}", "{signal: TERM}", "{}"], ["USR1", "{signal: KILL}", "{signal: SIGUSR1}", "{x: 1}"]),
     "nodes": (["2", "2-4"], ["0", "two", "2.5", "70000", "2-"]),
     "gpus_per_node": (["8", "a100:8", '"4"'], ["0", "a100", "-1", "[8]"]),
     "gpus_per_rank": (["1"], ["0", "x"]),
@@ -210,6 +221,10 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "wandb": (
         ["true", "false", "digits", "my project", "{}", "{project: p, entity: lab, group: g, mode: offline}"],
         ["a/b", "3", "2.5", "[p]", "{project: 'a:b'}", "{mode: shared}", "{entity: a b}", "{id: 3}"],
+    ),
+    "mlflow": (
+        ["true", "false", "digits", "my project", "{}", "{experiment: 3, tracking_uri: http://mlflow:5000}"],
+        ["3", "2.5", "[p]", "{tracking_uri: a b}", "{run_id: 3}"],
     ),
 }  # fmt: skip
 

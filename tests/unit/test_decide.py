@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clusterddp.failures.hangs import Hang, Slow, Watch
-from clusterddp.jobdef.job import Job, Timeouts, Watchdog
+from clusterddp.jobdef.job import Job, StopSignal, Timeouts, Watchdog
 from clusterddp.supervisor.decide import (
     ASK_AGAIN_S,
     END_S,
@@ -472,3 +472,15 @@ def test_reports_that_arrive_after_the_ranks_have_exited_are_recorded_and_cause_
     for event in (HANG, PREEMPTED, Timer.KILL, Timer.ABANDON, Superseded()):
         assert step(state, event, NOW) == (state, [])
     assert actions(state, ConnectionLost(1, silent=True)) == []
+
+
+def test_ranks_that_expect_a_signal_are_all_told_of_each_reason_once() -> None:
+    """They do not agree on a stop as those that use clusterddp: one that has heard of it tells no other."""
+    job = dataclasses.replace(JOB, stop=StopSignal("USR1"))
+    told = [Broadcast("stop", Stop.PREEMPTION.value), AGAIN]
+    state = after(TOLD, PREEMPTED, state=State(job, ("n1", "n2")))
+    assert actions(state, Timer.LOOK) == told
+    assert actions(after(TOLD, PREEMPTED), Timer.LOOK) == [AGAIN]
+    state, _ = step(state, Timer.LOOK, NOW)
+    assert actions(state, Timer.LOOK) == [AGAIN]
+    assert Broadcast("stop", Stop.TIME_LIMIT.value) in actions(state, Notice(NOW + 10))

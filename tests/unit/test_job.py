@@ -11,7 +11,20 @@ import pytest
 from clusterddp import __version__
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef.differences import list_differences
-from clusterddp.jobdef.job import Checkpointing, Job, Keep, Limits, ProfiledSteps, Timeouts, Wandb, Watchdog
+from clusterddp.jobdef.job import (
+    Checkpointing,
+    Done,
+    Job,
+    Keep,
+    Limits,
+    Mlflow,
+    ProfiledSteps,
+    Resume,
+    StopSignal,
+    Timeouts,
+    Wandb,
+    Watchdog,
+)
 from clusterddp.jobdef.load import from_values, load, load_resolved
 from clusterddp.jobdef.profiles import Profile, read_profiles
 from clusterddp.jobdef.schema import READERS
@@ -20,7 +33,9 @@ EVERYTHING = """\
 job_name: digits
 script: train.py
 args: [--lr, 1e-4, --name, no, 0123, "", 'two words', ~]
-args_on_resume: [--resume]
+resume: {checkpoint: "{run_dir}/*.pt", args: [--resume]}
+done: {log: epochs completed}
+stop: {signal: USR1}
 nodes: 2
 gpus_per_node: a100:4
 gpus_per_rank: 2
@@ -60,6 +75,7 @@ preflight: true
 profile: {steps: 3, at: 7, ranks: "0-1"}
 tensorboard: true
 wandb: {project: digits, entity: lab, group: "7", mode: offline}
+mlflow: {experiment: digits, tracking_uri: "http://mlflow:5000"}
 """
 
 
@@ -88,7 +104,9 @@ def test_every_field_is_read(folder: Path) -> None:
         name="digits",
         script=str(folder / "train.py"),
         args=("--lr", "1e-4", "--name", "no", "0123", "", "two words", "~"),
-        args_on_resume=("--resume",),
+        resume=Resume(("{run_dir}/*.pt",), ("--resume",)),
+        done=Done(log="epochs completed"),
+        stop=StopSignal("USR1"),
         nodes=2,
         gpus_per_node=4,
         gpus_per_rank=2,
@@ -128,6 +146,7 @@ def test_every_field_is_read(folder: Path) -> None:
         profile=ProfiledSteps(3, 7, (0, 1)),
         tensorboard=True,
         wandb=Wandb("digits", "lab", "7", "offline"),
+        mlflow=Mlflow("digits", "http://mlflow:5000"),
     )
 
 
@@ -249,7 +268,7 @@ def test_every_mistake_is_reported_at_once_with_its_place(folder: Path) -> None:
         ('qos: ""', "expected text, got nothing"),
         ("mem: 64 GB", "expected memory such as 64G, with a unit"),
         ("args: --lr 1e-3", "expected a list such as [--lr, 1e-3], got '--lr 1e-3'"),
-        ("args: [a, ]\nargs_on_resume:\n  -\n", "3:"),
+        ("args: [a, ]\nresume:\n  checkpoint: a\n  args:\n    -\n", "5:"),
         ("args: [{a: 1}]", "got a mapping in it"),
         ("setup: {a: b}", "expected a list of shell lines"),
         ('setup: ["a\\x1bb"]', "expected shell lines without control characters"),
@@ -532,7 +551,7 @@ AWKWARD += [
     "job",
     [
         Job(name="x", module="m"),
-        Job(name="no", script="/data/a b/train.py", args=tuple(AWKWARD), args_on_resume=("0x10",)),
+        Job(name="no", script="/data/a b/train.py", args=tuple(AWKWARD), resume=Resume(("a.pt",), ("0x10",))),
         Job(name="x", module="m", env={f"V{n}": text for n, text in enumerate(AWKWARD)} | {"no": "y", "Y": "1_0"}),
         Job(name="x", module="m", sbatch={"exclusive": True, "hold": False, "comment": "true", "nice": "100"}),
         Job(name="1e3", module="m", gpus_per_node=4, gpu_type="1g.5gb", time_s=217805, partition="on", account="007"),

@@ -25,7 +25,7 @@ from clusterddp.cli.runs import status
 from clusterddp.errors import JobDefinitionError, RunDirectoryError
 from clusterddp.jobdef import load
 from clusterddp.jobdef.differences import list_differences
-from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.job import Job, Resume
 from clusterddp.jobdef.secrets import (
     MASK,
     _forms,
@@ -50,13 +50,13 @@ JOB = Job(
     name="net",
     module="net",
     args=("--lr", "0.1", "--api-key", "s3cret-argument", "db.password=s3cret-override", "--sort-keys"),
-    args_on_resume=("--hf_token=s3cret-resume",),
+    resume=Resume(("a.pt",), ("--hf_token=s3cret-resume",), ("--hf_token=s3cret-replace",)),
     env={"HF_TOKEN": "s3cret-environment", "HF_HOME": "/data", "EMPTY_KEY": ""},
     device="cpu",
 )
 SHARED = dataclasses.replace(JOB, share="group")
 PASSWORD = """se'cr\\et"\nof two lines"""
-SECRETS = ("s3cret-argument", "s3cret-override", "s3cret-resume", "s3cret-environment")
+SECRETS = ("s3cret-argument", "s3cret-override", "s3cret-resume", "s3cret-replace", "s3cret-environment")
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002], ids=oct)
@@ -124,7 +124,7 @@ def test_differences_are_listed_without_the_secrets() -> None:
 
 def test_no_command_line_has_a_secret() -> None:
     """Everyone on a node may see those of all processes."""
-    assert "s3cret" not in " ".join(rank_command(JOB, 1))
+    assert "s3cret" not in " ".join([*rank_command(JOB, False), *rank_command(JOB, True)])
 
 
 def test_a_secret_in_a_mistake_is_not_repeated() -> None:

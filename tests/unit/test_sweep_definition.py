@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from clusterddp.cli.sweeps.sweep import check_marks
 from clusterddp.errors import JobDefinitionError, UsageError
 from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.load import from_values
 from clusterddp.jobdef.yaml12 import node_of
 from clusterddp.sweeps.definition import of_options, of_python, read_definition
 from clusterddp.sweeps.folder import Record, SweepFolder, default_name, read_record
@@ -149,3 +151,12 @@ def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 def test_the_default_folder_depends_on_the_keys_alone() -> None:
     """So that the same command finds it again, and more values extend it."""
     assert default_name(BASE, ["args.lr", "seed"]) == "train-by-args.lr-seed"
+
+
+def test_members_may_not_share_the_file_that_shows_that_they_are_done() -> None:
+    """The first to finish would complete the others."""
+    job = from_values({"module": "train", "done": "out/done"})
+    with pytest.raises(UsageError, match="done: out/done would be the mark of 2 members of the sweep"):
+        check_marks([job, job])
+    check_marks([job, from_values({"module": "train", "done": "other"})])
+    check_marks([from_values({"module": "train", "done": "{run_dir}/out/done"})] * 2)

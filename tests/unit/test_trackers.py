@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import RunDirectoryError, Superseded, UsageError
-from clusterddp.jobdef.job import Job, Wandb
+from clusterddp.jobdef.job import Job, Mlflow, Wandb
 from clusterddp.jobdef.packages import check_packages
 from clusterddp.rundir.files import append_line, write_json
 from clusterddp.rundir.records import counts
@@ -223,6 +223,41 @@ def test_a_wandb_folder_that_was_closed_is_not_written_again(run: RunDirectory) 
     assert written_to_wandb(run, "written") == [[0, 1, 2, 3]]
 
 
+# --- MLflow
+
+
+def test_a_killed_process_leaves_no_step_twice_in_mlflow_and_no_second_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the server had the run, or the values, and before that was recorded here. MLflow's files, unlike its
+    databases, keep the same value twice."""
+    packages.require("mlflow")
+    from mlflow import MlflowClient
+
+    from clusterddp.trackers import mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setattr(mlflow, "MOST_METRICS", 3)
+    options = {"tracking_uri": str(run.path / "store"), "experiment": "tests", "name": "a run", "config": {"lr": 0.1}}
+    run.mlflow.mkdir()
+    recorded: list[Sent] = []
+    monkeypatch.setattr(mlflow, "write_sent", lambda _, sent: recorded.append(sent))
+    killed = mlflow.MLflow(run.mlflow, Sent(), 0, options)
+    assert [sent.id for sent in recorded] == [recorded[0].id, killed._id]
+    for before, begin, end in ((recorded[0], 0, 5), (recorded[1], 0, 7), (replace(recorded[1], step=7), 5, 9)):
+        writer = mlflow.MLflow(run.mlflow, before, 1, options)
+        assert (writer._id, writer.first) == (killed._id, before.step)
+        for step in range(begin, end):
+            writer.add(step, 100.0, {"loss": step / 2, "acc@1": float("nan")})
+        assert writer.flush(end).step == end
+    writer.close(end, clean=False)
+    client = MlflowClient(options["tracking_uri"])
+    (found,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert (found.info.status, found.info.run_name, found.data.params) == ("FAILED", "a run", {"lr": "0.1"})
+    for name in ("loss", "acc_1"):
+        assert [metric.step for metric in client.get_metric_history(killed._id, name)] == list(range(9))
+
+
 # --- rank 0's side
 
 
@@ -305,8 +340,8 @@ def test_a_script_without_run_directory_has_no_trackers() -> None:
     none.close(0.0)
 
 
-def test_the_wandb_run_has_the_scripts_options_without_secrets() -> None:
-    """As W&B's table of runs shows them."""
+def test_wandb_and_mlflow_runs_have_the_scripts_options_without_secrets() -> None:
+    """As their tables of runs show them."""
     args = ("data", "--lr", "1e-3", "--amp", "--epochs=3", "--name", "a b", "--api-key", "s3cr3tvalue")
     job = Job("digits", args=args, nodes=2, gpus_per_node=4, seed=7, wandb=Wandb(group="g"))
     shown = {"seed": 7, "world_size": 8, "lr": 1e-3, "amp": True, "epochs": 3, "name": "a b", "api-key": "***"}
@@ -314,6 +349,9 @@ def test_the_wandb_run_has_the_scripts_options_without_secrets() -> None:
     options = {"project": "digits", "group": "g", "name": "digits-3", "config": shown}
     assert wanted(job, "digits-3", {}) == {"wandb": options}
     assert wanted(job, "digits-3", {"WANDB_MODE": "disabled"}) == {}
+    mlflow = replace(job, wandb=None, mlflow=Mlflow(tracking_uri="http://mlflow:5000"))
+    options = {"experiment": "digits", "tracking_uri": "http://mlflow:5000", "name": "digits-3", "config": shown}
+    assert wanted(mlflow, "digits-3", {}) == {"mlflow": options}
 
 
 def test_a_missing_package_is_named_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from clusterddp.failures.exit_status import ExitStatus, in_order, of_tasks
 from clusterddp.slurm.cause import Cause, read_cause
 from clusterddp.slurm.commands import JobInfo
-from clusterddp.supervisor.limits import Progress, progress
+from clusterddp.supervisor.limits import Progress, doubt, progress
 from clusterddp.supervisor.verdict import Action, RankEnd, judge
 
 NOW = 1_000_000.0
@@ -370,3 +371,30 @@ def test_a_killed_rank_comes_before_the_peers_that_miss_it() -> None:
     exit_statuses = in_order({1: ExitStatus(signal=9), 0: ExitStatus(exit_code=1), 2: ExitStatus(signal=9)})
     killed, ended = (end("died", rank, lost_at=4.01, death=exit_statuses[rank]) for rank in (1, 2))
     assert judge([peer, killed, ended], 137, False, lambda: Cause.NONE).first_failure == killed
+
+
+def ran(attempt: int, begin: float, end: float, last: str = "requeued", *more: str) -> list[dict[str, Any]]:
+    """The events of an attempt whose script ran for so long."""
+    names = [("phase", begin), *((name, begin) for name in more), ("phase", end), (last, end + 1)]
+    events = [{"attempt": attempt, "event": name, "time": time} for name, time in names]
+    return [event | {"phase": "ending" if event["time"] == end else "importing"} for event in events]
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([*ran(0, 0, 9, "completed")], None),
+        ([*ran(0, 0, 100), *ran(1, 200, 209, "completed")], "after 9 s, less than a tenth of the 100 s of attempt 0"),
+        ([*ran(0, 0, 100), *ran(1, 200, 211, "completed")], None),
+        ([*ran(0, 0, 100), *ran(1, 200, 201, "completed"), *ran(2, 300, 301)], "of the 100 s of attempt 0"),
+        ([*ran(0, 0, 100, "requeued", "training"), *ran(1, 200, 290)], "and made no step, as attempt 0 did"),
+        ([*ran(0, 0, 100, "requeued", "training"), *ran(1, 200, 201, "requeued", "training")], None),
+        ([{"attempt": 0, "event": "started", "time": 0}, *ran(1, 200, 201)], None),
+    ],
+)  # fmt: skip
+def test_exit_0_of_a_later_attempt_is_doubted_if_it_was_short_or_made_no_step(
+    events: list[dict[str, Any]], words: str | None
+) -> None:
+    """Only of a script that ran before; an attempt that ended the same way says nothing."""
+    found = doubt(events, events[-1]["attempt"])
+    assert found is None if words is None else words in str(found)

@@ -76,7 +76,8 @@ def compare(trials: Trials, steps: int) -> verdict.Check:
 
 def without_side_effects(job: Job) -> Job:
     """The job without what would tell others of it, or end it early."""
-    return replace(job, hook=(), tensorboard=False, wandb=None, profile=None, preflight=False, limits=Limits())
+    job = replace(job, tensorboard=False, wandb=None, mlflow=None)
+    return replace(job, hook=(), profile=None, preflight=False, limits=Limits(), done=None)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from clusterddp.report.intervals import Wait
 from clusterddp.report.ratios import Spent, spent
 from clusterddp.report.stragglers import waits
 from clusterddp.rundir.files import finite
-from clusterddp.rundir.records import NOT_METRICS, is_count, is_time
+from clusterddp.rundir.records import NOT_METRICS, is_count, is_time, is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import Summary
 from clusterddp.rundir.timing import read_timings
@@ -35,6 +35,7 @@ def report(summary: Summary, state: RunState) -> dict[str, Any]:
         "sweep": summary.sweep,
         "state": state.word,
         "reason": state.reason,
+        "confirmed": None if state.word != "completed" else not is_unconfirmed(summary.outcome or {"state": None}),
         "remedy": state.remedy,
         "expected_start": state.job.start if waits and state.job else None,
         "job_id": state.job_id,

@@ -91,7 +91,7 @@ def _facts(summary: Summary, state: RunState, events: Sequence[dict[str, Any]], 
         "code": [("code", code)] if code else [],
         "attempts": [("attempts", str(attempts_made(events)))],
         **_time(job, *booked(summary, state, events, now), events),
-        "progress": [*_progress(summary, state, now), *_best(events)],
+        "progress": [*_progress(summary, state, now), *_own_checkpoint(summary, events, now), *_best(events)],
         "slow": _slow(summary.run) if state.word not in OVER else [],
         "nodes": [*_nodes(job, summary, state), *_excluded(events, now)],
         "trackers": overview(summary.run),
@@ -259,6 +259,14 @@ def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
             ("saved", f"step {summary.saved.get('step')}, {duration(max(0.0, now - summary.saved['time']))} ago")
         )
     return lines
+
+
+def _own_checkpoint(summary: Summary, events: Sequence[Event], now: float) -> Sequence[Fact]:
+    """The newest checkpoint of a script that saves by itself."""
+    own = [event for event in events if event["event"] == "own_checkpoint"]
+    if not own or summary.saved is not None:
+        return []
+    return [("saved", f"{own[-1]['file']}, {duration(max(0.0, now - own[-1]['written']))} ago")]
 
 
 def _best(events: Sequence[Event]) -> Sequence[Fact]:

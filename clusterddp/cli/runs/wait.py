@@ -12,6 +12,7 @@ from contextlib import suppress
 from clusterddp.errors import TIMED_OUT, WAITED, RunDirectoryError
 from clusterddp.reporter import show
 from clusterddp.rundir.find import find_runs
+from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.summary import summarize
 from clusterddp.slurm.commands import TIMEOUT_S
@@ -70,7 +71,7 @@ class _Wait:
         """Reads the run's outcome."""
         with suppress(RunDirectoryError, OSError):  # its state is unknown then
             if (outcome := self.run.outcome()) is not None:
-                self._ended(outcome["state"], how_it_ended(outcome))
+                self._ended("unconfirmed" if is_unconfirmed(outcome) else outcome["state"], how_it_ended(outcome))
 
     def update(self, state: RunState, now: float) -> None:
         """Takes the run's state at the time ``now``."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from clusterddp.cli.progress import Progress
 from clusterddp.cli.runs.status import state_of
-from clusterddp.errors import FAILED, INTERRUPTED, ClusterddpError, RunDirectoryError, SlurmError
+from clusterddp.errors import FAILED, INTERRUPTED, UNCONFIRMED, ClusterddpError, RunDirectoryError, SlurmError
 from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
@@ -24,7 +24,7 @@ from clusterddp.rundir.files import unlink
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.job_log import early_end
 from clusterddp.rundir.ownership import check_run
-from clusterddp.rundir.records import read_json
+from clusterddp.rundir.records import is_unconfirmed, read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import JobInfo
@@ -85,13 +85,13 @@ class Watcher:
         #: The job that this process has submitted last, and those that it knew then.
         self._submitted: dict[str, Any] | None = None
         self._before: set[str] = set()
-        #: None until the run is over, then the exit code: 0 if it completed.
+        #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if that is doubtful.
         self.result: int | None = None
 
     def look(self) -> bool:
         """Checks the outcome and, less often, the job; returns whether the run is over."""
         if outcome := self._run.outcome():
-            self.result = 0 if outcome["state"] == "completed" else 1
+            self.result = UNCONFIRMED if is_unconfirmed(outcome) else 0 if outcome["state"] == "completed" else 1
         elif time.monotonic() >= self._ask_at:
             try:
                 waiting = self._help()
@@ -254,4 +254,5 @@ def watch(runs: list[RunDirectory], follow: bool = False) -> int:
             for watcher in watchers:
                 watcher.leave()
             return INTERRUPTED
-    return max(watcher.result or 0 for watcher in watchers)
+    results = {watcher.result for watcher in watchers}
+    return next((code for code in (FAILED, UNCONFIRMED) if code in results), 0)

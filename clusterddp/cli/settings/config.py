@@ -10,8 +10,9 @@ from pathlib import Path
 from clusterddp.cli.options import add_job_arguments
 from clusterddp.cli.settings.resolved import show_job
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.jobdef import profiles
+from clusterddp.jobdef import presets, profiles
 from clusterddp.jobdef.load import file_fields, load
+from clusterddp.jobdef.values import did_you_mean
 from clusterddp.reporter import counted, put
 from clusterddp.sweeps import definition
 from clusterddp.sweeps.jobs import jobs_of
@@ -33,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "check job definitions, sweeps and profiles; print a line for each valid file and for each mistake"
     checked = actions.add_parser("validate", help=text, description=f"{text[0].upper()}{text[1:]}.")
     checked.add_argument("files", nargs="+", metavar="FILE", help="a job definition, a sweep or a profile")
+    text = "list the presets for training repositories; with a NAME, print one"
+    listed = actions.add_parser("presets", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    listed.add_argument("name", nargs="?", metavar="NAME", help="print this preset, a piece of a job definition")
     text = "print the JSON Schema of job definitions, for editors"
     actions.add_parser("schema", help=text, description=f"{text[0].upper()}{text[1:]}.")
 
@@ -43,9 +47,24 @@ def run(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -
         return show_job(arguments, script_arguments)
     if arguments.action == "validate":
         return validate(arguments.files)
+    if arguments.action == "presets":
+        return show_presets(arguments.name)
     from clusterddp.jobdef.json_schema import job_schema
 
     print(json.dumps(job_schema(), indent=2))
+    return 0
+
+
+def show_presets(name: str | None) -> int:
+    """Prints a line for each preset, or the file of one; returns the exit code."""
+    names = presets.names()
+    if name is None:
+        width = max(map(len, names))
+        put("\n".join(f"{one:<{width}}  {presets.purpose(one)}" for one in names))
+        return 0
+    if name not in names:
+        raise UsageError(f"no preset {name!r}{did_you_mean(name, names)}; presets: {', '.join(names)}")
+    put(presets.text_of(name).rstrip("\n"))
     return 0
 
 

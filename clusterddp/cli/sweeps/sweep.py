@@ -6,7 +6,8 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from clusterddp.cli.options import add_job_arguments, add_sweep_arguments, describe, option_values, set_values
@@ -74,6 +75,7 @@ def carry_out(arguments: argparse.Namespace, job: Job, members: Sequence[Values]
     if repeated := len(members) - len(by_name):
         show(f"{counted(repeated, 'combination')} given more than once, and run once")
     jobs = dict(zip(by_name, jobs_of(job, list(by_name.values())), strict=True))
+    check_marks(jobs.values())
     sweep = Sweep(SweepFolder(folder), job, by_name, jobs, arguments.retry, arguments.change, arguments.max_running)
     if arguments.dry_run:
         return dry_run(sweep)
@@ -88,6 +90,17 @@ def check_options(max_running: int | None, local: bool) -> None:
         raise UsageError(f"--max-running {max_running}: expected a number of at least 1")
     if max_running is not None and local:
         raise UsageError("--max-running cannot be combined with --local, which runs one member at a time")
+
+
+def check_marks(jobs: Iterable[Job]) -> None:
+    """Refuses a file that is the mark of several members: the first to finish would complete the others."""
+    marks = Counter(job.done.file for job in jobs if job.done and job.done.file and "{" not in job.done.file)
+    for file, members in marks.items():
+        if members > 1:
+            raise UsageError(
+                f"done: {file} would be the mark of {members} members of the sweep, and the first to finish would "
+                "complete the others: name a file of each member, such as {run_dir}/out/done"
+            )
 
 
 def submit(sweep: Sweep) -> int:

@@ -23,8 +23,8 @@ from clusterddp.worker import signals
 #: Seconds that trackers may take for the rest, once the script has ended: after all steps, at a stop, after an error.
 #: What they lack then, the next attempt sends.
 DONE_S, STOP_S, ERROR_S = 20.0, 3.0, 1.0
-#: Variables that belong to a W&B run of the script's own.
-_OF_SCRIPT = ("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME")
+#: Variables that belong to a W&B or MLflow run of the script's own.
+_OF_SCRIPT = ("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID")
 
 
 class Tracking:

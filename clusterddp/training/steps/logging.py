@@ -85,7 +85,7 @@ class Logging(Position):
         histograms: Mapping[str, Any] | None = None,
         text: Mapping[str, str] | None = None,
     ) -> None:
-        """Logs images, histograms and texts of the current step to media.jsonl and to TensorBoard and W&B: rank 0's.
+        """Logs images, histograms and texts of the current step to media.jsonl and the run's trackers: rank 0's.
 
         Copies tensors at the call, and never waits for a GPU.
 

@@ -1,0 +1,249 @@
+"""A script's own checkpoints (key ``resume``): which files match, which of them is the newest complete one.
+
+Only what can be judged without torch is judged: a zip, as ``torch.save`` writes it, has its directory at its end; a
+safetensors file has the size that its header gives; a folder has complete files, and those that an older one has.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import struct
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clusterddp import protocol
+from clusterddp.jobdef.job import Job, Resume
+from clusterddp.jobdef.placeholders import OF_RANK, fill, fill_pattern, used
+from clusterddp.jobdef.secrets import without_secrets
+from clusterddp.rundir.run_directory import RunDirectory
+
+#: Seconds between two looks for a new checkpoint while the ranks run.
+LOOK_S = 30.0
+#: Names that are given to a file while it is being written.
+_TEMPORARY = re.compile(r"\.(tmp|part)(?![a-z])", re.IGNORECASE)
+#: The most files of which it is said why they were passed over.
+MOST_TOLD = 5
+
+
+@dataclass(frozen=True)
+class OwnCheckpoint:
+    """A file or folder, and when it was written last, in unix seconds."""
+
+    path: str
+    written: float
+    content: int | None = None
+    """Of a zip: a hash of its tensors' checksums; None if there is none."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest complete checkpoint, and why newer ones were passed over."""
+
+    newest: OwnCheckpoint | None = None
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A file or folder that matches a pattern. ``names``: a folder's files, with # in place of numbers."""
+
+    path: str
+    written_ns: int
+    names: frozenset[str] = field(default=frozenset())
+
+    @property
+    def order(self) -> tuple[int, list[int | str]]:
+        """By time, then by name, in which numbers count as such."""
+        parts = re.split(r"(\d+)", self.path)
+        return self.written_ns, [int(part) if index % 2 else part for index, part in enumerate(parts)]
+
+
+class OwnCheckpoints:
+    """What an attempt knows of the checkpoints of its script. A job without the key ``resume`` has none."""
+
+    def __init__(self, run: RunDirectory, job: Job, number: int, events: Iterable[Mapping[str, Any]]) -> None:
+        self._run, self._job, self._number = str(run), job, number
+        self._earlier = [event for event in events if event["attempt"] < number]
+        self._began = min((event["time"] for event in self._earlier), default=time.time())
+        #: The newest complete one that is known; at first that from which the attempt continues.
+        self.newest: OwnCheckpoint | None = None
+
+    def begin(self) -> dict[str, Any] | None:
+        """Looks for the one that the attempt continues from; the values of the event ``own_resume``, if any."""
+        found = self._look()
+        if self._job.resume is None or not (self._number or found.passed_over):
+            return None
+        resume = without_secrets(self._job)[0].resume or Resume()
+        words = [*(resume.replace or ()), *resume.args]
+        told = [f"{self._named(path)}: {why}" for path, why in found.passed_over]
+        values: dict[str, Any] = {"passed_over": told} if told else {}
+        if found.newest is None:
+            adds = bool(words) or resume.replace is not None
+            return {**values, "patterns": list(resume.checkpoint), "from_start": adds}
+        before_s = max(0.0, self._stopped() - found.newest.written)
+        words = [fill(word, {"checkpoint": found.newest.path}) for word in words]
+        return {**values, **self._described(found.newest), "before_s": before_s, "arguments": words}
+
+    def watch(self, ended: threading.Event, record: Callable[[Mapping[str, Any]], None]) -> None:
+        """Records new ones while the ranks run, and once more when they have ``ended``.
+
+        Some scripts save the state again that they have just loaded: that is no new one.
+        """
+        last, loaded = self._job.resume is None, self.newest and self.newest.content
+        while not last:
+            last, known = ended.wait(LOOK_S), self.newest
+            found = self._look().newest
+            if found is not None and found != known and (found.content is None or found.content != loaded):
+                record(self._described(found))
+
+    def variables(self) -> dict[str, str]:
+        """The job's variables. Placeholders whose values only the ranks know are filled in by each of them."""
+        path = self.newest.path if self.newest else ""
+        known = {
+            "checkpoint": path,
+            "run_dir": self._run,
+            "attempt": str(self._number),
+            "nodes": str(self._job.nodes),
+        }
+        variables = dict(self._job.env)
+        of_rank = [name for name, value in variables.items() if used(value) & OF_RANK]
+        variables |= {name: fill(value, known) for name, value in variables.items() if name not in of_rank}
+        variables |= {protocol.CHECKPOINT: path} if path else {}
+        return variables | ({protocol.PLACEHOLDERS: " ".join(of_rank)} if of_rank else {})
+
+    def _look(self) -> Found:
+        if self._job.resume is None:
+            return Found()
+        found = find(self._job.resume, self._run, self._began)
+        self.newest = found.newest or self.newest
+        return found
+
+    def _stopped(self) -> float:
+        """When the attempt before ended, or was last heard of."""
+        last = max((event["attempt"] for event in self._earlier), default=None)
+        own = [event for event in self._earlier if event["attempt"] == last]
+        ends = [event["time"] for event in own if event["event"] in protocol.ATTEMPT_ENDS]
+        return max(ends or [event["time"] for event in own], default=self._began)
+
+    def _described(self, found: OwnCheckpoint) -> dict[str, Any]:
+        return {"file": self._named(found.path), "written": found.written}
+
+    def _named(self, path: str) -> str:
+        """The path, relative to the run directory if it is inside."""
+        return str(Path(path).relative_to(self._run)) if Path(path).is_relative_to(self._run) else path
+
+
+def find(resume: Resume, run_dir: str, since: float) -> Found:
+    """The newest complete checkpoint that was written after ``since``, the run's begin, in unix seconds.
+
+    An older one is of another training, which this run must not continue.
+    """
+    folder = str(Path.cwd())
+    paths = {
+        os.path.normpath(Path(folder, path))  # a link such as last.pth keeps its name
+        for pattern in resume.checkpoint
+        for path in glob.glob(fill_pattern(pattern, run_dir), recursive=True)  # noqa: PTH207
+    }
+    passed_over: list[tuple[str, str]] = []
+    matches = sorted(filter(None, map(_match, sorted(paths))), key=lambda match: match.order, reverse=True)
+    for index, match in enumerate(matches):
+        if match.written_ns < since * 1e9:
+            passed_over.append((match.path, "it is older than this run"))
+            break
+        why = _why_incomplete(match.path) or _what_is_missing(match, matches[index + 1 :])
+        if why is None:
+            newest = OwnCheckpoint(match.path, match.written_ns / 1e9, _content(match.path))
+            return Found(newest, tuple(passed_over[:MOST_TOLD]))
+        passed_over.append((match.path, why))
+    passed_over += [(path, "a link to nothing") for path in paths - {match.path for match in matches}]
+    return Found(None, tuple(passed_over[:MOST_TOLD]))
+
+
+def _content(path: str) -> int | None:
+    """A hash of the checksums of the tensors in a file of ``torch.save``; None if there are none."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            sums = [(entry.filename, entry.CRC) for entry in file.infolist() if "/data/" in entry.filename]
+    except (OSError, zipfile.BadZipFile, ValueError):  # another format
+        return None
+    return hash(tuple(sums)) if any(crc for _, crc in sums) else None
+
+
+def _match(path: str) -> _Match | None:
+    """None if it has been removed meanwhile, or is a link to nothing."""
+    try:
+        files = _files(path)
+        written_ns = max((file.stat().st_mtime_ns for file in files), default=Path(path).stat().st_mtime_ns)
+    except OSError:
+        return None
+    return _Match(path, written_ns, frozenset(re.sub(r"\d+", "#", str(file.relative_to(path))) for file in files))
+
+
+def _files(folder: str) -> list[Path]:
+    """All files below a folder, sorted, without those in hidden folders; none of a file."""
+    found: list[Path] = []
+    for inner, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(inner, name) for name in names]
+    return sorted(found)
+
+
+def _what_is_missing(match: _Match, older: Sequence[_Match]) -> str | None:
+    """What a folder lacks that the one before it has: the script was stopped while it was writing it."""
+    before = next((one for one in older if one.names and _why_incomplete(one.path) is None), None)
+    lacking = sorted(before.names - match.names) if before is not None and match.names else []
+    return f"{lacking[0]} is missing, which {os.path.basename(before.path)} has" if before and lacking else None  # noqa: PTH119
+
+
+def _why_incomplete(path: str) -> str | None:
+    """Why a file or folder is no complete checkpoint; None if it may be one."""
+    try:
+        if not Path(path).is_dir():
+            return _why_file(Path(path))
+        files = _files(path)
+        if not files:
+            return "an empty folder"
+        for file in files:
+            if why := _why_file(file, inside=True):
+                return f"{file.relative_to(path)}: {why}"
+    except OSError as error:
+        return error.strerror or str(error)
+    shards = {file.parent for file in files if file.suffix == ".distcp"}  # of torch.distributed.checkpoint
+    return "no .metadata, which is written last" if any(not (one / ".metadata").exists() for one in shards) else None
+
+
+def _why_file(file: Path, inside: bool = False) -> str | None:
+    """``inside`` a folder, an empty file without a suffix is a marker."""
+    if _TEMPORARY.search(file.name):
+        return "a temporary file"
+    with open(file, "rb") as opened:
+        size, begin = os.fstat(opened.fileno()).st_size, opened.read(8)
+        if size == 0:
+            return None if inside and not file.suffix else "empty"
+        if file.suffix == ".safetensors":
+            length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
+            return "cut off" if 8 + length > size else _why_safetensors(opened.read(length), size - 8 - length)
+        if begin.startswith(b"PK\x03\x04"):
+            try:
+                zipfile.ZipFile(opened).close()
+            except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error):
+                return "cut off: the directory at the end of the zip is missing"
+    return None
+
+
+def _why_safetensors(header: bytes, size: int) -> str | None:
+    """``size``: the bytes after the header."""
+    try:
+        entries = json.loads(header)
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return "damaged: its header cannot be read"
+    return None if max(ends, default=0) == size else "cut off: its size is not that of its header"

@@ -1,0 +1,195 @@
+"""A loop of the script's own, which saves by itself: all ranks stop after the same step, and its calls are its steps.
+
+``clusterddp.stop_requested()`` and ``clusterddp.requeue()`` need no context and no process group: the ranks agree
+through the store of their attempt, which the first call opens. With a context they are those of ``ctx``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import torch
+
+from clusterddp.data.workers import close_workers, shield_workers
+from clusterddp.distributed.store import AttemptStore
+from clusterddp.errors import Stopped
+from clusterddp.process import at_exit, cancel_at_exit
+from clusterddp.reporter import say
+from clusterddp.training import settings
+from clusterddp.training.agreement import Agreement
+from clusterddp.training.heartbeat import Heartbeat, begin_heartbeat
+from clusterddp.training.stopping import Stopping
+from clusterddp.worker import completion, control_channel, saved_file
+from clusterddp.worker.signals import STOP_SIGNALS, described
+
+#: A file or folder that the script has saved.
+SavedPath = str | os.PathLike[str]
+
+
+class ScriptLoop:
+    """The stops and the steps of such a loop. A step is what lies between two calls of ``stop_requested``.
+
+    ``report`` adds an event to the history, on any rank.
+    """
+
+    def __init__(self, rank: int, agreement: Agreement, heartbeat: Heartbeat, report: Callable[..., None]) -> None:
+        self._rank, self._agreement, self._heartbeat, self._report = rank, agreement, heartbeat, report
+        self._calls = 0
+
+    @property
+    def steps(self) -> int:
+        """The steps of this attempt so far."""
+        return max(0, self._calls - 1)
+
+    def stop_requested(self) -> bool:
+        """See ``stop_requested`` below."""
+        self._calls += 1
+        if self._calls == 1:
+            self._heartbeat.begin()
+        elif self._calls == 2:
+            self._look_at_saved_file()
+        stop = self._agreement.boundary()
+        if stop:
+            self._heartbeat.rest()  # the script saves now
+            completion.told_to_stop = self._agreement.reason or ""
+        return stop
+
+    def requeue(self, saved: SavedPath | None) -> NoReturn:
+        """See ``requeue`` below."""
+        if self._rank == 0 and saved is not None:
+            file = Path(saved).absolute()
+            self._report("saved", file=str(file))
+            if not file.exists():
+                say(f"requeue(saved={str(saved)!r}): there is no such file or folder; the run continues without it")
+        close_workers()
+        raise Stopped(None, self._agreement.reason or "requested by the script")
+
+    def _look_at_saved_file(self) -> None:
+        """A script reads its save before its first step."""
+        if (saved := saved_file.current) is not None:
+            saved_file.current = None
+            if saved.was_ignored():
+                self._report("not_read", file=saved.path)
+
+
+class _Context(Protocol):
+    def stop_requested(self) -> bool: ...
+    def requeue(self, saved: SavedPath | None = None) -> NoReturn: ...
+
+
+#: The context of this process, if ``clusterddp.init()`` was called.
+context: _Context | None = None
+#: Of a process without a context.
+_loop: ScriptLoop | None = None
+
+
+def stop_requested() -> bool:
+    """Whether to save and stop here: for a training loop that saves by itself. All ranks call it equally often.
+
+    Call it once per step, on all ranks. It returns the same answer on all of them after the same step, without a
+    collective and without ``clusterddp.init()``, whatever process group the script has made, and takes microseconds
+    while no stop is requested. From the first call on, stop signals end no rank. After an answer of True, save and call
+    ``clusterddp.requeue()``.
+
+    Returns False in a process that no ``clusterddp submit`` has started, unless ``clusterddp.init()`` was called.
+
+    Raises RuntimeError outside the main thread; LauncherEnvironmentError when rank 0 cannot be reached at the first
+    call; ClusterddpError when a stop was requested and rank 0 is lost.
+
+    Example::
+
+        if clusterddp.stop_requested():
+            torch.save(state, "last.pt")
+            clusterddp.requeue(saved="last.pt")
+    """
+    if context is not None:
+        return context.stop_requested()
+    if control_channel.current is None:
+        return False
+    return (_loop or _begin()).stop_requested()
+
+
+def requeue(saved: SavedPath | None = None) -> None:
+    """Ends this attempt as stopped rather than completed, so that the run continues later. All ranks call it.
+
+    Args:
+        saved: the file or folder from which the script will continue, for the history. The next attempt warns if the
+            script makes its first step without opening it.
+
+    Returns only in a process that no ``clusterddp submit`` has started, unless ``clusterddp.init()`` was called.
+
+    Raises Stopped, a SystemExit, in all others.
+
+    Example::
+
+        clusterddp.requeue(saved="last.pt")
+    """
+    if context is not None:
+        context.requeue(saved)
+    if control_channel.current is not None:
+        (_loop or _begin()).requeue(saved)
+
+
+def began() -> bool:
+    """Whether this process has a loop without a context."""
+    return _loop is not None
+
+
+def _begin() -> ScriptLoop:
+    """Connects this rank with the others, as ``clusterddp.init()`` does, but for the process group."""
+    global _loop
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("clusterddp.stop_requested() must be called in the main thread, as it installs handlers")
+    read = settings.read(os.environ)
+    assert read.attempt is not None
+    _tell_of_handlers()
+    report = control_channel.report
+    store = AttemptStore(
+        *(read.ranks, read.store, read.job.timeouts.start_s),
+        on_open=lambda: report("serving"),
+        await_open=control_channel.await_store,
+    )
+    stopping = Stopping(read, store, report)
+    shield_workers()
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    agreement = stopping.agreement
+    heartbeat = begin_heartbeat(
+        *(read, read.attempt, device), boundaries=lambda: agreement.entered, step=lambda: loop.steps
+    )
+    loop = _loop = ScriptLoop(read.ranks.rank, agreement, heartbeat, report)
+
+    def close() -> None:
+        # sys.last_value is set by the interpreter once it has printed an uncaught exception.
+        failed = getattr(sys, "last_value", None) is not None
+        cancel_at_exit(close)
+        stopping.close(restore_handlers=False)
+        heartbeat.close()
+        if not failed:
+            store.close()
+
+    at_exit(close)
+    return loop
+
+
+def _tell_of_handlers() -> None:
+    for number in STOP_SIGNALS:
+        handler = signal.getsignal(number)
+        if callable(handler) and not str(getattr(handler, "__module__", "")).startswith("clusterddp."):
+            name = number.name.removeprefix("SIG")
+            say(f"clusterddp.stop_requested() handles {name} from now on, instead of the script's {described(handler)}")
+
+
+def _forget_in_child() -> None:
+    """A forked child is no rank."""
+    global context, _loop
+    context = _loop = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

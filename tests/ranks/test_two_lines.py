@@ -1,0 +1,100 @@
+"""``clusterddp.stop_requested()`` and ``clusterddp.requeue()`` in a loop that saves by itself, without a context."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import clusterddp
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker.saved_file import SavedFile
+from tests.waiting import preempt_local, wait_until
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "two_lines.py"
+
+
+def test_a_sharded_script_with_two_lines_loses_no_step(tmp_path: Path) -> None:
+    """It has its own process group. Attempt 1 forgets to resume, which the history says; attempt 2 does not."""
+    run = RunDirectory(tmp_path / "run")
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), str(SCRIPT)]
+    command += ["--device", "cpu", "--gpus", "2", "--", "saved", "12"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    for attempt in (0, 1):
+        wait_until(lambda: "at step 5" in output(run, attempt, 0) + output(run, attempt, 1), "step 5", timeout=60)  # noqa: B023
+        preempt_local(run)
+        (tmp_path / f"go-{attempt}").touch()
+        wait_until(lambda: attempt + 1 in run.attempts(), "the next attempt", timeout=60)  # noqa: B023
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, said
+    begun = [
+        re.findall(r"starts at step (\d+)", output(run, attempt, 0) + output(run, attempt, 1)) for attempt in range(3)
+    ]
+    stops = [
+        re.findall(r"stops after step (\d+)", output(run, attempt, 0) + output(run, attempt, 1)) for attempt in (0, 1)
+    ]
+    assert begun == [["0"] * 2, ["0"] * 2, stops[1]] and len(set(stops[0])) == len(set(stops[1])) == 1
+    told = [
+        (event["attempt"], event["event"]) for event in run.events() if event.get("file") == str(tmp_path / "saved")
+    ]
+    assert told == [(0, "saved"), (1, "not_read"), (1, "saved")]
+    assert f"attempt 1: the script made its first step without opening {tmp_path / 'saved'}, which it saved" in said
+    assert (run.outcome() or {})["state"] == "completed"
+
+
+HANGS = """
+import os, time, torch, clusterddp
+import torch.distributed as dist
+dist.init_process_group("gloo")
+attempt, rank = os.environ["CLUSTERDDP_ATTEMPT"], os.environ["RANK"]
+for step in range(6):
+    while (attempt, rank, step) == ("0", "1", 4):
+        time.sleep(60)
+    dist.all_reduce(torch.ones(1))
+    assert not clusterddp.stop_requested()
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_that_hangs_between_two_calls_is_found_and_restarted(tmp_path: Path) -> None:
+    script, run = tmp_path / "hangs.py", RunDirectory(tmp_path / "run")
+    script.write_text(HANGS)
+    command = [sys.executable, "-m", "clusterddp.submit", "--local", "--run-dir", str(run), str(script)]
+    command += ["--device", "cpu", "--gpus", "2", "--set", "watchdog.step_s=1", "--set", "watchdog.start_s=20"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    hung = [(event["rank"], event["step"]) for event in run.events() if event["event"] == "hung"]
+    assert hung == [(1, 3)], run.events()
+    assert run.attempts() == [0, 1] and (run.outcome() or {})["state"] == "completed"
+
+
+def output(run: RunDirectory, attempt: int, rank: int) -> str:
+    log = run.attempt_logs(attempt) / f"rank-{rank}.out"
+    return log.read_text() if log.exists() else ""
+
+
+def test_outside_of_a_run_both_lines_do_nothing() -> None:
+    for _ in range(3):
+        assert clusterddp.stop_requested() is False
+    clusterddp.requeue(saved="nowhere.pt")  # returns
+    code = "import sys, clusterddp; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_a_saved_file_is_read_by_any_process_of_the_node(tmp_path: Path) -> None:
+    """Python's ``open`` is not the only way; and a listing of a folder reads none of its files."""
+    file, folder = tmp_path / "save.pt", tmp_path / "sharded"
+    (folder / "0").mkdir(parents=True)
+    for path in (file, folder / "0" / "model"):
+        path.write_text("state")
+    watches = [SavedFile(str(path)) for path in (file, folder, file, folder)]
+    first, second = watches[:2]
+    list(folder.rglob("*"))
+    file.stat()
+    assert first.was_ignored() and second.was_ignored()
+    subprocess.run(["cat", str(file), str(folder / "0" / "model")], stdout=subprocess.DEVNULL, check=True)
+    assert not any(watch.was_ignored() for watch in watches[2:])
+    gone = SavedFile(str(file))
+    file.unlink()
+    assert gone.was_ignored() and SavedFile(str(tmp_path / "never")).was_ignored()

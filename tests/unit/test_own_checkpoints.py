@@ -1,0 +1,282 @@
+"""The checkpoints of scripts that know nothing of clusterddp: which of them is the newest complete one."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.jobdef.job import Job, Limits, Resume
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor import own_checkpoints
+from clusterddp.supervisor.limits import exceeded, progress
+from clusterddp.supervisor.messages import added_arguments, sentence
+from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
+from clusterddp.supervisor.verdict import Action, RankEnd, judge
+
+ARGS = ("--resume", "{checkpoint}")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    (tmp_path / "run").mkdir()
+    return RunDirectory(tmp_path / "run")
+
+
+def zipped(path: Path, content: str = "weights") -> bytes:
+    """The bytes of a file in the form of `torch.save`, which is written, too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", path.name)
+        file.writestr("archive/data/0", content)
+    return path.read_bytes()
+
+
+def safetensors(size: int) -> bytes:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(size)
+
+
+def at(path: Path, second: int) -> None:
+    os.utime(path, (second, second))
+
+
+def newest(run: RunDirectory, *patterns: str, since: float = 0.0) -> tuple[str | None, list[tuple[str, str]]]:
+    """The path of the newest complete one below the run directory, and what was passed over."""
+    found = find(Resume(patterns), str(run), since)
+    name = None if found.newest is None else str(Path(found.newest.path).relative_to(run.path))
+    return name, [(Path(path).name, why) for path, why in found.passed_over]
+
+
+# --- files
+
+
+def test_the_newest_of_several_by_time_then_by_number(run: RunDirectory) -> None:
+    for number, second in ((8, 100), (9, 200), (10, 200), (11, 50)):
+        zipped(run.path / f"checkpoint-{number}.pth")
+        at(run.path / f"checkpoint-{number}.pth", second)
+    assert newest(run, "{run_dir}/checkpoint-*.pth") == ("checkpoint-10.pth", [])
+    zipped(run.path / "last" / "model.bin")
+    assert newest(run, "{run_dir}/checkpoint-*.pth", "{run_dir}/*/model.bin") == ("last/model.bin", [])
+    assert newest(run, "{run_dir}/none-*") == (None, [])
+
+
+def test_a_file_that_is_not_whole_is_passed_over(run: RunDirectory) -> None:
+    """Judged without torch; what is in no known format must not be empty."""
+    whole = zipped(run.path / "a0.pth")
+    contents = {
+        "a1.pth": whole[: len(whole) // 2],
+        "a2.pth": b"",
+        "a3.safetensors": safetensors(100)[:-1],
+        "a4.safetensors": b"\xff" * 20,
+        "a5.tmp.pth": whole,
+        "a6.pth.part": whole,
+        "a7.safetensors": safetensors(100),
+    }
+    for second, (name, content) in enumerate(contents.items(), 10):
+        (run.path / name).write_bytes(content)
+        at(run.path / name, second)
+    at(run.path / "a0.pth", 5)
+    (run.path / "a8.pth").symlink_to("nowhere")
+    assert newest(run, "{run_dir}/a*") == ("a7.safetensors", [])
+    (run.path / "a7.safetensors").unlink()
+    found, passed = newest(run, "{run_dir}/a*")
+    assert found == "a0.pth"
+    assert passed[:3] == [
+        ("a6.pth.part", "a temporary file"),
+        ("a5.tmp.pth", "a temporary file"),
+        ("a4.safetensors", "cut off"),
+    ]
+    (run.path / "b.h5").write_bytes(b"x")
+    assert newest(run, "{run_dir}/b.h5") == ("b.h5", [])
+    assert newest(run, "{run_dir}/a8.pth") == (None, [("a8.pth", "a link to nothing")])
+
+
+def test_each_way_to_be_cut_off_has_its_reason(run: RunDirectory) -> None:
+    (run.path / "zip.pt").write_bytes(zipped(run.path / "x")[:-30])
+    (run.path / "empty.pt").touch()
+    (run.path / "cut.safetensors").write_bytes(safetensors(100)[:-1])
+    (run.path / "odd.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]")
+    reasons = {name: newest(run, f"{{run_dir}}/{name}*")[1][0][1] for name in ("zip", "empty", "cut", "odd")}
+    assert reasons == {
+        "zip": "cut off: the directory at the end of the zip is missing",
+        "empty": "empty",
+        "cut": "cut off: its size is not that of its header",
+        "odd": "damaged: its header cannot be read",
+    }
+
+
+def test_a_folder_is_complete_with_all_that_the_one_before_has(run: RunDirectory) -> None:
+    """Numbers in names, such as ranks, may differ; a file without a suffix may be empty."""
+    for step, files in (
+        (4, ("model.pt", "random_states_0.pkl")),
+        (8, ("model.pt", "random_states_3.pkl")),
+        (12, ("model.pt",)),
+    ):
+        for name in files:
+            zipped(run.path / f"step_{step}" / name)
+            at(run.path / f"step_{step}" / name, step)
+    (run.path / "step_8" / "done").touch()
+    os.utime(run.path / "step_8" / "done", (8, 8))
+    (run.path / "step_16").mkdir()
+    found, passed = newest(run, "{run_dir}/step_*")
+    assert found == "step_8"
+    assert passed == [("step_16", "an empty folder"), ("step_12", "done is missing, which step_8 has")]
+    (run.path / "step_12" / "model.pt").write_bytes(b"")
+    assert ("step_12", "model.pt: empty") in newest(run, "{run_dir}/step_*")[1]
+
+
+def test_a_folder_of_torchs_distributed_checkpoint_needs_its_metadata(run: RunDirectory) -> None:
+    """It is written last."""
+    (run.path / "dcp").mkdir()
+    (run.path / "dcp" / "__0_0.distcp").write_bytes(b"x")
+    assert newest(run, "{run_dir}/dcp") == (None, [("dcp", "no .metadata, which is written last")])
+    (run.path / "dcp" / ".metadata").write_bytes(b"x")
+    assert newest(run, "{run_dir}/dcp") == ("dcp", [])
+
+
+def test_a_relative_pattern_is_relative_to_the_current_folder(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`{checkpoint}` is absolute; a link keeps its name."""
+    zipped(run.path / "out" / "epoch_3.pth")
+    (run.path / "out" / "last.pth").symlink_to("epoch_3.pth")
+    monkeypatch.chdir(run.path / "out")
+    found = find(Resume(("last.pth",)), "/elsewhere", 0.0).newest
+    assert found is not None and found.path == str(run.path / "out" / "last.pth")
+
+
+def test_a_file_from_before_the_run_is_not_its_checkpoint(run: RunDirectory) -> None:
+    """It is of another training in the same folder."""
+    zipped(run.path / "ckpt.pt")
+    at(run.path / "ckpt.pt", 100)
+    assert newest(run, "{run_dir}/ckpt.pt", since=101.0) == (None, [("ckpt.pt", "it is older than this run")])
+
+
+# --- what an attempt does with it
+
+
+def job(args: Sequence[str] = ARGS, **more: Any) -> Job:
+    return Job(name="n", module="n", device="cpu", resume=Resume(("{run_dir}/*.pt",), tuple(args)), **more)
+
+
+def event(attempt: int, time: float, name: str, **values: Any) -> dict[str, Any]:
+    return {"attempt": attempt, "time": time, "event": name, **values}
+
+
+def begun(
+    run: RunDirectory, number: int, events: Sequence[Mapping[str, Any]], made: Job | None = None
+) -> tuple[OwnCheckpoints, str]:
+    """The attempt's view, and what its history says."""
+    own = OwnCheckpoints(run, made or job(), number, events)
+    values = own.begin()
+    return own, (sentence(event(number, 0.0, "own_resume", **values)) or "") if values is not None else ""
+
+
+def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> None:
+    earlier = [event(0, 50.0, "started"), event(0, 120.0, "requeued")]
+    assert begun(run, 0, [])[1] == ""
+    assert (
+        begun(run, 1, earlier)[1]
+        == "attempt 1: no complete checkpoint matches {run_dir}/*.pt: starts from the beginning"
+    )
+    assert begun(run, 1, earlier, job(()))[1] == "attempt 1: no complete checkpoint matches {run_dir}/*.pt"
+    zipped(run.path / "a.pt")
+    at(run.path / "a.pt", 106)
+    (run.path / "b.pt").touch()
+    file = run.path / "a.pt"
+    assert begun(run, 1, earlier)[1] == (
+        f"attempt 1: resumed from a.pt, written 14 s before the stop, with --resume {file}; not used: b.pt: empty"
+    )
+    assert begun(run, 1, earlier, job(()))[1].startswith(
+        "attempt 1: the newest checkpoint of the script is a.pt, written 14 s"
+    )
+    at(run.path / "a.pt", 40)
+    (run.path / "b.pt").unlink()
+    assert begun(run, 0, [])[1] == "attempt 0: not used: a.pt: it is older than this run"
+
+
+def test_the_ranks_variables_have_their_placeholders_filled_in(run: RunDirectory) -> None:
+    """Except where only the rank knows a value: it fills in the whole variable."""
+    zipped(run.path / "a.pt")
+    env = {"FROM": "{checkpoint}", "OUT": "{run_dir}/{attempt}", "NODE": "{run_dir}/{node_rank}", "JSON": '{"a": {}}'}
+    own, _ = begun(run, 3, [event(0, 50.0, "started")], job(env=env, nodes=2))
+    path = f"{run.path}/a.pt"
+    assert own.variables() == {
+        "FROM": path, "OUT": f"{run}/3", "NODE": "{run_dir}/{node_rank}", "JSON": '{"a": {}}',
+        "CLUSTERDDP_CHECKPOINT": path, "CLUSTERDDP_PLACEHOLDERS": "NODE",
+    }  # fmt: skip
+    none, _ = begun(run, 0, [], job(env={"FROM": "{checkpoint}"}))
+    assert none.variables() == {"FROM": ""}
+
+
+def test_a_state_that_is_saved_again_is_no_new_checkpoint(run: RunDirectory) -> None:
+    """nanoGPT saves what it has just loaded: that is no progress."""
+    zipped(run.path / "a.pt", "step 10")
+    own, _ = begun(run, 1, [event(0, 50.0, "started")])
+    seen: list[Mapping[str, Any]] = []
+    over = threading.Event()
+    over.set()
+    zipped(run.path / "a.pt", "step 10")
+    own.watch(over, seen.append)
+    assert seen == []
+    zipped(run.path / "a.pt", "step 20")
+    own.watch(over, seen.append)
+    own.watch(over, seen.append)
+    assert [one["file"] for one in seen] == ["a.pt"]
+
+
+def test_a_new_checkpoint_counts_for_the_limit_of_failures() -> None:
+    """Three kills with new checkpoints in between do not end a run; three without do, however long they ran."""
+    events: list[dict[str, Any]] = []
+    for attempt in range(3):
+        events += [event(attempt, 1000.0 * attempt, "started"), event(attempt, 1000.0 * attempt + 900, "restarted")]
+    words = exceeded(job(), events, 4000.0)
+    assert words is not None and "3 consecutive attempts failed without reaching a new checkpoint" in words
+    saved = event(1, 1500.0, "own_checkpoint", file="a.pt", written=1500.0)
+    assert exceeded(job(), [*events[:3], saved, *events[3:]], 4000.0) is None
+    assert exceeded(job(()), events, 4000.0) is None  # its checkpoints may be elsewhere
+
+
+def test_an_exception_after_a_new_checkpoint_restarts_the_ranks() -> None:
+    """Even the same one as before, whose step is unknown."""
+    raised = "OSError at a.py:1 (f)"
+    events = [
+        event(0, 0.0, "started"), event(0, 1.0, "rank_failed", raised=raised), event(0, 1.0, "restarted"),
+        event(1, 2.0, "started"), event(1, 3.0, "own_checkpoint", file="a.pt", written=3.0),
+    ]  # fmt: skip
+    end = RankEnd(0, "n1", "exception", 4.0, error="OSError: no", traceback='File "a.py", line 1, in f')
+    with_it, without = (
+        judge([end], 1, False, lambda: Cause.NONE, progress(seen, 1, None, 4.0)) for seen in (events, events[:-1])
+    )
+    assert (with_it.action, with_it.because) == (Action.RESTART, "the script had written a new checkpoint")
+    assert without.action is Action.FAIL
+
+
+def test_a_failure_says_which_arguments_were_added() -> None:
+    resumed = event(1, 0.0, "own_resume", file="a.pt", arguments=["--resume", "/r/a b.pt"])
+    assert added_arguments(resumed, lambda _: False) == (
+        "arguments added for a.pt, which does not exist: --resume '/r/a b.pt'"
+    )
+    assert "which exists" in added_arguments(resumed, lambda _: True)
+    none = event(1, 0.0, "own_resume", patterns=["*.pt"], from_start=True)
+    assert added_arguments(none, lambda _: True) == "no arguments were added: no complete checkpoint to continue from"
+
+
+def test_limits_of_the_job_still_hold() -> None:
+    saved = event(0, 5.0, "own_checkpoint", file="a.pt", written=5.0)
+    events = [event(0, 0.0, "started"), saved, event(0, 10.0, "restarted")]
+    assert exceeded(job(limits=Limits(attempts=1)), events, 20.0) == "limits.attempts (1) reached"
+
+
+def test_looks_are_rarer_than_twice_a_minute() -> None:
+    """A folder on a network file system may have thousands of files."""
+    assert own_checkpoints.LOOK_S >= 30
