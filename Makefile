@@ -22,6 +22,8 @@
 # make test-browser  the page of `clusterddp report` in Chromium (as root on Debian or Ubuntu, it is installed), with axe;
 #                    SCREENSHOTS=FOLDER keeps pictures
 # make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random
+# make simulate      histories of the protocol in a simulated world, by its own code: SIMULATE="--histories 100000 --seed 7",
+#                    "--tell --shrink --seed 7" the story of one, "--mutants" whether mistakes in the product are found
 # make soak     300 preemptions and other faults at random moments; make bench-handover, bench-agreement: what stopping costs
 # make soak-booking  whether each second of a run interrupted 23 times is booked to what it was doing (11 minutes)
 # make bench  our figures, each beside its limit, in one table: docs/measurements/bench.md; at most 15 minutes;
@@ -56,7 +58,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos simulate soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -136,6 +138,9 @@ test-browser: .venv/browser
 
 chaos: .venv/ready slurm
 	.venv/bin/python -m tests.chaos $(CHAOS)
+
+simulate: .venv/ready
+	.venv/bin/python -m tests.simulation $(SIMULATE)
 
 soak: .venv/ready slurm
 	.venv/bin/python -m benchmarks.soak $(SOAK)

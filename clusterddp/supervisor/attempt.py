@@ -37,7 +37,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
 from clusterddp.rundir.control_address import Address, write_address
-from clusterddp.rundir.files import write_atomically
+from clusterddp.rundir.files import read_bytes, write_atomically
 from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import TimingFile, TimingLines
@@ -457,9 +457,9 @@ def tracker_id(run: RunDirectory) -> str:
     """The run's name in trackers: random, as another run may have had the same run directory. Recorded when it is first
     asked for; one process does so at a time, the run's supervisor. Raises OSError."""
     with suppress(FileNotFoundError):
-        return run.tracker_id_file.read_text().strip()
+        return read_bytes(run.tracker_id_file).decode().strip()
     write_atomically(run.tracker_id_file, f"{secrets.token_hex(4)}\n", mode=0o600)
-    return run.tracker_id_file.read_text().strip()
+    return read_bytes(run.tracker_id_file).decode().strip()
 
 
 def _nodes_of(controller: Controller) -> NodeNames:
