@@ -260,7 +260,17 @@ class Job:
     srun: dict[str, str | bool] = field(default_factory=dict)
     """The same for the srun that starts the ranks, such as ``container-image`` of pyxis."""
     steps: int | None = None
-    """The number of steps that ``run.steps()`` takes without an argument."""
+    """The number of steps that ``run.steps()`` takes without an argument. The key has another meaning, too, for scripts
+    that do not use clusterddp: ``off`` and ``{log: REGEX}`` are the next two fields."""
+    see_steps: bool = True
+    """Whether ranks count the steps of torch's optimizers, for a script that does not use clusterddp. In YAML, ``steps:
+    off`` means that they do not."""
+    step_log: str | None = None
+    """A regular expression whose first group is the step in the lines that rank 0 prints. YAML: ``steps: {log: 'iter
+    (\\d+)'}``."""
+    protect_saves: bool = True
+    """Whether ``torch.save`` and safetensors' ``save_file`` replace a file only by a complete one, and a stop waits for
+    them."""
     seed: int = 0
     """The seed of the sample order and of all random generators."""
     global_batch: int | None = None
@@ -381,6 +391,7 @@ def written(job: Job) -> dict[str, Any]:
     values["resume"] = job.resume and _given(job.resume)
     values["checkpoint"] = {"every": _every_text(job.checkpoint), "keep": _keep_values(job.checkpoint.keep)}
     values["timeouts"] = dataclasses.asdict(job.timeouts)
+    values["steps"] = job.steps or ({"log": job.step_log} if job.step_log else None if job.see_steps else "off")
     values["watchdog"] = dataclasses.asdict(job.watchdog) if job.watchdog else "off"
     values["progress"] = job.progress or "off"
     values["profile"] = job.profile and _profile_values(job.profile)
@@ -389,7 +400,8 @@ def written(job: Job) -> dict[str, Any]:
     values["limits"] = _given(job.limits)
     values["done"] = job.done and (job.done.file or _given(job.done))
     values["stop"] = _given(job.stop)
-    return {renamed.get(name, name): value for name, value in values.items() if name not in ("gpu_type", "min_nodes")}
+    inside_others = ("gpu_type", "min_nodes", "see_steps", "step_log")
+    return {renamed.get(name, name): value for name, value in values.items() if name not in inside_others}
 
 
 def one_line(value: Any) -> str:
@@ -411,7 +423,14 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 #: Keys that older versions do not know, with their defaults.
-_NEW = {"gpu_request": "gpus-per-node", "keep_logs": 50, "preflight": False, "progress": 10.0, "tensorboard": False}
+_NEW = {
+    "gpu_request": "gpus-per-node",
+    "keep_logs": 50,
+    "preflight": False,
+    "progress": 10.0,
+    "protect_saves": True,
+    "tensorboard": False,
+}
 
 
 def _given(section: Limits | Wandb | Mlflow | Resume | Done | StopSignal) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _script_s(events: list[Mapping[str, Any]]) -> float | None:
 
 
 def _made_steps(events: list[Mapping[str, Any]]) -> bool:
-    return any(event["event"] in ("training", "resumed") for event in events)
+    return any(event["event"] in ("training", "resumed", "steps_seen") for event in events)
 
 
 def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:
@@ -170,7 +170,10 @@ def _fruitless(job: Job, events: list[Mapping[str, Any]]) -> int:
     count, nor do long ones.
     """
     needs_own = job.resume is not None and bool(job.resume.args or job.resume.replace)
-    known = any(event["event"] == "own_checkpoint" or event.get("step") is not None for event in events)
+    saves_alone = any("log" in event for event in events if event["event"] == "training")
+    known = any(
+        event["event"] == "own_checkpoint" or (event.get("step") is not None and not saves_alone) for event in events
+    )
     count, records = 0, needs_own or known
     for attempt in sorted({event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}, reverse=True):
         own = [event for event in events if event["attempt"] == attempt]

@@ -72,10 +72,13 @@ def _initialized(event: Event) -> str:
     return f"{event['part']} starts from {event['file']}{lists}"
 
 
+def _repeated(event: Event) -> str:
+    return f", {counted(event['redone'], 'step')} repeated" if event.get("redone") is not None else ""
+
+
 def _resumed(event: Event) -> str:
-    repeated = f", {counted(event['redone'], 'step')} repeated" if event.get("redone") is not None else ""
     inexact = f" (not bit-exact: {'; '.join(event['inexact'])})" if event.get("inexact") else ""
-    return f"resumed from step {event['step']}{repeated}{inexact}"
+    return f"resumed from step {event['step']}{_repeated(event)}{inexact}"
 
 
 def _own_resume(event: Event) -> str | None:
@@ -170,6 +173,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "started": _started,
     "forked": lambda e: f"starts from checkpoint {e['step']} of {e['source']}",
     "initialized": _initialized,
+    "training": lambda e: f"rank 0 prints steps from {e['log']} on{_repeated(e)}" if "log" in e else None,
     "resumed": _resumed,
     "own_resume": _own_resume,
     "preflight": lambda e: "; ".join([f"all nodes passed the preflight in {e['seconds']:.1f} s", *e["warnings"]]),

@@ -33,7 +33,17 @@ from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import code_paths, completion, control_channel, rank_exit, saved_file, script_trackers, signals
+from clusterddp.worker import (
+    code_paths,
+    completion,
+    control_channel,
+    own_saves,
+    own_steps,
+    rank_exit,
+    saved_file,
+    script_trackers,
+    signals,
+)
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.signals import ScriptSignal
 from clusterddp.worker.stacks import stacks
@@ -77,6 +87,11 @@ def main() -> None:
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
     code_paths.use_snapshot()
+    if os.environ.get(protocol.PROTECT_SAVES) != "off":
+        attempt, stop_signal = int(os.environ[protocol.ATTEMPT]), os.environ.get(protocol.STOP_SIGNAL)
+        own_saves.protect(str(run), attempt, _used_clusterddp, stop_signal)
+    if os.environ.get(protocol.SEE_STEPS) != "off":
+        own_steps.watch()
     script_trackers.continue_runs(run, ranks.rank, os.environ)
     collect_rarely()
     if os.environ[protocol.LAUNCHER] == "slurm" and protocol.DEBUG_RANK in os.environ:

@@ -65,8 +65,8 @@ def test_a_rank_that_hangs_between_two_calls_is_found_and_restarted(tmp_path: Pa
     command += ["--device", "cpu", "--gpus", "2", "--set", "watchdog.step_s=1", "--set", "watchdog.start_s=20"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    hung = [(event["rank"], event["step"]) for event in run.events() if event["event"] == "hung"]
-    assert hung == [(1, 3)], run.events()
+    hung = [event["rank"] for event in run.events() if event["event"] == "hung"]
+    assert hung == [1], run.events()
     assert run.attempts() == [0, 1] and (run.outcome() or {})["state"] == "completed"
 
 

@@ -191,7 +191,8 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "python": (["/opt/python"], ["-x", "[a]"]),
     "sbatch": _OPTIONS,
     "srun": ([*_OPTIONS[0], "{gpus-per-task: 1, gpu-bind: closest}"], _OPTIONS[1]),
-    "steps": _COUNT,
+    "steps": (["1", "8", "off", r"{log: 'iter (\d+)'}", "{}"], [*_COUNT[1], "{log: iter}", "{log: 5}", "{every: 3}"]),
+    "protect_saves": (["true", "false"], ["off", "0"]),
     "seed": (["0", "17"], ["-1", "x"]),
     "global_batch": _COUNT,
     "checkpoint": (

@@ -57,6 +57,7 @@ python: /opt/py/bin/python
 sbatch: {exclusive: true, comment: hello there, mail-type: END, licenses: "true"}
 srun: {container-image: train.sqsh, container-writable: true}
 steps: 20000
+protect_saves: false
 seed: 17
 global_batch: 64
 checkpoint: {every: 500 steps, keep: 5}
@@ -128,6 +129,7 @@ def test_every_field_is_read(folder: Path) -> None:
         sbatch={"exclusive": True, "comment": "hello there", "mail-type": "END", "licenses": "true"},
         srun={"container-image": "train.sqsh", "container-writable": True},
         steps=20000,
+        protect_saves=False,
         seed=17,
         global_batch=64,
         checkpoint=Checkpointing(every_steps=500, every_s=None, keep=Keep(5)),
@@ -628,7 +630,7 @@ def test_every_difference_is_found(folder: Path) -> None:
     everything, least = read(folder, EVERYTHING), Job(name="x", module="m", device="cpu")
     keys = {line.split(":")[0].split(".")[0] for line in list_differences(least, everything)}
     unchanged = {item.name for item in dataclasses.fields(Job)} - keys
-    assert unchanged == {"name", "time_s", "gpu_type", "min_nodes"}
+    assert unchanged == {"name", "time_s", "gpu_type", "min_nodes", "see_steps", "step_log"}
     assert keys - {item.name for item in dataclasses.fields(Job)} == {"job_name", "time"}
 
 
