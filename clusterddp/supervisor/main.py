@@ -150,13 +150,12 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     if other := lease.held_by_other(run, me):
         raise RunDirectoryError(f"{run} is {other}; two jobs must not train one run")
     of_run(run).check_present()
-    reason = exceeded(job, run.events(), time.time())
-    mark = done.found(run, job) if run.newest_attempt() is not None else None
+    reason, (is_done, found) = exceeded(job, run.events(), time.time()), done.look(run, job, run.events())
     number = run.create_attempt()
     if again := run.outcome() is not None:
         remove(run.outcome_file)  # whoever restarts the run has seen it
-    if mark is not None:
-        return conclude(run, job, number, Action.COMPLETE, f"done: {mark}")
+    if is_done:
+        return conclude(run, job, number, Action.COMPLETE, f"done: {found}")
     if reason is not None and not again:
         return conclude(run, job, number, Action.FAIL, reason)
     submission = lease.take(run, number, me)

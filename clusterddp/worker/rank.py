@@ -281,7 +281,8 @@ def _step_reached() -> dict[str, int]:
 
 def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:
     code = STOPPED if isinstance(stopped, StoppedAlone) else 0
-    return {"end": "stopped", "step": stopped.step, "reason": stopped.reason}, code
+    alone = {"alone": True} if isinstance(stopped, StoppedAlone) else {}
+    return {"end": "stopped", "step": stopped.step, "reason": stopped.reason, **alone}, code
 
 
 def _done() -> tuple[dict[str, Any], int]:
