@@ -97,7 +97,12 @@ def launch(
         if check(job, folder, place="--local" if local else None) is None and folder:  # it completed earlier
             return Handle(folder)
         started = (job, folder, plant, source)
-        return _start_local(*started) if local else Handle(submit_to_slurm(*started)[0].path)
+        if local:
+            return _start_local(*started)
+        run, job_id = submit_to_slurm(*started)
+    handle = Handle(run.path)
+    handle.job_id = job_id
+    return handle
 
 
 def sweep(
@@ -188,6 +193,7 @@ class Handle:
 
     Attributes:
         path: The run directory, as an absolute path.
+        job_id: The Slurm job that the call of ``launch()`` has submitted; None for a handle from elsewhere.
 
     Raises:
         RunDirectoryError: There is no run in ``run_dir``.
@@ -200,6 +206,7 @@ class Handle:
         self._run = open_run(os.fspath(run_dir))
         self._process: subprocess.Popen[bytes] | None = None  # the loop of a local run that was started here
         self.path = self._run.path
+        self.job_id: str | None = None
 
     def __repr__(self) -> str:
         return f"Handle({str(self.path)!r})"

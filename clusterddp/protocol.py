@@ -217,7 +217,7 @@ CHANNEL_EVENTS: Mapping[str, Event] = {
     "will_profile": Event("request refused?", "the rank will record a profile, or `refused` says why not"),
     "will_skip": Event("request refused?", "rank 0 has asked all ranks to skip batches, or `refused` says why not"),
     "left": Event(
-        "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? used_clusterddp?",
+        "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? alone? used_clusterddp?",
         "how the rank ended; its last message",
     ),
 }
@@ -283,6 +283,7 @@ SEE_STEPS = Variable("CLUSTERDDP_SEE_STEPS", "supervisor to ranks: off if torch'
 DEVICE_MEMORY = Variable(
     "CLUSTERDDP_DEVICE_MEMORY", "supervisor to ranks: bytes that an earlier attempt used on each GPU, if known"
 )
+DEBUG_RANK = Variable("CLUSTERDDP_DEBUG_RANK", "supervisor to ranks: the rank whose breakpoint() has a terminal")
 SAVED = Variable(
     "CLUSTERDDP_SAVED",
     "supervisor to ranks: the file that the script named in `requeue(saved=...)` in the last attempt",
@@ -299,6 +300,13 @@ PLACEHOLDERS = Variable(
 )
 CODE = Variable("CLUSTERDDP_CODE", "supervisor to ranks and scripts: the snapshot of the code, if the run uses one")
 CHECKOUT = Variable("CLUSTERDDP_CHECKOUT", "supervisor to ranks and scripts: the repository that it is a copy of")
+FIRST_JOB = Variable(
+    "CLUSTERDDP_FIRST_JOB",
+    "supervisor to ranks and scripts: the run's first Slurm job; the run's name if it began locally",
+)
+SUBMITIT = Variable(
+    "CLUSTERDDP_SUBMITIT", "user to submitit: 1 has AutoExecutor submit with clusterddp, local start the ranks here"
+)
 WANDB_NAME = Variable(
     "CLUSTERDDP_WANDB_NAME", "supervisor to ranks: the id of the W&B run that the script itself starts"
 )
@@ -316,6 +324,6 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 #: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
-    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY, WANDB_NAME, MLFLOW, SAVED),
-    *(CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, PROTECT_SAVES, SEE_STEPS),
+    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME, MLFLOW, SAVED),
+    *(CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK, PROTECT_SAVES, SEE_STEPS),
 )

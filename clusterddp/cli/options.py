@@ -93,6 +93,10 @@ def add_arguments(
         help="run the first N steps without and with resumes, in temporary run directories, and name the first "
         "difference: in a job that is waited for, or with --local or --here",
     )  # fmt: skip
+    submission.add_argument(
+        "--debug", nargs="?", type=int, const=0, metavar="RANK",
+        help="connect a rank to this terminal, for breakpoint(), and let the others wait for it; default: 0",
+    )  # fmt: skip
     local = parser.add_argument_group("without Slurm")
     local.add_argument("--local", action="store_true", help="start the ranks as processes on this machine, and wait")
     local.add_argument(
@@ -102,10 +106,6 @@ def add_arguments(
     local.add_argument(
         "--preempt-at", action=_Preemption, default=[], dest="preemptions", metavar="REGEX",
         help="simulate a preemption once a rank prints a line that matches; repeatable, once per attempt",
-    )  # fmt: skip
-    local.add_argument(
-        "--debug", nargs="?", type=int, const=0, metavar="RANK",
-        help="connect a rank to the terminal, for breakpoint(); default: 0",
     )  # fmt: skip
 
 
@@ -147,18 +147,22 @@ def check_combinations(arguments: argparse.Namespace) -> None:
     """Refuses options that contradict each other."""
     if arguments.target and arguments.module:
         raise UsageError(f"both {arguments.target} and -m {arguments.module} were given: expected only one of them")
-    if not arguments.local and (arguments.preemptions or arguments.debug is not None):
-        raise UsageError("--preempt-after, --preempt-at and --debug require --local")
+    if not arguments.local and arguments.preemptions:
+        raise UsageError("--preempt-after and --preempt-at require --local")
     if arguments.check_resume is not None:
         _check_check_resume(arguments)
     if arguments.sweep:
         _check_sweep(arguments)
     elif arguments.max_running is not None or arguments.retry:
         raise UsageError("--max-running and --retry require --sweep")
-    if arguments.here and (arguments.local or arguments.dry_run or arguments.wait or arguments.follow):
+    debugs = arguments.debug is not None
+    if arguments.here and (arguments.local or arguments.dry_run or arguments.wait or arguments.follow or debugs):
         raise UsageError(
-            "--here cannot be combined with --local, --dry-run, --wait or -f: it runs in this allocation, and waits"
+            "--here cannot be combined with --local, --dry-run, --wait, -f or --debug: it runs in this allocation, and "
+            "waits"
         )
+    if debugs and (arguments.wait or arguments.follow or arguments.dry_run):
+        raise UsageError("--debug cannot be combined with --wait, -f or --dry-run: it connects this terminal to a rank")
     if arguments.fork and (arguments.here or arguments.change):
         raise UsageError("--fork cannot be combined with --here or --change: it starts a new run, with any arguments")
     if arguments.take_over and not arguments.run_dir:

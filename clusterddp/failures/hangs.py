@@ -136,7 +136,8 @@ def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang
         late = [status for status in statuses if status.rank in apart.late]
     else:
         apart = None
-    if not any(status.allowed_s is None or _over(status, now, beat_s) for status in late):
+    # A silent rank may have stopped right after its first step, for which it was last heard to have half an hour.
+    if late is not silent and not any(status.allowed_s is None or _over(status, now, beat_s) for status in late):
         return None  # they are back from something long, and the others still wait
     if any(status.allowed_s == math.inf for status in late):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import yaml
@@ -66,6 +66,8 @@ class Timeouts:
     """How long before the time limit the run saves and stops."""
 
 
+#: Seconds that the other ranks wait for one in a debugger.
+DEBUGGED_S = 86400.0
 #: Heartbeats per second, of all ranks together.
 MOST_BEATS = 1024
 
@@ -316,6 +318,11 @@ class Job:
         if self.resume is None or not resumes:
             return self.args
         return (*(self.args if self.resume.replace is None else self.resume.replace), *self.resume.args)
+
+    def debugged(self) -> Job:
+        """With a rank in a debugger, for which the others wait."""
+        timeouts = replace(self.timeouts, start_s=DEBUGGED_S, step_s=DEBUGGED_S)
+        return replace(self, watchdog=None, timeouts=timeouts)
 
     @property
     def ranks_per_node(self) -> int:

@@ -61,6 +61,7 @@ class RunDirectory:
     tracker_id_file = _Below("private/tracker-id")
     loop_file = _Below("private/loop.json")
     notice_file = _Below("private/notice.json")  # why the loop of a local run sends a signal
+    debug_file = _Below("private/debug.json")  # the rank of `submit --debug`
     _cancel_mark = _Below("cancelled")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -49,7 +49,7 @@ from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.messages import end_of_file
 from clusterddp.supervisor.monitor import Monitor
-from clusterddp.supervisor.own_checkpoints import OwnCheckpoints
+from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.state import (
     Action,
@@ -181,7 +181,7 @@ class Attempt:
                 self._handle(*self._events.get())
             self._write_timing(self._timing.last)
             self._ended.set()
-            looks.join()
+            looks.join(LAST_LOOK_S)  # a requeue does not wait for a disk
             self._writes.put(None)
             history.join()
 
@@ -203,6 +203,7 @@ class Attempt:
             **({protocol.STOP_SIGNAL: self._job.stop.signal} if self._job.stop.signal else {}),
             protocol.RUN_DIR: str(self._run),
             protocol.ATTEMPT: str(self._number),
+            protocol.FIRST_JOB: self._first_job(),
             protocol.DEVICE: self._job.device,
             protocol.LAUNCHER: self._launcher.name,
             protocol.SUPERVISOR: f"{self._launcher.supervisor_host}:{self._server.port}",
@@ -214,6 +215,11 @@ class Attempt:
             protocol.PROFILE: "on" if self._is_profile_due() else "off",
             protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }
+
+    def _first_job(self) -> str:
+        """The run's name in `submitit.JobEnvironment()`: the same in all attempts, also after a resubmission."""
+        known = [*(event for event in self._history.events if event["event"] == "started"), self._controller.describe()]
+        return str(known[0].get("job", self._run.path.name))
 
     def _script_trackers(self) -> dict[str, str]:
         """For trackers that the script itself uses, unless this run sends its metrics there."""

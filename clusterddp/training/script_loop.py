@@ -6,6 +6,7 @@ through the store of their attempt, which the first call opens. With a context t
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from clusterddp import protocol
 from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed.store import AttemptStore
 from clusterddp.errors import Stopped
@@ -119,6 +121,7 @@ def stop_requested() -> bool:
     if context is not None:
         return context.stop_requested()
     if control_channel.current is None:
+        _tell_if_started_by_a_rank()
         return False
     return (_loop or _begin()).stop_requested()
 
@@ -142,6 +145,15 @@ def requeue(saved: SavedPath | None = None) -> None:
         context.requeue(saved)
     if control_channel.current is not None:
         (_loop or _begin()).requeue(saved)
+
+
+@functools.cache
+def _tell_if_started_by_a_rank() -> None:
+    if protocol.SUPERVISOR in os.environ:
+        say(
+            "clusterddp.stop_requested() is always False in a process that a rank has started: have clusterddp start a "
+            "rank per GPU (--gpus), instead of starting processes in the script (torch.multiprocessing.spawn)"
+        )
 
 
 def began() -> bool:

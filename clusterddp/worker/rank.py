@@ -94,6 +94,8 @@ def main() -> None:
         own_steps.watch()
     script_trackers.continue_runs(run, ranks.rank, os.environ)
     collect_rarely()
+    if os.environ[protocol.LAUNCHER] == "slurm" and protocol.DEBUG_RANK in os.environ:
+        _debug(run, ranks.rank)
     command = filled(whole_command(sys.argv[1:], run), ranks)
     if ranks.rank == 0:
         control_channel.report("phase", phase="importing")
@@ -105,6 +107,16 @@ def main() -> None:
         rank_exit.finish_child(code)
     del held_port
     _exit_with_record(record, {**end, **values, "used_clusterddp": _used_clusterddp()}, code)
+
+
+def _debug(run: RunDirectory, rank: int) -> None:
+    """``breakpoint()`` waits for a debugger in one rank, and has no effect in the others."""
+    if rank == int(os.environ[protocol.DEBUG_RANK]):
+        from clusterddp.worker import debugger
+
+        debugger.install(run, int(os.environ[protocol.ATTEMPT]), rank)
+    else:
+        os.environ["PYTHONBREAKPOINT"] = "0"
 
 
 def whole_command(command: list[str], run: RunDirectory) -> list[str]:
@@ -269,7 +281,8 @@ def _step_reached() -> dict[str, int]:
 
 def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:
     code = STOPPED if isinstance(stopped, StoppedAlone) else 0
-    return {"end": "stopped", "step": stopped.step, "reason": stopped.reason}, code
+    alone = {"alone": True} if isinstance(stopped, StoppedAlone) else {}
+    return {"end": "stopped", "step": stopped.step, "reason": stopped.reason, **alone}, code
 
 
 def _done() -> tuple[dict[str, Any], int]:

@@ -274,6 +274,20 @@ def test_a_run_that_cannot_be_read_does_not_end_the_watch_of_the_others(
         watch.watch([damaged])
 
 
+@pytest.mark.parametrize(("others", "code"), [([], 14), (["completed"], 14), (["completed", "failed"], 1)])
+def test_a_completion_that_is_not_confirmed_has_an_exit_code_of_its_own(
+    run: RunDirectory, others: list[str], code: int
+) -> None:
+    """As of `submit --wait`; a failed run counts for more."""
+    runs = [run, *(RunDirectory(run.path.with_name(state)) for state in others)]
+    for one, state in zip(runs, ["completed", *others], strict=True):
+        one.create()
+        one.job_file.write_text("module: x\n")
+        write_json(one.outcome_file, {"state": state, "step": None, "reason": "why"})
+    write_json(run.outcome_file, {"state": "completed", "step": None, "reason": "unconfirmed: why", "confirmed": False})
+    assert watch.watch(runs) == code
+
+
 def test_each_event_of_several_runs_names_its_run(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
