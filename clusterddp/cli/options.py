@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from clusterddp.hostlist import tasks_per_node
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.profiles import find_profiles, read_profiles
+from clusterddp.jobdef.source import is_hydra_app, module_file
 from clusterddp.reporter import show
 from clusterddp.rundir.find import as_typed, open_run
 from clusterddp.rundir.ownership import check_run
@@ -238,9 +240,29 @@ def describe(
     """
     defaults = read_profiles(find_profiles(os.environ, Path.cwd()), slurm.submission_cluster(os.environ))
     if target and Path(target).suffix in (".yaml", ".yml"):
-        return jobs.load(target, overrides, values=values, defaults=defaults, origins=origins, section=section)
-    values |= {"script": target} if target else {}
-    return jobs.from_values(values, overrides=overrides, defaults=defaults, origins=origins)
+        job = jobs.load(target, overrides, values=values, defaults=defaults, origins=origins, section=section)
+    else:
+        values |= {"script": target} if target else {}
+        job = jobs.from_values(values, overrides=overrides, defaults=defaults, origins=origins)
+    return with_hydra(job)
+
+
+def with_hydra(job: Job) -> Job:
+    """The job with ``hydra: true`` where its program is seen to be a Hydra app."""
+    if job.hydra is None and _is_hydra_app(job):
+        job = replace(job, hydra=True)
+    if job.hydra and (multirun := {"-m", "--multirun"} & set(job.args)):
+        raise UsageError(
+            f"{multirun.pop()}: every rank would run all members of this multirun. Use `clusterddp submit --sweep "
+            f"lr=1,2`, or `python {job.script or f'-m {job.module}'} -m hydra/launcher=clusterddp lr=1,2`. To run all "
+            "members in every rank, use --set hydra=false"
+        )
+    return job
+
+
+def _is_hydra_app(job: Job) -> bool:
+    file = Path(job.script) if job.script else module_file(str(job.module), Path.cwd())
+    return file is not None and is_hydra_app(file)
 
 
 def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
+from clusterddp.jobdef.hydra_overrides import with_overrides
 from clusterddp.reporter import counted
 
 #: The module that calls a function which ``clusterddp.launch()`` pickled.
@@ -197,6 +198,9 @@ class Job:
     """The training script's absolute path; in YAML, a relative path is relative to the YAML file."""
     module: str | None = None
     """The training module, as for ``python -m``. Exactly one of ``script`` and ``module`` is given."""
+    hydra: bool | None = None
+    """Whether the program is a Hydra app: sweeps write overrides, and all attempts and ranks have one output folder.
+    None: as its source says, where that is clear (a function decorated with ``@hydra.main``)."""
     args: tuple[str, ...] = ()
     """The script's arguments, as text. Each attempt replaces ``{run_dir}``, ``{attempt}``, ``{node_rank}``,
     ``{nodes}``, ``{master_addr}``, ``{master_port}`` and ``{checkpoint}``; ``{{run_dir}}`` is the text itself."""
@@ -317,7 +321,8 @@ class Job:
         """The script's arguments, with their placeholders. ``resumes``: from a checkpoint of its own."""
         if self.resume is None or not resumes:
             return self.args
-        return (*(self.args if self.resume.replace is None else self.resume.replace), *self.resume.args)
+        base = self.args if self.resume.replace is None else self.resume.replace
+        return with_overrides(base, self.resume.args) if self.hydra else (*base, *self.resume.args)
 
     def debugged(self) -> Job:
         """With a rank in a debugger, for which the others wait."""

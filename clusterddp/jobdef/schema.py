@@ -326,6 +326,7 @@ READERS: dict[str, Reader] = {
     **_fields(
         script=value.text,
         module=value.matching(r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a module such as package.train"),
+        hydra=value.truth,
         args=value.arguments,
     ),
     "resume": _resume,

@@ -20,6 +20,7 @@ from clusterddp.errors import RunDirectoryError
 from clusterddp.protocol import ATTEMPT_ENDS, WITHOUT_RANKS
 from clusterddp.rundir import records
 from clusterddp.rundir.claims import is_job_id, read_claim
+from clusterddp.rundir.files import names_in, status
 from clusterddp.rundir.recent import SAMPLES, has_time, pace
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
 from clusterddp.rundir.timing import newest_interval
@@ -290,7 +291,7 @@ def _tried(read: Callable[[], _T | None], problems: list[str]) -> _T | None:
 def _names_in(folder: Path) -> list[str] | None:
     """The names in a folder; None if they cannot be read."""
     try:
-        return os.listdir(folder)
+        return names_in(folder)
     except FileNotFoundError:
         return []
     except OSError:
@@ -299,7 +300,7 @@ def _names_in(folder: Path) -> list[str] | None:
 
 def _changed(path: Path) -> float:
     with suppress(OSError):
-        return path.stat().st_mtime
+        return status(path).st_mtime
     return 0.0
 
 

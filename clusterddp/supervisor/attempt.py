@@ -37,7 +37,7 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.secrets import secret_values
 from clusterddp.reporter import say
 from clusterddp.rundir.control_address import Address, write_address
-from clusterddp.rundir.files import write_atomically
+from clusterddp.rundir.files import read_bytes, write_atomically
 from clusterddp.rundir.records import is_time
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.rundir.timing import TimingFile, TimingLines
@@ -213,6 +213,7 @@ class Attempt:
             protocol.PROTECT_SAVES: "on" if self._job.protect_saves else "off",
             protocol.SEE_STEPS: "on" if self._job.see_steps else "off",
             protocol.PROFILE: "on" if self._is_profile_due() else "off",
+            protocol.HYDRA: str(self._run_began()) if self._job.hydra else "",
             protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }
 
@@ -220,6 +221,10 @@ class Attempt:
         """The run's name in `submitit.JobEnvironment()`: the same in all attempts, also after a resubmission."""
         known = [*(event for event in self._history.events if event["event"] == "started"), self._controller.describe()]
         return str(known[0].get("job", self._run.path.name))
+
+    def _run_began(self) -> float:
+        """The same moment in every attempt: that of the first event, which in the first attempt is its start."""
+        return min((event["time"] for event in self._history.events), default=self._launched)
 
     def _script_trackers(self) -> dict[str, str]:
         """For trackers that the script itself uses, unless this run sends its metrics there."""
@@ -452,9 +457,9 @@ def tracker_id(run: RunDirectory) -> str:
     """The run's name in trackers: random, as another run may have had the same run directory. Recorded when it is first
     asked for; one process does so at a time, the run's supervisor. Raises OSError."""
     with suppress(FileNotFoundError):
-        return run.tracker_id_file.read_text().strip()
+        return read_bytes(run.tracker_id_file).decode().strip()
     write_atomically(run.tracker_id_file, f"{secrets.token_hex(4)}\n", mode=0o600)
-    return run.tracker_id_file.read_text().strip()
+    return read_bytes(run.tracker_id_file).decode().strip()
 
 
 def _nodes_of(controller: Controller) -> NodeNames:

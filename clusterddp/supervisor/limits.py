@@ -170,7 +170,7 @@ def _fruitless(job: Job, events: list[Mapping[str, Any]]) -> int:
     """How many consecutive attempts, up to the newest, failed or reached their time limit without a new checkpoint.
 
     A script whose checkpoints are unknown may save on its own: then attempts that reached their time limit do not
-    count, nor do long ones.
+    count, nor do long ones. One that reached it in less than a minute does: the limit leaves no time to train.
     """
     needs_own = job.resume is not None and bool(job.resume.args or job.resume.replace)
     saves_alone = any("log" in event for event in events if event["event"] == "training")
@@ -181,10 +181,11 @@ def _fruitless(job: Job, events: list[Mapping[str, Any]]) -> int:
     for attempt in sorted({event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}, reverse=True):
         own = [event for event in events if event["attempt"] == attempt]
         failed, timed = any(map(_failed, own)), any(map(_timed, own))
-        if not records and own[-1]["time"] - own[0]["time"] >= LONG_S:
+        lasted_s = own[-1]["time"] - own[0]["time"]
+        if not records and lasted_s >= LONG_S:
             break
         saved = any(event["event"] in ("checkpoint", *SAVED_ITSELF) for event in own)
-        if not (failed or (timed and records)) or saved:
+        if not (failed or (timed and (records or lasted_s < PROGRESS_S))) or saved:
             break
         count += 1
     return count

@@ -14,6 +14,7 @@ from clusterddp.failures.stacks import different_calls, end_of_log
 from clusterddp.jobdef.secrets import masked
 from clusterddp.protocol import HANDLER_REPLACED
 from clusterddp.reporter import counted, duration, printable
+from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.limits import SAVED_ITSELF
@@ -307,7 +308,7 @@ def failure_box(
 def end_of_file(log: Path) -> str:
     """The last MiB of a log; empty if it cannot be read."""
     try:
-        with open(log, "rb") as file:
+        with open_binary(log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
             return file.read().decode(errors="replace")
     except OSError:

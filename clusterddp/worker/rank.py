@@ -97,6 +97,8 @@ def main() -> None:
     if os.environ[protocol.LAUNCHER] == "slurm" and protocol.DEBUG_RANK in os.environ:
         _debug(run, ranks.rank)
     command = filled(whole_command(sys.argv[1:], run), ranks)
+    if os.environ.get(protocol.HYDRA):
+        command = hydra_command(command, run)
     if ranks.rank == 0:
         control_channel.report("phase", phase="importing")
         if protocol.SAVED in os.environ:
@@ -150,6 +152,16 @@ def filled(command: list[str], ranks: environment.RankEnvironment) -> list[str]:
         os.environ[name] = fill(os.environ[name], values)
     target = 2 if command[0] == "-m" else 1
     return [*command[:target], *(fill(word, values) for word in command[target:])]
+
+
+def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
+    """The same for a Hydra app: with what makes all ranks and attempts share one output folder."""
+    from clusterddp.jobdef.hydra_overrides import of_run
+
+    # Else Hydra prints a traceback of its own and exits with 1, and the record has no exception.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    target = 2 if command[0] == "-m" else 1
+    return [*command[:target], *of_run(command[target:], run.path)]
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:

@@ -164,6 +164,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "job_name": (["digits", "1", "é.x"], ["a b", "-x", "[a]", "a/b"]),
     "script": (["train.py"], ["[train.py]", "{a: b}", '""']),
     "module": (["package.train"], ["1a", "a b", "a/b", "[a]"]),
+    "hydra": (["true", "false"], ["no", "1", "[true]"]),
     "args": _ARGUMENTS,
     "resume": (
         [

@@ -33,6 +33,7 @@ EVERYTHING = """\
 job_name: digits
 script: train.py
 args: [--lr, 1e-4, --name, no, 0123, "", 'two words', ~]
+hydra: true
 resume: {checkpoint: "{run_dir}/*.pt", args: [--resume]}
 done: {log: epochs completed}
 stop: {signal: USR1}
@@ -105,6 +106,7 @@ def test_every_field_is_read(folder: Path) -> None:
         name="digits",
         script=str(folder / "train.py"),
         args=("--lr", "1e-4", "--name", "no", "0123", "", "two words", "~"),
+        hydra=True,
         resume=Resume(("{run_dir}/*.pt",), ("--resume",)),
         done=Done(log="epochs completed"),
         stop=StopSignal("USR1"),

@@ -110,6 +110,20 @@ def test_a_node_that_failed_the_run_twice_stays_excluded(
     assert submitted == [f"job.sbatch{options}"]
 
 
+def test_a_job_that_a_shared_disk_does_not_show_yet_is_not_submitted_again(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has started on a node, and taken the claim of the submission; the new attempt's is not visible here."""
+    watcher = look(run, info("NODE_FAIL"), monkeypatch)
+    run.submitted_file.unlink()
+    monkeypatch.setattr(
+        "clusterddp.slurm.commands.show_job", {"41": info("NODE_FAIL"), "42": info("RUNNING", job="42")}.get
+    )
+    watcher._ask_at = 0.0
+    assert not watcher.look()
+    assert submitted == ["job.sbatch"]
+
+
 def test_of_two_watchers_at_the_same_moment_one_resubmits(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,6 +267,8 @@ def test_a_hold_is_lifted_only_after_slurmd_accepts_a_new_credential(
     assert hold.lift_when_safe(held)
     assert lifted == ["41"]
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2)), "the next requeue, unseen in between"
+    clock[0] += watch.SETTLE_S + 1
+    assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2, job="42")), "of the run's next job"
     assert not hold.lift_when_safe(info("PENDING", "Resources", restarts=1))
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=0)), "the user's own --begin"
 
