@@ -366,6 +366,6 @@ def test_ctrl_c_before_the_watch_of_a_submission_begins_says_that_the_run_contin
 
     monkeypatch.setattr(submit, "submit_to_slurm", lambda *_: (run, "41"))
     monkeypatch.setattr(watch, "watch", interrupted)
-    arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None)
+    arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None, debug=None)
     assert submit.submit_slurm(arguments, JOB) == INTERRUPTED  # type: ignore[arg-type]
     assert f"the run continues; watch it with: clusterddp watch {run.quoted}\n" in capsys.readouterr().err
