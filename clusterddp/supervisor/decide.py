@@ -388,7 +388,8 @@ def _on_hang(state: State, hang: Hang, now: float) -> Step:
     """Ends all ranks: those that can exit on their own do when they are told, and the launcher kills the rest."""
     if not state.watched:
         return state, []
-    values, nodes = asdict(hang), {state.node_of(rank) for rank in hang.late}
+    nodes = {state.node_of(rank) for rank in hang.late}
+    values = {name: value for name, value in asdict(hang).items() if value is not None}
     if values.pop("of_device") and len(nodes) == 1:
         values["suspect"] = nodes.pop()
     record = Record("hung", {"rank": hang.late[0], **values})

@@ -42,7 +42,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     call = PreemptibleCall(run, attempt, rank, load_function(function_of(run, attempt, rank)))
     value = call.carry_out()
-    write_atomically(result_file(run, attempt, call.rank), cloudpickle.dumps(value), mode=0o600)
+    write_atomically(run.result_file(attempt, call.rank), cloudpickle.dumps(value), mode=0o600)
 
 
 class PreemptibleCall:
@@ -135,11 +135,6 @@ def newest_function(run: RunDirectory, attempt: int) -> Path:
     """The function of ``attempt``: the result of the newest earlier ``checkpoint()``, else the function as launched."""
     earlier = [run.attempt_private(number) / "function.pkl" for number in run.attempts() if number < attempt]
     return next((path for path in reversed(earlier) if path.exists()), function_file(run))
-
-
-def result_file(run: RunDirectory, attempt: int, rank: int) -> Path:
-    """The file for a rank's return value."""
-    return run.attempt_private(attempt) / f"result-{rank}.pkl"
 
 
 def pickled(delayed: DelayedSubmission) -> bytes:
