@@ -22,6 +22,8 @@
 # make test-browser  the page of `clusterddp report` in Chromium (as root on Debian or Ubuntu, it is installed), with axe;
 #                    SCREENSHOTS=FOLDER keeps pictures
 # make chaos    what user code does to its own process (forks, signal handlers, exits), preempted and killed at random
+# make simulate      histories of the protocol in a simulated world, by its own code: SIMULATE="--histories 100000 --seed 7",
+#                    "--tell --shrink --seed 7" the story of one, "--mutants" whether mistakes in the product are found
 # make soak     300 preemptions and other faults at random moments; make bench-handover, bench-agreement: what stopping costs
 # make soak-booking  whether each second of a run interrupted 23 times is booked to what it was doing (11 minutes)
 # make bench  our figures, each beside its limit, in one table: docs/measurements/bench.md; at most 15 minutes;
@@ -56,7 +58,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check -q
 INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEMO_RUN = .clusterddp-demo
 
-.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
+.PHONY: demo test test-fast test-versions gpu-surface real-nccl test-gpu-faults gpu-check test-24.11 test-product test-browser chaos simulate soak soak-booking bench bench-steady-state bench-handover bench-agreement bench-heartbeat bench-step-timing bench-orders bench-streams bench-input bench-peers bench-saves bench-restore bench-startup measure-math-library bench-checkpoint bench-report bench-scale lint pictures reference completion dist coverage cluster slurm clean
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -68,7 +70,7 @@ DEMO_RUN = .clusterddp-demo
 
 # What the tests of the integrations and the trackers need in addition.
 .venv/integrations: .venv/ready
-	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations,tensorboard,wandb,mlflow]'
+	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations,hydra,tensorboard,wandb,mlflow]'
 	@touch $@
 
 demo: .venv/ready
@@ -123,7 +125,7 @@ test-product: .venv/integrations slurm
 		tests/slurm/test_templates.py tests/slurm/test_world_size.py tests/slurm/test_here.py tests/slurm/test_faults.py tests/cluster/test_cluster.py \
 		tests/slurm/test_fencing.py tests/slurm/test_jobs.py tests/slurm/test_disk.py tests/slurm/test_main_job.py tests/slurm/test_preemption.py \
 		tests/slurm/test_transcript.py tests/slurm/test_integrations.py tests/ranks/test_check_resume.py \
-		tests/slurm/test_check_resume.py tests/slurm/test_sweeps.py tests/slurm/test_doctor.py \
+		tests/slurm/test_check_resume.py tests/slurm/test_sweeps.py tests/slurm/test_hydra.py tests/slurm/test_doctor.py \
 		tests/slurm/test_script_process.py tests/ranks/test_group_ends.py tests/unit/test_math_library.py
 
 .venv/browser: .venv/ready
@@ -136,6 +138,9 @@ test-browser: .venv/browser
 
 chaos: .venv/ready slurm
 	.venv/bin/python -m tests.chaos $(CHAOS)
+
+simulate: .venv/ready
+	.venv/bin/python -m tests.simulation $(SIMULATE)
 
 soak: .venv/ready slurm
 	.venv/bin/python -m benchmarks.soak $(SOAK)

@@ -24,7 +24,7 @@ from clusterddp.checkpoint import file_format
 from clusterddp.errors import CheckpointError, Superseded
 from clusterddp.jobdef.job import Keep
 from clusterddp.reporter import say
-from clusterddp.rundir.files import fsync_directory, write_json
+from clusterddp.rundir.files import exists, fsync_directory, names_in, rename, status, unlink, write_json
 from clusterddp.rundir.records import METRICS, retrying, schema_error
 from clusterddp.rundir.run_directory import RunDirectory
 
@@ -162,7 +162,7 @@ class Checkpoints:
         for attempt, path in incomplete(self._directory):
             if attempt <= self._attempt:
                 self.check_newest()
-                path.unlink(missing_ok=True)
+                unlink(path)
         return self._path(step).with_name(f".{self._path(step).name}.{secrets.token_hex(4)}.tmp")
 
     def commit(self, temporary: Path, step: int) -> Checkpoint:
@@ -173,16 +173,16 @@ class Checkpoints:
         checkpoint = Checkpoint(self._path(step), step, self._attempt)
         try:
             self.check_newest()
-            temporary.rename(checkpoint.path)
+            rename(temporary, checkpoint.path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            unlink(temporary)
             raise
         try:
             fsync_directory(checkpoint.path.parent)
         except OSError:
             # A crash could still undo the rename, so no attempt may resume from this file.
             with suppress(OSError):
-                checkpoint.path.unlink(missing_ok=True)
+                unlink(checkpoint.path)
             raise
         return checkpoint
 
@@ -191,7 +191,7 @@ class Checkpoints:
         for checkpoint in self.old():
             self.check_newest()
             try:
-                checkpoint.path.unlink(missing_ok=True)
+                unlink(checkpoint.path)
             except OSError as error:  # the new one is committed; retried after the next
                 say(f"cannot delete {checkpoint.path.name}: {error.strerror}")
 
@@ -204,11 +204,11 @@ class Checkpoints:
         candidates = self.candidates()
         stay = kept(candidates, replace(self._keep, last=2))
         old = [checkpoint for checkpoint in candidates if checkpoint not in stay]
-        room = shutil.disk_usage(self.folder).free + sum(checkpoint.path.stat().st_size for checkpoint in old)
+        room = shutil.disk_usage(self.folder).free + sum(status(checkpoint.path).st_size for checkpoint in old)
         if not old or room < needed:
             return None
         self.check_newest()
-        old[-1].path.unlink(missing_ok=True)
+        unlink(old[-1].path)
         return old[-1].step
 
     def old(self) -> list[Checkpoint]:
@@ -240,15 +240,23 @@ class Checkpoints:
 def visible(directory: RunDirectory) -> Iterator[Checkpoint]:
     """All checkpoints in the folder, of any lineage, in no order."""
     folder = directory.checkpoints
-    for path in retrying(folder, lambda: list(folder.iterdir()) if folder.exists() else []):
+    for path in retrying(folder, lambda: _paths_in(folder)):
         if match := _NAME.fullmatch(path.name):
             yield Checkpoint(path, int(match[1]), int(match[2]))
+
+
+def _paths_in(folder: Path) -> list[Path]:
+    """Of all files in a folder; none if it does not exist."""
+    try:
+        return [folder / name for name in names_in(folder)]
+    except FileNotFoundError:
+        return []
 
 
 def incomplete(directory: RunDirectory) -> Iterator[tuple[int, Path]]:
     """The files that were being written when their attempt was killed, or still are; each with its attempt."""
     folder = directory.checkpoints
-    for path in folder.iterdir() if folder.exists() else ():
+    for path in _paths_in(folder):
         if match := _TEMPORARY.fullmatch(path.name):
             yield int(match[1]), path
 
@@ -336,7 +344,7 @@ def _record(directory: RunDirectory, attempt: int) -> Mapping[str, Any] | None:
     """An attempt's resume record; None if it has none, ``_UNKNOWN`` if its records cannot be read."""
     try:
         record = directory.resumed(attempt)
-        return record if record or directory.attempt_private(attempt).exists() else _UNKNOWN
+        return record if record or exists(directory.attempt_private(attempt)) else _UNKNOWN
     except PermissionError:
         return _UNKNOWN
 

@@ -7,7 +7,6 @@ A claim names the run that it was written for, so that it is void in a copy of t
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_namespace, process_start
-from clusterddp.rundir.files import write_json
+from clusterddp.rundir.files import create_exclusively, resolved, status, write_json
 from clusterddp.rundir.records import Schema, is_text, optional, read_json, schema_error
 
 if TYPE_CHECKING:
@@ -45,18 +44,7 @@ def write_claim(path: Path, run: RunDirectory, claim: Mapping[str, Any]) -> None
 
 def create_claim(path: Path, run: RunDirectory, claim: Mapping[str, Any]) -> bool:
     """Writes a claim, for its owner alone, unless the file exists; returns whether it did."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return False
-    try:
-        with open(descriptor, "w") as file:
-            json.dump({**claim, "run": _identity(run)}, file)
-    except OSError as error:
-        error.filename = str(path)  # that of a write has no file name
-        path.unlink(missing_ok=True)
-        raise
-    return True
+    return create_exclusively(path, json.dumps({**claim, "run": _identity(run)}), 0o600)
 
 
 def read_claim(path: Path, run: RunDirectory) -> dict[str, Any] | None:
@@ -84,9 +72,9 @@ def process_alive(claim: Mapping[str, Any]) -> bool:
 
 
 def _identity(run: RunDirectory) -> dict[str, Any]:
-    return {"path": str(run.path.resolve()), "inode": run.path.stat().st_ino}
+    return {"path": resolved(run.path), "inode": status(run.path).st_ino}
 
 
 def _is_of(run: RunDirectory, written_for: Mapping[str, Any]) -> bool:
     """A run that was moved keeps its inode; one that is mounted on another node may keep only its path."""
-    return written_for.get("inode") == run.path.stat().st_ino or written_for.get("path") == str(run.path.resolve())
+    return written_for.get("inode") == status(run.path).st_ino or written_for.get("path") == resolved(run.path)

@@ -137,8 +137,64 @@ def make_folder(path: Path, exist_ok: bool = True, mode: int = 0o777) -> None:
 
 def remove(path: Path) -> None:
     """Deletes a file durably, if it exists."""
-    path.unlink(missing_ok=True)
+    unlink(path)
     fsync_directory(path.parent)
+
+
+def unlink(path: Path) -> None:
+    """Deletes a file, if it exists; a crash may bring it back."""
+    path.unlink(missing_ok=True)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Renames a file; one of the new name is replaced."""
+    old.rename(new)
+
+
+def create_exclusively(path: Path, content: str, mode: int) -> bool:
+    """Writes a new file; returns whether there was none. An error leaves none."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        return False
+    try:
+        with open(descriptor, "w") as file:
+            file.write(content)
+    except OSError as error:
+        error.filename = str(path)  # that of a write has no file name
+        unlink(path)
+        raise
+    return True
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file or a folder. OSError if that cannot be seen."""
+    return path.exists()
+
+
+def status(path: Path) -> os.stat_result:
+    """The file's status; FileNotFoundError if there is none."""
+    return path.stat()
+
+
+def resolved(path: Path) -> str:
+    """The path without symbolic links."""
+    return str(path.resolve())
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder."""
+    return os.listdir(folder)
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's content."""
+    return path.read_bytes()
+
+
+def open_binary(path: Path, change: bool = False, buffered: bool = True) -> BinaryIO:
+    """Opens an existing file to read it, and to ``change`` it."""
+    return open(path, "rb+" if change else "rb", buffering=-1 if buffered else 0)
 
 
 def fsync_file_system(path: Path) -> None:

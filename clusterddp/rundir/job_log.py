@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.rundir.claims import read_claim
+from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.run_directory import RunDirectory
 
 #: The most bytes and lines that are read at the end of a log.
@@ -59,7 +60,7 @@ def taken_over(run: RunDirectory, claim: Mapping[str, Any]) -> bool:
 def _last_lines(path: Path) -> tuple[str, ...]:
     """The last lines of a log that are not empty; none if it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open_binary(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _BYTES))
             text = file.read().decode(errors="replace")
     except OSError:

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.reporter import say
+from clusterddp.rundir.files import open_binary, read_bytes
 
 _T = TypeVar("_T")
 
@@ -134,7 +135,7 @@ def read_json(path: Path, schema: Schema | None = None) -> dict[str, Any] | None
     Raises RunDirectoryError if the content is not JSON or does not match the schema.
     """
     try:
-        text = retrying(path, path.read_bytes)
+        text = retrying(path, lambda: read_bytes(path))
     except FileNotFoundError:
         return None
     try:
@@ -152,7 +153,7 @@ def read_lines(path: Path, schema: Schema | None = None) -> Iterator[dict[str, A
     Lines that do not match the schema are skipped, with one warning that names the first of them.
     """
     try:
-        content = retrying(path, path.read_bytes)
+        content = retrying(path, lambda: read_bytes(path))
     except FileNotFoundError:
         return
     skipped: list[tuple[int, str]] = []
@@ -170,7 +171,7 @@ def read_backwards(path: Path, schema: Schema | None = None) -> Iterator[dict[st
     Reads block by block from the end: the newest lines of a long file cost little.
     """
     try:
-        file = retrying(path, lambda: open(path, "rb"))
+        file = retrying(path, lambda: open_binary(path))
     except FileNotFoundError:
         return
     warned = False
@@ -195,7 +196,7 @@ def both_ends(path: Path, size: int, first: int | None = None) -> tuple[list[byt
     all. The file is opened once. If one line fills the last bytes, more are read. ``first``: another number of bytes at
     the beginning."""
     try:
-        file = retrying(path, lambda: open(path, "rb", buffering=0))
+        file = retrying(path, lambda: open_binary(path, buffered=False))
     except FileNotFoundError:
         return [], []
     with file:
@@ -239,7 +240,7 @@ def _read_at(path: Path, file: BinaryIO, position: int, size: int) -> bytes:
 def drop_torn_line(path: Path) -> None:
     """Removes an incomplete last line, left by a writer that was killed. The next writer calls it before it appends."""
     try:
-        file = retrying(path, lambda: open(path, "rb+"))
+        file = retrying(path, lambda: open_binary(path, change=True))
     except FileNotFoundError:
         return
     with file:

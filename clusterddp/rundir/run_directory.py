@@ -12,7 +12,15 @@ from typing import Any
 
 from clusterddp.errors import RunDirectoryError
 from clusterddp.rundir import records
-from clusterddp.rundir.files import create_folder, fsync_directory, make_folder, remove, write_atomically
+from clusterddp.rundir.files import (
+    create_folder,
+    exists,
+    fsync_directory,
+    make_folder,
+    names_in,
+    remove,
+    write_atomically,
+)
 from clusterddp.rundir.sharing import make_private, share_run
 
 #: A folder of runs with this file is a sweep.
@@ -61,6 +69,7 @@ class RunDirectory:
     tracker_id_file = _Below("private/tracker-id")
     loop_file = _Below("private/loop.json")
     notice_file = _Below("private/notice.json")  # why the loop of a local run sends a signal
+    debug_file = _Below("private/debug.json")  # the rank of `submit --debug`
     _cancel_mark = _Below("cancelled")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -77,7 +86,7 @@ class RunDirectory:
     def exists(self) -> bool:
         """Whether the folder holds a run: it has a job definition. Raises RunDirectoryError if access is denied."""
         try:
-            return self.job_file.exists()
+            return exists(self.job_file)
         except PermissionError as error:
             raise RunDirectoryError(
                 f"{self}: permission denied: its owner can share the run with `--change --set share=group`"
@@ -117,12 +126,14 @@ class RunDirectory:
 
     def create_attempt(self) -> int:
         """Claims the next attempt number, by an exclusive mkdir."""
-        if not self.logs.exists():  # deleted together with the logs of earlier attempts
+        if not exists(self.logs):  # deleted together with the logs of earlier attempts
             create_folder(self.logs, exist_ok=True)
             fsync_directory(self.path)
         recorded: list[int] = [] if self.attempts() else [event["attempt"] for event in self.events()]
+        number = -1
         while True:
-            number = max([-1, *recorded, *self.attempts()]) + 1
+            # One that another node has just created may exist, and not be listed here for a minute.
+            number = max([number, *recorded, *self.attempts()]) + 1
             try:
                 create_folder(self.attempt_logs(number))
             except FileExistsError:
@@ -142,6 +153,10 @@ class RunDirectory:
     def attempt_private(self, attempt: int) -> Path:
         """The folder of an attempt's records: how each rank ended, what was resumed."""
         return self.private / f"attempt-{attempt}"
+
+    def result_file(self, attempt: int, rank: int) -> Path:
+        """A rank's return value, pickled: that of a launched function, or of a Hydra app's task function."""
+        return self.attempt_private(attempt) / f"result-{rank}.pkl"
 
     def holder_file(self, attempt: int) -> Path:
         """Where an attempt's supervisor records its job or process."""
@@ -246,12 +261,12 @@ class RunDirectory:
     @property
     def cancelled(self) -> bool:
         """Whether ``clusterddp cancel`` was called."""
-        return self._cancel_mark.exists()
+        return exists(self._cancel_mark)
 
 
 def _names_in(folder: Path) -> list[str]:
     """The names in a folder; none if it does not exist."""
     try:
-        return records.retrying(folder, lambda: os.listdir(folder))
+        return records.retrying(folder, lambda: names_in(folder))
     except FileNotFoundError:
         return []

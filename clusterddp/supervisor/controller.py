@@ -16,7 +16,7 @@ from clusterddp.hostlist import expand
 from clusterddp.jobdef.job import Job
 from clusterddp.process import started_at
 from clusterddp.reporter import say
-from clusterddp.rundir.files import write_json
+from clusterddp.rundir.files import exists, write_json
 from clusterddp.rundir.records import is_text, read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
@@ -156,7 +156,7 @@ class SlurmController(Controller):
         This job must not be requeued once there is a new one: Slurm 24.11 requeues a job that exits within a grace
         period.
         """
-        if not self._run.batch_script.exists():
+        if not exists(self._run.batch_script):
             raise SlurmError(f"{self._run.batch_script} is missing, which a resubmission needs")
         with suppress(SlurmError):  # refused if the job is ending already, and will not be requeued
             slurm.set_requeue(self._job_id, allowed=False)

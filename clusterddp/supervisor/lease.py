@@ -19,7 +19,7 @@ from typing import Any
 from clusterddp.errors import RunDirectoryError
 from clusterddp.process import process_namespace, process_start
 from clusterddp.rundir.claims import create_claim, on_this_machine, process_alive, read_claim, write_claim
-from clusterddp.rundir.files import remove, write_json
+from clusterddp.rundir.files import names_in, remove, status, unlink, write_json
 from clusterddp.rundir.ownership import owner_of
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
@@ -99,13 +99,13 @@ def submitting(run: RunDirectory) -> Iterator[str | None]:
         if max(claims) == number and being_submitted(run, earlier) is None:
             mine = path
         else:
-            path.unlink()
+            unlink(path)
     try:
         for path in earlier.values():
-            path.unlink(missing_ok=True)
+            unlink(path)
         yield None
     finally:
-        mine.unlink(missing_ok=True)
+        unlink(mine)
 
 
 def being_submitted(run: RunDirectory, claims: Mapping[int, Path] | None = None) -> str | None:
@@ -117,7 +117,7 @@ def being_submitted(run: RunDirectory, claims: Mapping[int, Path] | None = None)
 
 def _submissions(run: RunDirectory) -> dict[int, Path]:
     try:
-        names = [re.fullmatch(r"submitting-(\d+)\.json", name) for name in os.listdir(run.private)]
+        names = [re.fullmatch(r"submitting-(\d+)\.json", name) for name in names_in(run.private)]
     except (FileNotFoundError, PermissionError):  # no run, or another user's
         return {}
     return {int(match[1]): run.private / match[0] for match in names if match}
@@ -126,7 +126,7 @@ def _submissions(run: RunDirectory) -> dict[int, Path]:
 def _submitted_by(run: RunDirectory, path: Path) -> str | None:
     """The process that claims to submit the run; None if it has ended."""
     try:
-        recent = time.time() - path.stat().st_mtime < SUBMISSION_S
+        recent = time.time() - status(path).st_mtime < SUBMISSION_S
         entry = read_claim(path, run)
     except FileNotFoundError:
         return None

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from clusterddp.errors import RunDirectoryError, SlurmError, SlurmMissing, SlurmUnavailable
 from clusterddp.reporter import say
+from clusterddp.rundir.files import status
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor.controller import Controller
 from clusterddp.supervisor.state import ASK_S, ControllerFailed, Event, RunRemoved, Superseded
@@ -136,7 +137,7 @@ def pause_s(left_s: float | None, failures: int = 0) -> float:
 def _missing(path: Path) -> bool:
     """Whether a path does not exist; OSError if that cannot be seen."""
     try:
-        path.stat()
+        status(path)
     except (FileNotFoundError, NotADirectoryError):
         return True
     return False

@@ -975,6 +975,17 @@ def test_long_attempts_of_a_script_that_records_no_steps_are_not_fruitless() -> 
     assert "3 consecutive attempts failed" in (exceeded(JOB, recorded, now=1e6) or "")
 
 
+@pytest.mark.parametrize(("seconds", "ends"), [(12.0, True), (90.0, False)])
+def test_a_time_limit_that_leaves_no_time_to_train_ends_the_run(seconds: float, ends: bool) -> None:
+    """An administrator lowered it below the notice, so that no attempt records a step: it would be requeued forever."""
+    events = [
+        {"event": event, "attempt": number, "time": 200.0 * number + at, **values}
+        for number in range(3)
+        for event, at, values in (("started", 0.0, {}), ("requeued", seconds, {"cause": LIMIT}))
+    ]
+    assert (exceeded(JOB, events, now=1e6) is not None) == ends
+
+
 def test_each_attempt_counts_with_the_ranks_that_it_had() -> None:
     """An hour with 2 ranks, then one with 4; a record without them counts as the present attempt."""
     events = history((LIMIT, True), (LIMIT, True))

@@ -20,6 +20,7 @@ from clusterddp.cli.runs.cancel import cancel_run
 from clusterddp.cli.runs.status import show
 from clusterddp.errors import RunDirectoryError
 from clusterddp.jobdef.job import Job
+from clusterddp.rundir import run_directory
 from clusterddp.rundir.files import append_line, make_folder, write_atomically, write_json
 from clusterddp.rundir.records import drop_torn_line, read_backwards, read_json, read_lines
 from clusterddp.rundir.run_directory import RunDirectory
@@ -46,6 +47,15 @@ def test_attempts_are_numbered_from_zero_without_gaps_or_doubles(run: RunDirecto
         thread.join()
     assert sorted(claimed) == list(range(8))
     assert run.newest_attempt() == 7
+
+
+def test_an_attempt_that_cannot_be_seen_yet_is_skipped(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared disk may not show another node's new folder for a minute, and refuses to make it again."""
+    run.create_attempt()
+    names = run_directory.names_in(run.logs)
+    run.create_attempt()
+    monkeypatch.setattr(run_directory, "names_in", lambda _: names)
+    assert run.create_attempt() == 2
 
 
 def test_no_attempt_before_the_first(tmp_path: Path) -> None:

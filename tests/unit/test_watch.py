@@ -110,6 +110,20 @@ def test_a_node_that_failed_the_run_twice_stays_excluded(
     assert submitted == [f"job.sbatch{options}"]
 
 
+def test_a_job_that_a_shared_disk_does_not_show_yet_is_not_submitted_again(
+    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has started on a node, and taken the claim of the submission; the new attempt's is not visible here."""
+    watcher = look(run, info("NODE_FAIL"), monkeypatch)
+    run.submitted_file.unlink()
+    monkeypatch.setattr(
+        "clusterddp.slurm.commands.show_job", {"41": info("NODE_FAIL"), "42": info("RUNNING", job="42")}.get
+    )
+    watcher._ask_at = 0.0
+    assert not watcher.look()
+    assert submitted == ["job.sbatch"]
+
+
 def test_of_two_watchers_at_the_same_moment_one_resubmits(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,6 +267,8 @@ def test_a_hold_is_lifted_only_after_slurmd_accepts_a_new_credential(
     assert hold.lift_when_safe(held)
     assert lifted == ["41"]
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2)), "the next requeue, unseen in between"
+    clock[0] += watch.SETTLE_S + 1
+    assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=2, job="42")), "of the run's next job"
     assert not hold.lift_when_safe(info("PENDING", "Resources", restarts=1))
     assert not hold.lift_when_safe(info("PENDING", "BeginTime", restarts=0)), "the user's own --begin"
 
@@ -272,6 +288,20 @@ def test_a_run_that_cannot_be_read_does_not_end_the_watch_of_the_others(
     assert f"damaged: no longer watched: {damaged.outcome_file} is not JSON" in capsys.readouterr().err
     with pytest.raises(RunDirectoryError, match="is not JSON"):
         watch.watch([damaged])
+
+
+@pytest.mark.parametrize(("others", "code"), [([], 14), (["completed"], 14), (["completed", "failed"], 1)])
+def test_a_completion_that_is_not_confirmed_has_an_exit_code_of_its_own(
+    run: RunDirectory, others: list[str], code: int
+) -> None:
+    """As of `submit --wait`; a failed run counts for more."""
+    runs = [run, *(RunDirectory(run.path.with_name(state)) for state in others)]
+    for one, state in zip(runs, ["completed", *others], strict=True):
+        one.create()
+        one.job_file.write_text("module: x\n")
+        write_json(one.outcome_file, {"state": state, "step": None, "reason": "why"})
+    write_json(run.outcome_file, {"state": "completed", "step": None, "reason": "unconfirmed: why", "confirmed": False})
+    assert watch.watch(runs) == code
 
 
 def test_each_event_of_several_runs_names_its_run(

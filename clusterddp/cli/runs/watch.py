@@ -20,6 +20,7 @@ from clusterddp.failures import exclusion
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.reporter import show, what_failed
+from clusterddp.rundir.files import unlink
 from clusterddp.rundir.find import find_runs
 from clusterddp.rundir.job_log import early_end
 from clusterddp.rundir.ownership import check_run
@@ -58,15 +59,15 @@ class Hold:
     """The hold that Slurm puts on a job after each requeue."""
 
     def __init__(self) -> None:
-        self._restarts = 0
+        self._of: tuple[str, int] | None = None
         self._since = 0.0
 
     def lift_when_safe(self, job: JobInfo) -> bool:
         """Lifts the hold if the job has been in it for long enough; returns whether it did."""
         if job.state != "PENDING" or job.reason != "BeginTime" or not job.restarts:
             return False
-        if job.restarts != self._restarts:  # each requeue starts another hold
-            self._restarts, self._since = job.restarts, time.monotonic()
+        if (job.job_id, job.restarts) != self._of:  # each requeue starts another hold, also of another job of the run
+            self._of, self._since = (job.job_id, job.restarts), time.monotonic()
         if time.monotonic() - self._since < SETTLE_S:
             return False
         slurm.lift_hold(job.job_id)
@@ -81,6 +82,9 @@ class Watcher:
         self._hold = Hold()
         self._ask_at = 0.0
         self._words = ""
+        #: The job that this process has submitted last, and those that it knew then.
+        self._submitted: dict[str, Any] | None = None
+        self._before: set[str] = set()
         #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if that is doubtful.
         self.result: int | None = None
 
@@ -132,8 +136,14 @@ class Watcher:
         return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run.quoted}")
 
     def _claims(self) -> list[dict[str, Any]]:
-        """The jobs that may train the run, as far as this cluster knows them."""
-        return [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
+        """The jobs that may train the run, as far as this cluster knows them.
+
+        The own one, too: once it has started, a shared disk may for a minute still show the claim of the job before.
+        """
+        claims = [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
+        if self._submitted is not None and {entry["job"] for entry in claims} <= self._before:
+            return [self._submitted, *claims]
+        return claims
 
     def _look_on(self) -> bool:
         """Handles a run that needs no help: it trains as local processes, or is stopped."""
@@ -179,9 +189,9 @@ class Watcher:
                 return self._say(f"{ended}: {other}")
             if self._claims() != claims:
                 return True
-            return self._submit(ended)
+            return self._submit(ended, {entry["job"] for entry in claims})
 
-    def _submit(self, ended: str) -> bool:
+    def _submit(self, ended: str, before: set[str]) -> bool:
         nodes = exclusion.still_excluded(
             self._run.events(),
             time.time(),
@@ -189,8 +199,9 @@ class Watcher:
             self._job.node_counts[0],
         )
         new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
+        self._submitted, self._before = {"kind": "slurm", "job": new}, before
         submitted(self._run, new)
-        self._run.request_file.unlink(missing_ok=True)
+        unlink(self._run.request_file)
         return self._say(f"{ended}: resubmitted as job {new}")
 
     def _say(self, words: str) -> bool:

@@ -27,7 +27,7 @@ def run_all(sweep: Sweep, plan: Plan) -> int:
         if code:
             failed.append(name)
     if failed:
-        show(f"failed: {listed(failed)}; --retry failed runs them again")
+        show(f"failed: {listed(failed)}; {sweep.retry_option.format('failed')} runs them again")
     failed_before = set(plan.in_state("failed")) - set(plan.submit)
     return FAILED if failed or failed_before else 0
 

@@ -1,0 +1,95 @@
+"""``python -m tests.simulation``: plays histories of the protocol, tells one of them, or finds the mutants."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+
+from tests.simulation import product
+from tests.simulation.history import Result, drawn, play, shrunk
+from tests.simulation.mutants import MUTANTS, found_after
+
+#: Histories that a process plays at a time.
+CHUNK = 200
+
+
+def main() -> int:
+    """The command line; 1 if an invariant was violated, or a mutant not found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--histories", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first history")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--tell", action="store_true", help="the story of the first history")
+    parser.add_argument("--shrink", action="store_true", help="with the fewest faults that violate the same invariant")
+    parser.add_argument("--mutants", action="store_true", help="how many histories find each mutant, at most so many")
+    arguments = parser.parse_args()
+    if arguments.tell:
+        return _tell(arguments.seed, arguments.shrink)
+    if arguments.mutants:
+        return _find_mutants(arguments.seed, arguments.histories)
+    return _play(arguments.seed, arguments.histories, arguments.processes)
+
+
+def _tell(seed: int, shrink: bool) -> int:
+    with product.installed():
+        plan = shrunk(drawn(seed)) if shrink else drawn(seed)
+        result = play(plan, traced=True)
+    print(f"seed {seed}: {plan.settings}, {plan.script}")
+    print(
+        f"  {plan.job_nodes} nodes of {plan.per_node} ranks, time limit {plan.time_limit_s} s, {plan.watchers} watch it"
+    )
+    print("\n".join(result.story))
+    print(f"{result.ended}; {result.events} events; {'; '.join(result.violations) or 'no violation'}")
+    return bool(result.violations)
+
+
+def _chunk(seeds: Iterable[int]) -> list[Result]:
+    with product.installed():
+        return [play(seed) for seed in seeds]
+
+
+def _play(first: int, count: int, processes: int) -> int:
+    began = time.monotonic()
+    events: list[int] = []
+    faults: list[int] = []
+    ends: Counter[str] = Counter()
+    violations: list[tuple[int, str]] = []
+    chunks = [range(at, min(at + CHUNK, first + count)) for at in range(first, first + count, CHUNK)]
+    with ProcessPoolExecutor(processes) as pool:
+        for results in pool.map(_chunk, chunks):
+            for result in results:
+                events.append(result.events)
+                faults.append(len(result.plan.faults))
+                ends[result.ended] += 1
+                for violation in result.violations:
+                    violations.append((result.plan.seed, violation))
+                    print(f"seed {result.plan.seed}: {violation}", flush=True)
+    took = time.monotonic() - began
+    print(
+        f"{count:,} histories from seed {first} in {took:.0f} s ({count / took:.0f}/s in {processes} processes): "
+        f"{len(violations)} violations; median {statistics.median(events):.0f} events, {statistics.median(faults):.0f} "
+        f"faults; {', '.join(f'{word} {number:,}' for word, number in ends.most_common())}"
+    )
+    return bool(violations)
+
+
+def _find_mutants(first: int, most: int) -> int:
+    missed = 0
+    for name in MUTANTS:
+        found = found_after(name, first, most)
+        missed += found is None
+        print(
+            f"{name}: {f'not found in {most:,}' if found is None else f'{found[0]:,} histories: {found[1]}'}",
+            flush=True,
+        )
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""The run directory in memory: what ``clusterddp/rundir/files.py`` and ``sharing.make_private`` do, without a disk.
+
+Renaming and exclusive creation are atomic on the server. A node that has looked into a folder may for a while not see
+what others add there, as with the attribute cache of NFS; an operation may be slow or fail, and a process may be killed
+between any two steps of one.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+from clusterddp.rundir.files import finite
+from tests.simulation.world import EPOCH, World
+
+
+@dataclass
+class Node:
+    """A file or a folder. ``node``: where it was created, from which it is visible at once."""
+
+    inode: int
+    created: float
+    node: str
+    folder: bool = False
+    data: bytes = b""
+    changed: float = 0.0
+    names: dict[str, None] = field(default_factory=dict)
+
+
+class Disk:
+    """The shared file system. ``lag_s``: for how long a node believes what it has seen of a folder."""
+
+    def __init__(self, world: World, lag_s: float = 0.0, slow: float = 0.0) -> None:
+        self.world, self.lag_s, self.slow = world, lag_s, slow
+        self.nodes: dict[str, Node] = {"/": Node(1, 0.0, "", folder=True)}
+        self._inodes = 1
+        #: When each node looked into a folder.
+        self._looked: dict[tuple[str, str], float] = {}
+        #: Until when operations fail, with which error, and how many of a hundred.
+        self.broken: tuple[float, int, int] = (0.0, 0, 0)
+        self._temporary = 0
+
+    # --- what goes wrong
+
+    def _step(self, path: Path, write: bool = False) -> None:
+        """A point at which the process may be switched or killed, and the operation may fail."""
+        world = self.world
+        if world.thread is None:
+            return
+        world.current()
+        if self.slow and world.random.random() < self.slow:
+            world.sleep(world.random.expovariate(2.0))
+        until, code, percent = self.broken
+        if until > world.now and (write or code != errno.ENOSPC) and world.random.random() * 100 < percent:
+            raise OSError(code, os.strerror(code), str(path))
+
+    def _seen(self, path: Path) -> Node | None:
+        """What the calling node sees there."""
+        node = self.nodes.get(str(path))
+        if not self.lag_s or self.world.thread is None:
+            return node
+        here, now = self.world.process.node, self.world.now
+        looked = self._looked.get((here, str(path.parent)), -1e9)
+        if now - looked >= self.lag_s:
+            looked = self._looked[here, str(path.parent)] = now
+        return None if node is None or (node.created > looked and node.node != here) else node
+
+    def _there(self, path: Path) -> Node:
+        node = self._seen(path)
+        if node is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return node
+
+    def _add(self, path: Path, folder: bool = False) -> Node:
+        above = self.nodes.get(str(path.parent))
+        if above is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        self._inodes += 1
+        where = self.world.process.node if self.world.thread is not None else ""
+        node = self.nodes[str(path)] = Node(self._inodes, self.world.now, where, folder)
+        above.names[path.name] = None
+        return node
+
+    def _remove(self, path: Path) -> None:
+        if self.nodes.pop(str(path), None) is not None:
+            self.nodes[str(path.parent)].names.pop(path.name, None)
+
+    # --- clusterddp/rundir/files.py
+
+    def mkdir(self, path: Path, exist_ok: bool = False) -> None:
+        """An exclusive mkdir."""
+        self._step(path, write=True)
+        if str(path) in self.nodes:
+            if exist_ok:
+                return
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        self._add(path, folder=True)
+
+    def create_folder(self, path: Path, exist_ok: bool = False) -> None:
+        """As in files.py."""
+        self.mkdir(path, exist_ok)
+
+    def make_folder(self, path: Path, exist_ok: bool = True, mode: int = 0o777) -> None:
+        """As in files.py."""
+        if str(path.parent) not in self.nodes:
+            self.make_folder(path.parent)
+        self.mkdir(path, exist_ok)
+
+    def make_private(self, path: Path) -> None:
+        """As in sharing.py."""
+        self.mkdir(path, exist_ok=True)
+
+    def write_atomically(self, path: Path, content: str | bytes, mode: int | None = None) -> None:
+        """As in files.py."""
+        with self.replacing(path, mode) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+
+    @contextmanager
+    def replacing(self, path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+        """As in files.py."""
+        self._temporary += 1
+        temporary = path.with_name(f".{path.name}.{self._temporary:08x}.tmp")
+        self._step(path, write=True)
+        self._add(temporary)
+        file = io.BytesIO()
+        try:
+            yield file
+            self._step(path, write=True)
+        except Exception:
+            self._remove(temporary)
+            raise
+        self.nodes[str(temporary)].data = file.getvalue()
+        self._move(temporary, path)
+
+    def _move(self, old: Path, new: Path) -> None:
+        node = self.nodes[str(old)]
+        before = self.nodes.get(str(new))
+        self._remove(old)
+        if before is not None:  # the name is known already
+            node.created, node.node = before.created, before.node
+        else:
+            node.created = self.world.now
+        node.changed = self.world.now
+        self.nodes[str(new)] = node
+        self.nodes[str(new.parent)].names[new.name] = None
+
+    def write_json(self, path: Path, value: Mapping[str, Any], mode: int | None = None) -> None:
+        """As in files.py."""
+        self.write_atomically(path, json.dumps(value), mode)
+
+    def append_line(self, path: Path, value: Mapping[str, Any]) -> None:
+        """As in files.py: of a process that is killed meanwhile, a part of the line stays."""
+        self._step(path, write=True)
+        node = self.nodes.get(str(path)) or self._add(path)
+        before, data = node.data, (json.dumps(finite(value), allow_nan=False) + "\n").encode()
+        if self.slow and self.world.random.random() < self.slow:
+            node.data = before + data[: len(data) // 2]
+            try:
+                self._step(path, write=True)
+            except OSError:
+                node.data = before
+                raise
+        node.data, node.changed = before + data, self.world.now
+
+    def remove(self, path: Path) -> None:
+        """As in files.py."""
+        self.unlink(path)
+
+    def unlink(self, path: Path) -> None:
+        """As in files.py."""
+        self._step(path, write=True)
+        self._remove(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """As in files.py."""
+        self._step(new, write=True)
+        self._there(old)
+        self._move(old, new)
+
+    def create_exclusively(self, path: Path, content: str, mode: int) -> bool:
+        """As in files.py."""
+        self._step(path, write=True)
+        if str(path) in self.nodes:
+            return False
+        node = self._add(path)
+        self._step(path)
+        node.data, node.changed = content.encode(), self.world.now
+        return True
+
+    def exists(self, path: Path) -> bool:
+        """As in files.py."""
+        self._step(path)
+        return self._seen(path) is not None
+
+    def status(self, path: Path) -> Any:
+        """As in files.py."""
+        self._step(path)
+        node = self._there(path)
+        return SimpleNamespace(st_ino=node.inode, st_mtime=EPOCH + node.changed, st_size=len(node.data))
+
+    def resolved(self, path: Path) -> str:
+        """As in files.py."""
+        return str(path)
+
+    def names_in(self, folder: Path) -> list[str]:
+        """As in files.py."""
+        self._step(folder)
+        names = self._there(folder).names
+        return [name for name in names if self._seen(folder / name) is not None] if self.lag_s else list(names)
+
+    def read_bytes(self, path: Path) -> bytes:
+        """As in files.py."""
+        self._step(path)
+        return self._there(path).data
+
+    def open_binary(self, path: Path, change: bool = False, buffered: bool = True) -> BinaryIO:
+        """As in files.py."""
+        self._step(path)
+        return _Open(self._there(path))
+
+    def fsync_directory(self, path: Path) -> None:
+        """As in files.py."""
+
+
+class _Open(io.BytesIO):
+    """An open file, whose end may be cut off."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node.data)
+        self._node = node
+
+    def truncate(self, size: int | None = None) -> int:
+        """As of a file."""
+        self._node.data = self._node.data[:size]
+        return super().truncate(size)

@@ -1,0 +1,412 @@
+"""One history: a cluster, a run, what goes wrong with them, and what its users do, all of it drawn from a seed."""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from clusterddp.cli.runs import cancel, watch
+from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.jobdef.job import Job
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import commands
+from clusterddp.supervisor import lease
+from clusterddp.supervisor import main as supervisor
+from clusterddp.supervisor.controller import SlurmController
+from tests.simulation import product
+from tests.simulation.disk import Disk
+from tests.simulation.invariants import Invariants
+from tests.simulation.ranks import Cluster, Launcher, Rank, Script
+from tests.simulation.slurm import Batch, Settings, Slurm
+from tests.simulation.world import Process, World
+
+RUN = Path("/shared/runs/sim")
+#: How long after the last fault a run may take until it is over.
+BOUND_S = 6 * 3600.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens at a time: ``kind`` is a function below; ``draw`` decides its details."""
+
+    at: float
+    kind: str
+    draw: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.at:.1f} s"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a seed stands for."""
+
+    seed: int
+    settings: Settings
+    script: Script
+    job_nodes: int
+    per_node: int
+    time_limit_s: int
+    lag_s: float = 0.0
+    slow: float = 0.0
+    watchers: int = 0
+    policy: str | None = None
+    faults: tuple[Fault, ...] = ()
+
+
+def drawn(seed: int) -> Plan:
+    """The plan of a seed. Swarm testing: which kinds of faults may come is drawn first."""
+    draw = random.Random(seed)
+    kinds = [kind for kind in FAULTS if draw.random() < 0.4] or ["preempt"]
+    script = Script(
+        steps=draw.choice((20, 30, 40)),
+        step_s=draw.choice((1.0, 3.0, 8.0)),
+        save_every=draw.choice((5, 10, 1000)),
+        save_s=draw.choice((0.2, 2.0, 6.0)),
+        import_s=draw.choice((2.0, 8.0)),
+    )
+    settings = Settings(
+        release=draw.choice(("22.05", "24.11")),
+        mode=draw.choice(("REQUEUE", "REQUEUE", "CANCEL")),
+        grace_s=draw.choice((0, 20, 60)),
+        kill_wait_s=draw.choice((10, 30)),
+        hold_s=draw.choice((7, 121)),
+        slurmd_timeout_s=draw.choice((60, 300)),
+    )
+    length = script.steps * script.step_s * 1.5
+    count = min(12, 1 + int(draw.expovariate(0.3)))
+    faults = sorted(
+        (Fault(length * 1.5 * draw.random(), draw.choice(kinds), draw.getrandbits(32)) for _ in range(count)),
+        key=lambda fault: fault.at,
+    )
+    return Plan(
+        seed,
+        settings,
+        script,
+        job_nodes=draw.choice((1, 2)),
+        per_node=draw.choice((1, 2)),
+        time_limit_s=draw.choice((3600, 3600, max(240, int(length / 2)))),
+        lag_s=draw.choice((0.0, 0.0, 3.0, 30.0)),
+        slow=draw.choice((0.0, 0.0, 0.02, 0.1)),
+        watchers=draw.choice((0, 1, 1, 2)),
+        policy=draw.choice((None, None, "resubmit")),
+        faults=tuple(faults),
+    )
+
+
+@dataclass
+class Result:
+    """What became of a history."""
+
+    plan: Plan
+    violations: list[str]
+    events: int
+    commands: int
+    attempts: int
+    ended: str
+    seconds: float
+    story: list[str] = field(default_factory=list)
+
+
+class History:
+    """Plays a plan."""
+
+    def __init__(self, plan: Plan, traced: bool = False) -> None:
+        self.plan = plan
+        self.world = World(plan.seed, traced)
+        self.disk = Disk(self.world, plan.lag_s, plan.slow)
+        self.slurm = Slurm(self.world, plan.settings, self._launch)
+        self.slurm.nodes_needed, self.slurm.time_limit_s = plan.job_nodes, plan.time_limit_s
+        self.cluster = Cluster(self.world, self.slurm, self.disk, plan.script)
+        self.job = Job(
+            name="sim",
+            module="train",
+            device="cpu",
+            nodes=plan.job_nodes,
+            gpus_per_node=plan.per_node,
+            time_s=plan.time_limit_s,
+            partition="low",
+            watchdog=None,
+            policy=plan.policy,  # type: ignore[arg-type]
+        )
+        self.run = RunDirectory(RUN)
+        self.invariants = Invariants(self)
+        self.world.check = self.invariants.check
+        self.world.on_crash = self._on_crash
+        self._users = 0
+        self.over_at: float | None = None
+
+    def play(self) -> Result:
+        """Plays until the run is over and quiet, or the bound has passed."""
+        world, plan = self.world, self.plan
+        product.use(world, self.slurm, self.cluster, self.disk)
+        for folder in (RUN, RUN / "checkpoints", RUN / "logs", RUN / "private"):
+            self.disk.make_folder(folder)
+        for name in ("job.yaml", "job.sbatch"):
+            self.disk.write_atomically(RUN / name, "x")
+        for node in self.disk.nodes.values():
+            node.created = -1e9
+        self.user("submit", self._submit)
+        for number in range(plan.watchers):
+            world.after(1.0 + number, self.user, "watch", self._watch)
+        for fault in plan.faults:
+            world.after(fault.at, self._strike, fault)
+        last = max((fault.at for fault in plan.faults), default=0.0)
+        try:
+            world.run(last + BOUND_S, self._is_over)
+            if not world.violations:
+                self.invariants.at_end()
+        finally:
+            world.close()
+        outcome = self.invariants.outcome()
+        return Result(
+            plan,
+            world.violations,
+            world.events,
+            self.slurm.commands,
+            len(self.invariants.attempts),
+            outcome["state"] if outcome else "no outcome",
+            world.now,
+            [str(line) for line in world.story],
+        )
+
+    def _is_over(self) -> bool:
+        """A minute after the outcome."""
+        if self.over_at is None:
+            if self.invariants.settled():
+                self.over_at = self.world.now
+            return False
+        return self.world.now > max(self.over_at, *(fault.at for fault in self.plan.faults), 0.0) + 400.0
+
+    # --- actors
+
+    def user(self, name: str, work: Callable[[], Any]) -> Process:
+        """A command of a user on the login node."""
+        self._users += 1
+        process = Process(self.world, f"{name} {self._users}", "login", {"SLURM_CLUSTER_NAME": "sim"})
+
+        def main() -> int:
+            try:
+                return int(work() or 0)
+            except (ClusterddpError, OSError) as error:
+                self.world.tell(process.name, str(error))
+                return 1
+
+        process.start(main)
+        return process
+
+    def _submit(self) -> int:
+        """As ``clusterddp submit`` does, from the claim on."""
+        with lease.submitting(self.run) as other:
+            if other:
+                self.world.tell(self.world.process.name, other)
+                return 1
+            if held := lease.held_by_other(self.run):
+                self.world.tell(self.world.process.name, f"{self.run} is {held}")
+                return 1
+            if self.run.cancelled or (self.run.outcome() or {}).get("state") == "completed":
+                self.world.tell(self.world.process.name, "the run is over")
+                return 1
+            self.invariants.submitted()
+            if self.run.outcome() is not None:
+                self.disk.remove(self.run.outcome_file)
+            job_id = commands.submit(self.run.batch_script, timeout_s=None)
+            lease.submitted(self.run, job_id)
+        return 0
+
+    def _watch(self) -> int:
+        """As ``clusterddp watch``, without what it shows of the training."""
+        watcher = watch.Watcher(self.run, self.job)
+        while not watcher.look():
+            self.world.sleep(watch.LOOK_S * 5)
+        return watcher.result or 0
+
+    def _launch(self, batch: Batch) -> Process:
+        environ = {
+            "SLURM_JOB_ID": batch.id,
+            "SLURM_JOB_NODELIST": ",".join(batch.nodes),
+            "SLURM_JOB_PARTITION": "low",
+            "SLURM_JOB_NUM_NODES": str(len(batch.nodes)),
+            "SLURMD_NODENAME": batch.nodes[0],
+            "SLURM_CLUSTER_NAME": "sim",
+            **({"SLURM_RESTART_COUNT": str(batch.restarts)} if batch.restarts else {}),
+        }
+        process = Process(self.world, f"job {batch.id}.{batch.restarts}", batch.nodes[0], environ)
+
+        def main() -> int:
+            self.world.sleep(0.3)
+            controller = SlurmController(environ, self.run, self.job)
+            launcher: Callable[[], Any] = lambda: Launcher(self.cluster, self.run, self.job, batch)  # noqa: E731
+            try:
+                return supervisor.supervise(self.run, self.job, launcher, controller)
+            except (ClusterddpError, OSError) as error:
+                self.world.tell(process.name, f"error: {error}")
+                return 1
+
+        process.start(main)
+        return process
+
+    def _on_crash(self, process: Process, error: BaseException) -> None:
+        import traceback
+
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{Path(where.filename).name}:{where.lineno}"
+        self.world.violations.append(f"crash: {process.name}: {type(error).__name__}: {error} ({at})")
+
+    # --- faults
+
+    def _strike(self, fault: Fault) -> None:
+        if self.over_at is None:
+            self.world.tell("FAULT", fault.kind)
+            FAULTS[fault.kind](self, random.Random(fault.draw))
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The jobs that have nodes."""
+        return [job for job in self.slurm.jobs.values() if job.state == "RUNNING"]
+
+    @property
+    def training(self) -> list[Rank]:
+        """The ranks of jobs that run."""
+        return [rank for rank in self.cluster.ranks if rank.process.alive]
+
+
+def _preempt(history: History, draw: random.Random) -> None:
+    for batch in history.batches:
+        history.slurm.preempt(batch, draw.choice((1.0, 60.0, 400.0)))
+
+
+def _suspend(history: History, draw: random.Random) -> None:
+    for batch in history.batches:
+        history.slurm.suspend(batch, draw.choice((2.0, 40.0, 300.0)))
+
+
+def _scancel(history: History, draw: random.Random) -> None:
+    def work() -> None:
+        for job in list(history.slurm.jobs.values()):
+            if job.state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING"):
+                commands.cancel(job.id)
+
+    history.user("scancel", work)
+
+
+def _cancel(history: History, draw: random.Random) -> None:
+    history.user("cancel", lambda: cancel.cancel_run(history.run) and 0)
+
+
+def _submit_again(history: History, draw: random.Random) -> None:
+    history.user("submit", history._submit)
+
+
+def _lose_node(history: History, draw: random.Random) -> None:
+    node = draw.choice(sorted({rank.process.node for rank in history.training}) or history.slurm.node_names)
+    dead = draw.random() < 0.5
+    lost_s = draw.choice((40.0 if dead else 5.0, 40.0, 500.0, 4000.0))
+    history.slurm.lose_node(node, lost_s, dead, history.cluster.on_node)
+
+
+def _controller_away(history: History, draw: random.Random) -> None:
+    history.slurm.away_until = history.world.now + draw.choice((5.0, 60.0, 600.0))
+
+
+def _lossy(history: History, draw: random.Random) -> None:
+    until = history.world.now + draw.choice((20.0, 200.0))
+    history.slurm.lossy = (until, draw.choice((0, 30, 70)), draw.choice((0, 30, 70)))
+
+
+def _slow_controller(history: History, draw: random.Random) -> None:
+    history.slurm.latency_s = draw.choice((0.02, 1.0, 5.0))
+
+
+def _kill_rank(history: History, draw: random.Random) -> None:
+    if history.training:
+        draw.choice(history.training).process.kill()
+
+
+def _exception(history: History, draw: random.Random) -> None:
+    if history.training:
+        draw.choice(history.training).accident = "exception"
+
+
+def _kill_supervisor(history: History, draw: random.Random) -> None:
+    for batch in history.batches:
+        if batch.batch is not None:
+            history.world.tell(batch.batch.name, "the supervisor is killed")
+            batch.batch.kill()
+
+
+def _requeue(history: History, draw: random.Random) -> None:
+    def work() -> None:
+        for job in list(history.slurm.jobs.values()):
+            if job.state in ("RUNNING", "COMPLETING", "COMPLETED"):
+                try:
+                    commands.requeue(job.id)
+                except SlurmError as error:
+                    history.world.tell("admin", str(error))
+
+    history.user("admin", work)
+
+
+def _disk_errors(history: History, draw: random.Random) -> None:
+    code = draw.choice((errno.EIO, errno.ESTALE, errno.ENOSPC))
+    history.disk.broken = (history.world.now + draw.choice((1.0, 20.0)), code, draw.choice((20, 100)))
+
+
+def _time_limit(history: History, draw: random.Random) -> None:
+    for batch in history.batches:
+        left = draw.choice((30.0, 200.0))
+        batch.end_time = min(batch.end_time or 1e9, history.world.now + left)
+        batch.time_limit_s = int(batch.end_time - (batch.began or 0.0))
+        history.world.after(left, history.slurm._time_limit, batch, batch.era)
+
+
+#: What can happen, by name.
+FAULTS: dict[str, Callable[[History, random.Random], Any]] = {
+    "preempt": _preempt,
+    "suspend": _suspend,
+    "scancel": _scancel,
+    "cancel": _cancel,
+    "submit again": _submit_again,
+    "lose a node": _lose_node,
+    "controller away": _controller_away,
+    "answers lost": _lossy,
+    "controller slow": _slow_controller,
+    "kill a rank": _kill_rank,
+    "exception": _exception,
+    "kill the supervisor": _kill_supervisor,
+    "requeue by admin": _requeue,
+    "disk errors": _disk_errors,
+    "time limit lowered": _time_limit,
+}
+
+
+def play(seed_or_plan: int | Plan, traced: bool = False) -> Result:
+    """Plays a history; ``product.installed()`` must be in effect."""
+    plan = drawn(seed_or_plan) if isinstance(seed_or_plan, int) else seed_or_plan
+    return History(plan, traced).play()
+
+
+def shrunk(plan: Plan) -> Plan:
+    """The same with the fewest faults that still violate the same invariant, one after the other left out."""
+    wanted = _which(play(plan))
+    left_out = wanted is not None
+    while left_out:
+        left_out = False
+        for fault in plan.faults:
+            less = replace(plan, faults=tuple(other for other in plan.faults if other is not fault))
+            if _which(play(less)) == wanted:
+                plan, left_out = less, True
+                break
+    for change in ({"watchers": 0}, {"lag_s": 0.0}, {"slow": 0.0}):
+        less = replace(plan, **change)
+        if _which(play(less)) == wanted:
+            plan = less
+    return plan
+
+
+def _which(result: Result) -> str | None:
+    return result.violations[0].partition(":")[0] if result.violations else None

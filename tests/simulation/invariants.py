@@ -1,0 +1,260 @@
+"""What must be true in every history: I1 to I10 of the faults' table, in the model's terms.
+
+Checked where it could be violated: at each start of training, each step, each checkpoint, each thing that the
+controller does, and otherwise every few simulated seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.protocol import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
+from tests.simulation.ranks import Rank, sample_of, trained
+from tests.simulation.slurm import HAS_NODES, Batch
+from tests.simulation.world import Process
+
+if TYPE_CHECKING:
+    from tests.simulation.history import History
+
+#: Between two looks at what lasts, in simulated seconds.
+LOOK_S = 5.0
+#: How long two attempts may train at a time where all of it can be seen, and a job may hold nodes without ranks.
+TOGETHER_S, IDLE_S = 60.0, 120.0
+#: A history has an end.
+MOST_EVENTS = 30_000
+#: Faults after which a run that is watched must complete.
+HARMLESS = frozenset(
+    (
+        *("preempt", "suspend", "lose a node", "controller away", "answers lost", "controller slow", "submit again"),
+        "time limit lowered",
+    )
+)
+
+
+@cache
+def weights_after(steps: int) -> str:
+    """Of an uninterrupted run."""
+    return "0" if steps == 0 else trained(weights_after(steps - 1), sample_of(steps - 1))
+
+
+@dataclass
+class Trained:
+    """An attempt that has trained."""
+
+    number: int
+    supervisor: Process
+    batch: str
+    since: float
+    resumed: int
+    reached: int
+
+
+class Invariants:
+    """Of one history."""
+
+    def __init__(self, history: History) -> None:
+        self._history, self._world = history, history.world
+        self.attempts: dict[int, Trained] = {}
+        self._look_at = 0.0
+        self._together_since: float | None = None
+        self._idle_since: dict[str, float] = {}
+        self._dead_since: float | None = None
+        #: When a user last wanted the run to end, or to go on.
+        self._cancelled_at: float | None = None
+        self._completed_at: float | None = None
+        #: Requeues that hit a job which was cancelled after its supervisor had last asked: the known window.
+        self.windows = 0
+        history.cluster.listener = self._on_rank
+        history.slurm.listener = self._on_job
+
+    def _violated(self, which: str, what: str) -> None:
+        self._world.violations.append(f"{which}: {what}")
+        self._world.tell("INVARIANT", f"{which}: {what}")
+
+    # --- what is on the disk
+
+    def _json(self, name: str) -> dict[str, Any] | None:
+        node = self._history.disk.nodes.get(f"{self._history.run.path}/{name}")
+        return None if node is None else json.loads(node.data)
+
+    def outcome(self) -> dict[str, Any] | None:
+        """How the run ended."""
+        return self._json("outcome.json")
+
+    def events(self) -> list[dict[str, Any]]:
+        """The history on the disk, whole lines."""
+        node = self._history.disk.nodes.get(f"{self._history.run.path}/events.jsonl")
+        found = []
+        for line in (node.data if node else b"").split(b"\n")[:-1]:
+            try:
+                found.append(json.loads(line))
+            except ValueError:  # torn
+                continue
+        return found
+
+    @property
+    def _marked(self) -> bool:
+        return f"{self._history.run.path}/cancelled" in self._history.disk.nodes
+
+    # --- where it could be violated
+
+    def submitted(self) -> None:
+        """A user submits the run, which may be continued by that."""
+        self._cancelled_at = None
+
+    def _on_rank(self, what: str, rank: Rank, values: Mapping[str, Any]) -> None:
+        if what == "trains" and rank.number == 0:
+            self._on_training(rank, int(values["step"]), str(values["weights"]))
+        elif what == "step":
+            self.attempts[rank.attempt].reached = int(values["step"])
+
+    def _on_training(self, rank: Rank, step: int, weights: str) -> None:
+        number = rank.attempt
+        if number in self.attempts:
+            self._violated("I1", f"attempt {number} trains twice")
+        if weights != weights_after(step):
+            self._violated("I2", f"attempt {number} resumes at step {step} with other weights")
+        if (outcome := self.outcome()) is not None and outcome["state"] == "completed":
+            self._violated("I10", f"attempt {number} trains, and the run has completed")
+        if (
+            self._marked
+            and self._world.now - self._history.disk.nodes[f"{self._history.run.path}/cancelled"].created > 60
+        ):
+            self._violated("I9", f"attempt {number} trains, and the run was cancelled by `clusterddp cancel`")
+        begun = self._world.now - self._history.disk.lag_s - 2 * self._history.plan.script.import_s - 10
+        for saved in self._history.cluster.committed:
+            if (
+                saved.attempt < number
+                and saved.at < begun
+                and saved.step > step
+                and self._counts(saved.attempt, saved.at)
+            ):
+                self._violated("I4", f"attempt {number} resumes at step {step}, and {saved.step} was committed before")
+        server = rank.server
+        assert server is not None
+        self.attempts[number] = Trained(number, server.process, rank.step._batch.id, self._world.now, step, step)
+
+    def _counts(self, attempt: int, at: float) -> bool:
+        """Whether no later attempt had begun when this one saved."""
+        return not any(other.number > attempt and other.since < at for other in self.attempts.values())
+
+    def _on_job(self, what: str, job: Batch, who: str) -> None:
+        now = self._world.now
+        if what == "cancel":
+            self._cancelled_at = now
+        elif what == "requeue":
+            if who.startswith("admin"):
+                self._cancelled_at = None
+            elif self._cancelled_at is not None and self._history.slurm.shown_at.get(who, 0.0) <= self._cancelled_at:
+                self.windows += 1
+                self._cancelled_at = None  # the known window: nobody can tell any more
+        elif what == "revoked":
+            self._violated("hold", f"job {job.id} was released within a second of its requeue, and failed")
+        elif what == "start" and self._is_unneeded(job):
+            self._violated("I10", f"job {job.id} starts, and the run has completed")
+        elif what == "start" and self._is_cancelled(job):
+            self._violated("I9", f"job {job.id} starts, and the run was ended by scancel")
+
+    def _is_cancelled(self, job: Batch) -> bool:
+        """Whether a user has ended the run since the job was queued."""
+        since = self._cancelled_at
+        return since is not None and self._world.now - since > 1.0 and (job.submitted < since or job.restarts > 0)
+
+    def _is_unneeded(self, job: Batch) -> bool:
+        """Whether a supervisor or a watch has submitted it, knowing of all other jobs, for a run that has completed."""
+        complete = (self.outcome() or {}).get("state") == "completed"
+        ours = not job.restarts and not job.by.startswith("submit")
+        return complete and ours and not self._history.slurm.unanswered
+
+    # --- what lasts
+
+    def check(self) -> None:
+        """After each event."""
+        if self._world.now >= self._look_at:
+            self._look_at = self._world.now + LOOK_S
+            if self._world.events > MOST_EVENTS:
+                self._violated("progress", f"{len(self.attempts)} attempts, and no end")
+            self._look()
+
+    def _look(self) -> None:
+        history, now = self._history, self._world.now
+        live = [job for job in history.slurm.jobs.values() if job.state in ("PENDING", *HAS_NODES)]
+        over = self.outcome() is not None or not live
+        self._dead_since = (now if self._dead_since is None else self._dead_since) if over and not live else None
+        cut = history.slurm.cut
+        visible = {rank.attempt for rank in history.cluster.ranks if rank.training and self._seen(rank, cut)}
+        self._together_since = (self._together_since or now) if len(visible) > 1 else None
+        if self._together_since is not None and now - self._together_since > TOGETHER_S + history.disk.lag_s:
+            self._violated("I1", f"attempts {sorted(visible)} train at the same time")
+        for job in live:
+            self._check_idle(job, now)
+
+    @staticmethod
+    def _seen(rank: Rank, cut: set[str]) -> bool:
+        process = rank.process
+        return process.alive and process.node not in cut and process.stopped_until <= process.world.now
+
+    def _check_idle(self, job: Batch, now: float) -> None:
+        """A node that is held for nothing."""
+        slurm = self._history.slurm
+        troubled = now < slurm.away_until or now < slurm.lossy[0] or slurm.cut or slurm.latency_s > 0.5
+        busy = any(process.alive for process in job.processes if process is not job.batch)
+        if job.state != "RUNNING" or troubled or busy or self._history.disk.broken[0] > now:
+            self._idle_since.pop(job.id, None)
+        elif now - self._idle_since.setdefault(job.id, now) > IDLE_S:
+            self._violated("I7", f"job {job.id} holds its nodes, and no rank runs")
+
+    def settled(self) -> bool:
+        """Whether nothing has happened for a while, and nothing will."""
+        if self._dead_since is None:
+            return False
+        return self.outcome() is not None or self._world.now - self._dead_since > 400.0
+
+    # --- at the end
+
+    def at_end(self) -> None:
+        """What must be true once nothing happens any more."""
+        history, outcome, events = self._history, self.outcome(), self.events()
+        faults = {fault.kind for fault in history.plan.faults}
+        ends = [event for event in events if event["event"] in RUN_ENDS]
+        if sum(event["event"] == "completed" for event in ends) > 1:
+            self._violated("I7", f"{len(ends)} outcomes in the history")
+        if outcome is not None and outcome["state"] == "completed":
+            self._check_complete(outcome)
+        if history.over_at is not None and (alive := [rank for rank in history.cluster.ranks if rank.process.alive]):
+            stuck = [rank for rank in alive if rank.process.node not in history.slurm.cut]
+            if stuck:
+                self._violated("I7", f"{stuck[0].process.name} is left")
+        if "disk errors" not in faults:
+            self._check_causes(events)
+        if outcome is None and faults <= HARMLESS and history.plan.watchers:
+            self._violated("progress", "the run has not completed, and nothing continues it")
+        if outcome is None or outcome["state"] == "completed" or "consecutive attempts" in outcome["reason"]:
+            return
+        if faults <= HARMLESS:
+            self._violated("progress", f"the run {outcome['state']}: {outcome['reason']}")
+
+    def _check_complete(self, outcome: Mapping[str, Any]) -> None:
+        steps = self._history.plan.script.steps
+        saved = [each for each in self._history.cluster.committed if each.step == steps]
+        if not saved:
+            self._violated("I5", "the run completed without its last checkpoint")
+        elif saved[-1].weights != weights_after(steps) or saved[-1].samples != tuple(map(sample_of, range(steps))):
+            self._violated("I3", "the final weights are not those of an uninterrupted run")
+        if outcome["step"] != steps:
+            self._violated("I7", f"the outcome names step {outcome['step']} of {steps}")
+
+    def _check_causes(self, events: list[dict[str, Any]]) -> None:
+        """Every attempt has its cause, unless its supervisor was killed, or superseded."""
+        started = {event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}
+        ended = {event["attempt"] for event in events if event["event"] in ATTEMPT_ENDS}
+        newest = max(started, default=-1)
+        for attempt in self.attempts.values():
+            if attempt.supervisor.code is None or attempt.number in ended:
+                continue
+            if attempt.number == newest:
+                self._violated("I6", f"attempt {attempt.number} ended without a cause in the history")

@@ -1,0 +1,152 @@
+"""The product with one mistake each, which the simulation must find: small changes of named functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+from clusterddp.checkpoint.store import Checkpoints
+from clusterddp.cli.runs import watch
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import commands
+from clusterddp.slurm.cause import Cause
+from clusterddp.supervisor import lease, main, verdict
+from clusterddp.supervisor.controller import SlurmController
+from clusterddp.supervisor.history import History
+from clusterddp.supervisor.recovery import Recovery
+from tests.simulation import product
+from tests.simulation.history import play
+
+Patches = list[tuple[Any, str, Any]]
+
+
+def _no_superseded_check() -> Patches:
+    """Nobody sees a newer attempt: neither supervisors nor ranks, nor who saves."""
+    return [(RunDirectory, "superseded", lambda *_: False)]
+
+
+def _requeue_without_asking_again() -> Patches:
+    """A requeue whose answer was lost is repeated without asking whether it was carried out, or the job cancelled."""
+
+    def requeue(recovery: Any, cause: Cause) -> float:
+        def ask() -> float:
+            recovery._controller.requeue()
+            return 0.0
+
+        return commands.patiently(ask, 1e9, 0.5, (commands.SlurmUnavailable,))
+
+    return [(Recovery, "_requeue", requeue)]
+
+
+def _cancelled_is_not_remembered() -> Patches:
+    """The mark of `clusterddp cancel` has no effect."""
+    return [(RunDirectory, "cancelled", False)]
+
+
+def _hold_lifted_at_once() -> Patches:
+    """The hold after a requeue is lifted within its first second."""
+    return [(watch, "SETTLE_S", -1.0)]
+
+
+def _resubmitted_without_dependency() -> Patches:
+    """A new job does not wait for this one."""
+    real = SlurmController.resubmit
+    return [(SlurmController, "resubmit", lambda self, without=(), after_this=True: real(self, without, False))]
+
+
+def _scancel_is_a_preemption() -> Patches:
+    """A scancelled job is continued."""
+    real = SlurmController.why
+
+    def why(self: SlurmController, notice_s: float) -> Cause:
+        cause = real(self, notice_s)
+        return Cause.PREEMPTED if cause in (Cause.CANCELLED, Cause.ENDED_IN_GRACE) else cause
+
+    return [(SlurmController, "why", why)]
+
+
+def _completed_runs_start_again() -> Patches:
+    """A start does not look at the outcome."""
+    return [(main, "finished", lambda *_: None)]
+
+
+def _lease_is_free() -> Patches:
+    """Whoever holds the run, another may submit and start it."""
+    return [(lease, "held_by_other", lambda *_: None)]
+
+
+def _requeue_forgotten() -> Patches:
+    """The history says that the job is requeued, and nobody asks Slurm for it."""
+    return [(SlurmController, "requeue", lambda _: None)]
+
+
+def _preempted_is_done() -> Patches:
+    """A preempted attempt counts as the end of the run."""
+    follows = {**verdict._FOLLOWS, Cause.PREEMPTED: verdict.Action.COMPLETE}
+    return [(verdict, "_FOLLOWS", follows)]
+
+
+def _end_not_recorded() -> Patches:
+    """How an attempt ended is not in the history."""
+    return [(Recovery, "_add_end", lambda *_, **__: None)]
+
+
+def _no_outcome() -> Patches:
+    """The outcome of a run is not written."""
+    return [(History, "conclude", lambda *_: True)]
+
+
+def _oldest_checkpoint() -> Patches:
+    """An attempt resumes from the oldest checkpoint."""
+    real = Checkpoints.candidates
+    return [(Checkpoints, "candidates", lambda self: real(self)[::-1])]
+
+
+def _everything_is_deleted() -> Patches:
+    """A superseded attempt deletes, and saves, as if it were the newest."""
+    return [(Checkpoints, "check_newest", lambda _: None)]
+
+
+def _watch_resubmits_always() -> Patches:
+    """`watch` continues whatever ended, also after scancel."""
+    return [(watch.Watcher, "_should_continue", lambda *_: True)]
+
+
+#: By name.
+MUTANTS: Mapping[str, Callable[[], Patches]] = {
+    made.__name__.strip("_").replace("_", " "): made
+    for made in (
+        _no_superseded_check,
+        _requeue_without_asking_again,
+        _cancelled_is_not_remembered,
+        _hold_lifted_at_once,
+        _resubmitted_without_dependency,
+        _scancel_is_a_preemption,
+        _completed_runs_start_again,
+        _lease_is_free,
+        _requeue_forgotten,
+        _preempted_is_done,
+        _end_not_recorded,
+        _no_outcome,
+        _oldest_checkpoint,
+        _everything_is_deleted,
+        _watch_resubmits_always,
+    )
+}
+
+
+def found_after(name: str, first: int, most: int) -> tuple[int, str] | None:
+    """How many histories, from seed ``first`` on, find the mutant, and what it violates; None if ``most`` do not."""
+    with product.installed():
+        patches = [mock.patch.object(owner, attribute, by) for owner, attribute, by in MUTANTS[name]()]
+        for patch in patches:
+            patch.start()
+        try:
+            for number in range(most):
+                if violations := play(first + number).violations:
+                    return number + 1, violations[0]
+            return None
+        finally:
+            for patch in reversed(patches):
+                patch.stop()

@@ -1,0 +1,179 @@
+"""What the product's modules use in a simulated world instead of the machine: the interfaces, all of them.
+
+By rule, in every module of the supervisor, of slurm/, of rundir/ and of the commands: the modules ``time``, ``queue``,
+``threading``, ``random``, ``secrets``, ``socket`` and ``os`` (of which only environ and getpid are others), and each
+function of ``rundir/files.py`` under the name by which it was imported. By name: ``subprocess`` of slurm/commands.py,
+the control server, and what ``NAMED`` lists, which is no part of the protocol. The launcher is an argument.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from clusterddp import process, reporter
+from clusterddp.cli.runs import cancel, wait, watch
+from clusterddp.cli.steering import requeue as requeue_command
+from clusterddp.rundir import claims, files, ownership, sharing
+from clusterddp.slurm import commands
+from clusterddp.supervisor import attempt, controller, hook, lease, main, recovery
+from tests.simulation.disk import Disk
+from tests.simulation.ranks import Cluster, Server
+from tests.simulation.slurm import Slurm
+from tests.simulation.world import Queues, Threading, Time, World
+
+#: Loaded, and so replaced below.
+LOADED = (cancel, wait, watch, requeue_command, claims, hook, recovery)
+#: Packages whose modules run in the simulated world.
+ROOMS = ("supervisor", "slurm", "rundir", "cli", "failures", "checkpoint.store", "jobdef", "reporter", "process")
+#: Modules of the standard library that are replaced wherever a module of these packages has imported them.
+_MODULES = {
+    name: importlib.import_module(name) for name in ("time", "queue", "threading", "random", "secrets", "socket", "os")
+}
+#: Functions that are replaced under every name.
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **{name: getattr(files, name) for name in vars(Disk) if hasattr(files, name) and not name.startswith("_")},
+    "make_private": sharing.make_private,
+    "process_start": process.process_start,
+    "process_namespace": process.process_namespace,
+    "check_run": ownership.check_run,
+}
+
+
+class _Part(ModuleType):
+    """A module of the standard library, parts of which are others."""
+
+    def __init__(self, real: ModuleType, **parts: Any) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(vars(real))
+        self.__dict__.update(parts)
+
+
+class _Os:
+    """The module ``os``, with the environment and the pid of the simulated process."""
+
+    def __init__(self) -> None:
+        self.world: World
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The process's own."""
+        return self.world.process.environ
+
+    def getpid(self) -> int:
+        """The process's own."""
+        return self.world.process.pid
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+class _Current:
+    """An interface of the world that plays at the moment: patched once, for all histories."""
+
+    def __init__(self) -> None:
+        self.target: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+
+#: The interfaces of the current world.
+_current = {name: _Current() for name in ("time", "queue", "threading", "random", "disk")}
+_os = _Os()
+_now: SimpleNamespace = SimpleNamespace(world=None, slurm=None, cluster=None)
+
+
+def _token(count: int) -> str:
+    return f"{_now.world.random.getrandbits(8 * count):0{2 * count}x}"
+
+
+def _of_process(pid: int) -> str | None:
+    """Of a process on the same node: its start."""
+    world: World = _now.world
+    return f"start {pid}" if pid in world.alive_on(world.process.node) else None
+
+
+def _print(*words: object, **_: Any) -> None:
+    world: World = _now.world
+    if world.thread is not None and world.traced:
+        world.tell(world.thread.process.name, " ".join(map(str, words)).removeprefix("clusterddp: "))
+
+
+def _patches() -> Iterator[tuple[ModuleType, str, Any]]:
+    """What is replaced: (module, name, by what)."""
+    replaced: dict[int, Any] = {id(_MODULES[name]): _current[name] for name in ("time", "queue", "threading", "random")}
+    replaced[id(_MODULES["secrets"])] = SimpleNamespace(token_hex=_token)
+    replaced[id(_MODULES["socket"])] = _Part(socket, gethostname=lambda: _now.world.process.node)
+    replaced[id(_MODULES["os"])] = _os
+    for name, function in _FUNCTIONS.items():
+        if hasattr(Disk, name):
+            replaced[id(function)] = partial(
+                lambda name, *a, **k: getattr(_current["disk"].target, name)(*a, **k), name
+            )
+    replaced[id(process.process_start)] = _of_process
+    replaced[id(process.process_namespace)] = lambda: f"machine {_now.world.process.node}"
+    replaced[id(ownership.check_run)] = lambda _: None
+    for name, module in list(sys.modules.items()):
+        if module is None or module is files or not name.startswith(tuple(f"clusterddp.{room}" for room in ROOMS)):
+            continue
+        for attribute, value in list(vars(module).items()):
+            if (by := replaced.get(id(value))) is not None:
+                yield module, attribute, by
+    yield reporter, "print", _print
+    yield sys.modules["clusterddp.supervisor.history"], "print", _print
+    yield (
+        commands,
+        "subprocess",
+        _Part(commands.subprocess, run=lambda command, **more: _now.slurm.run(command, **more)),
+    )
+    yield commands, "require", lambda *_: None
+    yield attempt, "ControlServer", lambda *args: Server(_now.cluster, *args)
+    for owner, name, by in NAMED:
+        yield owner, name, by
+
+
+#: What is left out: git's state of the code, its snapshot, old logs, when slurmstepd began.
+NAMED: tuple[tuple[ModuleType, str, Any], ...] = (
+    (attempt, "code_state", lambda *_: {}),
+    (attempt, "code_snapshot", SimpleNamespace(present=lambda _: None)),
+    (main, "delete_old_logs", lambda *_: None),
+    (controller, "batch_step_began", lambda: _current["time"].target.time()),
+    (lease, "owner_of", lambda _: "ddp"),
+)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """While the block runs, the product's modules use the current world."""
+    before: list[tuple[ModuleType, str, Any]] = []
+    try:
+        for module, name, by in list(_patches()):
+            before.append((module, name, vars(module).get(name, _ABSENT)))
+            setattr(module, name, by)
+        yield
+    finally:
+        for module, name, value in reversed(before):
+            if value is _ABSENT:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+
+
+_ABSENT = object()
+
+
+def use(world: World, slurm: Slurm, cluster: Cluster, disk: Disk) -> None:
+    """Makes this world the current one."""
+    _now.world, _now.slurm, _now.cluster = world, slurm, cluster
+    _os.world = world
+    _current["time"].target, _current["queue"].target = Time(world), Queues(world)
+    _current["threading"].target, _current["random"].target = Threading(world), world.random
+    _current["disk"].target = disk

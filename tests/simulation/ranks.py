@@ -1,0 +1,568 @@
+"""The ranks of an attempt as a model, with their launcher and their connections to the supervisor.
+
+A rank trains by a script of steps; rank 0 saves, with the product's own rules of what may be committed and what an
+attempt resumes from (``checkpoint/store.py``). The weights are a hash over the samples that they have seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clusterddp.checkpoint.store import Checkpoint, Checkpoints
+from clusterddp.errors import Superseded
+from clusterddp.failures.exit_status import ExitStatus
+from clusterddp.jobdef.job import Job, Keep
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker.control_channel import SILENCE_S
+from clusterddp.worker.rank import FENCE_S, JOIN_TIMEOUT_S
+from tests.simulation.disk import Disk
+from tests.simulation.slurm import Batch, Slurm
+from tests.simulation.world import EPOCH, Process, Thread, World
+
+#: What gloo says of a rank that is gone.
+PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:1234"
+#: How long a message between nodes takes, at most.
+LATENCY_S = 0.02
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the ranks do."""
+
+    steps: int = 40
+    step_s: float = 2.0
+    save_every: int = 10
+    save_s: float = 1.0
+    import_s: float = 5.0
+    keep: int = 3
+
+
+def sample_of(step: int) -> int:
+    """The sample that a step takes, in the order that the run must keep."""
+    return (step * 7919 + 13) % 104729
+
+
+def trained(weights: str, sample: int) -> str:
+    """The weights after one more step."""
+    return hashlib.md5(f"{weights} {sample}".encode()).hexdigest()[:12]
+
+
+class LostPeer(Exception):
+    """A collective failed, as another rank is gone."""
+
+
+@dataclass
+class Committed:
+    """A checkpoint, as the model of the ranks knows it."""
+
+    attempt: int
+    step: int
+    weights: str
+    samples: tuple[int, ...]
+    at: float
+
+
+class Cluster:
+    """What all attempts share: the network, the disk, what was committed. ``saved``: told of each checkpoint."""
+
+    def __init__(self, world: World, slurm: Slurm, disk: Disk, script: Script) -> None:
+        self.world, self.slurm, self.disk, self.script = world, slurm, disk, script
+        self.ranks: list[Rank] = []
+        self.committed: list[Committed] = []
+        #: Told of what ranks do: (what, rank, values).
+        self.listener: Callable[[str, Rank, Mapping[str, Any]], Any] = lambda *_: None
+
+    def reaches(self, one: str, other: str) -> bool:
+        """Whether a message between two nodes arrives."""
+        return one == other or not {one, other} & self.slurm.cut
+
+    def on_node(self, node: str, lost: bool) -> None:
+        """A node is lost, or back: connections break after a silence, and messages that waited are delivered."""
+        for rank in self.ranks:
+            if rank.server is not None:
+                rank.server.on_node(rank, node, lost)
+
+
+class Server:
+    """The supervisor's end of the control channel: ``ControlServer`` for the product."""
+
+    port = 12345
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        token: str,
+        on_event: Callable[[int, str, Mapping[str, Any]], None],
+        on_lost: Callable[[int, bool], None],
+        host: str,
+        ranks: int,
+        on_request: Callable[[int, str, Mapping[str, Any]], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._cluster, self._world = cluster, cluster.world
+        self._on_event, self._on_lost, self._on_request = on_event, on_lost, on_request
+        self.process = self._world.process
+        self.process.server = self  # type: ignore[attr-defined]
+        self._ranks: dict[int, Rank] = {}
+        self._closed = False
+        #: When the last message of a connection arrives: they keep their order.
+        self._last: dict[int, float] = {}
+        #: Messages that wait for a cable, by rank.
+        self._waiting: dict[int, list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {}
+        self._clients: dict[int, Callable[[Mapping[str, Any], bool], Any]] = {}
+
+    # --- the product's side
+
+    def tell(self, **values: Any) -> None:
+        """Nothing that the model's ranks use."""
+
+    def broadcast(self, ranks: Collection[int] | None = None, /, **words: Any) -> None:
+        """An order to these ranks."""
+        for number, rank in list(self._ranks.items()):
+            if ranks is None or number in ranks:
+                for order, reason in words.items():
+                    self._deliver(number, rank.obey, order, reason)
+
+    def answer(self, client: int, values: Mapping[str, Any], last: bool) -> None:
+        """An answer to a request of the user."""
+        if client in self._clients:
+            self._clients[client](values, last)
+            if last:
+                del self._clients[client]
+
+    def close(self) -> None:
+        """What has arrived within a second is read."""
+        if not self._closed:
+            late = max([self._world.now, *self._last.values()]) - self._world.now
+            self._world.sleep(min(1.0, late + 0.01))
+            self._closed = True
+            for rank in list(self._ranks.values()):
+                rank.unreachable()
+
+    # --- the ranks' side
+
+    @property
+    def open(self) -> bool:
+        """Whether the supervisor listens."""
+        return self.process.alive and not self._closed
+
+    def request(self, client: int, kind: str, values: Mapping[str, Any], answer: Callable[..., Any]) -> None:
+        """A request of the user."""
+        self._clients[client] = answer
+        self._on_request(client, kind, values)
+
+    def join(self, rank: Rank) -> bool:
+        """A rank's first message."""
+        if not self.open or not self._cluster.reaches(rank.process.node, self.process.node):
+            return False
+        self._ranks[rank.number] = rank
+        self.report(rank.number, "joined", host=rank.process.node, pid=rank.process.pid, address=rank.process.node)
+        return True
+
+    def report(self, number: int, event: str, **values: Any) -> None:
+        """A rank's event."""
+        self._deliver(number, self._hear, number, event, values)
+
+    def _hear(self, number: int, event: str, values: Mapping[str, Any]) -> None:
+        if self.open:
+            self._on_event(number, event, values)
+
+    def _deliver(self, number: int, act: Callable[..., Any], *args: Any) -> None:
+        rank = self._ranks.get(number)
+        if rank is None:
+            return
+        if not self._cluster.reaches(rank.process.node, self.process.node):
+            self._waiting.setdefault(number, []).append((act, args))
+            return
+        at = max(self._last.get(number, 0.0), self._world.now + LATENCY_S * self._world.random.random())
+        self._last[number] = at
+        self._world.after(at - self._world.now, act, *args)
+
+    def left(self, rank: Rank) -> None:
+        """A rank's process has ended: its connection breaks, after what it has said."""
+        if self._ranks.get(rank.number) is rank:
+            self._deliver(rank.number, self._lose, rank, False)
+
+    def _lose(self, rank: Rank, silent: bool) -> None:
+        if self._ranks.get(rank.number) is rank:
+            del self._ranks[rank.number]
+            self._waiting.pop(rank.number, None)
+            if self.open:
+                self._on_lost(rank.number, silent)
+            if silent:
+                rank.unreachable()
+
+    def on_node(self, rank: Rank, node: str, lost: bool) -> None:
+        """A node was cut off, or is back."""
+        if self._ranks.get(rank.number) is not rank or node not in (rank.process.node, self.process.node):
+            return
+        if rank.process.node == self.process.node:
+            return
+        if lost:
+            self._world.after(SILENCE_S + self._world.random.random(), self._silent, rank)
+        elif self._cluster.reaches(rank.process.node, self.process.node):
+            for act, args in self._waiting.pop(rank.number, []):
+                self._deliver(rank.number, act, *args)
+
+    def _silent(self, rank: Rank) -> None:
+        if not self._cluster.reaches(rank.process.node, self.process.node):
+            self._lose(rank, True)
+
+
+@dataclass
+class Group:
+    """The process group of an attempt: ranks meet in each collective."""
+
+    world: World
+    size: int
+    arrived: dict[int, Any] = field(default_factory=dict)
+    waiting: list[tuple[Thread, int]] = field(default_factory=list)
+    met: dict[int, Any] = field(default_factory=dict)
+    broken: bool = False
+
+    def meet(self, rank: Rank, value: Any) -> dict[int, Any]:
+        """A collective: every rank's value, once all have come. LostPeer once a rank is gone."""
+        if self.broken:
+            self.world.sleep(0.01 + self.world.random.random() * 0.2)
+            raise LostPeer
+        self.arrived[rank.number] = value
+        if len(self.arrived) == self.size:
+            self.met, self.arrived = self.arrived, {}
+            for thread, wait in self.waiting:
+                self.world.wake(thread, wait)
+            self.waiting = []
+            return self.met
+        self.waiting.append(self.world.waiter())
+        self.world.park()
+        if self.broken:
+            raise LostPeer
+        return self.met
+
+    def lose(self, node: str, cut: set[str]) -> None:
+        """A rank of that node is gone, and closed its connections. Nobody sees that if the node is cut off, too."""
+        if node in cut:
+            return
+        self.broken = True
+        for thread, wait in self.waiting:
+            if thread.process.node not in cut:
+                self.world.after(0.01 + self.world.random.random() * 0.3, self.world.wake, thread, wait)
+        self.waiting = []
+
+
+class Rank:
+    """A rank's process."""
+
+    def __init__(self, step: Launcher, number: int, node: str) -> None:
+        self.step, self.number, self.cluster = step, number, step.cluster
+        self.world, self.run, self.attempt = step.world, step.run, step.attempt
+        self.process = Process(self.world, f"rank {number}.{step.attempt}", node)
+        self.process.on_exit = self._exited
+        self.server: Server | None = None
+        self.stop = ""
+        #: What the script does wrong at its next step: an exception, an exit, a hang.
+        self.accident = ""
+        self.training = False
+        self._fencing = False
+        self.ended = False
+
+    def begin(self) -> None:
+        """Starts the process."""
+        self.process.start(self._main)
+
+    def _exited(self, code: int | None) -> None:
+        self.training = False
+        self.step.ended(self, code)
+        if self.server is not None:
+            self.server.left(self)
+
+    # --- what reaches it
+
+    def obey(self, order: str, reason: str) -> None:
+        """An order of the supervisor."""
+        if not self.process.alive:
+            return
+        if order == "stop" and not self.stop:
+            self.stop = reason
+            self.report("notified", reason=reason)
+        elif order == "leave":
+            self._leave({"end": "dismissed", "error": reason})
+            self.process.exit(1)
+        elif order == "save":
+            self.report("saving", request=reason)
+
+    def signal(self, name: str) -> None:
+        """A signal of Slurm."""
+        if not self.process.alive or self.process.node in self.cluster.slurm.cut:
+            return
+        if name == "KILL":
+            self.process.kill()
+        elif self.server is None:  # blocked until it has joined
+            self.stop = self.stop or f"SIG{name}"
+        elif not self.stop:
+            self.stop = f"SIG{name}"
+            self.report("signal", signal=f"SIG{name}")
+
+    def unreachable(self) -> None:
+        """The supervisor is gone, or silent: the rank trains on, unless a newer attempt starts."""
+        if not self.process.alive or self._fencing:
+            return
+        self._fencing = True
+        Thread(self.process, self._fence, "fence").start()
+
+    def _fence(self) -> None:
+        while True:
+            try:
+                if self.run.superseded(self.attempt):
+                    break
+            except OSError:
+                pass
+            self.world.sleep(FENCE_S)
+        self.world.tell(self.process.name, "superseded; exits")
+        self.process.exit(1)
+
+    def report(self, event: str, **values: Any) -> None:
+        """Tells the supervisor."""
+        if self.server is not None:
+            self.server.report(self.number, event, **values)
+
+    # --- the script
+
+    def _leave(self, end: Mapping[str, Any]) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        record = {"rank": self.number, "host": self.process.node, "used_clusterddp": True, **end}
+        self.report("left", **record)
+        self.record = record
+
+    def _main(self) -> int:
+        try:
+            end, code = self._train()
+        except LostPeer:
+            end, code = {"end": "exception", "error": f"RuntimeError: {PEER}", "traceback": ""}, 1
+        except Superseded as error:
+            end, code = {"end": "superseded", "error": str(error)}, 1
+        except OSError as error:
+            end, code = {"end": "exception", "error": f"OSError: {error}", "traceback": ""}, 1
+        except _Accident as error:
+            end, code = {"end": "exception", "error": f"ValueError: {error}", "traceback": ""}, 1
+            self.cluster.listener("failed", self, {})
+        self.training = False
+        if end is not None:
+            self._leave(end)
+            try:
+                self.cluster.disk.write_json(self.run.rank_record(self.attempt, self.number), self.record)
+            except OSError:
+                pass
+        return code
+
+    def _train(self) -> tuple[dict[str, Any] | None, int]:
+        world, script, group = self.world, self.cluster.script, self.step.group
+        world.sleep(script.import_s * (0.5 + world.random.random()))
+        if self.stop:
+            return {"end": "stopped", "reason": "stop signal before the script started"}, 0
+        deadline = world.now + JOIN_TIMEOUT_S
+        while not self.step.server.join(self):
+            if world.now > deadline:
+                return {"end": "lost", "error": "cannot reach the supervisor"}, 1
+            world.sleep(2.0)
+            if self.stop:
+                return {"end": "stopped", "reason": "stop signal before all ranks had joined"}, 0
+        self.server = self.step.server
+        group.meet(self, None)
+        store = Checkpoints(self.run, self.attempt, Keep(last=script.keep))
+        state: dict[str, Any] = {}
+        if self.number == 0:
+            state = self._restore(store)
+            name = "resumed" if state["parent"] else "training"
+            parent = {"parent": state["parent"], "inexact": None} if state["parent"] else {}
+            self.report(name, step=state["step"], **parent)
+            self.report("progress", step=state["step"], steps=script.steps)
+        state = group.meet(self, state)[0]
+        step, weights = state["step"], state["weights"]
+        samples: tuple[int, ...] = tuple(state["samples"])
+        self.training = True
+        self.cluster.listener("trains", self, {"step": step, "weights": weights})
+        saved = step
+        while step < script.steps:
+            self._accident()
+            stops = [stop for stop in group.meet(self, self.stop).values() if stop]
+            if stops:
+                break
+            world.sleep(script.step_s * (0.8 + 0.4 * world.random.random()))
+            sample = sample_of(step)
+            step, weights, samples = step + 1, trained(weights, sample), (*samples, sample)
+            if self.number == 0:
+                self.cluster.listener("step", self, {"step": step})
+                self._metrics(step)
+                if step - saved >= script.save_every and step < script.steps:
+                    saved = self._save(store, step, weights, samples, saved)
+        self.training = False
+        stopped = step < script.steps
+        if self.number == 0:
+            self.report("stopping", step=step, reason=self.stop or "peer") if stopped else self.report(
+                "finishing", step=step
+            )
+            if saved != step:
+                saved = self._save(store, step, weights, samples, saved)
+            self.report("progress", step=step, steps=script.steps)
+        if not stopped and self.number == 0 and saved != step:
+            return {
+                "end": "exception",
+                "error": "CheckpointError: the last checkpoint was not saved",
+                "traceback": "",
+            }, 1
+        return (
+            {"end": "stopped", "step": step, "reason": self.stop or "peer"}
+            if stopped
+            else {"end": "done", "step": step}
+        ), 0
+
+    def _accident(self) -> None:
+        accident, self.accident = self.accident, ""
+        if accident == "exception":
+            raise _Accident("of the script")
+        if accident == "hang":
+            self.world.park()
+
+    def _restore(self, store: Checkpoints) -> dict[str, Any]:
+        found: Checkpoint | None = next(iter(store.candidates()), None)
+        if found is None:
+            store.record_resume(None)
+            return {"step": 0, "weights": "0", "samples": (), "parent": None}
+        state: dict[str, Any] = json.loads(self.cluster.disk.read_bytes(found.path))
+        store.record_resume((found.attempt, found.step))
+        return {**state, "parent": {"attempt": found.attempt, "step": found.step}}
+
+    def _metrics(self, step: int) -> None:
+        try:
+            line = {"step": step - 1, "attempt": self.attempt, "time": EPOCH + self.world.now}
+            self.cluster.disk.append_line(self.run.metrics_file, line)
+        except OSError:
+            pass
+
+    def _save(self, store: Checkpoints, step: int, weights: str, samples: tuple[int, ...], before: int) -> int:
+        """Returns the step of the newest checkpoint."""
+        disk = self.cluster.disk
+        try:
+            temporary = store.temporary(step)
+            content = json.dumps({"step": step, "weights": weights, "samples": samples})
+            disk.create_exclusively(temporary, content, 0o600)
+            self.world.sleep(self.cluster.script.save_s * (0.5 + self.world.random.random()))
+            store.commit(temporary, step)
+            self.cluster.committed.append(Committed(self.attempt, step, weights, samples, self.world.now))
+            self.world.tell(self.process.name, f"checkpoint {step} committed")
+            self.cluster.listener("saved", self, {"step": step})
+            store.delete_old()
+        except OSError as error:
+            self.report("checkpoint_failed", step=step, reason=str(error.strerror))
+            return before
+        save_s = self.cluster.script.save_s
+        self.report("checkpoint", step=step, blocked_s=0.0, durable_s=save_s, bytes=100)
+        return step
+
+
+class _Accident(Exception):
+    """An error of the script."""
+
+
+class Launcher:
+    """srun: ``SlurmLauncher`` for the product."""
+
+    name, supervisor_host, abandon_s = "slurm", "", 5.0
+
+    def __init__(self, cluster: Cluster, run: RunDirectory, job: Job, batch: Batch) -> None:
+        self.cluster, self.world, self.run, self._job, self._batch = cluster, cluster.world, run, job, batch
+        self.failed: Callable[[int], object] = lambda _: None
+        self.group = Group(self.world, job.world_size)
+        self.ranks: list[Rank] = []
+        self._left: set[int] = set()
+        self._code = 0
+        self._statuses: dict[int, ExitStatus] = {}
+        self._abandoned = False
+        self._waiting: list[tuple[Thread, int]] = []
+
+    def start(self, command: list[str], environment: Mapping[str, str], logs: Path) -> None:
+        """Starts the ranks on the job's nodes."""
+        self.attempt = int(environment["CLUSTERDDP_ATTEMPT"])
+        self.server = self.world.process.server  # type: ignore[attr-defined]
+        for number in range(self._job.world_size):
+            rank = Rank(self, number, self._batch.nodes[number // self._job.ranks_per_node])
+            self.ranks.append(rank)
+            self.cluster.ranks.append(rank)
+            self._left.add(number)
+            if rank.process.node in self.cluster.slurm.cut:
+                rank.process.alive = False
+                self.world.after(5.0, self._cannot_start, rank)
+                continue
+            self.cluster.slurm.add_process(self._batch, rank.process)
+            rank.begin()
+        self._batch.signal = self._signal
+
+    def _cannot_start(self, rank: Rank) -> None:
+        self._left.discard(rank.number)
+        self._code = self._code or 1
+        self._statuses[rank.number] = ExitStatus(not_started="Communication connection failure")
+        self.failed(rank.number)
+        self.kill()
+
+    def _signal(self, name: str) -> None:
+        for rank in self.ranks:
+            rank.signal(name)
+
+    def notify(self) -> None:
+        """USR2 to all ranks."""
+        self._signal("USR2")
+
+    def kill(self) -> None:
+        """KILL to all ranks that can be reached."""
+        self._signal("KILL")
+
+    def abandon(self) -> None:
+        """srun is killed."""
+        self._abandoned = True
+        self._wake()
+
+    def _wake(self) -> None:
+        for thread, wait in self._waiting:
+            self.world.wake(thread, wait)
+        self._waiting = []
+
+    def ended(self, rank: Rank, code: int | None) -> None:
+        """A rank's process has ended."""
+        self._left.discard(rank.number)
+        if code != 0:
+            self.world.after(
+                0.05 * self.world.random.random(), self.group.lose, rank.process.node, self.cluster.slurm.cut
+            )
+            self._code = self._code or code or 137
+            self._statuses[rank.number] = (
+                ExitStatus(signal=signal.SIGKILL) if code is None else ExitStatus(exit_code=code)
+            )
+            if code is None:
+                self.world.tell(rank.process.name, "is killed")
+            self.world.after(2.0 * self.world.random.random(), self._report, rank.number)
+        self.cluster.slurm.step_ended(self._batch)
+        if not self._left:
+            self._wake()
+
+    def _report(self, number: int) -> None:
+        if self._waiting and not self._abandoned:
+            self.failed(number)
+
+    def wait(self) -> int:
+        """Until all ranks have ended; srun waits for a node that it cannot reach until Slurm gives it up."""
+        while self._left and not self._abandoned:
+            self._waiting.append(self.world.waiter())
+            self.world.park()
+        return 137 if self._abandoned and self._left else self._code
+
+    def exit_statuses(self) -> Mapping[int, ExitStatus]:
+        """How ranks failed."""
+        return self._statuses

@@ -1,0 +1,504 @@
+"""A model of slurmctld and its slurmds, after what was seen on 22.05.8, 24.11.5 and 26.05.5.
+
+``run`` answers the product's commands in the text that its parsers read; recorded answers of these releases are in
+tests/unit/recorded. What is left out: arrays, het jobs, priorities other than the order of submission.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulation.world import EPOCH, Process, World
+
+#: States in which a job has its nodes.
+HAS_NODES = ("RUNNING", "SUSPENDED", "COMPLETING")
+
+
+@dataclass
+class Settings:
+    """How the cluster is set up."""
+
+    release: str = "22.05"
+    mode: str = "REQUEUE"
+    grace_s: int = 20
+    kill_wait_s: int = 30
+    hold_s: int = 121
+    slurmd_timeout_s: int = 300
+    nodes: int = 4
+
+
+@dataclass
+class Batch:
+    """A job."""
+
+    id: str
+    nodes_needed: int
+    time_limit_s: int
+    submitted: float
+    by: str = ""
+    exclude: frozenset[str] = frozenset()
+    after: str | None = None
+    state: str = "PENDING"
+    reason: str = "None"
+    restarts: int = 0
+    requeue_allowed: bool = True
+    preempt_time: float | None = None
+    began: float | None = None
+    ended: float | None = None
+    begin: float = 0.0
+    nodes: list[str] = field(default_factory=list)
+    #: What the job becomes once its processes have ended.
+    becomes: str = ""
+    #: The processes of the batch step, and of the ranks' step.
+    processes: list[Process] = field(default_factory=list)
+    batch: Process | None = None
+    #: Signals that a step gets.
+    signal: Callable[[str], Any] = lambda _: None
+    #: Counts starts and ends, so that an event that was planned for an earlier one has no effect.
+    era: int = 0
+    #: 24.11: the next end of a job that was requeued within a grace counts as preempted, too.
+    again: bool = False
+    end_time: float | None = None
+
+
+class Slurm:
+    """The controller. ``launch(job)``: starts the batch step, a process on the job's first node."""
+
+    def __init__(self, world: World, settings: Settings, launch: Callable[[Batch], Process]) -> None:
+        self.world, self.settings, self._launch = world, settings, launch
+        self.jobs: dict[str, Batch] = {}
+        self.node_names = [f"n{number}" for number in range(1, settings.nodes + 1)]
+        #: Why a node gets no job, until when: by a preempting job, or as it is down.
+        self.taken: dict[str, float] = {}
+        self.down: set[str] = set()
+        self.cut: set[str] = set()
+        self.away_until = 0.0
+        #: Until when answers are lost, and how many of a hundred before and after they took effect.
+        self.lossy: tuple[float, int, int] = (0.0, 0, 0)
+        self.latency_s = 0.02
+        #: When each process was last told of its job's state.
+        self.shown_at: dict[str, float] = {}
+        #: Told of what the controller did: (what, job, by whom).
+        self.listener: Callable[[str, Batch, str], Any] = lambda *_: None
+        #: All processes of jobs so far, each with its job and the job's era: those on a lost node outlive their job.
+        self.started: list[tuple[Process, Batch, int]] = []
+        #: Jobs of which whoever submitted them has not heard: the answer was lost, or came too late.
+        self.unanswered: set[str] = set()
+        self._next_id = 100
+        self._scheduled = False
+        self.commands = 0
+
+    def _tell(self, what: str) -> None:
+        self.world.tell("slurmctld", what)
+
+    # --- commands
+
+    def run(self, command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        """Carries out a command of the calling process, as ``subprocess.run``."""
+        world, draw = self.world, self.world.random
+        self.commands += 1
+        process = world.process
+        world.sleep(self.latency_s * (0.5 + draw.random()))
+        if process.node in self.cut or world.now < self.away_until:
+            world.sleep(9.0 + 9.0 * draw.random())
+            if process.node in self.cut or world.now < self.away_until:
+                return _failed(command, "Unable to contact slurm controller (connect failure)")
+        until, before, after = self.lossy
+        lossy = until > world.now
+        if lossy and draw.random() * 100 < before:
+            world.sleep(10.0)
+            return _failed(command, "Socket timed out on send/recv operation")
+        answer = self._answer(command)
+        if command[1] not in ("show", "-h") and command[0] != "squeue":
+            said = answer.stdout.strip() if answer.returncode == 0 else answer.stderr.strip()
+            world.tell(process.name, f"$ {' '.join(map(str, command))}{f': {said}' if said else ''}")
+        if lossy and draw.random() * 100 < after:
+            world.sleep(10.0)
+            return _failed(command, "Socket timed out on send/recv operation")
+        world.sleep(self.latency_s * (0.5 + draw.random()))
+        if command[0] == "sbatch":
+            self.unanswered.discard(answer.stdout)
+        return answer
+
+    def _answer(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        match [str(word) for word in command]:
+            case ["scontrol", "show", "job", "-o", job_id]:
+                job = self.jobs.get(job_id)
+                self.shown_at[self.world.process.name] = self.world.now
+                return _done(command, self.shown(job)) if job else _failed(command, "Invalid job id specified")
+            case ["scontrol", "show", "config"]:
+                return _done(command, self._configuration())
+            case ["scontrol", "show", "partition", "-o", _]:
+                return _done(
+                    command, f"PartitionName=low GraceTime={self.settings.grace_s} PreemptMode={self.settings.mode}"
+                )
+            case ["scontrol", "requeue", job_id]:
+                return self._requeue(command, self.jobs[job_id])
+            case ["scontrol", "update", what, change]:
+                return self._update(command, self.jobs[what.removeprefix("JobId=")], change)
+            case ["scancel", job_id]:
+                self.cancel(self.jobs[job_id])
+                return _done(command, "")
+            case ["sbatch", "--parsable", *options, _]:
+                return _done(command, self.submit(options))
+            case ["sinfo", "-h", "-N", "-o", "%R|%P|%N|%T"]:
+                lines = [f"low|low*|{node}|{'down*' if node in self.down else 'idle'}" for node in self.node_names]
+                return _done(command, "\n".join(lines) + "\n")
+            case ["sinfo", "-h", "-o", "%P"]:
+                return _done(command, "low*\n")
+            case ["squeue", *options]:
+                return _done(command, self._queue(options[options.index("-j") + 1].split(",")))
+        raise AssertionError(f"the model knows no {command}")
+
+    def shown(self, job: Batch) -> str:
+        """A line of ``scontrol show job -o``."""
+        end = job.ended if job.ended is not None else job.end_time
+        times = {"SubmitTime": job.submitted, "EligibleTime": max(job.submitted, job.begin), "StartTime": job.began}
+        shown = " ".join(f"{name}={_time(at)}" for name, at in times.items())
+        ran = 0 if job.began is None else int((self.world.now if job.ended is None else job.ended) - job.began)
+        return (
+            f"JobId={job.id} JobName=sim UserId=ddp(1000) GroupId=ddp(992) MCS_label=N/A JobState={job.state} "
+            f"Reason={job.reason} Dependency=(null) Requeue={job.requeue_allowed:d} Restarts={job.restarts} "
+            f"RunTime={_duration(ran)} TimeLimit={_duration(job.time_limit_s)} {shown} EndTime={_time(end)} "
+            f"PreemptTime={_time(job.preempt_time)} Partition=low NodeList={','.join(job.nodes) or '(null)'} "
+            "Command=(null) WorkDir=/shared\n"
+        )
+
+    def _queue(self, ids: Sequence[str]) -> str:
+        known = [self.jobs[job_id] for job_id in ids if job_id in self.jobs]
+        return "".join(
+            f"{job.id}|{job.state}|{','.join(job.nodes)}|{_time(job.began)}|1:00:00|low|{job.reason}\n" for job in known
+        )
+
+    def _configuration(self) -> str:
+        settings = self.settings
+        return (
+            f"AuthInfo = cred_expire={settings.hold_s - 1}\nKillWait = {settings.kill_wait_s} sec\n"
+            f"PreemptType = preempt/partition_prio\nPreemptMode = {settings.mode}\n"
+        )
+
+    def _update(self, command: Sequence[str], job: Batch, change: str) -> subprocess.CompletedProcess[str]:
+        if change == "StartTime=now":
+            if job.state == "PENDING":  # of a job that is completing it is overwritten
+                if self.world.now - job.begin + self.settings.hold_s < 1.0:
+                    job.reason = "revoked"  # as seen: a job released within a second of its requeue fails
+                job.begin = self.world.now
+                self._wake()
+            return _done(command, "")
+        if job.state not in ("PENDING", *HAS_NODES) or (job.state == "COMPLETING" and job.becomes != "PENDING"):
+            return _failed(command, "Job/step already completing or completed")
+        job.requeue_allowed = change == "Requeue=1"
+        return _done(command, "")
+
+    # --- jobs
+
+    def submit(self, options: Sequence[str]) -> str:
+        """A new job."""
+        self._next_id += 1
+        words = dict(option.removeprefix("--").partition("=")[::2] for option in options)
+        job = Batch(str(self._next_id), self.nodes_needed, self.time_limit_s, self.world.now, self.world.process.name)
+        if "dependency" in words:
+            job.after = words["dependency"].removeprefix("afterany:")
+            job.reason = "Dependency"
+        job.exclude = frozenset(words.get("exclude", "").split(",")) - {""}
+        self.jobs[job.id] = job
+        self.unanswered.add(job.id)
+        self._tell(f"job {job.id} submitted{f', after {job.after}' if job.after else ''}")
+        self._wake()
+        return job.id
+
+    #: What jobs ask for.
+    nodes_needed = 1
+    time_limit_s = 3600
+
+    def _wake(self) -> None:
+        """Has the scheduler look, within a second or so."""
+        if not self._scheduled:
+            self._scheduled = True
+            self.world.after(0.2 + self.world.random.random(), self._schedule)
+
+    def _schedule(self) -> None:
+        self._scheduled = False
+        world = self.world
+        if world.now < self.away_until:
+            self.world.after(self.away_until - world.now, self._wake)
+            return
+        waiting = [job for job in self.jobs.values() if job.state == "PENDING"]
+        busy = {node for job in self.jobs.values() if job.state in HAS_NODES for node in job.nodes}
+        later = False
+        for job in waiting:
+            if job.reason == "held":
+                continue
+            if job.begin > world.now:
+                job.reason, later = "BeginTime", True
+                continue
+            if job.after is not None and self.jobs[job.after].state in ("PENDING", *HAS_NODES):
+                job.reason, later = "Dependency", True
+                continue
+            free = [node for node in self.node_names if self._free(node, busy) and node not in job.exclude]
+            if len(free) < job.nodes_needed:
+                job.reason, later = "Resources", True
+                continue
+            nodes = free[: job.nodes_needed]
+            busy.update(nodes)
+            self._start(job, nodes)
+        if later:
+            self._scheduled = True
+            self.world.after(1.0, self._schedule)
+
+    def _free(self, node: str, busy: set[str]) -> bool:
+        return node not in busy and node not in self.down and self.taken.get(node, 0.0) <= self.world.now
+
+    def _start(self, job: Batch, nodes: list[str]) -> None:
+        world = self.world
+        revoked = job.reason == "revoked"
+        job.state, job.reason, job.nodes, job.began, job.ended = "RUNNING", "None", nodes, world.now, None
+        job.preempt_time, job.becomes, job.end_time = None, "", world.now + job.time_limit_s
+        job.era += 1
+        job.processes, job.signal = [], lambda _: None
+        self._tell(f"job {job.id} starts on {','.join(nodes)}{f' (restart {job.restarts})' if job.restarts else ''}")
+        self.listener("start", job, "")
+        if revoked:
+            self._tell(f"job {job.id}: credential revoked")
+            self.listener("revoked", job, "")
+            self._end(job, "FAILED")
+            return
+        world.after(0.1 + world.random.random(), self._launch_batch, job, job.era)
+        world.after(job.time_limit_s, self._time_limit, job, job.era)
+
+    def _launch_batch(self, job: Batch, era: int) -> None:
+        if job.era != era or job.state != "RUNNING":
+            return
+        if job.nodes[0] in self.cut:  # the request is sent again
+            self.world.after(5.0, self._launch_batch, job, era)
+            return
+        process = job.batch = self._launch(job)
+        self.add_process(job, process)
+        process.on_exit = lambda code: self._batch_ended(job, era, code)
+
+    def _batch_ended(self, job: Batch, era: int, code: int | None) -> None:
+        """The job ends with its batch step; the ranks' step is killed."""
+        if job.era != era:
+            return
+        for process in job.processes:
+            process.kill()
+        if job.state in ("RUNNING", "SUSPENDED"):
+            self._tell(f"job {job.id}: batch step ended {f'with {code}' if code is not None else 'by a signal'}")
+            in_grace = job.preempt_time is not None and job.state == "RUNNING"
+            ended = "COMPLETED" if code == 0 else "FAILED"
+            if (in_grace or job.again) and self.settings.release != "22.05":
+                # From 24.05 on, a job that ends within a grace counts as preempted.
+                job.again = False
+                self._finish(job, "PENDING" if self._requeues(job) else "PREEMPTED")
+            else:
+                self._finish(job, ended)
+        self._settle(job)
+
+    def _requeues(self, job: Batch) -> bool:
+        return self.settings.mode == "REQUEUE" and job.requeue_allowed
+
+    def _finish(self, job: Batch, becomes: str, signal: str = "", reason: str = "None") -> None:
+        """The job is being ended: its steps get a signal, and KILL after KillWait."""
+        job.becomes, job.state, job.reason = becomes, "COMPLETING", reason
+        job.ended = self.world.now
+        if becomes == "PENDING":
+            job.restarts += 1
+        if signal:
+            job.signal(signal)
+            self.world.after(self.settings.kill_wait_s, self._kill, job, job.era)
+        self._settle(job)
+
+    def _kill(self, job: Batch, era: int) -> None:
+        if job.era != era or job.state != "COMPLETING":
+            return
+        alive = [process for process in job.processes if process.alive and process.node not in self.cut]
+        if alive:
+            self._tell(f"job {job.id}: KILL")
+        for process in alive:
+            process.kill()
+        self._settle(job)
+
+    def _settle(self, job: Batch) -> None:
+        """The job's end, once it has no processes."""
+        if job.state != "COMPLETING":
+            return
+        left = [process for process in job.processes if process.alive and process.node not in self.cut | self.down]
+        if not left:
+            self.world.after(0.2 + self.world.random.random(), self._end_if_empty, job, job.era)
+
+    def _end_if_empty(self, job: Batch, era: int) -> None:
+        if job.era == era and job.state == "COMPLETING":
+            self._end(job, job.becomes)
+
+    def _end(self, job: Batch, state: str) -> None:
+        job.era += 1
+        if state == "PENDING":
+            job.state, job.reason, job.nodes = "PENDING", "BeginTime", []
+            job.begin = self.world.now + self.settings.hold_s
+            job.submitted, job.preempt_time, job.began, job.ended = self.world.now, None, None, None
+            self._tell(f"job {job.id}: PENDING, held for {self.settings.hold_s} s")
+        else:
+            job.state = state
+            job.ended = self.world.now
+            self._tell(f"job {job.id}: {state}")
+            self.listener("end", job, state)
+        self._wake()
+
+    def add_process(self, job: Batch, process: Process) -> None:
+        """A process of a job has started."""
+        job.processes.append(process)
+        self.started.append((process, job, job.era))
+
+    def step_ended(self, job: Batch) -> None:
+        """A process of the ranks' step has ended."""
+        self._settle(job)
+
+    # --- what happens to jobs
+
+    def _requeue(self, command: Sequence[str], job: Batch) -> subprocess.CompletedProcess[str]:
+        """``scontrol requeue``, which is not refused for a job that is being cancelled or has ended."""
+        if not job.requeue_allowed:
+            return _failed(command, "Requested operation is presently disabled")
+        if job.state == "PENDING" or (job.state == "COMPLETING" and job.becomes == "PENDING"):
+            return _failed(command, "Job is pending execution")
+        self.listener("requeue", job, self.world.process.name)
+        if job.state in ("RUNNING", "SUSPENDED"):
+            job.again = job.preempt_time is not None and self.settings.release != "22.05"
+            self._finish(job, "PENDING", "TERM")
+        elif job.state == "COMPLETING":
+            job.becomes = "PENDING"
+            job.restarts += 1
+        else:
+            job.restarts += 1
+            self._end(job, "PENDING")
+        return _done(command, "")
+
+    def cancel(self, job: Batch) -> None:
+        """``scancel``."""
+        if job.state in ("PENDING", *HAS_NODES):
+            self.listener("cancel", job, "")
+        if job.state == "PENDING":
+            self._end(job, "CANCELLED")
+        elif job.state in ("RUNNING", "SUSPENDED"):
+            self._finish(job, "CANCELLED", "TERM")
+        elif job.state == "COMPLETING" and job.becomes == "PENDING":
+            job.becomes = "CANCELLED"
+
+    def _time_limit(self, job: Batch, era: int) -> None:
+        if job.era != era or job.state != "RUNNING" or job.end_time is None:
+            return
+        if job.end_time > self.world.now + 0.5:
+            self.world.after(job.end_time - self.world.now, self._time_limit, job, era)
+            return
+        self._tell(f"job {job.id}: time limit")
+        self._finish(job, "TIMEOUT", "TERM", reason="TimeLimit")
+
+    def preempt(self, job: Batch, for_s: float) -> None:
+        """A job of higher priority needs the nodes, for some time."""
+        if job.state != "RUNNING" or job.preempt_time is not None:
+            return
+        settings = self.settings
+        self._tell(f"job {job.id} is preempted{f', grace {settings.grace_s} s' if settings.grace_s else ''}")
+        for node in job.nodes:
+            self.taken[node] = self.world.now + for_s
+        job.preempt_time = self.world.now
+        self.listener("preempt", job, "")
+        if settings.grace_s:
+            job.signal("TERM")
+            late = settings.grace_s + 10 * self.world.random.random()
+            self.world.after(late, self._grace_over, job, job.era)
+        else:
+            self._finish(job, self._after_preemption(job), "TERM")
+
+    def _after_preemption(self, job: Batch) -> str:
+        return "PENDING" if self._requeues(job) else "PREEMPTED"
+
+    def _grace_over(self, job: Batch, era: int) -> None:
+        if job.era == era and job.state == "RUNNING":
+            self._tell(f"job {job.id}: the grace is over")
+            self._finish(job, self._after_preemption(job))
+            self._kill(job, era)
+
+    def suspend(self, job: Batch, for_s: float) -> None:
+        """``scontrol suspend`` and ``resume``: all processes of the job stand still."""
+        if job.state != "RUNNING":
+            return
+        self._tell(f"job {job.id} is suspended for {for_s:.0f} s")
+        job.state = "SUSPENDED"
+        for process in job.processes:
+            process.stopped_until = self.world.now + for_s
+        self.world.after(for_s, self._resume, job, job.era)
+
+    def _resume(self, job: Batch, era: int) -> None:
+        if job.era == era and job.state == "SUSPENDED":
+            self._tell(f"job {job.id} goes on")
+            job.state = "RUNNING"
+
+    def lose_node(self, node: str, for_s: float, dead: bool, lost: Callable[[str, bool], Any]) -> None:
+        """A node's power or cable fails. ``lost``: told when it is, and (False) when it is back."""
+        if node in self.cut | self.down:
+            return
+        self._tell(f"({node} {'loses its power' if dead else 'is cut off'})")
+        self.cut.add(node)
+        lost(node, True)
+        if dead:
+            for job in self.jobs.values():
+                for process in job.processes:
+                    if process.node == node:
+                        process.alive = False
+        self.world.after(self.settings.slurmd_timeout_s * (0.9 + 0.2 * self.world.random.random()), self._give_up, node)
+        self.world.after(for_s, self._node_back, node, lost, dead)
+
+    def _give_up(self, node: str) -> None:
+        if node not in self.cut:
+            return
+        self._tell(f"node {node} is down")
+        self.down.add(node)
+        for job in self.jobs.values():
+            if node in job.nodes and job.state in HAS_NODES:
+                if job.state == "COMPLETING":
+                    self._settle(job)
+                else:
+                    self._lost(job, node)
+
+    def _lost(self, job: Batch, node: str) -> None:
+        self.listener("node_fail", job, node)
+        self._finish(job, "PENDING" if job.requeue_allowed else "NODE_FAIL", reason="NodeDown")
+        self._kill(job, job.era)
+
+    def _node_back(self, node: str, lost: Callable[[str, bool], Any], dead: bool) -> None:
+        """slurmd registers, and kills what does not belong to a job of the node."""
+        self._tell(f"(node {node} is back)")
+        self.cut.discard(node)
+        self.down.discard(node)
+        lost(node, False)
+        for process, job, era in self.started:
+            if process.node == node and process.alive and (job.era != era or job.state not in ("RUNNING", "SUSPENDED")):
+                process.kill()
+        for job in self.jobs.values():
+            runs_there = job.state in ("RUNNING", "SUSPENDED") and node in job.nodes
+            if runs_there and dead:  # the node was restarted: slurmctld calls that a lost node, by its source
+                self._lost(job, node)
+            self._settle(job)
+        self._wake()
+
+
+def _done(command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.CompletedProcess(command, 0, text, "")
+
+
+def _failed(command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.CompletedProcess(command, 1, "", f"{command[0]}: error: {text}\n")
+
+
+def _time(at: float | None) -> str:
+    return "None" if at is None else str(int(EPOCH + at))
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{rest:02}"

@@ -1,0 +1,71 @@
+"""Histories of the protocol, each repeatable by its seed. More of them: `make simulate`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.simulation import product
+from tests.simulation.history import Fault, drawn, play, shrunk
+from tests.simulation.mutants import MUTANTS, found_after
+
+#: Played in CI.
+HISTORIES = 300
+#: Those that few histories find, so that CI can afford them.
+QUICKLY_FOUND = ("no superseded check", "scancel is a preemption", "completed runs start again", "lease is free")
+
+
+@pytest.fixture
+def simulated() -> Iterator[None]:
+    """The product runs in simulated worlds."""
+    with product.installed():
+        yield
+
+
+@pytest.mark.usefixtures("simulated")
+def test_no_history_violates_an_invariant() -> None:
+    """A failing seed is told by `python -m tests.simulation --tell --shrink --seed N`."""
+    results = [play(seed) for seed in range(HISTORIES)]
+    assert [(result.plan.seed, result.violations) for result in results if result.violations] == []
+    assert sorted(result.events for result in results)[HISTORIES // 2] >= 200
+    assert {result.ended for result in results} >= {"completed", "cancelled", "failed"}
+
+
+def test_a_seed_repeats_a_history_exactly() -> None:
+    """Also in another process, where sets have another order, and after other histories."""
+    command = [sys.executable, "-m", "tests.simulation", "--tell", "--seed", "5"]
+    folder = Path(__file__).resolve().parents[2]
+    told = [
+        subprocess.run(
+            command, cwd=folder, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=False
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1] and len(told[0].splitlines()) > 20
+    with product.installed():
+        play(4)
+        assert "\n".join(play(5, traced=True).story) in told[0]
+
+
+@pytest.mark.parametrize("name", QUICKLY_FOUND)
+def test_a_mistake_in_the_product_is_found(name: str) -> None:
+    """The others: docs/measurements/simulation.md."""
+    assert found_after(name, 0, 200) is not None, MUTANTS[name].__doc__
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_violation_is_shrunk_to_the_faults_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A completed run that a user submits again trains again, if nobody looks at the outcome: one fault of several."""
+    patches = MUTANTS["preempted is done"]()
+    for owner, name, by in patches:
+        monkeypatch.setattr(owner, name, by)
+    seed = next(seed for seed in range(200) if play(seed).violations)
+    assert len(drawn(seed).faults) > 1
+    less = shrunk(drawn(seed))
+    assert {fault.kind for fault in less.faults} == {"preempt"}
+    assert all(isinstance(fault, Fault) for fault in less.faults)
