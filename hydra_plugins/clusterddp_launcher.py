@@ -109,9 +109,9 @@ class ClusterddpLauncher(Launcher):
     def __init__(self, **_: Any) -> None:
         self._members: dict[str, _Member] = {}
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:  # noqa: ARG002
         """Called by Hydra before ``launch``."""
-        self._context, self._config, self._task = hydra_context, config, task_function
+        self._context, self._config = hydra_context, config
         values = OmegaConf.to_container(config.hydra.launcher, resolve=True)
         assert isinstance(values, dict)
         self._own = {str(key): value for key, value in values.items() if key in _OWN}
@@ -148,6 +148,11 @@ class ClusterddpLauncher(Launcher):
     def _check(self) -> None:
         if isinstance(time := self._keys.get("time"), int):  # OmegaConf reads 8:00:00 as 28800, as YAML 1.1 does
             raise UsageError(f"hydra.launcher.time: got the number {time}; expected text: write '8:00:00' in quotes")
+        if unknown := set(self._own["retry"]) - {"failed", "cancelled"}:
+            raise UsageError(f"hydra.launcher.retry: expected [failed], [cancelled] or both, got {', '.join(unknown)}")
+        if (most := self._own["max_running"]) is not None and (most < 1 or self._own["local"]):
+            expected = "expected at least 1, and no local=true, which runs one member at a time"
+            raise UsageError(f"hydra.launcher.max_running={most}: {expected}")
         if self._own["wait"]:
             return
         if self._own["local"]:
@@ -259,6 +264,8 @@ class ClusterddpLauncher(Launcher):
     def _returned(self, run: "RunDirectory", member: _Member) -> JobReturn:
         """How a member ended, as Hydra's sweepers read it."""
         from clusterddp.api import Handle
+        from clusterddp.reporter import show
+        from clusterddp.rundir.records import is_unconfirmed
 
         handle = Handle(run.path)
         result = JobReturn() if self._own["wait"] else Submitted()
@@ -275,6 +282,8 @@ class ClusterddpLauncher(Launcher):
             result.return_value, result.status = handle.result(), JobStatus.COMPLETED
         except RunFailed as error:
             result.return_value, result.status = MemberFailed(str(error)), JobStatus.FAILED
+        if (outcome := run.outcome()) and is_unconfirmed(outcome):
+            show(f"member {member.name}: {outcome['reason']}")
         return result
 
 

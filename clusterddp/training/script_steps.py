@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -106,9 +106,12 @@ class ScriptSteps:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """A save by ``torch.save`` is no part of a step, and is no hang, however long it takes."""
-        main = threading.get_ident() == self._thread
-        with self.heartbeat.pause(), self._times.aside() if main else _nothing():
+        """A save by ``torch.save`` is no part of a step, and no hang, however long it takes. One in another thread does
+        not hold up the training."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        with self.heartbeat.pause(), self._times.aside():
             yield
 
     def close(self) -> None:
@@ -117,10 +120,6 @@ class ScriptSteps:
         own_saves.around = nullcontext
         self._times.close()
         self.heartbeat.close()
-
-
-def _nothing() -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def _ddp_modules() -> list[DistributedDataParallel]:

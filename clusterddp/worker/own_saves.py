@@ -26,7 +26,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from clusterddp import protocol
 from clusterddp.protocol import SAVING
 from clusterddp.reporter import say
 from clusterddp.rundir.files import fsync_directory
@@ -53,37 +52,34 @@ def protect(run: str, attempt: int, handles_stops: Callable[[], bool], stop_sign
         _this.deferred = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.Signals[f"SIG{stop_signal}"]})
     _this.mark = f"{SAVING}{hashlib.sha256(run.encode()).hexdigest()[:8]}-"
     _this.attempt, _this.handles_stops = attempt, handles_stops
-    _protect_children()
+    _protect_children(run, attempt)
     when_imported("torch", _protect_torch)
     for name in ("safetensors.torch", "safetensors.numpy"):
         when_imported(name, _protect_safetensors)
 
 
-def protect_spawned() -> None:
-    """The same in a process that a rank has spawned, whose command calls this."""
-    protect(os.environ[protocol.RUN_DIR], int(os.environ[protocol.ATTEMPT]), lambda: False)
-
-
-def _protect_children() -> None:
+def _protect_children(run: str, attempt: int) -> None:
     """Has processes of multiprocessing's method "spawn" protect their saves: scripts may start one per GPU."""
     command_line = spawn.get_command_line
 
     def with_protection(**values: Any) -> list[str]:
         command = command_line(**values)
         if "-c" in command[:-1]:  # not of a frozen program
-            command[command.index("-c") + 1] = _IN_CHILD + command[command.index("-c") + 1]
+            place = command.index("-c") + 1
+            command[place] = _IN_CHILD.format(run=run, attempt=attempt) + command[place]
         return command
 
     spawn.get_command_line = with_protection
 
 
+#: Where clusterddp cannot be imported, the child saves as it would elsewhere.
 _IN_CHILD = """\
 try:
-    from clusterddp.worker.own_saves import protect_spawned
+    from clusterddp.worker.own_saves import protect
 except ImportError:
     pass
 else:
-    protect_spawned()
+    protect({run!r}, {attempt}, lambda: False)
 """
 
 

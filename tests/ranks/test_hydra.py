@@ -139,6 +139,7 @@ def test_a_multirun_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     for words, expected in {
         ("model.lr=0.1,0.2", "hydra.sweep.subdir=same"): "members 0 and 1 would have the same output folder",
         ("hydra.launcher.wait=false",): "hydra.launcher.wait=false cannot be combined with hydra.launcher.local=true",
+        ("hydra.launcher.retry=[fialed]",): "hydra.launcher.retry: expected [failed], [cancelled] or both, got fialed",
         ("hydra.launcher.nodes=none",): "nodes: expected a whole number",
         ("hydra.launcher.time=600",): "write '8:00:00' in quotes",
     }.items():

@@ -13,6 +13,7 @@ from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.worker.saved_file import SavedFile
 from tests.waiting import preempt_local, wait_until
 
+LOOKED_AT = ("saved", "not_read")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "two_lines.py"
 
 
@@ -36,10 +37,9 @@ def test_a_sharded_script_with_two_lines_loses_no_step(tmp_path: Path) -> None:
         re.findall(r"stops after step (\d+)", output(run, attempt, 0) + output(run, attempt, 1)) for attempt in (0, 1)
     ]
     assert begun == [["0"] * 2, ["0"] * 2, stops[1]] and len(set(stops[0])) == len(set(stops[1])) == 1
-    told = [
-        (event["attempt"], event["event"]) for event in run.events() if event.get("file") == str(tmp_path / "saved")
-    ]
-    assert told == [(0, "saved"), (1, "not_read"), (1, "saved")]
+    told = [(event["attempt"], event["event"], event["file"]) for event in run.events() if event["event"] in LOOKED_AT]
+    file = str(tmp_path / "saved")
+    assert told == [(0, "saved", file), (1, "not_read", file), (1, "saved", file)]
     assert f"attempt 1: the script made its first step without opening {tmp_path / 'saved'}, which it saved" in said
     assert (run.outcome() or {})["state"] == "completed"
 
@@ -65,8 +65,8 @@ def test_a_rank_that_hangs_between_two_calls_is_found_and_restarted(tmp_path: Pa
     command += ["--device", "cpu", "--gpus", "2", "--set", "watchdog.step_s=1", "--set", "watchdog.start_s=20"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    hung = [(event["rank"], event["step"]) for event in run.events() if event["event"] == "hung"]
-    assert hung == [(1, 3)], run.events()
+    hung = [event["rank"] for event in run.events() if event["event"] == "hung"]
+    assert hung == [1], run.events()
     assert run.attempts() == [0, 1] and (run.outcome() or {})["state"] == "completed"
 
 
