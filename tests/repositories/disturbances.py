@@ -136,7 +136,7 @@ def outcome_of(copy: Copy, directory: RunDirectory, disturbance: str, seconds: f
         "confirmed": outcome.get("confirmed", True),
         "attempts": len(logs),
         "steps": len(set(keys)),
-        "repeated": len(keys) // copy.repository.lines_per_step - len(set(keys)),
+        "repeated": -(-len(keys) // copy.repository.lines_per_step) - len(set(keys)),
         "last": " ".join(f"{number:g}" for number in max(keys)) if keys else None,
         "metric": metrics[-1] if metrics else None,
         "seconds": round(seconds, 1),

@@ -150,6 +150,7 @@ def _section(entry: Repository) -> str:
         + ("." if entry.repeatable else ", which differs between undisturbed runs."),
         f"- Here: {', '.join(entry.differences)}.",
     ]
+    lines += [f"- Packages: {', '.join(entry.packages)}."]
     changes = sorted({change.why for change in entry.substitutions})
     lines += [f"- Substitutions in its code for this test: {', '.join(changes)}."] if changes else []
     lines += [f"- {note}" for note in entry.notes]
