@@ -165,10 +165,17 @@ class Invariants:
         return since is not None and self._world.now - since > 1.0 and (job.submitted < since or job.restarts > 0)
 
     def _is_unneeded(self, job: Batch) -> bool:
-        """Whether a supervisor or a watch has submitted it, knowing of all other jobs, for a run that has completed."""
+        """Whether a supervisor or a watch has submitted it, knowing of all other jobs, for a run that has completed.
+
+        Who submits may not see the outcome yet.
+        """
         complete = (self.outcome() or {}).get("state") == "completed"
         ours = not job.restarts and not job.by.startswith("submit")
-        return complete and ours and not self._history.slurm.unanswered
+        disk, slurm = self._history.disk, self._history.slurm
+        if not complete or not ours or slurm.unanswered:
+            return False
+        late = job.submitted - disk.nodes[f"{self._history.run.path}/outcome.json"].created
+        return not 0 <= late < disk.lag_s
 
     # --- what lasts
 
