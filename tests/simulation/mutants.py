@@ -136,15 +136,6 @@ def _a_busy_controller_ends_a_start() -> Patches:
     return [(main, "slurm", asked_once)]
 
 
-def _watch_forgets_its_jobs() -> Patches:
-    """What a shared disk does not show for a moment, a watch does not know."""
-
-    def claims(watcher: Any) -> list[dict[str, Any]]:
-        return [entry for entry in lease.holders(watcher._run) if entry["kind"] == "slurm"]
-
-    return [(watch.Watcher, "_claims", claims)]
-
-
 def _time_limit_without_progress() -> Patches:
     """A run that reaches its time limit again and again is requeued forever."""
     return [(recovery, "exceeded", lambda *_: None), (main, "exceeded", lambda *_: None)]
@@ -171,7 +162,6 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _watch_resubmits_always,
         _hold_of_another_job,
         _a_busy_controller_ends_a_start,
-        _watch_forgets_its_jobs,
         _time_limit_without_progress,
     )
 }

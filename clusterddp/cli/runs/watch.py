@@ -82,8 +82,6 @@ class Watcher:
         self._hold = Hold()
         self._ask_at = 0.0
         self._words = ""
-        #: The claims of all jobs that this process has seen or submitted, the newest job last.
-        self._seen: list[dict[str, Any]] = []
         #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if that is doubtful.
         self.result: int | None = None
 
@@ -135,16 +133,8 @@ class Watcher:
         return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run.quoted}")
 
     def _claims(self) -> list[dict[str, Any]]:
-        """The jobs that may train the run, as far as this cluster knows them.
-
-        One that was seen before counts, too: once its job has started, a shared disk may for a minute still show the
-        claim of the job before.
-        """
-        claims = [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
-        known = {entry["job"] for entry in self._seen}
-        self._seen += [entry for entry in reversed(claims) if entry["job"] not in known]
-        hidden = bool(claims) and self._seen[-1]["job"] not in [entry["job"] for entry in claims]
-        return [self._seen[-1], *claims] if hidden else claims
+        """The jobs that may train the run, as far as this cluster knows them."""
+        return [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
 
     def _look_on(self) -> bool:
         """Handles a run that needs no help: it trains as local processes, or is stopped."""
@@ -200,7 +190,6 @@ class Watcher:
             self._job.node_counts[0],
         )
         new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
-        self._seen.append({"kind": "slurm", "job": new})
         submitted(self._run, new)
         unlink(self._run.request_file)
         return self._say(f"{ended}: resubmitted as job {new}")
