@@ -225,6 +225,7 @@ class Group:
     waiting: list[tuple[Thread, int]] = field(default_factory=list)
     met: dict[int, Any] = field(default_factory=dict)
     broken: bool = False
+    joined: set[int] = field(default_factory=set)
 
     def meet(self, rank: Rank, value: Any) -> dict[int, Any]:
         """A collective: every rank's value, once all have come. LostPeer once a rank is gone."""
@@ -375,7 +376,13 @@ class Rank:
             if self.stop:
                 return {"end": "stopped", "reason": "stop signal before all ranks had joined"}, 0
         self.server = self.step.server
-        group.meet(self, None)
+        group.joined.add(self.number)
+        while len(group.joined) < group.size:  # in the worker's join, and in init(): both look for a stop signal
+            if self.stop:
+                return {"end": "stopped", "reason": "stop signal before all ranks had joined"}, 0
+            if group.broken:
+                raise LostPeer
+            world.sleep(0.5)
         store = Checkpoints(self.run, self.attempt, Keep(last=script.keep))
         state: dict[str, Any] = {}
         if self.number == 0:
