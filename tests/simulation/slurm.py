@@ -270,9 +270,9 @@ class Slurm:
         world.after(job.time_limit_s, self._time_limit, job, job.era)
 
     def _launch_batch(self, job: Batch, era: int) -> None:
-        if job.era != era or job.state != "RUNNING":
+        if job.era != era or job.state not in ("RUNNING", "SUSPENDED"):
             return
-        if job.nodes[0] in self.cut:  # the request is sent again
+        if job.nodes[0] in self.cut or job.state == "SUSPENDED":  # the request is sent again
             self.world.after(5.0, self._launch_batch, job, era)
             return
         process = job.batch = self._launch(job)

@@ -1071,6 +1071,19 @@ def test_slow_saves_are_distinguished_from_no_reason_to_stop(run: RunDirectory) 
     assert Timeouts().notice_s < 310
 
 
+def test_ranks_that_were_told_of_a_time_limit_that_is_extended_meanwhile_are_requeued(run: RunDirectory) -> None:
+    """By an administrator, or by a suspension, which does not count: nothing else would continue the run."""
+
+    class Noticed(FakeRanks):
+        def wait(self) -> int:
+            attempt.post(Notice(time.time() + 1.0))
+            return super().wait()
+
+    attempt = Attempt(run, JOB, run.create_attempt(), Noticed(run, STOPPED), FakeController(Cause.NONE))
+    attempt.supervise()
+    assert (run.events()[-1]["event"], run.events()[-1]["cause"]) == ("requeued", LIMIT)
+
+
 @pytest.mark.parametrize(("batch_step", "begun"), [(107.4, 107.4), (112.0, 108.0), (106.5, 107.0)])
 def test_a_job_got_its_nodes_when_its_batch_step_began_as_far_as_slurms_whole_seconds_allow(
     batch_step: float, begun: float
