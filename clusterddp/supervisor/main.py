@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import resource
 import signal
@@ -35,6 +36,7 @@ from clusterddp.rundir.files import follow_folder, remove
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor import done, lease
 from clusterddp.supervisor.attempt import Attempt
@@ -44,7 +46,7 @@ from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, LocalLauncher, SlurmLauncher
 from clusterddp.supervisor.limits import exceeded, held
 from clusterddp.supervisor.messages import at_step
-from clusterddp.supervisor.recovery import RESTART
+from clusterddp.supervisor.recovery import FIRST_PAUSE_S, RESTART
 from clusterddp.supervisor.verdict import Action
 from clusterddp.worker.code_paths import mapped
 
@@ -147,8 +149,11 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     if (code := finished(run, controller)) is not None:
         return code
     me = controller.holder()
-    if other := lease.held_by_other(run, me):
+    # Nothing continues the run if this job ends because the controller is busy: it is asked until it answers.
+    if other := slurm.patiently(partial(lease.held_by_other, run, me), math.inf, FIRST_PAUSE_S):
         raise RunDirectoryError(f"{run} is {other}; two jobs must not train one run")
+    if (code := finished(run, controller)) is not None:  # by another job, which ended while the controller was asked
+        return code
     of_run(run).check_present()
     reason, (is_done, found) = exceeded(job, run.events(), time.time()), done.look(run, job, run.events())
     number = run.create_attempt()

@@ -96,6 +96,9 @@ class Recovery:
             cause = self._controller.why(self._state.stop_margin_s)
             if cause is Cause.REQUEUED and self._state.preempted:
                 return Cause.PREEMPTED_WITHOUT_GRACE  # and its grace has passed
+            # The limit was extended since, or the job was suspended, which does not count: the run continues.
+            if cause is Cause.NONE and Stop.TIME_LIMIT.value in self._state.told:
+                return Cause.TIME_LIMIT
             requeue = self._state.wanted is Stop.REQUEUE and cause is Cause.NONE
             return Cause.REQUEUE_REQUESTED if requeue else cause
 

@@ -124,7 +124,7 @@ class RankEnd:
             return self.known is not None and self.known.blame is not Blame.SCRIPT
         if self.end == "died":
             return self.known is None or self.known.blame is not Blame.SCRIPT
-        return self.end in ("lost", "silent", "hung", "early")
+        return self.end in ("lost", "silent", "hung", "early", "dismissed")
 
     @property
     def of_the_node(self) -> bool:

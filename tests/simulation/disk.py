@@ -1,8 +1,8 @@
 """The run directory in memory: what ``clusterddp/rundir/files.py`` and ``sharing.make_private`` do, without a disk.
 
 Renaming and exclusive creation are atomic on the server. A node that has looked into a folder may for a while not see
-what others add there, as with the attribute cache of NFS; an operation may be slow or fail, and a process may be killed
-between any two steps of one.
+what others add there, as with the attribute cache of NFS, until it changes something there itself; an operation may be
+slow or fail, and a process may be killed between any two steps of one.
 """
 
 from __future__ import annotations
@@ -87,9 +87,12 @@ class Disk:
         where = self.world.process.node if self.world.thread is not None else ""
         node = self.nodes[str(path)] = Node(self._inodes, self.world.now, where, folder)
         above.names[path.name] = None
+        self._looked[where, str(path.parent)] = self.world.now
         return node
 
     def _remove(self, path: Path) -> None:
+        if self.world.thread is not None:
+            self._looked[self.world.process.node, str(path.parent)] = self.world.now
         if self.nodes.pop(str(path), None) is not None:
             self.nodes[str(path.parent)].names.pop(path.name, None)
 

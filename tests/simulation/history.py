@@ -150,9 +150,7 @@ class History:
             self.disk.write_atomically(RUN / name, "x")
         for node in self.disk.nodes.values():
             node.created = -1e9
-        self.user("submit", self._submit)
-        for number in range(plan.watchers):
-            world.after(1.0 + number, self.user, "watch", self._watch)
+        self.user("submit", self._begin)
         for fault in plan.faults:
             world.after(fault.at, self._strike, fault)
         last = max((fault.at for fault in plan.faults), default=0.0)
@@ -198,6 +196,22 @@ class History:
 
         process.start(main)
         return process
+
+    def _begin(self) -> int:
+        """Submits the run, again if Slurm does not answer, and has it watched."""
+        while not self._is_submitted():
+            self.world.sleep(30.0)
+        for number in range(self.plan.watchers):
+            self.world.after(1.0 + number, self.user, "watch", self._watch)
+        return 0
+
+    def _is_submitted(self) -> bool:
+        try:
+            self._submit()
+        except (SlurmError, OSError) as error:
+            self.world.tell(self.world.process.name, str(error))
+            return bool(self.slurm.jobs)
+        return True
 
     def _submit(self) -> int:
         """As ``clusterddp submit`` does, from the claim on."""

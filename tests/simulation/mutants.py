@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ from clusterddp.cli.runs import watch
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor import lease, main, verdict
+from clusterddp.supervisor import lease, main, recovery, verdict
 from clusterddp.supervisor.controller import SlurmController
 from clusterddp.supervisor.history import History
 from clusterddp.supervisor.recovery import Recovery
@@ -113,6 +114,33 @@ def _watch_resubmits_always() -> Patches:
     return [(watch.Watcher, "_should_continue", lambda *_: True)]
 
 
+def _hold_of_another_job() -> Patches:
+    """The time in the hold is that of the run's job before, if that was requeued as often."""
+
+    def lift(hold: Any, job: Any) -> bool:
+        if job.state != "PENDING" or job.reason != "BeginTime" or not job.restarts:
+            return False
+        if job.restarts != (hold._of or ("", 0))[1]:
+            hold._of, hold._since = (job.job_id, job.restarts), watch.time.monotonic()
+        if watch.time.monotonic() - hold._since < watch.SETTLE_S:
+            return False
+        commands.lift_hold(job.job_id)
+        return True
+
+    return [(watch.Hold, "lift_when_safe", lift)]
+
+
+def _a_busy_controller_ends_a_start() -> Patches:
+    """Who holds the run is asked once, and an error ends the job."""
+    asked_once = SimpleNamespace(**{**vars(commands), "patiently": lambda ask, *_: ask()})
+    return [(main, "slurm", asked_once)]
+
+
+def _time_limit_without_progress() -> Patches:
+    """A run that reaches its time limit again and again is requeued forever."""
+    return [(recovery, "exceeded", lambda *_: None), (main, "exceeded", lambda *_: None)]
+
+
 #: By name.
 MUTANTS: Mapping[str, Callable[[], Patches]] = {
     made.__name__.strip("_").replace("_", " "): made
@@ -132,6 +160,9 @@ MUTANTS: Mapping[str, Callable[[], Patches]] = {
         _oldest_checkpoint,
         _everything_is_deleted,
         _watch_resubmits_always,
+        _hold_of_another_job,
+        _a_busy_controller_ends_a_start,
+        _time_limit_without_progress,
     )
 }
 

@@ -225,6 +225,8 @@ class Group:
     waiting: list[tuple[Thread, int]] = field(default_factory=list)
     met: dict[int, Any] = field(default_factory=dict)
     broken: bool = False
+    joined: set[int] = field(default_factory=set)
+    nodes: set[str] = field(default_factory=set)
 
     def meet(self, rank: Rank, value: Any) -> dict[int, Any]:
         """A collective: every rank's value, once all have come. LostPeer once a rank is gone."""
@@ -232,17 +234,26 @@ class Group:
             self.world.sleep(0.01 + self.world.random.random() * 0.2)
             raise LostPeer
         self.arrived[rank.number] = value
+        self.nodes.add(rank.process.node)
         if len(self.arrived) == self.size:
-            self.met, self.arrived = self.arrived, {}
-            for thread, wait in self.waiting:
-                self.world.wake(thread, wait)
-            self.waiting = []
-            return self.met
+            self.world.after(0.0, self._meet, rank.cluster.slurm.cut)
         self.waiting.append(self.world.waiter())
         self.world.park()
         if self.broken:
             raise LostPeer
         return self.met
+
+    def _meet(self, cut: set[str]) -> None:
+        """All have come: they go on, once their nodes reach each other."""
+        if self.broken:
+            return
+        if len(self.nodes) > 1 and self.nodes & cut:
+            self.world.after(1.0, self._meet, cut)
+            return
+        self.met, self.arrived = self.arrived, {}
+        for thread, wait in self.waiting:
+            self.world.wake(thread, wait)
+        self.waiting = []
 
     def lose(self, node: str, cut: set[str]) -> None:
         """A rank of that node is gone, and closed its connections. Nobody sees that if the node is cut off, too."""
@@ -375,7 +386,13 @@ class Rank:
             if self.stop:
                 return {"end": "stopped", "reason": "stop signal before all ranks had joined"}, 0
         self.server = self.step.server
-        group.meet(self, None)
+        group.joined.add(self.number)
+        while len(group.joined) < group.size:  # in the worker's join, and in init(): both look for a stop signal
+            if self.stop:
+                return {"end": "stopped", "reason": "stop signal before all ranks had joined"}, 0
+            if group.broken:
+                raise LostPeer
+            world.sleep(0.5)
         store = Checkpoints(self.run, self.attempt, Keep(last=script.keep))
         state: dict[str, Any] = {}
         if self.number == 0:

@@ -270,9 +270,9 @@ class Slurm:
         world.after(job.time_limit_s, self._time_limit, job, job.era)
 
     def _launch_batch(self, job: Batch, era: int) -> None:
-        if job.era != era or job.state != "RUNNING":
+        if job.era != era or job.state not in ("RUNNING", "SUSPENDED"):
             return
-        if job.nodes[0] in self.cut:  # the request is sent again
+        if job.nodes[0] in self.cut or job.state == "SUSPENDED":  # the request is sent again
             self.world.after(5.0, self._launch_batch, job, era)
             return
         process = job.batch = self._launch(job)
@@ -430,12 +430,13 @@ class Slurm:
         job.state = "SUSPENDED"
         for process in job.processes:
             process.stopped_until = self.world.now + for_s
-        self.world.after(for_s, self._resume, job, job.era)
+        self.world.after(for_s, self._resume, job, job.era, for_s)
 
-    def _resume(self, job: Batch, era: int) -> None:
-        if job.era == era and job.state == "SUSPENDED":
+    def _resume(self, job: Batch, era: int, for_s: float) -> None:
+        if job.era == era and job.state == "SUSPENDED" and job.end_time is not None:
             self._tell(f"job {job.id} goes on")
-            job.state = "RUNNING"
+            job.state, job.end_time = "RUNNING", job.end_time + for_s
+            self.world.after(job.end_time - self.world.now, self._time_limit, job, era)
 
     def lose_node(self, node: str, for_s: float, dead: bool, lost: Callable[[str, bool], Any]) -> None:
         """A node's power or cable fails. ``lost``: told when it is, and (False) when it is back."""

@@ -376,6 +376,32 @@ def test_a_failed_run_is_not_trained_again_by_a_requeue_of_its_own_job(run: RunD
     assert run.attempts() == [0]
 
 
+def test_a_start_while_the_controller_is_busy_asks_again_who_holds_the_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an error the job, and with it the run, would end: nothing continues a run whose job has FAILED."""
+    lease.take(run, run.create_attempt(), lease.of_job("40"))
+    answers: list[Any] = [SlurmUnavailable("Socket timed out on send/recv operation"), None]
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: _next(answers))
+    monkeypatch.setattr("clusterddp.supervisor.main.FIRST_PAUSE_S", 0.01)
+    ranks = FakeRanks(run, {"end": "done", "used_clusterddp": True})
+    assert supervise(run, JOB, lambda: ranks, FakeController(Cause.NONE)) == 0
+    assert (run.outcome() or {})["state"] == "completed"
+
+
+def test_a_run_that_completes_while_another_job_starts_is_not_trained_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller takes seconds to say that the first job has ended; its outcome stays."""
+    lease.take(run, run.create_attempt(), lease.of_job("40"))
+    outcome = {"state": "completed", "step": 9, "attempts": 1, "reason": "all ranks finished"}
+    monkeypatch.setattr("clusterddp.slurm.commands.show_job", lambda _: write_json(run.outcome_file, outcome))
+    ranks = FakeRanks(run, {"end": "done", "used_clusterddp": True})
+    assert supervise(run, JOB, lambda: ranks, FakeController(Cause.NONE)) == 0
+    assert run.attempts() == [0]
+    assert run.outcome() == outcome
+
+
 def test_ranks_that_are_killed_repeatedly_are_started_three_times_without_a_checkpoint(run: RunDirectory) -> None:
     """Each start is an attempt of its own in the same job; then the run has failed, and says why."""
     killed = FakeRanks(run, {"end": "died", "error": "killed"})
@@ -1043,6 +1069,19 @@ def test_slow_saves_are_distinguished_from_no_reason_to_stop(run: RunDirectory) 
     attempt.supervise()
     assert seen == [310.0]
     assert Timeouts().notice_s < 310
+
+
+def test_ranks_that_were_told_of_a_time_limit_that_is_extended_meanwhile_are_requeued(run: RunDirectory) -> None:
+    """By an administrator, or by a suspension, which does not count: nothing else would continue the run."""
+
+    class Noticed(FakeRanks):
+        def wait(self) -> int:
+            attempt.post(Notice(time.time() + 1.0))
+            return super().wait()
+
+    attempt = Attempt(run, JOB, run.create_attempt(), Noticed(run, STOPPED), FakeController(Cause.NONE))
+    attempt.supervise()
+    assert (run.events()[-1]["event"], run.events()[-1]["cause"]) == ("requeued", LIMIT)
 
 
 @pytest.mark.parametrize(("batch_step", "begun"), [(107.4, 107.4), (112.0, 108.0), (106.5, 107.0)])

@@ -74,6 +74,7 @@ def end(what: str, rank: int = 0, lost_at: float = 1.0, **values: object) -> Ran
         (["done", "exit"], 3, Cause.NONE, Action.FAIL),
         (["done", "done"], 139, Cause.NONE, Action.FAIL),
         (["stopped", "done"], 0, Cause.PREEMPTED, Action.AGAIN),
+        (["done", "dismissed"], 1, Cause.NONE, Action.RESTART),  # the node of a rank that was done was lost
     ],
 )
 def test_the_verdict_follows_from_the_ranks_and_the_controller(

@@ -110,20 +110,6 @@ def test_a_node_that_failed_the_run_twice_stays_excluded(
     assert submitted == [f"job.sbatch{options}"]
 
 
-def test_a_job_that_a_shared_disk_does_not_show_yet_is_not_submitted_again(
-    run: RunDirectory, submitted: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has started on a node, and taken the claim of the submission; the new attempt's is not visible here."""
-    watcher = look(run, info("NODE_FAIL"), monkeypatch)
-    run.submitted_file.unlink()
-    monkeypatch.setattr(
-        "clusterddp.slurm.commands.show_job", {"41": info("NODE_FAIL"), "42": info("RUNNING", job="42")}.get
-    )
-    watcher._ask_at = 0.0
-    assert not watcher.look()
-    assert submitted == ["job.sbatch"]
-
-
 def test_of_two_watchers_at_the_same_moment_one_resubmits(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -366,6 +352,6 @@ def test_ctrl_c_before_the_watch_of_a_submission_begins_says_that_the_run_contin
 
     monkeypatch.setattr(submit, "submit_to_slurm", lambda *_: (run, "41"))
     monkeypatch.setattr(watch, "watch", interrupted)
-    arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None)
+    arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None, debug=None)
     assert submit.submit_slurm(arguments, JOB) == INTERRUPTED  # type: ignore[arg-type]
     assert f"the run continues; watch it with: clusterddp watch {run.quoted}\n" in capsys.readouterr().err

@@ -82,9 +82,6 @@ class Watcher:
         self._hold = Hold()
         self._ask_at = 0.0
         self._words = ""
-        #: The job that this process has submitted last, and those that it knew then.
-        self._submitted: dict[str, Any] | None = None
-        self._before: set[str] = set()
         #: None until the run is over, then the exit code: 0 if it completed, UNCONFIRMED if that is doubtful.
         self.result: int | None = None
 
@@ -136,14 +133,8 @@ class Watcher:
         return self._say(f"{ended}; continue with: clusterddp submit --run-dir {self._run.quoted}")
 
     def _claims(self) -> list[dict[str, Any]]:
-        """The jobs that may train the run, as far as this cluster knows them.
-
-        The own one, too: once it has started, a shared disk may for a minute still show the claim of the job before.
-        """
-        claims = [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
-        if self._submitted is not None and {entry["job"] for entry in claims} <= self._before:
-            return [self._submitted, *claims]
-        return claims
+        """The jobs that may train the run, as far as this cluster knows them."""
+        return [entry for entry in holders(self._run) if entry["kind"] == "slurm" and reachable(entry)]
 
     def _look_on(self) -> bool:
         """Handles a run that needs no help: it trains as local processes, or is stopped."""
@@ -189,9 +180,9 @@ class Watcher:
                 return self._say(f"{ended}: {other}")
             if self._claims() != claims:
                 return True
-            return self._submit(ended, {entry["job"] for entry in claims})
+            return self._submit(ended)
 
-    def _submit(self, ended: str, before: set[str]) -> bool:
+    def _submit(self, ended: str) -> bool:
         nodes = exclusion.still_excluded(
             self._run.events(),
             time.time(),
@@ -199,7 +190,6 @@ class Watcher:
             self._job.node_counts[0],
         )
         new = slurm.submit(self._run.batch_script, *exclusion.option(self._job.exclude, nodes))
-        self._submitted, self._before = {"kind": "slurm", "job": new}, before
         submitted(self._run, new)
         unlink(self._run.request_file)
         return self._say(f"{ended}: resubmitted as job {new}")
