@@ -70,7 +70,7 @@ DEMO_RUN = .clusterddp-demo
 
 # What the tests of the integrations and the trackers need in addition.
 .venv/integrations: .venv/ready
-	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations,tensorboard,wandb,mlflow]'
+	$(PIP) install -c constraints.txt $(INDEX) -e '.[dev,integrations,hydra,tensorboard,wandb,mlflow]'
 	@touch $@
 
 demo: .venv/ready
@@ -102,6 +102,12 @@ real-nccl: .venv/ready
 gpu-check: .venv/ready
 	.venv/bin/python -m benchmarks.gpu_check --out build/gpu-check.json $(GPU_CHECK)
 
+# Public repositories whose checkouts are in the folder REPOSITORIES; REPOSITORIES_PYTHON has the packages they need.
+.PHONY: test-repositories
+test-repositories: .venv/ready
+	@[ -d "$(REPOSITORIES)" ] || { echo 'make test-repositories REPOSITORIES=/folder/of/checkouts [NAMES="nanogpt timm"]'; exit 2; }
+	.venv/bin/python -m tests.repositories $(REPOSITORIES) $(NAMES) $(if $(REPOSITORIES_PYTHON),--python $(REPOSITORIES_PYTHON))
+
 .PHONY: gpu-check-stand-in
 gpu-check-stand-in: .venv/ready
 	.venv/bin/python -m benchmarks.gpu_check --stand-in --budget 1200 $(GPU_CHECK)
@@ -119,7 +125,7 @@ test-product: .venv/integrations slurm
 		tests/slurm/test_templates.py tests/slurm/test_world_size.py tests/slurm/test_here.py tests/slurm/test_faults.py tests/cluster/test_cluster.py \
 		tests/slurm/test_fencing.py tests/slurm/test_jobs.py tests/slurm/test_disk.py tests/slurm/test_main_job.py tests/slurm/test_preemption.py \
 		tests/slurm/test_transcript.py tests/slurm/test_integrations.py tests/ranks/test_check_resume.py \
-		tests/slurm/test_check_resume.py tests/slurm/test_sweeps.py tests/slurm/test_doctor.py \
+		tests/slurm/test_check_resume.py tests/slurm/test_sweeps.py tests/slurm/test_hydra.py tests/slurm/test_doctor.py \
 		tests/slurm/test_script_process.py tests/ranks/test_group_ends.py tests/unit/test_math_library.py
 
 .venv/browser: .venv/ready

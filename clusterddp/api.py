@@ -88,7 +88,7 @@ def launch(
     folder = None if run_dir is None else os.fspath(run_dir)
     if fn_kwargs and not callable(target):
         raise UsageError(f"fn_kwargs: only for a function, got {target}; pass a script its arguments after it, as text")
-    with _without_job_variables():
+    with without_job_variables():
         if callable(target):
             (job, plant), source = _of_function(target, args, values, fn_kwargs), source_of(target)
         else:
@@ -97,7 +97,12 @@ def launch(
         if check(job, folder, place="--local" if local else None) is None and folder:  # it completed earlier
             return Handle(folder)
         started = (job, folder, plant, source)
-        return _start_local(*started) if local else Handle(submit_to_slurm(*started)[0].path)
+        if local:
+            return _start_local(*started)
+        run, job_id = submit_to_slurm(*started)
+    handle = Handle(run.path)
+    handle.job_id = job_id
+    return handle
 
 
 def sweep(
@@ -146,7 +151,7 @@ def sweep(
         accuracies = [handle.result() for handle in handles]
     """
     values = _given(nodes=nodes, gpus_per_node=gpus_per_node, device=device, **job_definition)
-    with _without_job_variables():
+    with without_job_variables():
         asked = replace(_sweep_of(target, grid, args, values, run_dir), max_running=max_running, retry=tuple(retry))
         with planned(asked, arrays.settle) as plan:
             tell(asked, plan)
@@ -188,6 +193,7 @@ class Handle:
 
     Attributes:
         path: The run directory, as an absolute path.
+        job_id: The Slurm job that the call of ``launch()`` has submitted; None for a handle from elsewhere.
 
     Raises:
         RunDirectoryError: There is no run in ``run_dir``.
@@ -200,6 +206,7 @@ class Handle:
         self._run = open_run(os.fspath(run_dir))
         self._process: subprocess.Popen[bytes] | None = None  # the loop of a local run that was started here
         self.path = self._run.path
+        self.job_id: str | None = None
 
     def __repr__(self) -> str:
         return f"Handle({str(self.path)!r})"
@@ -267,7 +274,9 @@ class Handle:
             cancel_run(self._run)
 
     def result(self, *, all_ranks: bool = False) -> Any:
-        """Wait for the run as ``wait()`` does, and return what its function returned; None for a script.
+        """Wait for the run as ``wait()`` does, and return what its function, or a Hydra app's task function, returned.
+
+        For any other script, that is None.
 
         Args:
             all_ranks: Return a list with the value of each rank instead of rank 0's value. Default: False.
@@ -279,13 +288,12 @@ class Handle:
             raise RunFailed(self._why_not_done())
         from clusterddp.worker import function
 
-        if load_resolved(self._run.job_file).module != function.MODULE:
-            return None
+        is_function = load_resolved(self._run.job_file).module == function.MODULE
         attempt, ranks = _last_attempt(self._run)
-        files = [function.result_file(self._run, attempt, rank) for rank in range(ranks if all_ranks else 1)]
-        if missing := [str(path) for path in files if not path.exists()]:
+        files = [self._run.result_file(attempt, rank) for rank in range(ranks if all_ranks else 1)]
+        if is_function and (missing := [str(path) for path in files if not path.exists()]):
             raise RunFailed(f"{self._run} completed, but its function exited without returning: no {missing[0]}")
-        values = [function.load_private(path) for path in files]
+        values = [function.load_private(path) if path.exists() else None for path in files]
         return values if all_ranks else values[0]
 
     def _loop_alive(self) -> bool:
@@ -343,7 +351,7 @@ def _sweep_of(
 
 
 @contextmanager
-def _without_job_variables() -> Iterator[None]:
+def without_job_variables() -> Iterator[None]:
     """Hides the variables of a surrounding job, which the new one must not inherit."""
     removed = scrub_own()
     try:

@@ -26,7 +26,11 @@ RANK_EVENTS: Mapping[str, Event] = {
     "preflight": Event("seconds warnings", "the nodes have passed the checks of `preflight: true`"),
     "progress": Event("step steps", "a loop to `steps` begins, or has just ended, at `step`"),
     "initialized": Event("part file missing unexpected", "a part starts from a file: `ctx.run(init_from=...)`"),
-    "training": Event("step redone?", "the attempt starts from step 0"),
+    "training": Event(
+        "step redone? log?",
+        "the attempt starts from step 0, or from the one before `log`, the first in rank 0's output",
+    ),
+    "steps_seen": Event("", "rank 0 has made its first step in a script without clusterddp; its number is unknown"),
     "resumed": Event("step parent inexact redone?", "the attempt resumes from checkpoint `step` of attempt `parent`"),
     "order_changed": Event("step was now", "the resumed run's order has other weights in steps to come"),
     "whole_batches": Event("step samples most", "more samples per rank than batch_size, without `run.micro()`"),
@@ -127,7 +131,7 @@ EVENTS: Mapping[str, Event] = {
     "slow": Event("rank host own_s ratio", "a straggler"),
     "kept_up": Event("rank host", "a rank that was slow is not slow any more"),
     "hung": Event(
-        "rank late host step seconds what stalled_s? suspect?",
+        "rank late host step? seconds what stalled_s? suspect?",
         "a hang: all ranks are being ended; `suspect`: the node whose GPU hung",
     ),
     "notice": Event("why", "the supervisor asks the ranks to stop"),
@@ -174,6 +178,9 @@ HOOK_EVENTS: Mapping[str, str] = {
 
 # --- the control channel: one JSON object per line
 
+#: How the name of a folder begins in which a rank writes a script's own save, beside the file that it replaces.
+SAVING = ".clusterddp-save-"
+
 #: What a device does, in a heartbeat: the rank's own work, a wait for other ranks, or nothing, as the host gave it
 #: nothing else to do.
 OWN, WAIT, IDLE = "own", "wait", "idle"
@@ -197,9 +204,10 @@ CHANNEL_EVENTS: Mapping[str, Event] = {
     "joined": Event("host pid address", "made by the supervisor from a rank's first message"),
     "serving": Event("", "rank 0's store accepts connections"),
     "alive": Event(
-        "count step age_s allowed_s own_s? step_s? timing? timing_age_s? histograms? place? waits? line? still_s? "
-        "device? collectives? stood_s?",
+        "count step age_s allowed_s own_s? step_s? timing? timing_age_s? histograms? made? place? waits? line? "
+        "still_s? device? collectives? stood_s?",
         "the rank's heartbeat; `timing`: the steps timed `timing_age_s` ago, and the seconds of each phase in them; "
+        "`made`: `step` is not that of the run, but counted from the attempt's beginning; "
         "after a timeout, `device`: its step, what it does there and for how many seconds, and `collectives`: of each "
         "process group, the number of the last complete one, of the last one, and which one is not complete; "
         "`stood_s`: for how long the rank was stopped since its last heartbeat",
@@ -209,7 +217,7 @@ CHANNEL_EVENTS: Mapping[str, Event] = {
     "will_profile": Event("request refused?", "the rank will record a profile, or `refused` says why not"),
     "will_skip": Event("request refused?", "rank 0 has asked all ranks to skip batches, or `refused` says why not"),
     "left": Event(
-        "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? used_clusterddp?",
+        "rank host started ended? end error? traceback? step? reason? exit_code? left_loop? alone? used_clusterddp?",
         "how the rank ended; its last message",
     ),
 }
@@ -265,14 +273,20 @@ TOKEN = Variable("CLUSTERDDP_TOKEN", "supervisor to ranks: the attempt's secret 
 USR2_NOTICE_S = Variable("CLUSTERDDP_USR2_NOTICE_S", "supervisor to ranks: seconds from USR2 to the time limit")
 PREFLIGHT = Variable("CLUSTERDDP_PREFLIGHT", "supervisor to ranks: on if the nodes are checked before training")
 PROFILE = Variable("CLUSTERDDP_PROFILE", "supervisor to ranks: on if the job's `profile` is not recorded yet")
+HYDRA = Variable(
+    "CLUSTERDDP_HYDRA", "supervisor to ranks: when the run began, in unix seconds, for a Hydra app; else empty"
+)
 CHECK_RESUME = Variable(
     "CLUSTERDDP_CHECK_RESUME",
     "submit --check-resume to ranks: STEPS:FOLDER, when to stop and where to record steps",
 )
 WATCHDOG = Variable("CLUSTERDDP_WATCHDOG", "supervisor to ranks: on or off")
+PROTECT_SAVES = Variable("CLUSTERDDP_PROTECT_SAVES", "supervisor to ranks: off if the script's saves are left alone")
+SEE_STEPS = Variable("CLUSTERDDP_SEE_STEPS", "supervisor to ranks: off if torch's optimizer steps are not counted")
 DEVICE_MEMORY = Variable(
     "CLUSTERDDP_DEVICE_MEMORY", "supervisor to ranks: bytes that an earlier attempt used on each GPU, if known"
 )
+DEBUG_RANK = Variable("CLUSTERDDP_DEBUG_RANK", "supervisor to ranks: the rank whose breakpoint() has a terminal")
 SAVED = Variable(
     "CLUSTERDDP_SAVED",
     "supervisor to ranks: the file that the script named in `requeue(saved=...)` in the last attempt",
@@ -289,6 +303,13 @@ PLACEHOLDERS = Variable(
 )
 CODE = Variable("CLUSTERDDP_CODE", "supervisor to ranks and scripts: the snapshot of the code, if the run uses one")
 CHECKOUT = Variable("CLUSTERDDP_CHECKOUT", "supervisor to ranks and scripts: the repository that it is a copy of")
+FIRST_JOB = Variable(
+    "CLUSTERDDP_FIRST_JOB",
+    "supervisor to ranks and scripts: the run's first Slurm job; the run's name if it began locally",
+)
+SUBMITIT = Variable(
+    "CLUSTERDDP_SUBMITIT", "user to submitit: 1 has AutoExecutor submit with clusterddp, local start the ranks here"
+)
 WANDB_NAME = Variable(
     "CLUSTERDDP_WANDB_NAME", "supervisor to ranks: the id of the W&B run that the script itself starts"
 )
@@ -306,6 +327,6 @@ DEBUG = Variable("CLUSTERDDP_DEBUG", "user to commands and supervisor: 1 shows t
 #: Set for each rank: a job definition may not set them, and a job that is submitted from a rank does not inherit them.
 FOR_RANKS = (
     *(RUN_DIR, ATTEMPT, DEVICE, LAUNCHER, SUPERVISOR, TOKEN, USR2_NOTICE_S, WATCHDOG, TERM_NOTICE_S),
-    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, CHECK_RESUME, DEVICE_MEMORY, WANDB_NAME, MLFLOW, SAVED),
-    *(CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL),
+    *(CODE, CHECKOUT, PREFLIGHT, PROFILE, HYDRA, CHECK_RESUME, DEVICE_MEMORY, FIRST_JOB, WANDB_NAME),
+    *(MLFLOW, SAVED, CHECKPOINT, PLACEHOLDERS, STOP_SIGNAL, DEBUG_RANK, PROTECT_SAVES, SEE_STEPS),
 )

@@ -15,7 +15,12 @@ import zipfile
 from pathlib import Path
 
 #: Files that are no modules and must be there.
-DATA = ("clusterddp/py.typed", "clusterddp/digits/digits.csv.gz", "clusterddp/digits/digits.yaml")
+DATA = (
+    "hydra_plugins/clusterddp_launcher.py",
+    "clusterddp/py.typed",
+    "clusterddp/digits/digits.csv.gz",
+    "clusterddp/digits/digits.yaml",
+)
 #: What the installed wheel has below the environment's folder.
 COMPLETIONS = ("share/bash-completion/completions/clusterddp", "share/zsh/site-functions/_clusterddp")
 
@@ -41,6 +46,7 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     assert not missing, f"missing: {missing}"
     strange = {name.split("/")[0] for name in names} - {
         "clusterddp",
+        "hydra_plugins",
         f"clusterddp-{wheel.name.split('-')[1]}.dist-info",
         f"clusterddp-{wheel.name.split('-')[1]}.data",
     }

@@ -7,6 +7,9 @@ timing and logging (two calls of ``run.log``, four values), and without both. As
 (A/A). In further blocks, the CPU time of the training thread in each of their calls is added up.
 
 The bar: at most 100 us of the training thread's CPU per step, for both together, on each rank.
+
+For a script that does not use clusterddp, the hook that sees its optimizer's steps is measured the same way, in a run
+of one rank whose step is that of an optimizer with a single number. The bar: at most 25 us more.
 """
 
 from __future__ import annotations
@@ -24,23 +27,38 @@ from benchmarks import report, rows
 from benchmarks.steps.agreement import block_options
 
 RANKS = 2
-BAR_US = 100.0
+BAR_US, HOOK_BAR_US = 100.0, 25.0
 #: Whether two of the values are reduced.
 LOGGED = {"reduced": "with `reduce`", "plain": "without"}
-SCRIPT = Path(__file__).parents[1] / "scripts" / "step_timing.py"
+SCRIPT, HOOK_SCRIPT = (Path(__file__).parents[1] / "scripts" / name for name in ("step_timing.py", "optimizer_hook.py"))
+#: Steps of a block with the hook.
+HOOK_STEPS = 500
 REPOSITORY = Path(__file__).resolve().parents[2]
 Block = Sequence[float]
+
+
+def train(script: Path, folder: str, ranks: int, how: Sequence[str]) -> None:
+    """A local run."""
+    run = [sys.executable, "-m", "clusterddp", "submit", str(script), "--local", "--run-dir", f"{folder}/run"]
+    shape = ["--device", "cpu", "--gpus", str(ranks), "--set", "progress=off"]
+    done = subprocess.run([*run, *shape, "--", folder, *how], cwd=REPOSITORY)
+    if done.returncode:
+        sys.exit(f"the run ended with {done.returncode}")
+
+
+def measure_hook(pairs: int) -> list[dict[str, float]]:
+    """CPU microseconds of an optimizer's step, with the hook ("on") and without ("off")."""
+    with tempfile.TemporaryDirectory() as folder:
+        train(HOOK_SCRIPT, folder, 1, [str(pairs), str(HOOK_STEPS)])
+        found: list[dict[str, float]] = json.loads(Path(folder, "hook.json").read_text())
+        return found
 
 
 def measure(pairs: int, steps: int, step_ms: float) -> list[list[dict[str, Any]]]:
     """The figures of each rank: a dictionary per pair of blocks."""
     with tempfile.TemporaryDirectory() as folder:
-        run = [sys.executable, "-m", "clusterddp", "submit", str(SCRIPT), "--local", "--run-dir", f"{folder}/run"]
-        shape = ["--device", "cpu", "--gpus", str(RANKS), "--set", "progress=off"]
         how = ["--pairs", str(pairs), "--steps", str(steps), "--step-ms", str(step_ms)]
-        done = subprocess.run([*run, *shape, "--", folder, *how], cwd=REPOSITORY)
-        if done.returncode:
-            sys.exit(f"the run ended with {done.returncode}")
+        train(SCRIPT, folder, RANKS, how)
         return [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -107,6 +125,27 @@ def table_rows(ranks: Sequence[Sequence[dict[str, Any]]], steps: int) -> list[di
     ]
 
 
+def hook_row(pairs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """For the common table."""
+    on, off = ([pair[kind] for pair in pairs] for kind in ("on", "off"))
+    what = "an optimizer's step that is seen"
+    return rows.paired(what, "us of CPU", on, off, "the same step unseen", more=HOOK_BAR_US).as_json()
+
+
+def described_hook(pairs: Sequence[dict[str, float]]) -> str:
+    """The report's section about the hook."""
+    extra = [pair["on"] - pair["off"] for pair in pairs]
+    low, high = report.bootstrap_interval(extra)
+    bare = report.median([pair["off"] for pair in pairs])
+    return f"""
+
+## The hook of a script that does not use clusterddp
+
+In a run of one rank, an optimizer with a single number takes {bare:.0f} us of CPU per step, and with the hook
+{report.median(extra):.0f} us more (95% interval {low:.0f} to {high:.0f}; {len(pairs)} pairs of blocks of {HOOK_STEPS}
+steps). The bar, at most {HOOK_BAR_US:.0f} us more, is {report.verdict(report.median(extra) <= HOOK_BAR_US)}."""
+
+
 def described(summary: dict[str, Any], pairs: int, steps: int) -> str:
     """The report."""
     columns = ("timing", "logging", "both", "most")
@@ -151,8 +190,10 @@ def main() -> None:
     options = block_options(__doc__, 60, 50, (8, 25))
     ranks = measure(options.pairs, options.steps, options.step_ms)
     summary = {**summarized(ranks, options.steps), "load": os.getloadavg()[0]}
-    text = described(summary, options.pairs, options.steps)
-    figures = {"steps": options.steps, "summary": summary, "ranks": ranks, "rows": table_rows(ranks, options.steps)}
+    hook = measure_hook(options.pairs)
+    text = described(summary, options.pairs, options.steps) + described_hook(hook)
+    common = [*table_rows(ranks, options.steps), hook_row(hook)]
+    figures = {"steps": options.steps, "summary": summary, "ranks": ranks, "hook": hook, "rows": common}
     report.write(options.out, "step-timing", text, figures)
 
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "stacks": "show where the ranks are now, as Python stacks",
     "tell": "give a run an order: save, stop, skip data, profile",
     "requeue": "stop a run, saved, and have it continue in the queue",
+    "shell": "open a shell, or the debugger, on a rank's node",
     "export": "write a checkpoint's model to a file",
     "drill": "test with a tiny job what a preemption would do to a run",
     "doctor": "check the cluster, or nodes, for what a run needs",
@@ -36,7 +37,7 @@ COMMANDS = {
 #: Commands whose module is in a package below ``cli``.
 PACKAGES = {
     **dict.fromkeys(("list", "status", "logs", "watch", "wait", "cancel", "prune"), "runs"),
-    **dict.fromkeys(("stacks", "tell", "requeue"), "steering"),
+    **dict.fromkeys(("stacks", "tell", "requeue", "shell"), "steering"),
     "sweep": "sweeps",
     "report": "report",
     "config": "settings",
@@ -45,6 +46,7 @@ PACKAGES = {
 USAGE = {
     "submit": "clusterddp submit [SCRIPT.py | JOB.yaml | -m MODULE] [OPTIONS] [-- ARGS]",
     "sweep": "clusterddp sweep SWEEP.yaml [OPTIONS] [-- ARGS]",
+    "shell": "clusterddp shell RUN [--rank R] [--attach] [-- COMMAND]",
     "bench": "clusterddp bench collectives [OPTIONS OF submit] [-- ARGS]",
 }
 DESCRIPTIONS = {
@@ -74,6 +76,8 @@ DESCRIPTIONS = {
     "tell": "Give a run an order while it trains, and wait until it is carried out.",
     "requeue": "Stop a run after its current step, saved, and have it continue in the queue: in the same job, or in a "
     "new one without some nodes. A local run restarts at once.",
+    "shell": "Open a shell in the run's job, on the node of a rank, beside the ranks; or run the command that follows "
+    "--, or attach to the rank's debugger.",
     "export": "Write a checkpoint's model, or more of it, to a file that other programs read.",
     "drill": "Test with a tiny job what a preemption would do to a run in a partition: whether the nodes have Slurm's "
     "commands, whether the signal reaches every rank, and whether a requeue restarts the job.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from clusterddp.hostlist import tasks_per_node
 from clusterddp.jobdef import load as jobs
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.profiles import find_profiles, read_profiles
+from clusterddp.jobdef.source import is_hydra_app, module_file
 from clusterddp.reporter import show
 from clusterddp.rundir.find import as_typed, open_run
 from clusterddp.rundir.ownership import check_run
@@ -93,6 +95,10 @@ def add_arguments(
         help="run the first N steps without and with resumes, in temporary run directories, and name the first "
         "difference: in a job that is waited for, or with --local or --here",
     )  # fmt: skip
+    submission.add_argument(
+        "--debug", nargs="?", type=int, const=0, metavar="RANK",
+        help="connect a rank to this terminal, for breakpoint(), and let the others wait for it; default: 0",
+    )  # fmt: skip
     local = parser.add_argument_group("without Slurm")
     local.add_argument("--local", action="store_true", help="start the ranks as processes on this machine, and wait")
     local.add_argument(
@@ -102,10 +108,6 @@ def add_arguments(
     local.add_argument(
         "--preempt-at", action=_Preemption, default=[], dest="preemptions", metavar="REGEX",
         help="simulate a preemption once a rank prints a line that matches; repeatable, once per attempt",
-    )  # fmt: skip
-    local.add_argument(
-        "--debug", nargs="?", type=int, const=0, metavar="RANK",
-        help="connect a rank to the terminal, for breakpoint(); default: 0",
     )  # fmt: skip
 
 
@@ -147,18 +149,22 @@ def check_combinations(arguments: argparse.Namespace) -> None:
     """Refuses options that contradict each other."""
     if arguments.target and arguments.module:
         raise UsageError(f"both {arguments.target} and -m {arguments.module} were given: expected only one of them")
-    if not arguments.local and (arguments.preemptions or arguments.debug is not None):
-        raise UsageError("--preempt-after, --preempt-at and --debug require --local")
+    if not arguments.local and arguments.preemptions:
+        raise UsageError("--preempt-after and --preempt-at require --local")
     if arguments.check_resume is not None:
         _check_check_resume(arguments)
     if arguments.sweep:
         _check_sweep(arguments)
     elif arguments.max_running is not None or arguments.retry:
         raise UsageError("--max-running and --retry require --sweep")
-    if arguments.here and (arguments.local or arguments.dry_run or arguments.wait or arguments.follow):
+    debugs = arguments.debug is not None
+    if arguments.here and (arguments.local or arguments.dry_run or arguments.wait or arguments.follow or debugs):
         raise UsageError(
-            "--here cannot be combined with --local, --dry-run, --wait or -f: it runs in this allocation, and waits"
+            "--here cannot be combined with --local, --dry-run, --wait, -f or --debug: it runs in this allocation, and "
+            "waits"
         )
+    if debugs and (arguments.wait or arguments.follow or arguments.dry_run):
+        raise UsageError("--debug cannot be combined with --wait, -f or --dry-run: it connects this terminal to a rank")
     if arguments.fork and (arguments.here or arguments.change):
         raise UsageError("--fork cannot be combined with --here or --change: it starts a new run, with any arguments")
     if arguments.take_over and not arguments.run_dir:
@@ -234,9 +240,29 @@ def describe(
     """
     defaults = read_profiles(find_profiles(os.environ, Path.cwd()), slurm.submission_cluster(os.environ))
     if target and Path(target).suffix in (".yaml", ".yml"):
-        return jobs.load(target, overrides, values=values, defaults=defaults, origins=origins, section=section)
-    values |= {"script": target} if target else {}
-    return jobs.from_values(values, overrides=overrides, defaults=defaults, origins=origins)
+        job = jobs.load(target, overrides, values=values, defaults=defaults, origins=origins, section=section)
+    else:
+        values |= {"script": target} if target else {}
+        job = jobs.from_values(values, overrides=overrides, defaults=defaults, origins=origins)
+    return with_hydra(job)
+
+
+def with_hydra(job: Job) -> Job:
+    """The job with ``hydra: true`` where its program is seen to be a Hydra app."""
+    if job.hydra is None and _is_hydra_app(job):
+        job = replace(job, hydra=True)
+    if job.hydra and (multirun := {"-m", "--multirun"} & set(job.args)):
+        raise UsageError(
+            f"{multirun.pop()}: every rank would run all members of this multirun. Use `clusterddp submit --sweep "
+            f"lr=1,2`, or `python {job.script or f'-m {job.module}'} -m hydra/launcher=clusterddp lr=1,2`. To run all "
+            "members in every rank, use --set hydra=false"
+        )
+    return job
+
+
+def _is_hydra_app(job: Job) -> bool:
+    file = Path(job.script) if job.script else module_file(str(job.module), Path.cwd())
+    return file is not None and is_hydra_app(file)
 
 
 def option_values(arguments: argparse.Namespace, script_arguments: Sequence[str] | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from clusterddp.rundir.find import runs_folder
 from clusterddp.rundir.ownership import check_run
 from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor import done, lease
+from clusterddp.supervisor import lease
 from clusterddp.supervisor.messages import at_step
 
 
@@ -44,24 +44,11 @@ def check(job: Job, run_dir: str | None, *, change: bool = False, place: str | N
             return None
         if differences and not change:
             show(f"{run} failed before its first step: recording the new arguments ({'; '.join(differences)})")
-    if not (run_dir and RunDirectory(run_dir).exists()):
-        check_not_done(job)
     check_place(job, place)
     if job.python is None and "container-image" not in job.srun:  # the ranks' interpreter is this one
         check_packages(job)
     show(f"{job.name}: {job.shape}")
     return differences
-
-
-def check_not_done(job: Job) -> None:
-    """Refuses a new run whose mark of its end exists already, as of an earlier training in the same folder."""
-    if job.done is None or job.done.file is None or "{" in job.done.file:  # a new run directory is empty
-        return
-    if (match := done.first_match(job.done.file)) is not None:
-        raise UsageError(
-            f"done: {match} exists already, so this run would count as completed before it starts: delete it, or name "
-            "a file of this run, such as {run_dir}/out/done"
-        )
 
 
 def check_folder(path: str) -> None:
@@ -243,6 +230,7 @@ def submit_to_slurm(
     fitted = fit_to_cluster(job, required=True)
     plant = with_code(job, run_dir, plant, batch=True, source=source)
     run, created = claim(run_dir, job)
+    run.debug_file.unlink(missing_ok=True)  # of an earlier submission
     warn_of_unseen(run)
     # On Ctrl-C between sbatch's answer and our record of it, the job id would be lost.
     with alone(run, created), signals_blocked(signal.SIGINT), recorded(run, job, created, plant):

@@ -20,10 +20,10 @@ from clusterddp.cli.progress import Progress
 from clusterddp.cli.recording import Plant, check_not_held, choose_run_directory, claim, recorded
 from clusterddp.cli.submission import check, fit_to_cluster, record_local, submit_to_slurm, with_code
 from clusterddp.environment import in_batch_step
-from clusterddp.errors import INTERRUPTED
+from clusterddp.errors import INTERRUPTED, UsageError
 from clusterddp.jobdef.job import Job
 from clusterddp.reporter import say, show
-from clusterddp.rundir.files import write_atomically
+from clusterddp.rundir.files import write_atomically, write_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.commands import scrub_own
 from clusterddp.supervisor import lease
@@ -124,10 +124,14 @@ def submit_slurm(arguments: argparse.Namespace, job: Job) -> int:
         run = choose_run_directory(arguments.run_dir, job)
         print(batch_script(fit_to_cluster(job, required=False), run, Path.cwd()))
         return 0
-    run, job_id = submit_to_slurm(job, arguments.run_dir, fork_of(arguments))
+    run, job_id = submit_to_slurm(job, arguments.run_dir, _plant_of(arguments, job))
     if not sys.stdout.isatty():
         print(job_id, flush=True)
     show(f"see its state with: clusterddp status {run.quoted}")
+    if arguments.debug is not None:
+        from clusterddp.cli.steering.shell import debug
+
+        return debug(run, arguments.debug)
     if arguments.wait or arguments.follow:
         try:
             from clusterddp.cli.runs.watch import watch
@@ -146,6 +150,22 @@ def ended(run: RunDirectory, code: int, how: str) -> int:
     if (code < 0 or code == INTERRUPTED) and run.outcome() is None:
         show(f"stopped; continue with: {how}")
     return code if code >= 0 else 128 - code
+
+
+def _plant_of(arguments: argparse.Namespace, job: Job) -> Plant | None:
+    """``fork_of``, and the rank to debug."""
+    forks, rank = fork_of(arguments), arguments.debug
+    if rank is None:
+        return forks
+    if not 0 <= rank < job.world_size:
+        raise UsageError(f"--debug {rank}: the job has the ranks 0 to {job.world_size - 1}")
+
+    def plant(run: RunDirectory) -> None:
+        if forks is not None:
+            forks(run)
+        write_json(run.debug_file, {"rank": rank}, mode=0o600)
+
+    return plant
 
 
 def fork_of(arguments: argparse.Namespace) -> Plant | None:

@@ -47,6 +47,7 @@ class RankStatus:
     been at one place.
     ``device``: the step that its device is in, and whether it does its OWN work there, WAITs for other ranks or is
     IDLE; None if unknown, and on a CPU. ``device_still_s``: since when. ``collectives``: of its flight record.
+    ``of_attempt``: whether steps are counted from the attempt's beginning, as their numbers in the run are unknown.
     """
 
     rank: int
@@ -65,6 +66,12 @@ class RankStatus:
     device: tuple[int, str] | None = None
     device_still_s: float = math.inf
     collectives: Sequence[Row] = ()
+    of_attempt: bool = False
+
+    @property
+    def at(self) -> str:
+        """The number of the step, for a message."""
+        return f"{self.step}{' of this attempt' if self.of_attempt else ''}"
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,8 @@ class KeptUp:
 class Hang:
     """The ranks at fault, in order; the host and step of the first; ``what``: the message.
 
+    ``step`` is None if its number in the run is unknown.
+
     ``seconds``: since their last boundary. ``stalled_s``: since any rank's. What a rank did after its last heartbeat is
     unknown, so that the others' boundaries tell better since when no step is made. ``of_device``: whether these ranks'
     devices do not complete their own work, for which the others' wait: the node is suspect.
@@ -96,7 +105,7 @@ class Hang:
 
     late: tuple[int, ...]
     host: str
-    step: int
+    step: int | None
     seconds: float
     what: str
     stalled_s: float
@@ -127,14 +136,15 @@ def find_hang(statuses: Iterable[RankStatus], now: float, beat_s: float) -> Hang
         late = [status for status in statuses if status.rank in apart.late]
     else:
         apart = None
-    if not any(status.allowed_s is None or _over(status, now, beat_s) for status in late):
+    # A silent rank may have stopped right after its first step, for which it was last heard to have half an hour.
+    if late is not silent and not any(status.allowed_s is None or _over(status, now, beat_s) for status in late):
         return None  # they are back from something long, and the others still wait
     if any(status.allowed_s == math.inf for status in late):
         return None
     if late is not silent and any(_works(status, now) for status in late):
         return None
     seconds = now - min(status.moved for status in late)
-    what = f"{_names(late)} last at step {late[0].step}, {seconds:.0f} s ago"
+    what = f"{_names(late)} last at step {late[0].at}, {seconds:.0f} s ago"
     if late is silent:
         what += ", no heartbeat since (stopped, or holding the GIL)"
     elif place := _most_common(late):
@@ -164,7 +174,8 @@ def _hang(
 ) -> Hang:
     stalled_s = round(now - max(status.moved for status in statuses), 1)
     ranks, first = tuple(status.rank for status in late), late[0]
-    return Hang(ranks, first.host, first.step, round(seconds, 1), what, stalled_s, of_device)
+    step = None if first.of_attempt else first.step
+    return Hang(ranks, first.host, step, round(seconds, 1), what, stalled_s, of_device)
 
 
 def _is_watched(status: RankStatus) -> bool:
@@ -244,7 +255,7 @@ def _by_place(statuses: Iterable[RankStatus]) -> list[list[RankStatus]]:
 def _where(group: list[RankStatus]) -> str:
     """``ranks 0 (n0), 1 (n0) at step 100 in barrier at train.py:40``."""
     place, line = _most_common(group), next((status.line for status in group if status.line), "")
-    return f"{_names(group)} at step {group[0].step}{f' in {place}' if place else ''}{f' at {line}' if line else ''}"
+    return f"{_names(group)} at step {group[0].at}{f' in {place}' if place else ''}{f' at {line}' if line else ''}"
 
 
 def _silent(status: RankStatus, now: float, beat_s: float) -> bool:
@@ -333,6 +344,7 @@ class Watch:
         now, told = self._clock.now, {name: beat[name] for name in _TOLD if name in beat}
         if beat.get("device") is not None:
             told |= {"device": (beat["device"][0], beat["device"][1]), "device_still_s": beat["device"][2]}
+        told["of_attempt"] = "made" in beat
         told["collectives"] = beat.get("collectives") or ()
         self._statuses[rank] = RankStatus(rank, host, moved=now - beat["age_s"], heard=now, **told)
 
@@ -363,7 +375,7 @@ class Watch:
         if not late or len(late) == len(statuses):
             return ""
         place = _most_common(late)
-        return f"{_names(late)} last at step {late[0].step}{f', in {place}' if place else ''}"
+        return f"{_names(late)} last at step {late[0].at}{f', in {place}' if place else ''}"
 
     def confirmed_hang(self, statuses: Sequence[RankStatus], now: float) -> Hang | None:
         """A hang that is still there after the next heartbeat of each rank at fault.

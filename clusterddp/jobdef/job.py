@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import yaml
 
+from clusterddp.jobdef.hydra_overrides import with_overrides
 from clusterddp.reporter import counted
 
 #: The module that calls a function which ``clusterddp.launch()`` pickled.
@@ -66,6 +67,8 @@ class Timeouts:
     """How long before the time limit the run saves and stops."""
 
 
+#: Seconds that the other ranks wait for one in a debugger.
+DEBUGGED_S = 86400.0
 #: Heartbeats per second, of all ranks together.
 MOST_BEATS = 1024
 
@@ -195,6 +198,9 @@ class Job:
     """The training script's absolute path; in YAML, a relative path is relative to the YAML file."""
     module: str | None = None
     """The training module, as for ``python -m``. Exactly one of ``script`` and ``module`` is given."""
+    hydra: bool | None = None
+    """Whether the program is a Hydra app: sweeps write overrides, and all attempts and ranks have one output folder.
+    None: as its source says, where that is clear (a function decorated with ``@hydra.main``)."""
     args: tuple[str, ...] = ()
     """The script's arguments, as text. Each attempt replaces ``{run_dir}``, ``{attempt}``, ``{node_rank}``,
     ``{nodes}``, ``{master_addr}``, ``{master_port}`` and ``{checkpoint}``; ``{{run_dir}}`` is the text itself."""
@@ -258,7 +264,17 @@ class Job:
     srun: dict[str, str | bool] = field(default_factory=dict)
     """The same for the srun that starts the ranks, such as ``container-image`` of pyxis."""
     steps: int | None = None
-    """The number of steps that ``run.steps()`` takes without an argument."""
+    """The number of steps that ``run.steps()`` takes without an argument. The key has another meaning, too, for scripts
+    that do not use clusterddp: ``off`` and ``{log: REGEX}`` are the next two fields."""
+    see_steps: bool = True
+    """Whether ranks count the steps of torch's optimizers, for a script that does not use clusterddp. In YAML, ``steps:
+    off`` means that they do not."""
+    step_log: str | None = None
+    """A regular expression whose first group is the step in the lines that rank 0 prints. YAML: ``steps: {log: 'iter
+    (\\d+)'}``."""
+    protect_saves: bool = True
+    """Whether ``torch.save`` and safetensors' ``save_file`` replace a file only by a complete one, and a stop waits for
+    them."""
     seed: int = 0
     """The seed of the sample order and of all random generators."""
     global_batch: int | None = None
@@ -305,7 +321,13 @@ class Job:
         """The script's arguments, with their placeholders. ``resumes``: from a checkpoint of its own."""
         if self.resume is None or not resumes:
             return self.args
-        return (*(self.args if self.resume.replace is None else self.resume.replace), *self.resume.args)
+        base = self.args if self.resume.replace is None else self.resume.replace
+        return with_overrides(base, self.resume.args) if self.hydra else (*base, *self.resume.args)
+
+    def debugged(self) -> Job:
+        """With a rank in a debugger, for which the others wait."""
+        timeouts = replace(self.timeouts, start_s=DEBUGGED_S, step_s=DEBUGGED_S)
+        return replace(self, watchdog=None, timeouts=timeouts)
 
     @property
     def ranks_per_node(self) -> int:
@@ -374,6 +396,7 @@ def written(job: Job) -> dict[str, Any]:
     values["resume"] = job.resume and _given(job.resume)
     values["checkpoint"] = {"every": _every_text(job.checkpoint), "keep": _keep_values(job.checkpoint.keep)}
     values["timeouts"] = dataclasses.asdict(job.timeouts)
+    values["steps"] = job.steps or ({"log": job.step_log} if job.step_log else None if job.see_steps else "off")
     values["watchdog"] = dataclasses.asdict(job.watchdog) if job.watchdog else "off"
     values["progress"] = job.progress or "off"
     values["profile"] = job.profile and _profile_values(job.profile)
@@ -382,7 +405,8 @@ def written(job: Job) -> dict[str, Any]:
     values["limits"] = _given(job.limits)
     values["done"] = job.done and (job.done.file or _given(job.done))
     values["stop"] = _given(job.stop)
-    return {renamed.get(name, name): value for name, value in values.items() if name not in ("gpu_type", "min_nodes")}
+    inside_others = ("gpu_type", "min_nodes", "see_steps", "step_log")
+    return {renamed.get(name, name): value for name, value in values.items() if name not in inside_others}
 
 
 def one_line(value: Any) -> str:
@@ -404,7 +428,14 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 #: Keys that older versions do not know, with their defaults.
-_NEW = {"gpu_request": "gpus-per-node", "keep_logs": 50, "preflight": False, "progress": 10.0, "tensorboard": False}
+_NEW = {
+    "gpu_request": "gpus-per-node",
+    "keep_logs": 50,
+    "preflight": False,
+    "progress": 10.0,
+    "protect_saves": True,
+    "tensorboard": False,
+}
 
 
 def _given(section: Limits | Wandb | Mlflow | Resume | Done | StopSignal) -> dict[str, Any]:

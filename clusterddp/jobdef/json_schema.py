@@ -190,6 +190,15 @@ _OF_KEY: Mapping[str, Schema] = {
     "python": _text("[^-].*"),
     "sbatch": _options(_OPTION_NAMES),
     "srun": _options(_OF_SRUN),
+    "steps": _either(
+        _count(),
+        {"const": "off"},
+        {
+            "type": "object",
+            "properties": {"log": {**_text(r".*\(.*\).*"), "type": "string"}},
+            "additionalProperties": False,
+        },
+    ),
     "seed": _count(0),
     "checkpoint": {
         "type": "object",

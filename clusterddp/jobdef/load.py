@@ -280,6 +280,10 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
     for node in _texts(get(inner, "checkpoint")):
         if why := placeholders.wrong(node.text, ["run_dir"], only=True):
             mistakes.append(Mistake(node.place, f"resume.checkpoint: {why}; write * for the parts that vary"))
+    if job.done and job.done.file and (why := placeholders.wrong(job.done.file, ["run_dir"], only=True)):
+        mistakes += [
+            Mistake(node.place, f"done: {why}; write * for the parts that vary") for node in _texts(get(fields, "done"))
+        ]
     texts = {"args": get(fields, "args"), "env": get(fields, "env")}
     for name, owner in {**texts, "resume.args": get(inner, "args"), "resume.replace": get(inner, "replace")}.items():
         for node in _texts(owner):

@@ -175,6 +175,28 @@ def _watchdog(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     return {"watchdog": None}
 
 
+def _steps(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
+    """A number, ``off``, or ``{log: REGEX}``."""
+    if isinstance(node.value, dict):
+        return read_fields(node.value, {"log": _field("step_log", _step_pattern)}, mistakes, "steps.")
+    if node.text == "off":
+        return {"see_steps": False}
+    if isinstance(node.value, bool) or not isinstance(node.value, int) or node.value < 1:
+        raise Wrong(f"expected a whole number of at least 1, off, or {{log: 'iter (\\d+)'}}, got {quoted(node)}")
+    return {"steps": node.value}
+
+
+def _step_pattern(node: Node) -> str:
+    try:
+        if re.compile(node.text).groups == 1:
+            return node.text
+        problem = "has no such group" if "(" not in node.text else "has other groups"
+    except re.error as error:
+        problem = str(error)
+    expected = "a regular expression with one group, the step, such as 'iter (\\d+)'"
+    raise Wrong(f"expected {expected}; {node.text!r} {problem}")
+
+
 def _resume(node: Node, mistakes: list[Mistake]) -> dict[str, Any]:
     """A mapping; the name of a preset is replaced before (``presets.py``)."""
     if not isinstance(node.value, dict):
@@ -304,6 +326,7 @@ READERS: dict[str, Reader] = {
     **_fields(
         script=value.text,
         module=value.matching(r"[^\W\d]\w*(\.[^\W\d]\w*)*", "a module such as package.train"),
+        hydra=value.truth,
         args=value.arguments,
     ),
     "resume": _resume,
@@ -329,7 +352,8 @@ READERS: dict[str, Reader] = {
     **_fields(python=value.matching(r"[^-].*", "the path or name of a Python interpreter")),
     "sbatch": _table("sbatch", _check_option, value.option),
     "srun": _table("srun", _check_step_option, value.option),
-    **_fields(steps=value.whole(1), seed=value.whole(0), global_batch=value.whole(1)),
+    "steps": _steps,
+    **_fields(protect_saves=value.truth, seed=value.whole(0), global_batch=value.whole(1)),
     "checkpoint": _section("checkpoint", Checkpointing, {"every": _every, "keep": _keep}),
     "timeouts": _section("timeouts", Timeouts, _fields(start_s=_SECONDS, step_s=_SECONDS, notice_s=_SECONDS)),
     "watchdog": _watchdog,

@@ -30,6 +30,23 @@ def calls_method(file: Path, folder: Path, name: str) -> bool:
     return False
 
 
+def is_hydra_app(file: Path) -> bool:
+    """Whether a program's own file has a function that ``hydra.main`` decorates; False if it cannot be read."""
+    try:
+        nodes = list(ast.walk(_parse(file)))
+    except (UsageError, OSError, ValueError):
+        return False
+    names = set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {f"{alias.asname or alias.name}.main" for alias in node.names if alias.name == "hydra"}
+        elif isinstance(node, ast.ImportFrom) and node.module == "hydra":
+            names |= {alias.asname or alias.name for alias in node.names if alias.name == "main"}
+    functions = (node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    decorators = (decorator for function in functions for decorator in function.decorator_list)
+    return any(ast.unparse(one.func if isinstance(one, ast.Call) else one) in names for one in decorators)
+
+
 def module_file(name: str, folder: Path) -> Path | None:
     """The file that ``python -m name`` runs, if it is below ``folder``; else None."""
     base = folder.joinpath(*name.split("."))

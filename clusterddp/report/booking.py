@@ -214,7 +214,7 @@ def _attempts(events: Sequence[Event]) -> list[_Attempt]:
     own: dict[int, list[Event]] = {}
     for event in events:
         own.setdefault(event["attempt"], []).append(event)
-    loops = any(event["event"] in ("training", "resumed") for event in events)
+    loops = any(event["event"] in ("training", "resumed", "steps_seen") for event in events)
     acted = {number for number, found in own.items() if any(e["event"] not in ("submitted", "forked") for e in found)}
     return [_Attempt(number, own[number], loops) for number in sorted(acted)]
 
@@ -347,12 +347,19 @@ def _with_details(
                 repeated.append((_seconds(event, "written"), attempt.launch["time"]))
         slow += _slow(attempt.events, end if following is None else following.launch["time"])
     slow = list(measured(slow, waited))
-    if not any(attempt.script_loops for attempt in attempts):
-        intervals = laid_over(intervals, repeated, "repeating", frozenset(("unknown", "importing")))
+    if not any(map(_is_numbered, (event for attempt in attempts for event in attempt.events))):
+        seen = any(attempt.script_loops for attempt in attempts)
+        work = frozenset(("training",) if seen else ("unknown", "importing"))
+        intervals = laid_over(intervals, repeated, "repeating", work)
     intervals = laid_over(intervals, evaluations, "evaluating", _IN_LOOP | {"importing", "unknown"})
     intervals = laid_over(intervals, saves, "saving", _IN_LOOP | {"evaluating"})
     marked = laid_over(intervals, [(one.begin, one.end) for one in slow], "straggler", frozenset(("training",)))
     return shared(marked, slow)
+
+
+def _is_numbered(event: Event) -> bool:
+    """Whether a loop of clusterddp has begun, which reports when it repeats steps."""
+    return event["event"] == "resumed" or (event["event"] == "training" and "log" not in event)
 
 
 def _slow(events: Iterable[Event], end: float) -> Iterator[Wait]:

@@ -87,6 +87,7 @@ def collect(summary: Summary, state: RunState, words: Words, now: float, buckets
         "reason": clipped(state.reason, _SENTENCE),
         "step": summary.step,
         "steps": summary.steps,
+        "steps_made": summary.made,
         "began": began,
         "ended": within[1] if within else None,
         "notes": notes,
@@ -335,6 +336,7 @@ def _verdict(data: Mapping[str, Any], stops: Mapping[str, int], doubtful: bool) 
     lost = (
         f"{repeated:,} {'step was' if repeated == 1 else 'steps were'} repeated" if repeated else "no step was repeated"
     )
+    lost = "how many steps were repeated is unknown" if repeated is None else lost
     share = f"{100 * time['ettr']:.0f}% of the time was training that counts"
     first = f"{beginning}, {duration(time['total_s'])} {since} its submission.{why}{continued}"
     return f"{first} It was {was}, {lost}, and {share}."

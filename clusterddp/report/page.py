@@ -109,11 +109,17 @@ def _tone(state: str) -> str:
     )
 
 
+def _repeated(booked: Mapping[str, Any]) -> str:
+    return "unknown" if booked["repeated_steps"] is None else f"{booked['repeated_steps']:,}"
+
+
 def _facts(run: Run) -> Markup:
     """The figures that one looks for first."""
     step, steps, booked = run["step"], run["steps"], run["time"]
     of = f" of {steps:,}" if steps is not None and steps != step else ""
-    facts = [("Steps", "none recorded" if step is None else f"{step:,}{of}")]
+    facts = [("Steps", f"{step:,}{of}" if step is not None else "none recorded")]
+    if step is None and run["steps_made"] is not None:
+        facts = [("Steps in the newest attempt", f"{run['steps_made']:,}")]
     if (best := _best(run)) is not None:
         facts.append(best)
     if booked is not None:
@@ -123,7 +129,7 @@ def _facts(run: Run) -> Markup:
         facts.append(("Productive time (ETTR)", f"{100 * booked['ettr']:.0f}%"))
         if booked["goodput"] is not None:
             facts.append(("With nodes (goodput)", f"{100 * booked['goodput']:.0f}%"))
-        facts.append(("Steps repeated", f"{booked['repeated_steps']:,}"))
+        facts.append(("Steps repeated", _repeated(booked)))
         facts.append(("Attempts", str(len([one for one in run["attempts"] if one["attempt"] is not None]))))
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts), class_="facts")
 
@@ -280,7 +286,7 @@ def _members(runs: Sequence[Run]) -> Section:
             _right(duration(booked["total_s"]) if booked else ""),
             _right(f"{100 * booked['ettr']:.0f}%" if booked else ""),
             _right(sum(run["interruptions"].values())),
-            _right(f"{booked['repeated_steps']:,}" if booked else ""),
+            _right(_repeated(booked) if booked else ""),
         ]
         best = "best" if place == 0 and in_rank else None
         rows.append(tag("tr", *cells, class_=best))

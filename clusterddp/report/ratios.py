@@ -24,13 +24,16 @@ LEAST = 0.01
 
 @dataclass(frozen=True)
 class Spent:
-    """``repeated``: steps that were made again. ``goodput`` is None for a run that has had no nodes yet."""
+    """``repeated``: steps that were made again; None if attempts did not tell where they began.
+
+    ``goodput`` is None for a run that has had no nodes yet.
+    """
 
     seconds: Mapping[str, float]
     total_s: float
     ettr: float
     goodput: float | None
-    repeated: int
+    repeated: int | None
     provisional: bool
 
     def shares(self) -> dict[str, float]:
@@ -42,7 +45,8 @@ class Spent:
         """``ETTR 91% of 2 h 05 min so far, goodput 97%, 12 steps repeated``."""
         of = f"{duration(self.total_s)}{' so far' if self.provisional else ''}"
         goodput = "" if self.goodput is None else f", goodput {100 * self.goodput:.0f}%"
-        return f"ETTR {100 * self.ettr:.0f}% of {of}{goodput}, {counted(self.repeated, 'step')} repeated"
+        repeated = "repeated steps unknown" if self.repeated is None else f"{counted(self.repeated, 'step')} repeated"
+        return f"ETTR {100 * self.ettr:.0f}% of {of}{goodput}, {repeated}"
 
     def breakdown(self) -> str:
         """``training 91%, queued 5%, importing 2%``: the categories with at least LEAST of the time."""
@@ -58,7 +62,10 @@ def spent(booking: Booking, events: Iterable[Mapping[str, Any]]) -> Spent | None
     seconds = booking.seconds()
     productive = sum(seconds[name] for name in PRODUCTIVE)
     with_nodes = total - sum(seconds[name] for name in WITHOUT_NODES)
+    events = list(events)
     known: list[Any] = [event.get("redone") for event in events if event["event"] in ("training", "resumed")]
-    repeated = sum(steps for steps in known if is_count(steps))
+    unnumbered = {event["attempt"] for event in events if event["event"] == "steps_seen"}
+    unnumbered -= {event["attempt"] for event in events if event["event"] in ("training", "resumed")}
+    repeated = None if len(unnumbered) > 1 else sum(steps for steps in known if is_count(steps))
     goodput = min(1.0, productive / with_nodes) if with_nodes > 0 else None
     return Spent(seconds, total, productive / total, goodput, repeated, booking.provisional)

@@ -69,6 +69,7 @@ class RunDirectory:
     tracker_id_file = _Below("private/tracker-id")
     loop_file = _Below("private/loop.json")
     notice_file = _Below("private/notice.json")  # why the loop of a local run sends a signal
+    debug_file = _Below("private/debug.json")  # the rank of `submit --debug`
     _cancel_mark = _Below("cancelled")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -152,6 +153,10 @@ class RunDirectory:
     def attempt_private(self, attempt: int) -> Path:
         """The folder of an attempt's records: how each rank ended, what was resumed."""
         return self.private / f"attempt-{attempt}"
+
+    def result_file(self, attempt: int, rank: int) -> Path:
+        """A rank's return value, pickled: that of a launched function, or of a Hydra app's task function."""
+        return self.attempt_private(attempt) / f"result-{rank}.pkl"
 
     def holder_file(self, attempt: int) -> Path:
         """Where an attempt's supervisor records its job or process."""

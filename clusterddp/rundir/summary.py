@@ -23,6 +23,7 @@ from clusterddp.rundir.claims import is_job_id, read_claim
 from clusterddp.rundir.files import names_in, status
 from clusterddp.rundir.recent import SAMPLES, has_time, pace
 from clusterddp.rundir.run_directory import SWEEP_FILE, RunDirectory
+from clusterddp.rundir.timing import newest_interval
 
 _T = TypeVar("_T")
 
@@ -77,6 +78,9 @@ class Summary:
     """The nodes of the newest attempt."""
     seconds_per_step: float | None = None
     """The median over the newest attempt's last steps; None if unknown."""
+    made: int | None = None
+    """How many steps the newest attempt has made, at least, where only that is known: of scripts that do not use
+    clusterddp."""
     claims: tuple[Mapping[str, Any], ...] = ()
     """Who may train the run, the newest claim first (``rundir/claims.py``); empty if nobody does. That of the loop of a
     local run, which also holds it between two attempts, has "loop"."""
@@ -102,6 +106,8 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
     outcome = _tried(run.outcome, problems) if "outcome.json" in names else None
     history = _History(run)
     metrics, seconds = _metrics(run, history, wanted)
+    step = _step(outcome, metrics, history)
+    made, seconds = _made(run, history) if step is None else (None, seconds)
     claims, readable = _claims(run, problems) if outcome is None else ((), True)
     newest = claims[0] if claims else {}
     in_sweep = os.path.lexists(run.path.parent / SWEEP_FILE)
@@ -111,7 +117,7 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
         sweep=run.path.parent.name if in_sweep else None,
         outcome=outcome,
         cancelled="cancelled" in names,
-        step=_step(outcome, metrics, history),
+        step=step,
         steps=history.steps,
         attempts=history.attempts,
         ends=history.ends,
@@ -123,6 +129,7 @@ def summarize(run: RunDirectory, wanted: Collection[str] = ()) -> Summary:
         local=newest.get("kind", "local" if history.local else "slurm") == "local",
         nodes=history.nodes,
         seconds_per_step=seconds,
+        made=made,
         claims=claims if readable else history.claims(),
         begun="job" in newest and newest["job"] == history.started_job,
         readable=readable,
@@ -153,6 +160,7 @@ class _History:
         self.steps = _newest(events, "steps")
         self.step = _newest(sorted(late, key=lambda event: event["time"]), "step")
         started: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "started"), {})
+        self.newest_attempt: int = started.get("attempt", 0)
         self.nodes = str(started.get("nodes", ""))
         self.local = bool(started) and "job" not in started
         self.started_job = started.get("job")
@@ -236,6 +244,18 @@ def _step(outcome: Mapping[str, Any] | None, metrics: Mapping[str, Any], history
     if outcome is not None and outcome["step"] is not None:
         return int(outcome["step"])
     return metrics["step"] + 1 if "step" in metrics else history.step
+
+
+def _made(run: RunDirectory, history: _History) -> tuple[int | None, float | None]:
+    """The steps of the newest attempt whose numbers are unknown, and the seconds per step in the newest interval."""
+    try:
+        newest = newest_interval(run)
+    except OSError:  # another user's
+        newest = None
+    if newest is None or newest.made is None or newest.attempt < history.newest_attempt:
+        return None, None
+    steps = max(made or 0 for made in newest.steps)
+    return newest.made, (newest.end - newest.begin) / steps if steps else None
 
 
 def _claims(run: RunDirectory, problems: list[str]) -> tuple[tuple[Mapping[str, Any], ...], bool]:

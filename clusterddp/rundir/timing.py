@@ -21,6 +21,7 @@ from clusterddp.rundir.records import (
     is_count,
     is_text,
     is_time,
+    last_lines,
     optional,
     parse,
     retrying,
@@ -36,6 +37,8 @@ SHORTEST_S, PARTS, FEWEST_PARTS = 10.0, 100, 20
 _FEW_RANKS, _MANY_RANKS = 64, 1024
 #: A histogram counts the steps that took 2^b to 2^(b+1) seconds in bucket b; the first and the last have the rest.
 FIRST_BUCKET, LAST_BUCKET = -20, 15
+#: Bytes at the end of the file that hold a line, of a thousand ranks, too.
+_END_BYTES = 1 << 17
 
 #: The steps of a rank of which some bucket of a phase has so many: ``{phase: {rank: {bucket: steps}}}``.
 Histograms = Mapping[str, Mapping[int, Mapping[int, int]]]
@@ -62,10 +65,13 @@ class TimingLines:
         self._until = 0.0  # when the newest of the totals were added up
         self._written_at = 0.0
         self._hosts_written = False
+        self._made: int | None = None
 
     def update(self, rank: int, beat: Mapping[str, Any], now: float) -> None:
         """Records the totals in a rank's heartbeat, if it has any. Raises ValueError for malformed ones."""
         totals, age_s, histograms = beat.get("timing"), beat.get("timing_age_s", 0.0), beat.get("histograms")
+        if rank == 0 and is_count(beat.get("made")):
+            self._made = beat["made"]
         if totals is not None:
             if not _is_totals(totals):
                 raise ValueError(f"'timing' is {totals!r:.60}")
@@ -101,7 +107,8 @@ class TimingLines:
             return []
         first = [] if self._hosts_written else [{"attempt": self._attempt, "hosts": list(hosts)}]
         self._hosts_written = True
-        return [*first, line | phases]
+        made = {} if self._made is None else {"made": self._made}
+        return [*first, line | phases | made]
 
     def last(self, now: float, hosts: Sequence[str]) -> list[dict[str, Any]]:
         """The last lines of the attempt: the last interval, and the histograms."""
@@ -170,7 +177,8 @@ class TimingFile:
 class TimedInterval:
     """The steps of each rank from ``begin`` to ``end`` (unix seconds), and their seconds in each phase.
 
-    None where nothing is known of a rank. ``hosts`` is empty if the line with them was lost.
+    None where nothing is known of a rank. ``hosts`` is empty if the line with them was lost. ``made``: how many steps
+    rank 0 has made in the attempt, of a script whose steps have no known numbers.
     """
 
     attempt: int
@@ -179,6 +187,7 @@ class TimedInterval:
     steps: tuple[int | None, ...]
     seconds: Mapping[str, tuple[float | None, ...]]
     hosts: tuple[str, ...] = ()
+    made: int | None = None
 
     def per_step(self, phase: str, rank: int) -> float | None:
         """The mean seconds of a rank's steps in a phase; None if unknown."""
@@ -223,6 +232,15 @@ def read_timings(run: RunDirectory) -> Timings:
     return Timings(tuple(intervals), histograms, skipped, bool(rest))
 
 
+def newest_interval(run: RunDirectory) -> TimedInterval | None:
+    """The last one of the file, of which only the end is read; without hosts. None if there is none."""
+    for text in reversed(last_lines(run.timing_file, _END_BYTES)):
+        line, _ = parse(text, {"attempt": is_count})
+        if line is not None and (interval := _interval(line, ())) is not None:
+            return interval
+    return None
+
+
 def _lines(path: Path) -> list[bytes]:
     """The lines, and what follows the last line end."""
     try:
@@ -244,6 +262,7 @@ def _interval(line: Mapping[str, Any], hosts: tuple[str, ...]) -> TimedInterval 
         tuple(line["steps"]),
         {name: tuple(line[name]) for name in PHASES},
         hosts if len(hosts) == ranks else (),
+        line["made"] if is_count(line.get("made")) else None,
     )
 
 

@@ -49,7 +49,7 @@ from clusterddp.supervisor.hook import Hook
 from clusterddp.supervisor.launcher import Launcher, rank_command
 from clusterddp.supervisor.messages import end_of_file
 from clusterddp.supervisor.monitor import Monitor
-from clusterddp.supervisor.own_checkpoints import OwnCheckpoints
+from clusterddp.supervisor.own_checkpoints import LAST_LOOK_S, OwnCheckpoints
 from clusterddp.supervisor.recovery import RESTART, AttemptResult, Recovery
 from clusterddp.supervisor.state import (
     Action,
@@ -73,6 +73,7 @@ from clusterddp.supervisor.state import (
     TermNotice,
     Timer,
 )
+from clusterddp.supervisor.step_log import StepLog
 from clusterddp.supervisor.verdict import RankEnd
 from clusterddp.worker.code_paths import mapped_variables
 
@@ -110,6 +111,8 @@ class Attempt:
         began = min((event["time"] for event in self._history.events), default=time.time())
         self._own, self._ended = OwnCheckpoints(run, job, number, self._history.events), threading.Event()
         self._timing, self._timing_file = TimingLines(number, job.world_size, began), TimingFile(run)
+        #: Reads the steps of a script that does not use clusterddp, where the job says how.
+        self._step_log: StepLog | None = None
         #: What the thread of the history has to do; None: nothing more.
         self._writes: queue.Queue[Callable[[], Any] | None] = queue.Queue()
 
@@ -163,6 +166,8 @@ class Attempt:
         ):
             self._writes.put(write)
         history = self._start("history", self._write)
+        if self._job.step_log is not None:
+            self._step_log = StepLog(self._run, self._number, self._job.step_log, self.post)
         looks = self._start("own checkpoints", lambda: self._own.watch(self._ended, self._record_own))
         try:
             while self._state.exit_code is None:
@@ -170,11 +175,13 @@ class Attempt:
         finally:
             self._monitor.close()
             self._server.close()
+            if self._step_log is not None:
+                self._step_log.close(read_rest=not self._state.superseded)
             while not self._events.empty():  # the last reports of the ranks
                 self._handle(*self._events.get())
             self._write_timing(self._timing.last)
             self._ended.set()
-            looks.join()
+            looks.join(LAST_LOOK_S)  # a requeue does not wait for a disk
             self._writes.put(None)
             history.join()
 
@@ -196,15 +203,28 @@ class Attempt:
             **({protocol.STOP_SIGNAL: self._job.stop.signal} if self._job.stop.signal else {}),
             protocol.RUN_DIR: str(self._run),
             protocol.ATTEMPT: str(self._number),
+            protocol.FIRST_JOB: self._first_job(),
             protocol.DEVICE: self._job.device,
             protocol.LAUNCHER: self._launcher.name,
             protocol.SUPERVISOR: f"{self._launcher.supervisor_host}:{self._server.port}",
             protocol.TOKEN: token,
             protocol.USR2_NOTICE_S: str(self._state.stop_margin_s),
             protocol.WATCHDOG: "on" if self._watch else "off",
+            protocol.PROTECT_SAVES: "on" if self._job.protect_saves else "off",
+            protocol.SEE_STEPS: "on" if self._job.see_steps else "off",
             protocol.PROFILE: "on" if self._is_profile_due() else "off",
+            protocol.HYDRA: str(self._run_began()) if self._job.hydra else "",
             protocol.PREFLIGHT: "on" if self._job.preflight and self._on_new_nodes() else "off",
         }
+
+    def _first_job(self) -> str:
+        """The run's name in `submitit.JobEnvironment()`: the same in all attempts, also after a resubmission."""
+        known = [*(event for event in self._history.events if event["event"] == "started"), self._controller.describe()]
+        return str(known[0].get("job", self._run.path.name))
+
+    def _run_began(self) -> float:
+        """The same moment in every attempt: that of the first event, which in the first attempt is its start."""
+        return min((event["time"] for event in self._history.events), default=self._launched)
 
     def _script_trackers(self) -> dict[str, str]:
         """For trackers that the script itself uses, unless this run sends its metrics there."""
@@ -261,6 +281,9 @@ class Attempt:
         if isinstance(event, BaseException):
             raise event
         self._tell_hook(now, event)
+        if self._step_log is not None and isinstance(event, RankEvent) and event.name == "progress":
+            self._step_log.close()  # the script has a loop of clusterddp, which writes the metrics itself
+            self._step_log = None
         try:
             self._state, actions = decide.step(self._state, event, now)
             for action in actions:
@@ -315,6 +338,8 @@ class Attempt:
             case Do.RESET_WATCHDOG:
                 self._watch = self._new_watch()
             case Do.FENCE:
+                if self._step_log is not None:
+                    self._step_log.close()
                 self._history.close()
                 self._timing_file.close()
                 self._server.close()

@@ -125,7 +125,7 @@ def _note(state: State, event: RankEvent) -> Step:
     if event.name in ("stopping", "finishing"):
         return replace(state, saving=True), []
     if event.name == "overdue":
-        return replace(state, overdue=event.rank == 0), []
+        return replace(state, alone=event.rank == 0), []
     if event.name == "progress":
         return _abandon(replace(state, unfinished=values["step"] < values["steps"], saving=False))
     if event.name in ("signal", "notified"):
@@ -155,7 +155,7 @@ def _on_left(state: State, event: RankEvent, now: float) -> Step:
     if event.rank not in state.ends:
         state = state.but(ends=state.ends.put(event.rank, event.values))
     if event.values["end"] in ("done", "stopped"):
-        return state, []
+        return replace(state, alone=state.alone or bool(event.values.get("alone"))), []
     # A rank that exits with 0 in its loop may do so for a signal that only the controller knows of; so may its peers.
     more_s = ASK_S if event.values["end"] == "unfinished" else 0.0
     state = _lose(state, event.rank, now)
@@ -388,7 +388,8 @@ def _on_hang(state: State, hang: Hang, now: float) -> Step:
     """Ends all ranks: those that can exit on their own do when they are told, and the launcher kills the rest."""
     if not state.watched:
         return state, []
-    values, nodes = asdict(hang), {state.node_of(rank) for rank in hang.late}
+    nodes = {state.node_of(rank) for rank in hang.late}
+    values = {name: value for name, value in asdict(hang).items() if value is not None}
     if values.pop("of_device") and len(nodes) == 1:
         values["suspect"] = nodes.pop()
     record = Record("hung", {"rank": hang.late[0], **values})

@@ -7,54 +7,66 @@ from __future__ import annotations
 
 import glob
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from clusterddp.jobdef.job import Done, Job
+from clusterddp.jobdef.job import Job
+from clusterddp.jobdef.placeholders import fill_pattern
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.own_checkpoints import why_incomplete
+
+#: A file with one of these names that is empty is a save that was cut off. Any other may be an empty mark.
+_CHECKPOINTS = frozenset((".pt", ".pth", ".ckpt", ".bin", ".tar", ".safetensors", ".npz", ".pkl"))
 
 
-def file_pattern(done: Done, run: RunDirectory | None) -> str | None:
-    """The pattern of the file, with the run directory in place of its placeholder; None if the mark is none."""
-    if done.file is None:
-        return None
-    return done.file if run is None else done.file.replace("{run_dir}", glob.escape(str(run.path.absolute())))
+def look(run: RunDirectory, job: Job, events: Iterable[Mapping[str, Any]]) -> tuple[bool, str]:
+    """Whether the mark of a job that has one is there, and what was found, as a clause.
 
-
-def found(run: RunDirectory, job: Job) -> str | None:
-    """What shows that the run is done, as a sentence; None if nothing does, or its job has no mark.
-
-    A line counts if it is in the output of the newest attempt that started its ranks, a file whatever wrote it.
+    A file counts if it is complete and was written since the run began, by the first of its ``events``. A line counts
+    if it is in the output of the newest attempt that has started its ranks.
     """
     if job.done is None:
-        return None
-    if (pattern := file_pattern(job.done, run)) is not None:
-        first = first_match(pattern)
-        return None if first is None else f"{first} exists"
-    numbers = [number for number in run.attempts() if run.attempt_logs(number).joinpath("rank-0.out").exists()]
-    if job.done.log is None or not numbers:
-        return None
-    logs = run.attempt_logs(numbers[-1])
-    files = [logs / f"rank-{rank}.{kind}" for rank in range(job.world_size) for kind in ("out", "err")]
-    expression = re.compile(job.done.log)
-    name = next((file.name for file in files if _has(file, expression)), None)
-    return None if name is None else f"a line of {name} matches {job.done.log!r}"
+        return False, ""
+    if job.done.file is not None:
+        return _file(job.done.file, str(run), min((event["time"] for event in events), default=float("inf")))
+    return _line(str(job.done.log), run, job)
 
 
-def first_match(pattern: str) -> str | None:
-    """A file that matches a pattern, which may be absolute; None if there is none."""
-    return min(glob.glob(pattern, recursive=True), default=None)  # noqa: PTH207
+def _file(named: str, run_dir: str, since: float) -> tuple[bool, str]:
+    found = f"there is no file {named}"
+    for path in sorted(glob.glob(fill_pattern(named, run_dir), recursive=True)):  # noqa: PTH207
+        if (why := _why_not(Path(path), since)) is None:
+            return True, f"{path} exists"
+        found = f"{path} does not count: {why}"
+    return False, found
 
 
-def missing(done: Done) -> str:
-    """What exit code 0 without the mark lacks, for a message."""
-    what = f"there is no file {done.file}" if done.file else f"no line of the ranks' output matches {done.log!r}"
-    return f"{what}, which `done` requires"
+def _why_not(path: Path, since: float) -> str | None:
+    try:
+        if path.stat().st_mtime < since:
+            return "it is older than this run"
+        empty = not path.is_dir() and path.stat().st_size == 0
+    except OSError as error:  # removed meanwhile, or a link to nothing
+        return error.strerror or str(error)
+    return None if empty and path.suffix not in _CHECKPOINTS else why_incomplete(str(path))
 
 
-def _has(file: Path, expression: re.Pattern[str]) -> bool:
+def _line(expression: str, run: RunDirectory, job: Job) -> tuple[bool, str]:
+    started = [logs for logs in map(run.attempt_logs, run.attempts()) if (logs / "rank-0.out").exists()]
+    pattern = re.compile(expression)
+    for logs in started[-1:]:
+        for rank in range(job.world_size):
+            for name in (f"rank-{rank}.out", f"rank-{rank}.err"):
+                if _has(logs / name, pattern):
+                    return True, f"a line of {name} matches {expression!r}"
+    return False, f"no line of the ranks' output matches {expression!r}"
+
+
+def _has(file: Path, pattern: re.Pattern[str]) -> bool:
     """Whether a line of a file matches. A carriage return ends a line, too, as of a progress bar."""
     try:
-        with open(file, encoding="utf-8", errors="replace", newline=None) as lines:
-            return any(expression.search(line.rstrip("\n")) for line in lines)
+        with open(file, encoding="utf-8", errors="replace") as lines:
+            return any(pattern.search(line.rstrip("\n")) for line in lines)
     except FileNotFoundError:
         return False

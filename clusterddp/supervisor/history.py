@@ -107,6 +107,8 @@ class History:
         Returns whether it was written; an error is reported, and does not change how the attempt ended.
         """
         step = highest(event.get("step") for event in self.events)
+        if any("log" in event and event["attempt"] == self._attempt for event in self.events):
+            step = highest([step, self.saved()["step"]])  # no rank tells the last step in its output
         values = self._presentable({"step": step, "attempts": attempts_made(self.events), "reason": reason})
         if not confirmed:
             values["confirmed"] = False

@@ -38,6 +38,8 @@ def hook_event(event: Mapping[str, Any]) -> str | None:
         return "stopped"
     if name in ("requeued", "resubmitted", "stopped"):
         return "preempted" if event.get("cause") in _PREEMPTED else None
+    if name == "own_resume" and "file" in event:
+        return "resumed"
     return name if name in protocol.HOOK_EVENTS else None
 
 

@@ -17,6 +17,8 @@ from clusterddp.slurm.cause import Cause
 FRUITLESS = 3
 
 
+#: A script has written a checkpoint of its own: one that matches ``resume``, or ``requeue(saved=...)``.
+SAVED_ITSELF = ("own_checkpoint", "saved")
 #: A script that records no steps has made progress once it has run for this many seconds.
 PROGRESS_S = 60.0
 #: An attempt of a script that records no steps may have saved after this many seconds, and does not count as fruitless.
@@ -61,8 +63,8 @@ def progress(events: Iterable[Mapping[str, Any]], attempt: int, reached: int | N
 
 
 def own_checkpoint(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
-    """The newest checkpoint of its own that the script has written in this attempt, if any (key ``resume``)."""
-    files = [e["file"] for e in events if e["event"] == "own_checkpoint" and e["attempt"] == attempt]
+    """The newest checkpoint of its own that the script is known to have written in this attempt, if any."""
+    files = [event["file"] for event in events if event["event"] in SAVED_ITSELF and event["attempt"] == attempt]
     return files[-1] if files else None
 
 
@@ -74,7 +76,7 @@ def began(events: Iterable[Mapping[str, Any]]) -> int | None:
 
 def _progressed(events: list[Mapping[str, Any]]) -> bool:
     """Whether an attempt has made a step or a checkpoint; if it records neither, whether it ran for a minute."""
-    if any(event["event"] == "own_checkpoint" for event in events):
+    if any(event["event"] in SAVED_ITSELF for event in events):
         return True
     if (first := began(events)) is None:
         ran = [event["time"] for event in events if event["event"] not in WITHOUT_RANKS]
@@ -103,7 +105,7 @@ def doubt(events: Iterable[Mapping[str, Any]], attempt: int) -> str | None:
         return None
     begin = f"unconfirmed: the script exited with code 0 after {duration(ran[attempt])}"
     if any(_made_steps(by_attempt[number]) for number in [*before, attempt]):
-        return None if _made_steps(by_attempt[attempt]) else f"{begin} and made no step, as attempt {before[-1]} did"
+        return None if _made_steps(by_attempt[attempt]) else f"{begin} without making a step, unlike an earlier attempt"
     last = max(before)
     if ran[attempt] >= SHORT * ran[last]:
         return None
@@ -118,7 +120,7 @@ def _script_s(events: list[Mapping[str, Any]]) -> float | None:
 
 
 def _made_steps(events: list[Mapping[str, Any]]) -> bool:
-    return any(event["event"] in ("training", "resumed") for event in events)
+    return any(event["event"] in ("training", "resumed", "steps_seen") for event in events)
 
 
 def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str | None:
@@ -132,7 +134,8 @@ def exceeded(job: Job, events: Iterable[Mapping[str, Any]], now: float) -> str |
         return f"limits.gpu_hours ({job.limits.gpu_hours:g}) reached: {hours:.2f} used"
     if _fruitless(job, events) >= FRUITLESS:
         ended = "failed" if events[-1]["event"] == "restarted" else "reached their time limit (request more time)"
-        return f"{FRUITLESS} consecutive attempts {ended} without reaching a new checkpoint"
+        which = f" that matches {' or '.join(job.resume.checkpoint)}" if job.resume else ""
+        return f"{FRUITLESS} consecutive attempts {ended} without reaching a new checkpoint{which}"
     return None
 
 
@@ -170,7 +173,10 @@ def _fruitless(job: Job, events: list[Mapping[str, Any]]) -> int:
     count, nor do long ones. One that reached it in less than a minute does: the limit leaves no time to train.
     """
     needs_own = job.resume is not None and bool(job.resume.args or job.resume.replace)
-    known = any(event["event"] == "own_checkpoint" or event.get("step") is not None for event in events)
+    saves_alone = any("log" in event for event in events if event["event"] == "training")
+    known = any(
+        event["event"] in SAVED_ITSELF or (event.get("step") is not None and not saves_alone) for event in events
+    )
     count, records = 0, needs_own or known
     for attempt in sorted({event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}, reverse=True):
         own = [event for event in events if event["attempt"] == attempt]
@@ -178,7 +184,7 @@ def _fruitless(job: Job, events: list[Mapping[str, Any]]) -> int:
         lasted_s = own[-1]["time"] - own[0]["time"]
         if not records and lasted_s >= LONG_S:
             break
-        saved = any(event["event"] in ("checkpoint", "own_checkpoint") for event in own)
+        saved = any(event["event"] in ("checkpoint", *SAVED_ITSELF) for event in own)
         if not (failed or (timed and (records or lasted_s < PROGRESS_S))) or saved:
             break
         count += 1

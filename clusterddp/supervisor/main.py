@@ -29,11 +29,12 @@ from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import check_revealed
 from clusterddp.process import die_with_parent
-from clusterddp.protocol import CHECK_RESUME
+from clusterddp.protocol import CHECK_RESUME, DEBUG_RANK
 from clusterddp.reporter import ignore_print_errors, say
 from clusterddp.rundir.deletion import delete_old_logs
 from clusterddp.rundir.files import follow_folder, remove
 from clusterddp.rundir.ownership import check_run
+from clusterddp.rundir.records import read_json
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm import commands as slurm
 from clusterddp.slurm.commands import scrub_own
@@ -56,6 +57,7 @@ def supervise_slurm(run_directory: str) -> int:
     run = RunDirectory(run_directory)
     _open_own_log(run)
     job = as_started(with_snapshot(run, load_trusted(run)), os.environ)
+    job = as_debugged(job, (read_json(run.debug_file) or {}).get("rank"))
     if in_batch_step(os.environ) and CHECK_RESUME not in os.environ:  # a check's job is not its runs' own
         return supervise(run, job, lambda: SlurmLauncher(job), SlurmController(os.environ, run, job))
     run.notice_file.unlink(missing_ok=True)  # of a previous attempt
@@ -97,6 +99,14 @@ def as_started(job: Job, environ: Mapping[str, str]) -> Job:
     return dataclasses.replace(job, nodes=int(environ["SLURM_JOB_NUM_NODES"]), policy=job.policy or "resubmit")
 
 
+def as_debugged(job: Job, rank: int | None) -> Job:
+    """The job with a rank in a debugger: the others wait for it, and it is no hang. Tells the ranks, too."""
+    if rank is None:
+        return job
+    os.environ[DEBUG_RANK] = str(rank)
+    return job.debugged()
+
+
 def supervise_local(run_directory: str, debug_rank: int | None) -> int:
     """Runs one attempt as processes of this machine; returns the exit code."""
     die_with_parent()
@@ -105,8 +115,8 @@ def supervise_local(run_directory: str, debug_rank: int | None) -> int:
     job = with_snapshot(run, load_trusted(run))
     if debug_rank is not None:
         signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the debugged rank
-        job = dataclasses.replace(job, watchdog=None)  # a rank in the debugger is no hang
     removed = scrub_own()
+    job = as_debugged(job, debug_rank)
     if CHECK_RESUME in removed:  # of the command that has started this process, and not of a job around it
         os.environ[CHECK_RESUME] = removed[CHECK_RESUME]
     return supervise(run, job, lambda: LocalLauncher(job, debug_rank, run.notice_file.exists), LocalController(run))
@@ -145,13 +155,12 @@ def supervise_one(run: RunDirectory, job: Job, launcher: Launcher, controller: C
     if (code := finished(run, controller)) is not None:  # by another job, which ended while the controller was asked
         return code
     of_run(run).check_present()
-    reason = exceeded(job, run.events(), time.time())
-    mark = done.found(run, job) if run.newest_attempt() is not None else None
+    reason, (is_done, found) = exceeded(job, run.events(), time.time()), done.look(run, job, run.events())
     number = run.create_attempt()
     if again := run.outcome() is not None:
         remove(run.outcome_file)  # whoever restarts the run has seen it
-    if mark is not None:
-        return conclude(run, job, number, Action.COMPLETE, f"done: {mark}")
+    if is_done:
+        return conclude(run, job, number, Action.COMPLETE, f"done: {found}")
     if reason is not None and not again:
         return conclude(run, job, number, Action.FAIL, reason)
     submission = lease.take(run, number, me)

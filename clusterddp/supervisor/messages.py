@@ -6,7 +6,7 @@ import os
 import shlex
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from clusterddp.reporter import counted, duration, printable
 from clusterddp.rundir.files import open_binary
 from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.limits import SAVED_ITSELF
 from clusterddp.supervisor.verdict import RankEnd
 
 Event = Mapping[str, Any]
@@ -73,10 +74,13 @@ def _initialized(event: Event) -> str:
     return f"{event['part']} starts from {event['file']}{lists}"
 
 
+def _repeated(event: Event) -> str:
+    return f", {counted(event['redone'], 'step')} repeated" if event.get("redone") is not None else ""
+
+
 def _resumed(event: Event) -> str:
-    repeated = f", {counted(event['redone'], 'step')} repeated" if event.get("redone") is not None else ""
     inexact = f" (not bit-exact: {'; '.join(event['inexact'])})" if event.get("inexact") else ""
-    return f"resumed from step {event['step']}{repeated}{inexact}"
+    return f"resumed from step {event['step']}{_repeated(event)}{inexact}"
 
 
 def _own_resume(event: Event) -> str | None:
@@ -93,12 +97,20 @@ def _own_resume(event: Event) -> str | None:
     return f"no complete checkpoint matches {' or '.join(event['patterns'])}{start}{passed}"
 
 
-def added_arguments(event: Event, exists: Callable[[str], bool]) -> str:
-    """What is said of them where an attempt failed before it made progress."""
-    if not event.get("arguments"):
-        return "" if "file" in event else "no arguments were added: no complete checkpoint to continue from"
-    there = "exists" if exists(event["file"]) else "does not exist"
-    return f"arguments added for {event['file']}, which {there}: {shlex.join(event['arguments'])}"
+def added_arguments(run: RunDirectory, events: Iterable[Event], attempt: int) -> str:
+    """What ``resume`` added to the arguments of an attempt that failed before it made progress; empty otherwise."""
+    own = [event for event in events if event["attempt"] == attempt]
+    resumed = next((event for event in own if event["event"] == "own_resume"), None)
+    if resumed is None or any(event["event"] in _PROGRESS for event in own):
+        return ""
+    if not resumed.get("arguments"):
+        return "" if "file" in resumed else "no arguments were added: there was no complete checkpoint"
+    there = "exists" if (run.path / resumed["file"]).exists() else "does not exist"
+    return f"arguments added for {resumed['file']}, which {there}: {shlex.join(resumed['arguments'])}"
+
+
+#: Events of an attempt that has begun to train, or saved.
+_PROGRESS = ("training", "resumed", "steps_seen", *SAVED_ITSELF)
 
 
 def _ended(event: Event, then: str) -> str:
@@ -171,6 +183,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str | None]] = {
     "started": _started,
     "forked": lambda e: f"starts from checkpoint {e['step']} of {e['source']}",
     "initialized": _initialized,
+    "training": lambda e: f"rank 0 prints steps from {e['log']} on{_repeated(e)}" if "log" in e else None,
     "resumed": _resumed,
     "own_resume": _own_resume,
     "preflight": lambda e: "; ".join([f"all nodes passed the preflight in {e['seconds']:.1f} s", *e["warnings"]]),

@@ -25,10 +25,16 @@ from clusterddp.jobdef.placeholders import OF_RANK, fill, fill_pattern, used
 from clusterddp.jobdef.secrets import without_secrets
 from clusterddp.rundir.run_directory import RunDirectory
 
-#: Seconds between two looks for a new checkpoint while the ranks run.
-LOOK_S = 30.0
+#: Seconds between two looks for a new checkpoint while the ranks run; at least RARELY times what a look takes.
+LOOK_S, RARELY = 30.0, 50
+#: Seconds that the supervisor waits for the look at the end of an attempt.
+LAST_LOOK_S = 5.0
 #: Names that are given to a file while it is being written.
 _TEMPORARY = re.compile(r"\.(tmp|part)(?![a-z])", re.IGNORECASE)
+#: Files of a folder that hold a state. Others may be empty: markers, logs, a patch of the code.
+_DATA = frozenset(
+    (".bin", ".ckpt", ".distcp", ".h5", ".json", ".npy", ".npz", ".pkl", ".pt", ".pth", ".safetensors", ".tar")
+)
 #: The most files of which it is said why they were passed over.
 MOST_TOLD = 5
 
@@ -72,6 +78,8 @@ class OwnCheckpoints:
     def __init__(self, run: RunDirectory, job: Job, number: int, events: Iterable[Mapping[str, Any]]) -> None:
         self._run, self._job, self._number = str(run), job, number
         self._earlier = [event for event in events if event["attempt"] < number]
+        #: What the script has said it will continue from, which need not match a pattern.
+        self._saved = [event["file"] for event in self._earlier if event["event"] == "saved"][-1:]
         self._began = min((event["time"] for event in self._earlier), default=time.time())
         #: The newest complete one that is known; at first that from which the attempt continues.
         self.newest: OwnCheckpoint | None = None
@@ -97,10 +105,11 @@ class OwnCheckpoints:
 
         Some scripts save the state again that they have just loaded: that is no new one.
         """
-        last, loaded = self._job.resume is None, self.newest and self.newest.content
+        last, loaded, pause_s = self._job.resume is None, self.newest and self.newest.content, LOOK_S
         while not last:
-            last, known = ended.wait(LOOK_S), self.newest
+            last, known, began = ended.wait(pause_s), self.newest, time.monotonic()
             found = self._look().newest
+            pause_s = max(LOOK_S, RARELY * (time.monotonic() - began))
             if found is not None and found != known and (found.content is None or found.content != loaded):
                 record(self._described(found))
 
@@ -122,7 +131,7 @@ class OwnCheckpoints:
     def _look(self) -> Found:
         if self._job.resume is None:
             return Found()
-        found = find(self._job.resume, self._run, self._began)
+        found = find(self._job.resume, self._run, self._began, self._saved)
         self.newest = found.newest or self.newest
         return found
 
@@ -141,10 +150,10 @@ class OwnCheckpoints:
         return str(Path(path).relative_to(self._run)) if Path(path).is_relative_to(self._run) else path
 
 
-def find(resume: Resume, run_dir: str, since: float) -> Found:
+def find(resume: Resume, run_dir: str, since: float, also: Sequence[str] = ()) -> Found:
     """The newest complete checkpoint that was written after ``since``, the run's begin, in unix seconds.
 
-    An older one is of another training, which this run must not continue.
+    An older one is of another training, which this run must not continue. ``also``: further files or folders.
     """
     folder = str(Path.cwd())
     paths = {
@@ -152,13 +161,14 @@ def find(resume: Resume, run_dir: str, since: float) -> Found:
         for pattern in resume.checkpoint
         for path in glob.glob(fill_pattern(pattern, run_dir), recursive=True)  # noqa: PTH207
     }
+    paths.update(path for path in also if os.path.lexists(path))
     passed_over: list[tuple[str, str]] = []
     matches = sorted(filter(None, map(_match, sorted(paths))), key=lambda match: match.order, reverse=True)
     for index, match in enumerate(matches):
         if match.written_ns < since * 1e9:
             passed_over.append((match.path, "it is older than this run"))
             break
-        why = _why_incomplete(match.path) or _what_is_missing(match, matches[index + 1 :])
+        why = why_incomplete(match.path) or _what_is_missing(match, matches[index + 1 :])
         if why is None:
             newest = OwnCheckpoint(match.path, match.written_ns / 1e9, _content(match.path))
             return Found(newest, tuple(passed_over[:MOST_TOLD]))
@@ -171,7 +181,8 @@ def _content(path: str) -> int | None:
     """A hash of the checksums of the tensors in a file of ``torch.save``; None if there are none."""
     try:
         with zipfile.ZipFile(path) as file:
-            sums = [(entry.filename, entry.CRC) for entry in file.infolist() if "/data/" in entry.filename]
+            parts = [(entry.filename.partition("/")[2], entry.CRC) for entry in file.infolist()]
+        sums = [(name, crc) for name, crc in parts if name.startswith("data/")]
     except (OSError, zipfile.BadZipFile, ValueError):  # another format
         return None
     return hash(tuple(sums)) if any(crc for _, crc in sums) else None
@@ -198,12 +209,12 @@ def _files(folder: str) -> list[Path]:
 
 def _what_is_missing(match: _Match, older: Sequence[_Match]) -> str | None:
     """What a folder lacks that the one before it has: the script was stopped while it was writing it."""
-    before = next((one for one in older if one.names and _why_incomplete(one.path) is None), None)
+    before = next((one for one in older if one.names and why_incomplete(one.path) is None), None)
     lacking = sorted(before.names - match.names) if before is not None and match.names else []
     return f"{lacking[0]} is missing, which {os.path.basename(before.path)} has" if before and lacking else None  # noqa: PTH119
 
 
-def _why_incomplete(path: str) -> str | None:
+def why_incomplete(path: str) -> str | None:
     """Why a file or folder is no complete checkpoint; None if it may be one."""
     try:
         if not Path(path).is_dir():
@@ -221,13 +232,13 @@ def _why_incomplete(path: str) -> str | None:
 
 
 def _why_file(file: Path, inside: bool = False) -> str | None:
-    """``inside`` a folder, an empty file without a suffix is a marker."""
+    """``inside``: of a folder."""
     if _TEMPORARY.search(file.name):
         return "a temporary file"
     with open(file, "rb") as opened:
         size, begin = os.fstat(opened.fileno()).st_size, opened.read(8)
         if size == 0:
-            return None if inside and not file.suffix else "empty"
+            return None if inside and file.suffix not in _DATA else "empty"
         if file.suffix == ".safetensors":
             length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
             return "cut off" if 8 + length > size else _why_safetensors(opened.read(length), size - 8 - length)

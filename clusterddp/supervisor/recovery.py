@@ -64,14 +64,14 @@ class Recovery:
         verdict = judge(self._ends, exit_code, bool(self._state.told), ask, self._progress)
         if self._job.done is None or verdict.action is Action.CANCEL or verdict.cause is Cause.SUPERSEDED:
             return verdict
-        mark = _until_answered(partial(done.found, self._run, self._job))
+        is_done, found = _until_answered(partial(done.look, self._run, self._job, self._history.events))
         completes = verdict.action is Action.COMPLETE
-        if mark is not None:
-            reason = f"done: {mark}{'' if completes else f'; the last attempt: {verdict.reason}'}"
+        if is_done:
+            reason = f"done: {found}{'' if completes else f'; the last attempt: {verdict.reason}'}"
             return replace(verdict, action=Action.COMPLETE, reason=reason, because="")
         if not completes:
             return verdict
-        return Verdict(Action.RESTART, f"all ranks exited with code 0, but {done.missing(self._job.done)}")
+        return Verdict(Action.RESTART, f"all ranks exited with code 0 without the mark of `done`: {found}")
 
     def _doubt(self) -> str | None:
         """Why exit code 0 may not mean that the script is done; None: it does, as far as is known."""
@@ -151,16 +151,9 @@ class Recovery:
         then = ""
         if verdict.because and (verdict.action is Action.FAIL or self._exceeded("restarted", verdict) is None):
             then = f"{'not restarted' if verdict.action is Action.FAIL else RESTARTING}: {verdict.because}"
-        others, secrets, more = verdict.others, self._history.secrets, (self._added_arguments(), then)
+        others, secrets = verdict.others, self._history.secrets
+        more = (added_arguments(self._run, self._history.events, self._number), then)
         show(failure_box(self._run, self._number, failure, others, step, time.time(), secrets, more))
-
-    def _added_arguments(self) -> str:
-        """What was added to the script's arguments, if the attempt made no progress: they may be the reason."""
-        own = [event for event in self._history.events if event["attempt"] == self._number]
-        resumed = next((event for event in own if event["event"] == "own_resume"), None)
-        if resumed is None or self._progress.steps or self._progress.saved:
-            return ""
-        return added_arguments(resumed, lambda file: (self._run.path / file).exists())
 
     def _step_of(self, failure: RankEnd, others: Sequence[RankEnd]) -> int | None:
         """The number of steps done when a rank failed. It knows its own, unless it was killed; the others then failed

@@ -327,8 +327,8 @@ class State:
     abandon: str = ""
     #: From when all ranks stop, or are done, until rank 0 has saved or is lost.
     saving: bool = False
-    #: Whether rank 0 has reported that no step ended in time, and exits.
-    overdue: bool = False
+    #: Whether rank 0 stops without the others: no step ended in time, or it has called a callable's ``checkpoint()``.
+    alone: bool = False
     #: Why the ranks were told to stop, and what of it one has confirmed: values of Stop, or SIGNAL.
     told: frozenset[str] = frozenset()
     heard: frozenset[str] = frozenset()
@@ -390,8 +390,8 @@ class State:
 
     @property
     def given_up(self) -> bool:
-        """Whether rank 0 has exited because no step ended in time: the notice is nearly over, and nobody saves."""
-        return self.overdue and 0 in self.lost_at
+        """Whether rank 0 has stopped without the others, who do not save."""
+        return self.alone and 0 in self.lost_at
 
     @property
     def lost_nodes(self) -> tuple[str, ...]:

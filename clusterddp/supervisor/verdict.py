@@ -306,9 +306,10 @@ def _in_order(failures: list[RankEnd]) -> list[RankEnd]:
     """The failures, the first one in front: the rank whose connection ended first.
 
     Among those that ended together, a rank that failed by itself comes before one that lost a peer, or was killed after
-    a peer failed: these are likely its consequences.
+    a peer failed: these are likely its consequences. One that was told to exit never comes first, also where the rank
+    for which it had to was killed before it joined.
     """
-    failures = sorted(failures, key=lambda end: (end.started, end.lost_at, end.rank))
+    failures = sorted(failures, key=lambda end: (end.started, end.end == "dismissed", end.lost_at, end.rank))
     near = [end for end in failures if end.lost_at <= failures[0].lost_at + JITTER_S]
     own = [end for end in near if end.own]
     first = (own or near)[:1]

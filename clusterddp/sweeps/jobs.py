@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from clusterddp.errors import JobDefinitionError
-from clusterddp.jobdef import placeholders
+from clusterddp.jobdef import hydra_overrides, placeholders
+from clusterddp.jobdef.hydra_overrides import with_overrides
 from clusterddp.jobdef.job import Job
 from clusterddp.jobdef.load import variants
 from clusterddp.jobdef.schema import INSTEAD_OF_KEY, READERS
@@ -21,11 +22,13 @@ _ARGUMENT = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 
 def jobs_of(base: Job, members: Sequence[Values]) -> list[Job]:
     """The job of each member: ``base`` with its values. A JobDefinitionError lists all mistakes."""
-    mistakes = list(_wrong_keys(members)) + list(_wrong_arguments(members))
+    mistakes = [*_wrong_keys(members, bool(base.hydra)), *_wrong_arguments(members, bool(base.hydra))]
     raise_mistakes(mistakes)
     changes = [{key: node for key, node in values.items() if not argument_of(key)} for values in members]
-    words = [tuple(_words(values)) for values in members]
-    jobs = [replace(job, args=job.args + more) for job, more in zip(variants(base, changes), words, strict=True)]
+    jobs = [
+        replace(job, args=with_overrides(job.args, _overrides(values)) if job.hydra else (*job.args, *_words(values)))
+        for job, values in zip(variants(base, changes), members, strict=True)
+    ]
     _check_own_checkpoints(jobs)
     return jobs
 
@@ -64,7 +67,14 @@ def _words(values: Values) -> Iterator[str]:
             yield node.text
 
 
-def _wrong_keys(members: Sequence[Values]) -> Iterator[Mistake]:
+def _overrides(values: Values) -> Iterator[str]:
+    """The same for a Hydra app: ``model.lr=1e-3``."""
+    for key, node in values.items():
+        if name := argument_of(key):
+            yield f"{name}={hydra_overrides.value(node)}"
+
+
+def _wrong_keys(members: Sequence[Values], hydra: bool) -> Iterator[Mistake]:
     first = {key: node for values in reversed(members) for key, node in values.items()}
     for key, node in first.items():
         name, top = argument_of(key), key.partition(".")[0]
@@ -72,7 +82,7 @@ def _wrong_keys(members: Sequence[Values]) -> Iterator[Mistake]:
             yield Mistake(node.place, f"{key}: a secret cannot be swept: its values would be in names of folders")
         elif key == "args":
             yield Mistake(node.place, "args: expected args.NAME, for the script's argument --NAME")
-        elif name is not None and not _ARGUMENT.fullmatch(name):
+        elif name is not None and not (hydra_overrides.KEY if hydra else _ARGUMENT).fullmatch(name):
             yield Mistake(node.place, f"{key}: expected a key of the job definition or the name of an argument")
         elif name == key and (hint := _meant(top)):
             yield Mistake(node.place, f"{key} is no key of a job definition: {hint} (for --{key}, args.{key})")
@@ -87,10 +97,10 @@ def _meant(key: str) -> str | None:
     return f"did you mean {near[0]}?" if near else None
 
 
-def _wrong_arguments(members: Sequence[Values]) -> Iterator[Mistake]:
+def _wrong_arguments(members: Sequence[Values], hydra: bool) -> Iterator[Mistake]:
     for values in members:
         for key, node in values.items():
-            if argument_of(key) and (isinstance(node.value, (list, dict)) or "\0" in node.text):
+            if argument_of(key) and ((isinstance(node.value, (list, dict)) and not hydra) or "\0" in node.text):
                 yield Mistake(node.place, f"{key}: expected a single value for the script's argument")
             elif argument_of(key) and (why := placeholders.wrong(node.text)):
                 yield Mistake(node.place, f"{key}: {why}")

@@ -26,7 +26,7 @@ from clusterddp.jobdef.job import Checkpointing
 from clusterddp.jobdef.packages import check_packages
 from clusterddp.process import at_exit, cancel_at_exit, collect_as_usual
 from clusterddp.reporter import say
-from clusterddp.training import progress_lines, script_loop, settings
+from clusterddp.training import progress_lines, script_loop, script_steps, settings
 from clusterddp.training.attempt_history import AttemptHistory
 from clusterddp.training.evaluations import Evaluations
 from clusterddp.training.heartbeat import begin_heartbeat
@@ -144,6 +144,7 @@ class Context(Ranks, Loaders):
         shield_workers()
         self._run: Run | None = None
         self._services: Services | None = None
+        script_steps.hand_over()
         self._heartbeat = begin_heartbeat(
             read,
             self.attempt,

@@ -53,8 +53,10 @@ def phase(rank: int) -> float:
 class Pace:
     """The timeout to a rank's next boundary, from the times that it took before. Pure: the caller has the clock."""
 
-    def __init__(self, watchdog: Watchdog) -> None:
+    def __init__(self, watchdog: Watchdog, patient: bool = False) -> None:
         self._watchdog = watchdog
+        #: After the first step; ``patient`` where evaluations and saves of the script are not known as such.
+        self._step_s = max(watchdog.step_s, watchdog.start_s) if patient else watchdog.step_s
         self._seen: tuple[int, int | None, bool] | None = None
         self._longest_s = 0.0
         self._moved = 0.0
@@ -76,7 +78,7 @@ class Pace:
         elif not _past_first(count, begun_at):
             self.allowed_s = self._watchdog.start_s
         else:
-            self.allowed_s = max(self._watchdog.step_s, GAP_FACTOR * self._longest_s)
+            self.allowed_s = max(self._step_s, GAP_FACTOR * self._longest_s)
         return 0.0
 
 
@@ -96,6 +98,7 @@ class Heartbeat:
         flight_record: the file for torch's record of the last collectives after a timeout.
         rank, ranks: of how many it is which.
         device: the rank's.
+        patient: whether what the script does between two steps is unknown.
     """
 
     def __init__(
@@ -108,9 +111,10 @@ class Heartbeat:
         rank: int = 0,
         ranks: int = 1,
         device: torch.device | None = None,
+        patient: bool = False,
     ) -> None:
         self._boundaries, self._step, self._send, self._flight_record = boundaries, step, send, flight_record
-        self._rank, self._ranks, self._device = rank, ranks, device
+        self._rank, self._ranks, self._device, self._patient = rank, ranks, device, patient
         #: What to tell about the steps (``training/timing.py``), with histograms or without.
         self.timing: Callable[[bool], Mapping[str, Any]] = lambda _: {}
         #: Where the device is, relative to the completed steps (``training/timing.py``).
@@ -166,7 +170,7 @@ class Heartbeat:
     def _beat_on(self, watchdog: Watchdog) -> None:
         period_s = watchdog.period_s(self._ranks)
         self._end.wait(period_s * phase(self._rank))  # all ranks begin at about the same time
-        pace, clock = Pace(watchdog), RunningClock(period_s)
+        pace, clock = Pace(watchdog, self._patient), RunningClock(period_s)
         still_since = 0.0
         counted_at = time.monotonic()
         stood: set[object] = set()
@@ -292,7 +296,12 @@ def position_of(frame: FrameType) -> tuple[tuple[CodeType, int], ...]:
 
 
 def begin_heartbeat(
-    read: Settings, attempt: int, device: torch.device, boundaries: Callable[[], int], step: Callable[[], int]
+    read: Settings,
+    attempt: int,
+    device: torch.device,
+    boundaries: Callable[[], int],
+    step: Callable[[], int],
+    patient: bool = False,
 ) -> Heartbeat:
     """This rank's heartbeat; off without a supervisor, which would receive it. The arguments: see ``Heartbeat``."""
     channel = control_channel.current
@@ -306,6 +315,7 @@ def begin_heartbeat(
         rank=read.ranks.rank,
         ranks=read.ranks.world_size,
         device=device,
+        patient=patient,
     )
     if channel is not None:
         channel.write_flight_record = heartbeat.write_flight_record

@@ -6,6 +6,7 @@ through the store of their attempt, which the first call opens. With a context t
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -14,16 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-import torch
-
+from clusterddp import protocol
 from clusterddp.data.workers import close_workers, shield_workers
 from clusterddp.distributed.store import AttemptStore
 from clusterddp.errors import Stopped
 from clusterddp.process import at_exit, cancel_at_exit
 from clusterddp.reporter import say
-from clusterddp.training import settings
+from clusterddp.training import script_steps, settings
 from clusterddp.training.agreement import Agreement
-from clusterddp.training.heartbeat import Heartbeat, begin_heartbeat
+from clusterddp.training.heartbeat import Heartbeat
 from clusterddp.training.stopping import Stopping
 from clusterddp.worker import completion, control_channel, saved_file
 from clusterddp.worker.signals import STOP_SIGNALS, described
@@ -38,8 +38,16 @@ class ScriptLoop:
     ``report`` adds an event to the history, on any rank.
     """
 
-    def __init__(self, rank: int, agreement: Agreement, heartbeat: Heartbeat, report: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        agreement: Agreement,
+        heartbeat: Heartbeat,
+        report: Callable[..., None],
+        step_done: Callable[[], None] = lambda: None,
+    ) -> None:
         self._rank, self._agreement, self._heartbeat, self._report = rank, agreement, heartbeat, report
+        self._step_done = step_done
         self._calls = 0
 
     @property
@@ -52,7 +60,9 @@ class ScriptLoop:
         self._calls += 1
         if self._calls == 1:
             self._heartbeat.begin()
-        elif self._calls == 2:
+        else:
+            self._step_done()
+        if self._calls == 2:
             self._look_at_saved_file()
         stop = self._agreement.boundary()
         if stop:
@@ -111,6 +121,7 @@ def stop_requested() -> bool:
     if context is not None:
         return context.stop_requested()
     if control_channel.current is None:
+        _tell_if_started_by_a_rank()
         return False
     return (_loop or _begin()).stop_requested()
 
@@ -136,6 +147,15 @@ def requeue(saved: SavedPath | None = None) -> None:
         (_loop or _begin()).requeue(saved)
 
 
+@functools.cache
+def _tell_if_started_by_a_rank() -> None:
+    if protocol.SUPERVISOR in os.environ:
+        say(
+            "clusterddp.stop_requested() is always False in a process that a rank has started: have clusterddp start a "
+            "rank per GPU (--gpus), instead of starting processes in the script (torch.multiprocessing.spawn)"
+        )
+
+
 def began() -> bool:
     """Whether this process has a loop without a context."""
     return _loop is not None
@@ -157,20 +177,15 @@ def _begin() -> ScriptLoop:
     )
     stopping = Stopping(read, store, report)
     shield_workers()
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    agreement = stopping.agreement
-    heartbeat = begin_heartbeat(
-        *(read, read.attempt, device), boundaries=lambda: agreement.entered, step=lambda: loop.steps
-    )
-    loop = _loop = ScriptLoop(read.ranks.rank, agreement, heartbeat, report)
+    steps = script_steps.current()
+    steps.by_calls()
+    loop = _loop = ScriptLoop(read.ranks.rank, stopping.agreement, steps.heartbeat, report, steps.step_done)
 
     def close() -> None:
         # sys.last_value is set by the interpreter once it has printed an uncaught exception.
         failed = getattr(sys, "last_value", None) is not None
         cancel_at_exit(close)
         stopping.close(restore_handlers=False)
-        heartbeat.close()
         if not failed:
             store.close()
 

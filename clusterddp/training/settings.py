@@ -64,6 +64,8 @@ def read(
         job = load_resolved(directory.job_file)
     else:
         job = Job("script", checkpoint=checkpoint or Checkpointing(), watchdog=None)
+    if protocol.DEBUG_RANK in environ:
+        job = job.debugged()
     if environ.get(protocol.WATCHDOG) == "off":
         job = replace(job, watchdog=None)
     return Settings(

@@ -128,6 +128,15 @@ class _Step:
         return [self.left, self.asked, self.begun, self.done, *self.waits, *self.asides]
 
 
+class _WholeStep(_Step):
+    """One of which only the beginning and the end are known: each is two marks in one."""
+
+    __slots__ = ()
+
+    def marks(self) -> list[Any]:
+        return [self.left, self.asked, *self.waits, *self.asides]
+
+
 class StepTimes:
     """Times the steps of a loop, for its thread; ``told`` is for any thread.
 
@@ -179,6 +188,21 @@ class StepTimes:
         if self._working and self._step is not None:
             self._step.done = self._clock.mark()
             self._working = False
+
+    def turn(self) -> None:
+        """A step ends and the next one begins, for a loop of which nothing else is known. The first call is the end of
+        the first step, which is not timed."""
+        mark, step = self._clock.mark(), self._step
+        if step is None:
+            self._warm = True
+        else:
+            step.done = step.left = mark
+            self._pending.append(step)
+            if self._wanted or len(self._pending) >= BATCH:
+                self._count_passed()
+        self._step = following = _WholeStep(mark)
+        following.begun = mark
+        self._working, self._reducing = True, False
 
     def leave(self) -> None:
         """The loop has ended, but for the save at its end. Called again, counts steps that a GPU has made meanwhile."""

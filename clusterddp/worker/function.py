@@ -5,7 +5,8 @@ rank's record. Unpickling executes code, so a file is loaded only if no other us
 
 The ``checkpoint()`` of a callable (submitit's contract) is called on a preemption or a near time limit as submitit
 does: on rank 0 only, in a signal handler of the main thread. It returns the function for the next attempts. Then rank 0
-exits, and the launcher ends the other ranks.
+exits, and the launcher ends the other ranks. After an attempt that ended without this, by a crash or a lost node,
+rank 0 of the next one calls it before the function: it is what names a checkpoint, or a new file to meet in.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,9 +39,10 @@ def main() -> None:
     """Calls the function on one rank and writes its return value."""
     run, attempt = RunDirectory(os.environ[protocol.RUN_DIR]), int(os.environ[protocol.ATTEMPT])
     os.environ.update(submitit_variables(run))
-    call = PreemptibleCall(run, attempt, int(os.environ["RANK"]), load_function(newest_function(run, attempt)))
+    rank = int(os.environ["RANK"])
+    call = PreemptibleCall(run, attempt, rank, load_function(function_of(run, attempt, rank)))
     value = call.carry_out()
-    write_atomically(result_file(run, attempt, call.rank), cloudpickle.dumps(value), mode=0o600)
+    write_atomically(run.result_file(attempt, call.rank), cloudpickle.dumps(value), mode=0o600)
 
 
 class PreemptibleCall:
@@ -48,9 +51,7 @@ class PreemptibleCall:
     def __init__(self, run: RunDirectory, attempt: int, rank: int, delayed: DelayedSubmission) -> None:
         self.rank = rank
         self._run, self._attempt, self._delayed = run, attempt, delayed
-        checkpoint = getattr(delayed.function, "checkpoint", None)
-        checkpoint = getattr(delayed.function, "__submitit_checkpoint__", checkpoint)
-        self._checkpoint: Callable[..., DelayedSubmission | None] | None = checkpoint
+        self._checkpoint = checkpoint_of(delayed)
         self._process = os.getpid()
         self._told = False
 
@@ -81,14 +82,45 @@ class PreemptibleCall:
             raise StoppedAlone(None, f"signal {signal.Signals(number).name.removeprefix('SIG')}")
 
     def _keep_checkpoint(self) -> None:
-        assert self._checkpoint is not None
-        following = self._checkpoint(*self._delayed.args, **self._delayed.kwargs)
-        if following is None:
-            raise Declined("checkpoint() returned None, so the run is not continued")
+        following = continued(self._delayed)
         if self._run.superseded(self._attempt):
             raise Superseded(f"attempt {self._attempt} is superseded: the result of checkpoint() is not saved")
         save_function(self._run.attempt_private(self._attempt) / "function.pkl", pickled(following))
         say("checkpoint() called; the next attempt calls the function that it returned")
+
+
+def checkpoint_of(delayed: DelayedSubmission) -> Callable[..., DelayedSubmission | None] | None:
+    """The ``checkpoint()`` of a callable, if it has one."""
+    checkpoint = getattr(delayed.function, "checkpoint", None)
+    return getattr(delayed.function, "__submitit_checkpoint__", checkpoint)
+
+
+def continued(delayed: DelayedSubmission) -> DelayedSubmission:
+    """Calls ``checkpoint()``. Raises Declined, and what it raises."""
+    checkpoint = checkpoint_of(delayed)
+    assert checkpoint is not None
+    following = checkpoint(*delayed.args, **delayed.kwargs)
+    if following is None:
+        raise Declined("checkpoint() returned None, so the run is not continued")
+    return following
+
+
+def function_of(run: RunDirectory, attempt: int, rank: int) -> Path:
+    """The file of the function that an attempt calls. Rank 0 writes it if the attempt before was not told to stop, and
+    so did not call ``checkpoint()``."""
+    newest, begun = newest_function(run, attempt), run.attempt_private(attempt) / "begun.pkl"
+    before = [number for number in run.attempts() if number < attempt]
+    if not before or newest.parent == run.attempt_private(before[-1]):
+        return newest
+    delayed = load_function(newest)
+    if checkpoint_of(delayed) is None:
+        return newest
+    if rank == 0:
+        say(f"attempt {before[-1]} ended without a call of checkpoint(): calling it now")
+        save_function(begun, pickled(continued(delayed)))
+    while begun.name not in os.listdir(begun.parent):  # a look at the folder, as a shared disk remembers absent files
+        time.sleep(0.1)
+    return begun
 
 
 # --- files
@@ -103,11 +135,6 @@ def newest_function(run: RunDirectory, attempt: int) -> Path:
     """The function of ``attempt``: the result of the newest earlier ``checkpoint()``, else the function as launched."""
     earlier = [run.attempt_private(number) / "function.pkl" for number in run.attempts() if number < attempt]
     return next((path for path in reversed(earlier) if path.exists()), function_file(run))
-
-
-def result_file(run: RunDirectory, attempt: int, rank: int) -> Path:
-    """The file for a rank's return value."""
-    return run.attempt_private(attempt) / f"result-{rank}.pkl"
 
 
 def pickled(delayed: DelayedSubmission) -> bytes:
@@ -146,17 +173,9 @@ def load_private(path: Path) -> Any:
 
 
 def submitit_variables(run: RunDirectory) -> dict[str, str]:
-    """The variables for ``submitit.JobEnvironment()`` that Slurm does not set."""
-    if os.environ[protocol.LAUNCHER] != "local":
-        return {"SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_FOLDER": str(run.private / "submitit")}
-    ranks, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    return {
-        "SUBMITIT_EXECUTOR": "local",
-        "SUBMITIT_FOLDER": str(run.private / "submitit"),
-        "SUBMITIT_LOCAL_JOB_ID": run.path.name,
-        "SUBMITIT_LOCAL_NTASKS": str(ranks),
-        "SUBMITIT_LOCAL_JOB_NUM_NODES": str(ranks // per_node),
-        "SUBMITIT_LOCAL_NODEID": os.environ["GROUP_RANK"],
-        "SUBMITIT_LOCAL_GLOBALID": os.environ["RANK"],
-        "SUBMITIT_LOCAL_LOCALID": os.environ["LOCAL_RANK"],
-    }
+    """The variables for ``submitit.JobEnvironment()``, which finds the class in ``integrations/submitit.py`` by them.
+
+    SUBMITIT_FOLDER is set already if one of submitit's executors submitted the run.
+    """
+    folder = os.environ.get("SUBMITIT_FOLDER", str(run.private / "submitit"))
+    return {"SUBMITIT_EXECUTOR": "clusterddp", "SUBMITIT_FOLDER": folder}

@@ -33,7 +33,17 @@ from clusterddp.process import at_exit, collect_rarely, die_with_parent
 from clusterddp.reporter import say, say_unlocked, show
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.worker import code_paths, completion, control_channel, rank_exit, saved_file, script_trackers, signals
+from clusterddp.worker import (
+    code_paths,
+    completion,
+    control_channel,
+    own_saves,
+    own_steps,
+    rank_exit,
+    saved_file,
+    script_trackers,
+    signals,
+)
 from clusterddp.worker.control_channel import ControlChannel
 from clusterddp.worker.signals import ScriptSignal
 from clusterddp.worker.stacks import stacks
@@ -77,9 +87,18 @@ def main() -> None:
     at_exit(rank_exit.end_daemonic)
     Stopped.on_raised = lambda stopped: _bound_stop(record, end, stopped)
     code_paths.use_snapshot()
+    if os.environ.get(protocol.PROTECT_SAVES) != "off":
+        attempt, stop_signal = int(os.environ[protocol.ATTEMPT]), os.environ.get(protocol.STOP_SIGNAL)
+        own_saves.protect(str(run), attempt, _used_clusterddp, stop_signal)
+    if os.environ.get(protocol.SEE_STEPS) != "off":
+        own_steps.watch()
     script_trackers.continue_runs(run, ranks.rank, os.environ)
     collect_rarely()
+    if os.environ[protocol.LAUNCHER] == "slurm" and protocol.DEBUG_RANK in os.environ:
+        _debug(run, ranks.rank)
     command = filled(whole_command(sys.argv[1:], run), ranks)
+    if os.environ.get(protocol.HYDRA):
+        command = hydra_command(command, run)
     if ranks.rank == 0:
         control_channel.report("phase", phase="importing")
         if protocol.SAVED in os.environ:
@@ -90,6 +109,16 @@ def main() -> None:
         rank_exit.finish_child(code)
     del held_port
     _exit_with_record(record, {**end, **values, "used_clusterddp": _used_clusterddp()}, code)
+
+
+def _debug(run: RunDirectory, rank: int) -> None:
+    """``breakpoint()`` waits for a debugger in one rank, and has no effect in the others."""
+    if rank == int(os.environ[protocol.DEBUG_RANK]):
+        from clusterddp.worker import debugger
+
+        debugger.install(run, int(os.environ[protocol.ATTEMPT]), rank)
+    else:
+        os.environ["PYTHONBREAKPOINT"] = "0"
 
 
 def whole_command(command: list[str], run: RunDirectory) -> list[str]:
@@ -123,6 +152,16 @@ def filled(command: list[str], ranks: environment.RankEnvironment) -> list[str]:
         os.environ[name] = fill(os.environ[name], values)
     target = 2 if command[0] == "-m" else 1
     return [*command[:target], *(fill(word, values) for word in command[target:])]
+
+
+def hydra_command(command: list[str], run: RunDirectory) -> list[str]:
+    """The same for a Hydra app: with what makes all ranks and attempts share one output folder."""
+    from clusterddp.jobdef.hydra_overrides import of_run
+
+    # Else Hydra prints a traceback of its own and exits with 1, and the record has no exception.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    target = 2 if command[0] == "-m" else 1
+    return [*command[:target], *of_run(command[target:], run.path)]
 
 
 def join(ranks: environment.RankEnvironment) -> socket.socket | None:
@@ -254,7 +293,8 @@ def _step_reached() -> dict[str, int]:
 
 def _stopped(stopped: Stopped) -> tuple[dict[str, Any], int]:
     code = STOPPED if isinstance(stopped, StoppedAlone) else 0
-    return {"end": "stopped", "step": stopped.step, "reason": stopped.reason}, code
+    alone = {"alone": True} if isinstance(stopped, StoppedAlone) else {}
+    return {"end": "stopped", "step": stopped.step, "reason": stopped.reason, **alone}, code
 
 
 def _done() -> tuple[dict[str, Any], int]:

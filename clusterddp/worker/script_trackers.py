@@ -7,10 +7,8 @@ rank that starts one records its name, and is given it in later attempts.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
-import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +19,7 @@ from clusterddp.reporter import say
 from clusterddp.rundir.files import write_json
 from clusterddp.rundir.records import Schema, is_text, read_json
 from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.worker.import_hook import when_imported
 
 _SCHEMA: Schema = {"run_id": is_text}
 #: The module of ``mlflow.start_run``.
@@ -44,7 +43,7 @@ def continue_runs(run: RunDirectory, rank: int, environ: MutableMapping[str, str
     if record is not None:
         environ["MLFLOW_RUN_ID"] = record["run_id"]
     else:
-        sys.meta_path.insert(0, _AfterImport(_FLUENT, lambda module: _record_first_run(module, file)))
+        when_imported(_FLUENT, lambda module: _record_first_run(module, file))
 
 
 def _record_first_run(fluent: ModuleType, file: Path) -> None:
@@ -66,26 +65,3 @@ def _record_first_run(fluent: ModuleType, file: Path) -> None:
         return began
 
     fluent.start_run = starting  # type: ignore[attr-defined]
-
-
-class _AfterImport:
-    """A finder on ``sys.meta_path`` that calls a function with a module as soon as the script has imported it."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name, self._then = name, then
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:  # noqa: ARG002
-        """The module's own specification, with a step added to its import."""
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_call(module: ModuleType) -> None:
-                execute(module)
-                self._then(module)
-
-            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
-        return spec

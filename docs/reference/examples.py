@@ -96,4 +96,5 @@ EXAMPLES = {
     "stacks": "clusterddp stacks runs/train-0 --rank 0,8-15",
     "tell": "clusterddp tell runs/train-0 save",
     "requeue": "clusterddp requeue runs/train-0 --exclude n3",
+    "shell": "clusterddp shell runs/train-0 --rank 3\nclusterddp shell runs/train-0 --rank 3 -- nvidia-smi",
 }

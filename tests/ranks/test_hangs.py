@@ -176,6 +176,9 @@ def test_the_late_ranks_follow_from_what_all_ranks_report() -> None:
     assert what(*waiting, behind) == f"rank 5 (n5) last at step 88, 611 s ago, in x.py:1 (f); {wait}"
     worked = sign(5, 611, still_s=400, place="x.py:1 (f)")
     assert what(*waiting, worked) == f"rank 5 (n5) last at step 89, 611 s ago, in x.py:1 (f); {wait}"
+    after_its_first_step = sign(5, 611, silent=611, allowed=1800)
+    assert what(*waiting, after_its_first_step) == f"rank 5 (n5) last at step 89, 611 s ago, {silent}; {wait}"
+    assert find_hang([*waiting, sign(5, 611, silent=611, allowed=math.inf)], NOW, beat_s=2.0) is None
     unheard = sign(5, 611, silent=600, still_s=2.0)
     assert what(*waiting, unheard) == f"rank 5 (n5) last at step 89, 611 s ago, {silent}; {wait}"
     elsewhere = sign(5, 611, place="x.py:1 (f)")

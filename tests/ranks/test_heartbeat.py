@@ -44,6 +44,15 @@ def test_the_timeout_of_a_step_follows_the_longest_step_so_far() -> None:
     assert (pace.look(9002, 4, None, False), pace.allowed_s) == (0.0, math.inf)  # done
 
 
+def test_between_steps_of_an_unknown_script_the_longer_timeout_counts() -> None:
+    """An evaluation or a save of the usual length may come anywhere, and is not announced."""
+    for patient, allowed_s in ((False, WATCHDOG.step_s), (True, WATCHDOG.start_s)):
+        pace = Pace(WATCHDOG, patient)
+        for count in range(4):
+            pace.look(float(count), count, 0, False)
+        assert pace.allowed_s == allowed_s
+
+
 def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ticks at most pass between two looks."""
     now = 100.0

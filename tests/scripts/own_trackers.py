@@ -9,11 +9,12 @@ import signal
 import sys
 from pathlib import Path
 
-import mlflow
 import wandb
 
 out, killed = Path(sys.argv[1]), int(sys.argv[2])
 rank = int(os.environ["RANK"])
+if rank == 0:
+    import mlflow
 own = out / f"rank-{rank}.json"
 step = json.loads(own.read_text())["step"] if own.exists() else 0
 used = {name: os.environ.get(name) for name in ("WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID")}

@@ -1,6 +1,7 @@
 """A repository's script with two lines of clusterddp: its own process group, a sharded model, its own save of a folder.
 
-``two_lines.py FOLDER STEPS``: it forgets to resume in attempt 1. In step 5 of attempt N it waits for a file ``go-N``.
+``two_lines.py FOLDER STEPS [forgets]``: with the last one it does not resume in attempt 1. In step 5 of attempt N it
+waits for a file ``go-N``.
 """
 
 import os
@@ -18,6 +19,7 @@ import clusterddp
 
 def main():
     folder, steps, attempt = sys.argv[1], int(sys.argv[2]), os.environ["CLUSTERDDP_ATTEMPT"]
+    forgets = "forgets" in sys.argv and attempt == "1"
     dist.init_process_group("gloo")
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
@@ -25,7 +27,7 @@ def main():
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     first = 0
-    if os.path.exists(folder) and attempt != "1":
+    if os.path.exists(folder) and not forgets:
         state = {"model": model.state_dict(), "step": 0}
         dcp.load(state, checkpoint_id=folder)
         model.load_state_dict(state["model"])

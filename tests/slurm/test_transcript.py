@@ -204,6 +204,7 @@ WITHOUT_RUN: dict[str, Cell] = {
 ELSEWHERE = {
     "drill": "waits for two jobs: test_drill.py",
     "bench": "submits a run of its own: test_jobs.py",
+    "shell": "needs a terminal: test_shell.py",
 }
 
 

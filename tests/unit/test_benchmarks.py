@@ -61,6 +61,12 @@ def test_the_cost_of_a_step_is_that_of_the_most_expensive_rank_and_way_to_log() 
     assert not step_timing.summarized([ranks[0], dear], 50)["met"]
 
 
+def test_the_cost_of_the_hook_is_the_median_of_the_differences() -> None:
+    pairs = [{"on": 60.0 + number, "off": 50.0 + number} for number in range(5)]
+    assert "with the hook\n10 us more (95% interval 10 to 10; 5 pairs" in step_timing.described_hook(pairs)
+    assert step_timing.hook_row(pairs)["met"]
+
+
 def test_a_table_is_markdown() -> None:
     assert report.table(["a", "b"], [["x", 1.234]]) == "| a | b |\n| --- | --- |\n| x | 1.23 |"
 

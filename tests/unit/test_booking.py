@@ -380,6 +380,12 @@ def test_work_since_a_scripts_own_checkpoint_is_booked_as_repeated() -> None:
     assert (seconds["repeating"], seconds["importing"]) == (98 + 29, 69 + 98)
     known = [*events, {"time": 3.0, "attempt": 0, "event": "training", "step": 0}]
     assert book(known, 300.0, "failed").seconds()["repeating"] == 0
+    seen = [{"time": at, "attempt": 0, "event": "steps_seen"} for at in (10.0, 110.0, 210.0)]
+    phases = [{"time": at, "attempt": at // 100, "event": "phase", "phase": "training"} for at in (10, 110, 210)]
+    seconds = book([*events, *seen, *phases], 300.0, "failed").seconds()
+    assert (seconds["repeating"], seconds["training"], seconds["importing"]) == (89 + 29, 60 + 89, 27)
+    logged = [*events, *seen, *phases, {"time": 11.0, "attempt": 0, "event": "training", "step": 0, "log": 0}]
+    assert book(logged, 300.0, "failed").seconds() == seconds
 
 
 def test_ranks_that_wait_for_a_dead_node_hang_until_they_have_exited() -> None:

@@ -164,6 +164,7 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "job_name": (["digits", "1", "é.x"], ["a b", "-x", "[a]", "a/b"]),
     "script": (["train.py"], ["[train.py]", "{a: b}", '""']),
     "module": (["package.train"], ["1a", "a b", "a/b", "[a]"]),
+    "hydra": (["true", "false"], ["no", "1", "[true]"]),
     "args": _ARGUMENTS,
     "resume": (
         [
@@ -191,7 +192,8 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     "python": (["/opt/python"], ["-x", "[a]"]),
     "sbatch": _OPTIONS,
     "srun": ([*_OPTIONS[0], "{gpus-per-task: 1, gpu-bind: closest}"], _OPTIONS[1]),
-    "steps": _COUNT,
+    "steps": (["1", "8", "off", r"{log: 'iter (\d+)'}", "{}"], [*_COUNT[1], "{log: iter}", "{log: 5}", "{every: 3}"]),
+    "protect_saves": (["true", "false"], ["off", "0"]),
     "seed": (["0", "17"], ["-1", "x"]),
     "global_batch": _COUNT,
     "checkpoint": (

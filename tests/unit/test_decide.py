@@ -130,6 +130,13 @@ def test_after_a_notice_the_peers_of_a_failed_rank_have_the_rest_of_it(events: S
     assert actions(state, Timer.DISMISS, NOW + notice_s - END_S) == ended
 
 
+def test_when_rank_0_stops_alone_its_peers_are_ended_at_once() -> None:
+    """It has called a callable's checkpoint(): the others have nothing to save, however long the notice is."""
+    end = {"rank": 0, "host": "n1", "end": "stopped", "alone": True}
+    state = after(TermNotice(600), PREEMPTED, TOLD, RankEvent(0, "left", end), ConnectionLost(0), RankFailed(0))
+    assert actions(state, Timer.DISMISS, NOW) == [Broadcast("leave", "rank 0 (n1) exited"), KILL]
+
+
 @pytest.mark.parametrize("exits", [(ConnectionLost(0), RankFailed(0)), (RankFailed(0), ConnectionLost(0))])
 def test_when_rank_0_exits_as_no_step_ended_its_peers_are_ended_at_once(exits: Sequence[Event]) -> None:
     """The notice has few seconds left for the requeue, and only rank 0 saves."""

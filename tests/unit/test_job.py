@@ -33,6 +33,7 @@ EVERYTHING = """\
 job_name: digits
 script: train.py
 args: [--lr, 1e-4, --name, no, 0123, "", 'two words', ~]
+hydra: true
 resume: {checkpoint: "{run_dir}/*.pt", args: [--resume]}
 done: {log: epochs completed}
 stop: {signal: USR1}
@@ -57,6 +58,7 @@ python: /opt/py/bin/python
 sbatch: {exclusive: true, comment: hello there, mail-type: END, licenses: "true"}
 srun: {container-image: train.sqsh, container-writable: true}
 steps: 20000
+protect_saves: false
 seed: 17
 global_batch: 64
 checkpoint: {every: 500 steps, keep: 5}
@@ -104,6 +106,7 @@ def test_every_field_is_read(folder: Path) -> None:
         name="digits",
         script=str(folder / "train.py"),
         args=("--lr", "1e-4", "--name", "no", "0123", "", "two words", "~"),
+        hydra=True,
         resume=Resume(("{run_dir}/*.pt",), ("--resume",)),
         done=Done(log="epochs completed"),
         stop=StopSignal("USR1"),
@@ -128,6 +131,7 @@ def test_every_field_is_read(folder: Path) -> None:
         sbatch={"exclusive": True, "comment": "hello there", "mail-type": "END", "licenses": "true"},
         srun={"container-image": "train.sqsh", "container-writable": True},
         steps=20000,
+        protect_saves=False,
         seed=17,
         global_batch=64,
         checkpoint=Checkpointing(every_steps=500, every_s=None, keep=Keep(5)),
@@ -628,7 +632,7 @@ def test_every_difference_is_found(folder: Path) -> None:
     everything, least = read(folder, EVERYTHING), Job(name="x", module="m", device="cpu")
     keys = {line.split(":")[0].split(".")[0] for line in list_differences(least, everything)}
     unchanged = {item.name for item in dataclasses.fields(Job)} - keys
-    assert unchanged == {"name", "time_s", "gpu_type", "min_nodes"}
+    assert unchanged == {"name", "time_s", "gpu_type", "min_nodes", "see_steps", "step_log"}
     assert keys - {item.name for item in dataclasses.fields(Job)} == {"job_name", "time"}
 
 

@@ -341,7 +341,7 @@ def test_the_thread_of_a_rank_asks_a_gpu_only_while_no_step_ends(
         world.senders[1].add(next(later), Logged(), now=False)
         return written(tmp_path) == [2.0, 2.0]
 
-    wait_until(arrived, "the first two steps", 10)
+    wait_until(arrived, "the first two steps", 60)
     assert asked == {threading.current_thread().name}
     gpu.events[1].passed = True
     monkeypatch.setattr(reduction, "QUIET_PERIODS", 2)

@@ -16,7 +16,6 @@ import pytest
 from clusterddp.jobdef.job import Job, Limits, Resume
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.slurm.cause import Cause
-from clusterddp.supervisor import own_checkpoints
 from clusterddp.supervisor.limits import exceeded, progress
 from clusterddp.supervisor.messages import added_arguments, sentence
 from clusterddp.supervisor.own_checkpoints import OwnCheckpoints, find
@@ -115,7 +114,7 @@ def test_each_way_to_be_cut_off_has_its_reason(run: RunDirectory) -> None:
 
 
 def test_a_folder_is_complete_with_all_that_the_one_before_has(run: RunDirectory) -> None:
-    """Numbers in names, such as ranks, may differ; a file without a suffix may be empty."""
+    """Numbers in names, such as ranks, may differ; files that hold no state may be empty."""
     for step, files in (
         (4, ("model.pt", "random_states_0.pkl")),
         (8, ("model.pt", "random_states_3.pkl")),
@@ -124,12 +123,13 @@ def test_a_folder_is_complete_with_all_that_the_one_before_has(run: RunDirectory
         for name in files:
             zipped(run.path / f"step_{step}" / name)
             at(run.path / f"step_{step}" / name, step)
-    (run.path / "step_8" / "done").touch()
-    os.utime(run.path / "step_8" / "done", (8, 8))
+    for name in ("done", "code.patch"):
+        (run.path / "step_8" / name).touch()
+        at(run.path / "step_8" / name, 8)
     (run.path / "step_16").mkdir()
     found, passed = newest(run, "{run_dir}/step_*")
     assert found == "step_8"
-    assert passed == [("step_16", "an empty folder"), ("step_12", "done is missing, which step_8 has")]
+    assert passed == [("step_16", "an empty folder"), ("step_12", "code.patch is missing, which step_8 has")]
     (run.path / "step_12" / "model.pt").write_bytes(b"")
     assert ("step_12", "model.pt: empty") in newest(run, "{run_dir}/step_*")[1]
 
@@ -204,6 +204,16 @@ def test_the_history_says_what_an_attempt_continues_from(run: RunDirectory) -> N
     assert begun(run, 0, [])[1] == "attempt 0: not used: a.pt: it is older than this run"
 
 
+def test_what_the_script_has_said_it_saved_need_not_match(run: RunDirectory) -> None:
+    """`clusterddp.requeue(saved=...)`: the stop's own checkpoint is the newest."""
+    zipped(run.path / "a.pt")
+    at(run.path / "a.pt", 106)
+    zipped(run.path / "stop" / "last.pth")
+    earlier = [event(0, 50.0, "started"), event(0, 119.0, "saved", file=str(run.path / "stop" / "last.pth"))]
+    assert "resumed from stop/last.pth, " in begun(run, 1, [*earlier, event(0, 120.0, "requeued")])[1]
+    assert progress(earlier, 0, None, 130.0).saved
+
+
 def test_the_ranks_variables_have_their_placeholders_filled_in(run: RunDirectory) -> None:
     """Except where only the rank knows a value: it fills in the whole variable."""
     zipped(run.path / "a.pt")
@@ -240,7 +250,7 @@ def test_a_new_checkpoint_counts_for_the_limit_of_failures() -> None:
     for attempt in range(3):
         events += [event(attempt, 1000.0 * attempt, "started"), event(attempt, 1000.0 * attempt + 900, "restarted")]
     words = exceeded(job(), events, 4000.0)
-    assert words is not None and "3 consecutive attempts failed without reaching a new checkpoint" in words
+    assert words == "3 consecutive attempts failed without reaching a new checkpoint that matches {run_dir}/*.pt"
     saved = event(1, 1500.0, "own_checkpoint", file="a.pt", written=1500.0)
     assert exceeded(job(), [*events[:3], saved, *events[3:]], 4000.0) is None
     assert exceeded(job(()), events, 4000.0) is None  # its checkpoints may be elsewhere
@@ -261,22 +271,18 @@ def test_an_exception_after_a_new_checkpoint_restarts_the_ranks() -> None:
     assert without.action is Action.FAIL
 
 
-def test_a_failure_says_which_arguments_were_added() -> None:
+def test_a_failure_says_which_arguments_were_added(run: RunDirectory) -> None:
     resumed = event(1, 0.0, "own_resume", file="a.pt", arguments=["--resume", "/r/a b.pt"])
-    assert added_arguments(resumed, lambda _: False) == (
-        "arguments added for a.pt, which does not exist: --resume '/r/a b.pt'"
-    )
-    assert "which exists" in added_arguments(resumed, lambda _: True)
+    assert added_arguments(run, [resumed], 1) == "arguments added for a.pt, which does not exist: --resume '/r/a b.pt'"
+    zipped(run.path / "a.pt")
+    assert "which exists" in added_arguments(run, [resumed], 1)
     none = event(1, 0.0, "own_resume", patterns=["*.pt"], from_start=True)
-    assert added_arguments(none, lambda _: True) == "no arguments were added: no complete checkpoint to continue from"
+    assert added_arguments(run, [none], 1) == "no arguments were added: there was no complete checkpoint"
+    saved = event(1, 1.0, "own_checkpoint", file="a.pt", written=1.0)
+    assert added_arguments(run, [resumed, saved], 1) == added_arguments(run, [resumed], 2) == ""
 
 
 def test_limits_of_the_job_still_hold() -> None:
     saved = event(0, 5.0, "own_checkpoint", file="a.pt", written=5.0)
     events = [event(0, 0.0, "started"), saved, event(0, 10.0, "restarted")]
     assert exceeded(job(limits=Limits(attempts=1)), events, 20.0) == "limits.attempts (1) reached"
-
-
-def test_looks_are_rarer_than_twice_a_minute() -> None:
-    """A folder on a network file system may have thousands of files."""
-    assert own_checkpoints.LOOK_S >= 30

@@ -108,7 +108,7 @@ def test_presets_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     "file", sorted(Path(presets.__file__).parents[1].glob("presets/*.yaml")), ids=lambda file: file.stem
 )
 def test_each_preset_is_a_valid_piece_of_a_job_definition(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first line says which script it is for, and it saves below the run directory."""
+    """Its first line says which script it is for. It saves below the run directory, if its script can be told to."""
     monkeypatch.setattr(presets, "FOLDER", file.parent)
     root, mistakes = read_yaml(file.read_text(), file.name), list[Mistake]()
     assert isinstance(root.value, dict)
@@ -116,7 +116,8 @@ def test_each_preset_is_a_valid_piece_of_a_job_definition(file: Path, monkeypatc
     assert not mistakes
     assert re.fullmatch(r"\w[^#]{10,100}", presets.purpose(file.stem))
     made = job({"resume": file.stem}).resume
-    assert made is None or all(pattern.startswith("{run_dir}/") for pattern in made.checkpoint)
+    current_folder = file.stem in ("mmengine", "pytorch-imagenet")
+    assert made is None or all(pattern.startswith("{run_dir}/") != current_folder for pattern in made.checkpoint)
 
 
 # --- placeholders

@@ -79,6 +79,21 @@ def test_children_of_the_script_have_default_signals() -> None:
     assert done.returncode == 0, done.stderr
 
 
+LOADER = """
+code = compile("pid = os.fork()", "/x/torch/utils/data/dataloader.py", "exec")
+exec(code)
+if pid == 0:
+    os._exit(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()) and signal.getsignal(signal.SIGTERM) == 0)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+"""
+
+
+def test_workers_of_a_data_loader_ignore_the_stop_of_their_rank() -> None:
+    """Their death would raise in the rank while it saves; Slurm may signal all processes of a step."""
+    done = run("USR1", LOADER)
+    assert done.returncode == 0, done.stderr
+
+
 ERRORS = """
 for wrong in (lambda: signal.signal(signal.SIGTERM, 3), lambda: signal.signal(signal.SIGTERM, "x")):
     try:

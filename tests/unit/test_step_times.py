@@ -400,3 +400,32 @@ def test_an_error_of_cuda_does_not_hide_the_scripts_own(gpu: Gpu, monkeypatch: p
 
 def test_the_hosts_clock_is_the_steps_clock_on_a_cpu() -> None:
     assert isinstance(timing.step_times([], torch.device("cpu"), 2)._clock, HostClock)
+
+
+def test_a_loop_of_which_only_the_boundaries_are_known_is_timed_between_them() -> None:
+    """The first boundary is the end of the first step. Each mark is used again once, also as a part of two steps."""
+
+    class Marks(Stream):
+        """Marks are objects, as events are."""
+
+        def mark(self) -> Any:
+            self.made = [*getattr(self, "made", []), [self.now]]
+            return self.made[-1]
+
+        def between(self, begin: Any, end: Any) -> float:
+            return float(end[0] - begin[0])
+
+    clock = Marks()
+    times = StepTimes([], clock)
+    for step in range(BATCH + 1):
+        clock.now += 100.0 if step == 0 else 2.0
+        if step == 1:
+            with times.waiting():
+                clock.now += 0.5
+            with times.aside():
+                clock.now += 7.0
+        times.turn()
+    times._knows_waits = True
+    assert told(times) == [BATCH, 0.0, 2.0 * BATCH, 0.5, 0.0]
+    assert len({id(mark) for mark in clock.pool}) == len(clock.pool) == BATCH + 4
+    times.close()

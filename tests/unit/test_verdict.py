@@ -356,6 +356,14 @@ def test_a_task_that_could_not_be_launched_is_the_first_failure() -> None:
     assert exit_statuses[1].words() == "was not started: Slurmd could not connect IO"
 
 
+def test_a_rank_that_is_killed_before_it_joins_comes_before_those_that_were_told_to_exit_for_it() -> None:
+    """They joined, so that it seemed to be lost after them, and the run ended."""
+    dismissed = end("dismissed", 0, lost_at=4.0, error="rank 1 (n1) exited")
+    killed = end("died", 1, float("inf"), death=in_order({1: ExitStatus(signal=9), 0: ExitStatus(exit_code=1)})[1])
+    verdict = judge([dismissed, killed], 137, False, lambda: Cause.NONE)
+    assert (verdict.first_failure, verdict.action) == (killed, Action.RESTART)
+
+
 def test_a_segfault_comes_before_the_kills_that_it_caused() -> None:
     """The launcher's KILL of a peer arrives within the jitter; so does the peer's word of a closed connection."""
     peer = end("exception", 0, lost_at=4.0, error="RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed")
@@ -388,7 +396,7 @@ def ran(attempt: int, begin: float, end: float, last: str = "requeued", *more: s
         ([*ran(0, 0, 100), *ran(1, 200, 209, "completed")], "after 9 s, less than a tenth of the 100 s of attempt 0"),
         ([*ran(0, 0, 100), *ran(1, 200, 211, "completed")], None),
         ([*ran(0, 0, 100), *ran(1, 200, 201, "completed"), *ran(2, 300, 301)], "of the 100 s of attempt 0"),
-        ([*ran(0, 0, 100, "requeued", "training"), *ran(1, 200, 290)], "and made no step, as attempt 0 did"),
+        ([*ran(0, 0, 100, "requeued", "training"), *ran(1, 200, 290)], "without making a step"),
         ([*ran(0, 0, 100, "requeued", "training"), *ran(1, 200, 201, "requeued", "training")], None),
         ([{"attempt": 0, "event": "started", "time": 0}, *ran(1, 200, 201)], None),
     ],

@@ -40,7 +40,9 @@ class World:
 
     def over(self, name: str, state: str) -> None:
         """A run ends."""
-        outcome = {"state": state, "step": 7, "attempts": 1, "reason": "why"}
+        outcome: dict[str, object] = {"state": state, "step": 7, "attempts": 1, "reason": "why"}
+        if state == "unconfirmed":
+            outcome |= {"state": "completed", "confirmed": False}
         write_json(RunDirectory(self.folder / name).outcome_file, outcome)
 
     def sleep(self, seconds: float) -> None:
@@ -91,13 +93,15 @@ def test_runs_that_are_over_need_no_controller(world: World) -> None:
         (["stopped", "cancelled"], 11),
         (["unknown", "stopped"], 12),
         (["completed", "unknown"], 13),
+        (["unconfirmed", "unknown"], 13),
+        (["unconfirmed", "completed"], 14),
     ],
 )
 def test_the_exit_code_is_that_of_the_worst_end(world: World, ends: list[str], code: int) -> None:
-    """Failed, cancelled, stopped, unknown, in this order."""
+    """Failed, cancelled, stopped, unknown, not confirmed, in this order."""
     for number, end in enumerate(ends):
         world.add(f"r{number}", end)
-        if end in ("completed", "cancelled", "failed"):
+        if end in ("completed", "cancelled", "failed", "unconfirmed"):
             world.over(f"r{number}", end)
     assert command(["wait", "r*"]) == code
 

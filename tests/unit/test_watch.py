@@ -276,6 +276,20 @@ def test_a_run_that_cannot_be_read_does_not_end_the_watch_of_the_others(
         watch.watch([damaged])
 
 
+@pytest.mark.parametrize(("others", "code"), [([], 14), (["completed"], 14), (["completed", "failed"], 1)])
+def test_a_completion_that_is_not_confirmed_has_an_exit_code_of_its_own(
+    run: RunDirectory, others: list[str], code: int
+) -> None:
+    """As of `submit --wait`; a failed run counts for more."""
+    runs = [run, *(RunDirectory(run.path.with_name(state)) for state in others)]
+    for one, state in zip(runs, ["completed", *others], strict=True):
+        one.create()
+        one.job_file.write_text("module: x\n")
+        write_json(one.outcome_file, {"state": state, "step": None, "reason": "why"})
+    write_json(run.outcome_file, {"state": "completed", "step": None, "reason": "unconfirmed: why", "confirmed": False})
+    assert watch.watch(runs) == code
+
+
 def test_each_event_of_several_runs_names_its_run(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,6 +352,6 @@ def test_ctrl_c_before_the_watch_of_a_submission_begins_says_that_the_run_contin
 
     monkeypatch.setattr(submit, "submit_to_slurm", lambda *_: (run, "41"))
     monkeypatch.setattr(watch, "watch", interrupted)
-    arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None)
+    arguments = SimpleNamespace(dry_run=False, run_dir=None, wait=True, follow=False, fork=None, debug=None)
     assert submit.submit_slurm(arguments, JOB) == INTERRUPTED  # type: ignore[arg-type]
     assert f"the run continues; watch it with: clusterddp watch {run.quoted}\n" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from typing import Any
 from clusterddp.jobdef.load import load_resolved
 from clusterddp.jobdef.secrets import revealed, secret_values
 from clusterddp.rundir.run_directory import RunDirectory
-from clusterddp.supervisor.messages import failure_box
+from clusterddp.supervisor.messages import added_arguments, failure_box
 from clusterddp.supervisor.verdict import RankEnd
 
 Event = Mapping[str, Any]
@@ -35,7 +35,8 @@ def box(run: RunDirectory, event: Event) -> str:
         if end.end == "died":  # the supervisor knows more about how it was killed
             end = replace(end, error=event.get("error", end.error))
     secrets = secret_values(revealed(load_resolved(run.job_file), run.job_file), os.environ)
-    return failure_box(run, attempt, end.without(secrets), (), event.get("step"), when, secrets)
+    more = [added_arguments(run, run.events(), attempt)]
+    return failure_box(run, attempt, end.without(secrets), (), event.get("step"), when, secrets, more)
 
 
 def failed_ranks(run: RunDirectory, attempt: int, events: Iterable[Event]) -> set[int]:

@@ -236,7 +236,7 @@ def _log(state: RunState) -> Sequence[Fact]:
 
 def _time(job: Job, booking: Booking, made: Spent | None, events: Sequence[Event]) -> dict[str, Sequence[Fact]]:
     """ETTR and where the time went, and what could be better."""
-    if made is None or all(event.get("step") is None for event in events):
+    if made is None or all(event.get("step") is None and event["event"] != "steps_seen" for event in events):
         return {"time": []}
     facts = [("time", made.sentence()), ("", made.breakdown())]
     return {"time": facts, "advice": [("advice", words) for words in advice(job, booking, events)]}
@@ -245,7 +245,7 @@ def _time(job: Job, booking: Booking, made: Spent | None, events: Sequence[Event
 def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
     """Steps, their speed, and the last checkpoint."""
     if summary.step is None:
-        return [("steps", "no steps recorded")]
+        return _made(summary, state)
     of = f" of {summary.steps}" if summary.steps is not None else ""
     logged = _values(values(summary))
     lines = [("steps", f"{summary.step}{of} done{f'; the last: {logged}' if logged else ''}")]
@@ -259,6 +259,15 @@ def _progress(summary: Summary, state: RunState, now: float) -> Sequence[Fact]:
             ("saved", f"step {summary.saved.get('step')}, {duration(max(0.0, now - summary.saved['time']))} ago")
         )
     return lines
+
+
+def _made(summary: Summary, state: RunState) -> Sequence[Fact]:
+    """Of a script whose steps have no known numbers: how many the newest attempt has made, and their speed."""
+    if summary.made is None:
+        return [("steps", "no steps recorded")]
+    over = state.word in OVER
+    lines = [("steps", f"{'at least ' if over else ''}{summary.made} in {'the last' if over else 'this'} attempt")]
+    return lines if over else [*lines, ("speed", speed(summary.seconds_per_step))]
 
 
 def _own_checkpoint(summary: Summary, events: Sequence[Event], now: float) -> Sequence[Fact]:

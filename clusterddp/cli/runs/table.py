@@ -141,7 +141,7 @@ def _path(row: Row, here: Sequence[str]) -> str:
 def _step(row: Row) -> str:
     step, steps = row.summary.step, row.summary.steps
     if step is None:
-        return ""
+        return "" if row.summary.made is None else f"+{row.summary.made}"  # since the attempt began
     return str(step) if steps is None else f"{step}/{steps}"
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from clusterddp.cli.options import add_job_arguments
+from clusterddp.cli.options import add_job_arguments, with_hydra
 from clusterddp.cli.settings.resolved import show_job
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.jobdef import presets, profiles
@@ -88,7 +88,7 @@ def _check(path: Path) -> str:
         return "profile"
     if keys & {*definition.KEYS}:
         sweep = definition.read_definition(path)
-        job = load(sweep.job or path, section=None if sweep.job else "job")
+        job = with_hydra(load(sweep.job or path, section=None if sweep.job else "job"))
         return f"sweep of {counted(len(jobs_of(job, list(named(sweep.members).values()))), 'member')}"
     load(path)
     return "job definition"

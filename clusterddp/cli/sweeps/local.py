@@ -8,15 +8,16 @@ from clusterddp.cli.local import LocalRun
 from clusterddp.cli.progress import Progress
 from clusterddp.cli.submission import record_local
 from clusterddp.cli.sweeps.plan import Plan, Sweep, listed
-from clusterddp.errors import FAILED, INTERRUPTED
+from clusterddp.errors import FAILED, INTERRUPTED, UNCONFIRMED
 from clusterddp.reporter import show
+from clusterddp.rundir.records import is_unconfirmed
 from clusterddp.rundir.run_directory import RunDirectory
 from clusterddp.supervisor import lease
 
 
 def run_all(sweep: Sweep, plan: Plan) -> int:
     """Runs the members that the plan names; returns the exit code. The one that Ctrl-C stops is continued first."""
-    failed = []
+    failed, unconfirmed = [], []
     order = sorted(plan.submit, key=lambda name: plan.states[name] != "stopped")
     for number, name in enumerate(order, start=1):
         show(f"member {number} of {len(order)}: {name}")
@@ -24,12 +25,17 @@ def run_all(sweep: Sweep, plan: Plan) -> int:
         if code == INTERRUPTED or code < 0:
             show("stopped; the same command continues")
             return INTERRUPTED
-        if code:
+        outcome = sweep.folder.member(name).outcome()
+        if outcome is not None and is_unconfirmed(outcome):  # not by the code, which may be the script's
+            unconfirmed.append(name)
+        elif code:
             failed.append(name)
+    if unconfirmed:
+        show(f"completed, but not confirmed: {listed(unconfirmed)}; `clusterddp status` says why")
     if failed:
-        show(f"failed: {listed(failed)}; --retry failed runs them again")
+        show(f"failed: {listed(failed)}; {sweep.retry_option.format('failed')} runs them again")
     failed_before = set(plan.in_state("failed")) - set(plan.submit)
-    return FAILED if failed or failed_before else 0
+    return FAILED if failed or failed_before else UNCONFIRMED if unconfirmed else 0
 
 
 def _run(sweep: Sweep, name: str) -> int:

@@ -38,7 +38,8 @@ _NAMED = 10
 @dataclass(frozen=True)
 class Sweep:
     """What a user asked for. ``job``: the definition that the members vary. ``plants``: what else is written into the
-    run directory of a member that is submitted. ``source``: the file of a launched function."""
+    run directory of a member that is submitted. ``source``: the file of a launched function. ``retry_option``: how the
+    user asks for members in a state."""
 
     folder: SweepFolder
     job: Job
@@ -49,6 +50,7 @@ class Sweep:
     max_running: int | None = None
     plants: Mapping[str, Plant] = field(default_factory=dict)
     source: Path | None = None
+    retry_option: str = "--retry {}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def tell(sweep: Sweep, plan: Plan) -> None:
     show(f"{sweep.folder}: {counted(len(plan.states), 'member')}: {words}")
     for state in RETRIED:
         if (names := plan.in_state(state)) and state not in sweep.retry:
-            show(f"{state}: {listed(names)}; --retry {state} submits them again")
+            show(f"{state}: {listed(names)}; {sweep.retry_option.format(state)} submits them again")
     if names := plan.in_state(STOPPED_BY_USER):
         show(f"continued only by `clusterddp submit --run-dir`: {listed(names)}")
     if names := plan.in_state("unknown"):

@@ -156,7 +156,8 @@ def tell_keys(sweep: Sweep) -> None:
     """Prints what each key of the members is taken for."""
     for key in keys_of(sweep.members.values()):
         if argument := argument_of(key):
-            show(f"{key}: given to the script as --{argument}")
+            show(f"{key}: given to the script as {f'{argument}=' if sweep.job.hydra else f'--{argument}'}")
         else:
-            own = "" if "." in key else f"; for the script's own --{key}, write args.{key}"
+            named = f"{key}=" if sweep.job.hydra else f"--{key}"
+            own = "" if "." in key else f"; for the script's own {named}, write args.{key}"
             show(f"{key}: a key of the job definition{own}")

@@ -1,0 +1,98 @@
+"""``steps: {log: REGEX}``: reads the step of a script from what its rank 0 prints, and writes it into metrics.jsonl.
+
+The supervisor reads the files, as the script's output is written by libraries and child processes, too. It runs on rank
+0's node, so that it sees what was just written there. At most once a second a line is written: the newest step.
+
+The number in the output is taken as the number of steps done, whether the script counts from 0 or from 1: commands then
+show the same number as the script. How many steps are repeated is exact if the script prints each of them.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from clusterddp.reporter import say
+from clusterddp.rundir.files import append_line
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor.state import RankEvent
+
+#: How often the outputs are read, in seconds, and how many bytes of each at a time.
+LOOK_S, BLOCK = 1.0, 1 << 20
+#: The longest line that is searched: of a longer one, the end.
+LONGEST = 1 << 16
+
+
+class StepLog:
+    """Reads until it is closed. ``post`` gets the event ``training`` with the first step of the attempt."""
+
+    def __init__(self, run: RunDirectory, attempt: int, pattern: str, post: Callable[[RankEvent], None]) -> None:
+        self._metrics, self._attempt, self._pattern, self._post = run.metrics_file, attempt, re.compile(pattern), post
+        logs = run.attempt_logs(attempt)
+        self._outputs = [_Output(logs / f"rank-0.{name}") for name in ("out", "err")]
+        self._step: int | None = None
+        self._told = False
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="step log", daemon=True)
+        self._thread.start()
+
+    def close(self, read_rest: bool = False) -> None:
+        """Ends the thread. ``read_rest``: after a last look, once the ranks have exited."""
+        self._end.set()
+        self._thread.join(timeout=2 * LOOK_S)
+        if read_rest and not self._thread.is_alive():
+            self._look()
+
+    def _read(self) -> None:
+        while not self._end.wait(LOOK_S):
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            steps = [step for output in self._outputs for line in output.lines() for step in self._steps_in(line)]
+            for step in steps:
+                if self._step is None:
+                    self._post(RankEvent(0, "training", {"step": max(0, step - 1), "log": step}))
+                elif step < self._step and not self._told:
+                    self._told = True
+                    say(
+                        f"the step in rank 0's output went back from {self._step} to {step}: `steps: {{log: ...}}` "
+                        "should match a number that grows over the whole run; smaller numbers are ignored"
+                    )
+                self._step = max(step, self._step or 0)
+            if self._step and self._step in steps:
+                line = {"step": self._step - 1, "time": time.time(), "attempt": self._attempt}
+                append_line(self._metrics, line)
+        except OSError as error:
+            say(f"cannot follow the steps in rank 0's output ({error})")
+
+    def _steps_in(self, line: str) -> list[int]:
+        """The last step in a line, as a list; empty if there is none."""
+        found = [match[1] for match in self._pattern.finditer(line)]
+        digits = (found[-1] or "").replace(",", "").replace("_", "") if found else ""
+        return [int(digits)] if digits.isdecimal() and len(digits) <= 18 else []
+
+
+class _Output:
+    """A file that a rank writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._rest = path, 0, b""
+
+    def lines(self) -> list[str]:
+        """The lines that have been completed since the last call. Progress bars end theirs with a carriage return."""
+        found: list[bytes] = []
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                while data := file.read(BLOCK):
+                    self._offset += len(data)
+                    *complete, self._rest = re.split(rb"[\r\n]+", self._rest + data)
+                    self._rest = self._rest[-LONGEST:]
+                    found += complete
+        except FileNotFoundError:  # not yet, or removed by the script
+            return []
+        return [line[-LONGEST:].decode(errors="replace") for line in found]

@@ -1,0 +1,179 @@
+"""The steps of a script without ``ctx.run()``: seen at torch's optimizers, or told by the script's own calls.
+
+torch calls a hook after each step of any optimizer. That is enough for heartbeats, step times and stragglers without a
+line in the script. What is not known is where a step of the script begins, how it is numbered, and what else the script
+does between two steps: steps are counted from 0 in each attempt, and the watchdog allows an evaluation or a save of the
+usual length anywhere (``Pace``).
+
+Not seen are steps inside ``torch.compile`` or a replayed CUDA graph, in the backward pass, and in other processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from clusterddp.process import at_exit, cancel_at_exit
+from clusterddp.reporter import say
+from clusterddp.training import settings
+from clusterddp.training.heartbeat import begin_heartbeat
+from clusterddp.training.timing import step_times
+from clusterddp.worker import control_channel, own_saves, own_steps
+
+#: The optimizer whose steps are counted is replaced by one that steps so often without it: training has moved on.
+MOVED_ON = 100
+
+
+class ScriptSteps:
+    """One per process (``current``). ``step_done`` and the hook are for the thread that trains."""
+
+    def __init__(self, device: torch.device) -> None:
+        read = settings.read(os.environ)
+        self._rank, self._device = read.ranks.rank, device
+        #: Steps in this attempt, and calls of the hook.
+        self.steps = self._boundaries = 0
+        self._begun = False
+        self._leader: weakref.ref[Any] | None = None
+        self._others: Counter[int] = Counter()
+        self._thread = threading.get_ident()
+        self._times = step_times(_ddp_modules(), device, read.ranks.world_size)
+        self.heartbeat = begin_heartbeat(
+            read, read.attempt or 0, device, lambda: self._boundaries, lambda: self.steps, patient=True
+        )
+        self.heartbeat.timing = self._told
+        own_saves.around = self._saving
+        at_exit(self.close)
+
+    def by_calls(self) -> None:
+        """From now on the script's calls of ``step_done`` are the steps; optimizers are not looked at."""
+        own_steps.stop()
+        self.steps = 0
+
+    def step_done(self) -> None:
+        """A step of the script is done."""
+        self._boundaries += 1
+        self._count()
+
+    def on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped. Of several (GANs), those of the first count: each has its turn in a step.
+
+        Another one takes its place if that one is gone, or has not stepped for long.
+        """
+        if threading.get_ident() != self._thread:
+            return
+        self._boundaries += 1
+        leader = self._leader() if self._leader is not None else None
+        if leader is optimizer:
+            if self._others:
+                self._others.clear()
+        elif leader is None or self._moved_on(optimizer):
+            self._leader = weakref.ref(optimizer)
+        else:
+            return
+        self._count()
+
+    def _moved_on(self, optimizer: torch.optim.Optimizer) -> bool:
+        self._others[id(optimizer)] += 1
+        return self._others[id(optimizer)] > MOVED_ON
+
+    def _count(self) -> None:
+        self.steps += 1
+        self._times.turn()
+        if not self._begun:
+            self._begun = True
+            self.heartbeat.begin()
+            if self._rank == 0:
+                control_channel.report("steps_seen")
+                control_channel.report("phase", phase="training")
+
+    def _told(self, histograms: bool) -> Mapping[str, Any]:
+        """As of ``ctx.run()``, without the phases that a step of the script is not divided into."""
+        told = self._times.told(histograms)
+        steps, _data, own, wait, _save = told["timing"]
+        told |= {"timing": [steps, None, own, wait, None], "made": self.steps}
+        for phase in ("data_s", "save_s"):
+            told.get("histograms", {}).pop(phase, None)
+        return told
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """A save by ``torch.save`` is no part of a step, and no hang, however long it takes. One in another thread does
+        not hold up the training."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        with self.heartbeat.pause(), self._times.aside():
+            yield
+
+    def close(self) -> None:
+        """Reports the last figures. The script is over."""
+        own_steps.stop()
+        own_saves.around = nullcontext
+        self._times.close()
+        self.heartbeat.close()
+
+
+def _ddp_modules() -> list[DistributedDataParallel]:
+    """Those that the script has made. Only their types are looked at: looking at an object may run code of the script.
+
+    Takes some 20 ms, once.
+    """
+    return [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+
+
+_current: ScriptSteps | None = None
+
+
+def current(device: torch.device | None = None) -> ScriptSteps:
+    """That of this process, made when it is first asked for; for the GPU in use, if any, or for ``device``."""
+    global _current
+    if _current is None:
+        if device is None:
+            used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            device = torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")
+        _current = ScriptSteps(device)
+    return _current
+
+
+def hand_over() -> None:
+    """A context begins, which has a heartbeat and steps of its own."""
+    global _current
+    own_steps.stop()
+    if _current is not None:
+        cancel_at_exit(_current.close)
+        _current.close()
+        _current = None
+
+
+def on_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+    """For the hook."""
+    seen = _current or current(_device(optimizer))
+    if seen._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        own_steps.stop()
+        seen.heartbeat.rest()
+        say("the optimizer's step is captured in a CUDA graph: its replays cannot be counted; see `steps: {log: ...}`")
+        return
+    seen.on_optimizer_step(optimizer)
+
+
+def _device(optimizer: torch.optim.Optimizer) -> torch.device:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
+def _forget_in_child() -> None:
+    global _current
+    _current = None
+    own_saves.around = nullcontext
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

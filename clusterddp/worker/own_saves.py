@@ -1,0 +1,277 @@
+"""Protects the saves of a script: a file is replaced only by a complete one, and a stop waits for a save.
+
+``torch.save(state, "ckpt.pt")`` empties the file before it writes. A script that keeps one checkpoint and is preempted
+in that moment has none. In a rank, ``torch.save`` and the ``save_file`` of safetensors therefore write to a new file on
+the same file system, sync it, and rename it. Saves to file objects, devices and pipes are left alone, and so are
+``torch.jit.save`` and torch's distributed checkpoints, which have formats of their own.
+"""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import functools
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import signal
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from multiprocessing import spawn
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from clusterddp.protocol import SAVING
+from clusterddp.reporter import say
+from clusterddp.rundir.files import fsync_directory
+from clusterddp.worker.import_hook import when_imported
+
+#: These lead to what is open already.
+_OPEN_FILES = ("/proc/", "/dev/fd/", "/dev/std")
+#: Bytes that do not fit on a full disk.
+PROBE_BYTES = 1 << 20
+
+
+#: Entered around each save; who times the script's steps replaces it.
+around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def protect(run: str, attempt: int, handles_stops: Callable[[], bool], stop_signal: str | None = None) -> None:
+    """Protects the saves of this process from now on.
+
+    ``run``: the run directory; with the attempt's number, what a killed rank has left is recognized.
+    ``handles_stops``: whether a stop does not end this process at once, so that it need not wait. ``stop_signal``: what
+    the script expects of a stop (key ``stop``), without SIG; then TERM and USR2 lead to it.
+    """
+    if stop_signal is not None:
+        _this.deferred = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.Signals[f"SIG{stop_signal}"]})
+    _this.mark = f"{SAVING}{hashlib.sha256(run.encode()).hexdigest()[:8]}-"
+    _this.attempt, _this.handles_stops = attempt, handles_stops
+    _protect_children(run, attempt)
+    when_imported("torch", _protect_torch)
+    for name in ("safetensors.torch", "safetensors.numpy"):
+        when_imported(name, _protect_safetensors)
+
+
+def _protect_children(run: str, attempt: int) -> None:
+    """Has processes of multiprocessing's method "spawn" protect their saves: scripts may start one per GPU."""
+    command_line = spawn.get_command_line
+
+    def with_protection(**values: Any) -> list[str]:
+        command = command_line(**values)
+        if "-c" in command[:-1]:  # not of a frozen program
+            place = command.index("-c") + 1
+            command[place] = _IN_CHILD.format(run=run, attempt=attempt) + command[place]
+        return command
+
+    spawn.get_command_line = with_protection
+
+
+#: Where clusterddp cannot be imported, the child saves as it would elsewhere.
+_IN_CHILD = """\
+try:
+    from clusterddp.worker.own_saves import protect
+except ImportError:
+    pass
+else:
+    protect({run!r}, {attempt}, lambda: False)
+"""
+
+
+def _protect_torch(torch: ModuleType) -> None:
+    torch.save = torch.serialization.save = protected(torch.save, "f")  # type: ignore[attr-defined]
+
+
+def _protect_safetensors(module: ModuleType) -> None:
+    module.save_file = protected(module.save_file, "filename")  # type: ignore[attr-defined]  # save_model calls it
+
+
+def protected(save: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same function, protected; its second argument, ``name``, is the file."""
+
+    @functools.wraps(save)
+    def save_whole(*args: Any, **options: Any) -> Any:
+        path = options[name] if name in options else args[1] if len(args) > 1 else None
+        if (target := _replaceable(path)) is None:
+            return save(*args, **options)
+        with around(), _stops_deferred(), _replacing(target) as temporary:
+            if name in options:
+                return save(*args, **{**options, name: temporary})
+            return save(args[0], temporary, *args[2:], **options)
+
+    return save_whole
+
+
+# --- the file
+
+
+class _Process:
+    """What is known of this process. ``deferred``: the signals that wait for the end of a save. ``swept``: the folders
+    from which leftovers were removed."""
+
+    mark, attempt = SAVING, 0
+    deferred = frozenset({signal.SIGTERM})
+    handles_stops: Callable[[], bool] = staticmethod(lambda: False)
+    swept: set[Path] = set()
+
+
+_this = _Process()
+
+
+def _replaceable(path: Any) -> Path | None:
+    """The regular file that a save to ``path`` writes, after symbolic links; None if it is none, or the save fails."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or text.endswith("/") or str(Path(text).absolute()).startswith(_OPEN_FILES):
+        return None
+    try:
+        target = Path(text).resolve()
+        if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
+            return None
+    except (OSError, RuntimeError):  # RuntimeError: links in a circle
+        return None
+    folder = target.parent
+    if os.access(folder, os.W_OK | os.X_OK) and folder.is_dir():
+        return target
+    if target.exists() and folder not in _this.swept:
+        _this.swept.add(folder)
+        say(f"saves of {target} are not protected: this user may not create files in {folder}")
+    return None
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[str]:
+    """A path with the same file name, whose file then replaces ``target``; if the block raises, the old file stays.
+
+    The name is kept because torch writes it into the file.
+    """
+    _sweep(target.parent)
+    beside = target.parent / f"{_this.mark}{_this.attempt}-{secrets.token_hex(4)}"
+    try:
+        beside.mkdir()
+        temporary = beside / target.name
+        yield str(temporary)
+        _like_old(temporary, target)
+        descriptor = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        temporary.replace(target)
+    except BaseException as error:
+        if _is_full(error, beside):
+            say(
+                f"no room to save {target}: a save needs room for the new file beside the old one, which is unchanged; "
+                "make room, or set `protect_saves: false` to overwrite files in place"
+            )
+        raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    with suppress(PermissionError):  # of a folder that may not be read
+        fsync_directory(target.parent)
+
+
+def _like_old(temporary: Path, target: Path) -> None:
+    """Gives the new file the mode and, if this user may do that, the owner and the group of the old one."""
+    try:
+        old = target.stat()
+    except FileNotFoundError:
+        return
+    for owner, group in ((old.st_uid, -1), (-1, old.st_gid)):
+        with suppress(PermissionError):
+            os.chown(temporary, owner, group)
+    temporary.chmod(stat.S_IMODE(old.st_mode))
+
+
+def _is_full(error: BaseException, folder: Path) -> bool:
+    """Whether there is no room left, or no quota. Errors of torch's and safetensors' own writers do not say so."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not isinstance(error, Exception):
+        return False
+    try:
+        (folder / "probe").write_bytes(bytes(PROBE_BYTES))
+    except OSError as failed:
+        return failed.errno in (errno.ENOSPC, errno.EDQUOT)
+    return False
+
+
+def _sweep(folder: Path) -> None:
+    """Removes, once, what killed ranks of earlier attempts of this run have left in a folder: each may be large."""
+    if folder in _this.swept:
+        return
+    _this.swept.add(folder)
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            left = re.fullmatch(re.escape(_this.mark) + r"(\d+)-[0-9a-f]+", name)
+            if left and int(left[1]) < _this.attempt:
+                shutil.rmtree(folder / name, ignore_errors=True)
+
+
+# --- the stop
+
+
+class _Stops:
+    """Holds back the signals of a stop while any thread saves.
+
+    A handler of Python's would not do: only the main thread can install one, and a script may save in another. The one
+    that faulthandler installs can be installed by any thread, and leaves the script's own handlers in Python's table.
+    It writes the stack of the thread that was interrupted into a file in memory: if that is not empty, the signal came.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._saves = 0
+        self._notes: dict[int, int] = {}
+
+    def hold(self) -> None:
+        with self._lock:
+            self._saves += 1
+            if self._saves == 1:
+                for number in _this.deferred:
+                    with suppress(OSError):  # no file descriptor left
+                        self._notes[number] = os.memfd_create("clusterddp stop")
+                        faulthandler.register(number, self._notes[number], all_threads=False)
+
+    def release(self) -> None:
+        """After the last save: the signals that came take their usual effect."""
+        with self._lock:
+            self._saves -= 1
+            came = self._drop() if self._saves == 0 else []
+        for number in came:
+            os.kill(os.getpid(), number)
+
+    def _drop(self) -> list[int]:
+        for number in self._notes:
+            faulthandler.unregister(number)
+        came = [number for number, note in self._notes.items() if os.fstat(note).st_size]
+        for note in self._notes.values():
+            os.close(note)
+        self._notes.clear()
+        return came
+
+    def forget(self) -> None:
+        """In a forked child: it saves nothing."""
+        self._lock = threading.Lock()
+        self._drop()
+        self._saves = 0
+
+
+_stops = _Stops()
+os.register_at_fork(after_in_child=lambda: _stops.forget())
+
+
+@contextmanager
+def _stops_deferred() -> Iterator[None]:
+    if _this.handles_stops():
+        yield
+        return
+    _stops.hold()
+    try:
+        yield
+    finally:
+        _stops.release()

@@ -1,0 +1,117 @@
+"""Training scripts without a line of clusterddp: their saves are protected, their steps seen, their hangs found."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.rundir.timing import read_timings
+from clusterddp.training import script_steps
+from clusterddp.training.script_steps import MOVED_ON, ScriptSteps
+from clusterddp.worker import own_steps
+from tests.histories import check_history
+from tests.ranks.test_local import submit
+from tests.waiting import story
+
+SHAPE = ["--device", "cpu", "--gpus", "2"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+def said(*words: object) -> str:
+    command = [sys.executable, "-m", "clusterddp", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_stop_in_the_middle_of_the_only_checkpoints_save_loses_nothing(run: RunDirectory, tmp_path: Path) -> None:
+    """TERM ends rank 1 at once, and rank 0 after the save. The run resumes from it; status tells what it knows."""
+    out = tmp_path / "out"
+    when = ["--preempt-at", "a slow save begins"]
+    done = submit(run, "tests/scripts/like_nanogpt.py", *SHAPE, *when, "--", str(out), "40", "25")
+    assert done.returncode == 0, done.stderr
+    assert "attempt 0: preempted, no steps recorded, requeued" in done.stderr, done.stderr
+    assert f"Resuming training from {out} at iter 26" in (run.attempt_logs(1) / "rank-0.out").read_text(), story(run)
+    assert torch.load(out / "ckpt.pt", weights_only=False)["iter_num"] == 40
+    assert [path.name for path in out.iterdir()] == ["ckpt.pt"]
+    check_history(run.events())
+    assert [event["attempt"] for event in run.events() if event["event"] == "steps_seen"] == [0, 1]
+    assert [one.made for one in read_timings(run).intervals if one.attempt == 1] == [14]
+    status = said("status", run)
+    assert re.search(r"^steps +at least 14 in the last attempt$", status, re.MULTILINE), status
+    assert re.search(r"ETTR \d+% of .*, repeated steps unknown$", status, re.MULTILINE), status
+    assert re.search(r"^\S+ +completed +\+14 ", said("list", run), re.MULTILINE)
+
+
+def test_a_hang_of_an_untouched_script_is_named_and_its_steps_are_those_of_its_log(run: RunDirectory) -> None:
+    """It has several optimizers, and the step is in what rank 0 prints to standard error."""
+    limits = [
+        "--set",
+        "watchdog={step_s: 1, start_s: 2}",
+        "--set",
+        r"steps.log=step: (\d+)/",
+        "--set",
+        "preflight=false",
+    ]
+    done = submit(run, "tests/scripts/like_gan.py", *SHAPE, *limits, "--", "30", "19")
+    assert done.returncode == 0, done.stderr
+    events = run.events()
+    check_history(events)
+    hung = next(event for event in events if event["event"] == "hung")
+    assert hung["rank"] == 1 and "step" not in hung, hung
+    assert re.match(r"rank 1 \(\S+\) last at step 40 of this attempt, ", hung["what"]), hung
+    assert "the others wait in" in hung["what"], hung
+    begun = [(event["attempt"], event["step"], event.get("redone")) for event in events if event["event"] == "training"]
+    assert begun == [(0, 0, None), (1, 0, 20)], story(run)
+    assert (run.outcome() or {})["step"] == 30
+    assert "completed at step 30: all ranks finished" in said("status", run)
+    assert [one.made for one in read_timings(run).intervals if one.attempt == 1] == [60]
+
+
+def test_steps_are_those_of_the_optimizer_that_steps_first() -> None:
+    """Until it is gone, or another one has stepped very often without it. Steps in other threads are not looked at."""
+    steps = ScriptSteps(torch.device("cpu"))
+    first, second, third = (torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(3))
+    for optimizer in (first, second, second, third) * 3:
+        steps.on_optimizer_step(optimizer)
+    assert steps.steps == 3
+    for _ in range(MOVED_ON - 2):
+        steps.on_optimizer_step(second)
+    assert steps.steps == 3
+    for optimizer in (second, second, first) * 3:
+        steps.on_optimizer_step(optimizer)
+    assert steps.steps == 3 + 6
+    del second, optimizer
+    steps.on_optimizer_step(first)
+    assert steps.steps == 10
+    thread = threading.Thread(target=steps.on_optimizer_step, args=(first,))
+    thread.start()
+    thread.join()
+    assert steps.steps == 10
+    steps.close()
+
+
+def test_a_script_with_a_context_has_no_hook() -> None:
+    """A context counts its own steps. The hook is removed with an error of ours, too: the script goes on."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    own_steps.watch()
+    optimizer.step()
+    assert script_steps.current().steps == 1
+    script_steps.hand_over()
+    optimizer.step()
+    assert script_steps._current is None and not _global_optimizer_post_hooks
+    own_steps.watch()
+    script_steps.current().on_optimizer_step = lambda _: 1 / 0  # type: ignore[method-assign,assignment]
+    optimizer.step()
+    assert not _global_optimizer_post_hooks
+    script_steps.hand_over()

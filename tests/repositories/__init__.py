@@ -1,0 +1,1 @@
+"""Public training repositories under clusterddp: ``make test-repositories REPOSITORIES=FOLDER``."""

@@ -1,0 +1,174 @@
+"""Writes docs/measurements/repositories.md from what ``repositories.json`` holds, and the guide's short table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.ddp import REPOSITORY
+from tests.repositories.disturbances import DISTURBANCES, Result
+from tests.repositories.entries import Repository
+
+PAGE = REPOSITORY / "docs" / "measurements" / "repositories.md"
+GUIDE = REPOSITORY / "docs" / "guide" / "existing-repository.md"
+BEGIN, END = "<!-- tested repositories: make test-repositories -->", "<!-- end of tested repositories -->"
+HEADINGS = {
+    "undisturbed": "undisturbed",
+    "before": "preempted before its first checkpoint",
+    "middle": "preempted in the middle",
+    "end": "preempted near the end",
+    "killed": "a rank killed",
+    "lines": "preempted, with lines for no lost step",
+}
+PREEMPTED = {name: HEADINGS[name] for name in ("before", "middle", "end")}
+#: Repositories that were meant to be in the table, and why they were not run.
+NOT_RUN = {
+    "pytorch/vision, references/classification": "its preset is written, and not tried: no checkout was at hand.",
+    "facebookresearch/dinov2": "it requires xFormers, which has no build for a CPU build of torch.",
+}
+INTRODUCTION = """\
+# Tested repositories
+
+Public training repositories at pinned commits, with the command of their README, small synthetic data and two ranks of
+one machine. Each is run undisturbed, preempted at three moments of its training, and with a rank killed in the middle.
+`make test-repositories REPOSITORIES=FOLDER` writes this page. It downloads nothing and runs those whose checkouts the
+folder has. What it knows of each is in `tests/repositories/entries/`. The
+[guide](../guide/existing-repository.md#presets) explains the keys of the job definition.
+
+A disturbed run is *completed* if it made every step of the undisturbed run. *Repeated* are the steps that it made
+twice, because the repository saves after certain steps or epochs only. Repositories that call `.cuda()` run on stand-in
+GPUs: host memory and CPU kernels that torch sees as CUDA devices.
+"""
+
+
+SLURM = """\
+## On a real Slurm
+
+The same preemptions by a job of higher priority, on the test cluster of this repository: the job gets TERM and 20 s, is
+requeued and continues. The undisturbed run is that of the first table.
+"""
+
+
+def write_page(entries: Sequence[Repository], measured: Mapping[str, Any]) -> None:
+    PAGE.write_text(page(entries, measured))
+    guide = GUIDE.read_text()
+    if BEGIN in guide:
+        before, rest = guide.split(BEGIN, 1)
+        GUIDE.write_text(f"{before}{BEGIN}\n\n{short_table(entries, measured)}\n{END}{rest.split(END, 1)[1]}")
+
+
+def page(entries: Sequence[Repository], measured: Mapping[str, Any]) -> str:
+    """The whole page."""
+    rows = [_row(entry, _results(entry, measured)) for entry in entries]
+    columns = ["repository", "lines of YAML", "changed lines of code", *HEADINGS.values()]
+    parts = [
+        INTRODUCTION,
+        _table(columns, rows),
+        SLURM,
+        _table(["repository", *PREEMPTED.values()], _on_slurm(entries, measured)),
+    ]
+    parts += [_section(entry) for entry in entries]
+    parts += ["## Not run", "", *(f"- {name}: {why}" for name, why in NOT_RUN.items()), ""]
+    return "\n".join(parts)
+
+
+def short_table(entries: Sequence[Repository], measured: Mapping[str, Any]) -> str:
+    """The table of the guide: what each repository needs, and what a preemption in the middle costs."""
+    rows = []
+    for entry in entries:
+        results = _results(entry, measured)
+        whole, middle = results.get("undisturbed"), results.get("middle")
+        disturbed = [result for name, result in results.items() if name not in ("undisturbed", "lines")]
+        disturbed += _results(entry, measured, "slurm").values()
+        good = sum(whole is not None and result.complete(whole) for result in disturbed)
+        rows.append(
+            [
+                f"[{_short_name(entry)}]({entry.url})",
+                f"`resume: {entry.preset}`" if entry.preset else f"{entry.lines_of_yaml} lines",
+                str(entry.changed_lines),
+                f"{good} of {len(disturbed)}" if disturbed else "not run",
+                _repeated(middle, whole) if middle and whole else "",
+            ]
+        )
+    rows += [[name, "", "", "not run", ""] for name in NOT_RUN]
+    return _table(["repository", "job definition", "changed lines", "completed", "repeated (middle)"], rows)
+
+
+def _on_slurm(entries: Sequence[Repository], measured: Mapping[str, Any]) -> list[list[str]]:
+    rows = []
+    for entry in entries:
+        whole, results = _results(entry, measured).get("undisturbed"), _results(entry, measured, "slurm")
+        cells = [_cell(results[name], whole) if name in results and whole else "not run" for name in PREEMPTED]
+        rows.append([f"[{_short_name(entry)}](#{entry.name})", *cells])
+    return rows
+
+
+def _row(entry: Repository, results: Mapping[str, Result]) -> list[str]:
+    whole = results.get("undisturbed")
+    cells = []
+    for name in DISTURBANCES:
+        result = results.get(name)
+        if result is None or whole is None:
+            cells.append("" if name == "lines" and not entry.no_step_lost else "not run")
+        elif name == "undisturbed":
+            cells.append(f"{result.state}, {whole.steps} steps, {_metric(result)}")
+        else:
+            added = f", {entry.no_step_lost_lines} lines" if name == "lines" else ""
+            cells.append(_cell(result, whole) + added)
+    return [f"[{_short_name(entry)}](#{entry.name})", str(entry.lines_of_yaml), str(entry.changed_lines), *cells]
+
+
+def _cell(result: Result, whole: Result) -> str:
+    if not result.disturbed:
+        return "the run ended before"
+    state = result.state or "no outcome"
+    if result.state == "completed" and not result.confirmed:
+        state = "completed, not confirmed"
+    missing = whole.steps - result.steps
+    parts = [f"**{state}**" if not result.complete(whole) else state]
+    parts += [f"{missing} steps missing"] if missing > 0 else []
+    return ", ".join([*parts, _repeated(result, whole), _metric(result)])
+
+
+def _repeated(result: Result, whole: Result) -> str:
+    return f"{result.repeated} of {whole.steps} repeated"
+
+
+def _metric(result: Result) -> str:
+    return f"metric {result.metric}" if result.metric else "no metric"
+
+
+def _section(entry: Repository) -> str:
+    tree = f"[{entry.commit[:10]}]({entry.url}/tree/{entry.commit})"
+    device = "stand-in GPUs" if entry.device == "stand-in" else "CPUs with gloo"
+    lines = [
+        f"## {entry.name}",
+        "",
+        f"{entry.url.removeprefix('https://github.com/')} at {tree}, on {device}. Its README: `{entry.readme.strip()}`",
+        "",
+        f"- The metric is {entry.metric_name}"
+        + ("." if entry.repeatable else ", which differs between undisturbed runs."),
+        f"- Here: {', '.join(entry.differences)}.",
+    ]
+    lines += [f"- Packages: {', '.join(entry.packages)}."]
+    changes = sorted({change.why for change in entry.substitutions})
+    lines += [f"- Substitutions in its code for this test: {', '.join(changes)}."] if changes else []
+    lines += [f"- {note}" for note in entry.notes]
+    return "\n".join([*lines, ""])
+
+
+def _results(entry: Repository, measured: Mapping[str, Any], kind: str = "runs") -> dict[str, Result]:
+    row = measured.get(entry.name, {})
+    if row.get("commit") != entry.commit:
+        return {}
+    runs = row.get(kind, {})
+    return {name: Result(**runs[name]) for name in DISTURBANCES if name in runs}
+
+
+def _short_name(entry: Repository) -> str:
+    return entry.title or entry.url.removeprefix("https://github.com/")
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,0 +1,54 @@
+"""The same preemptions on the test cluster's real Slurm: a job of higher priority takes the node."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+from clusterddp.rundir.run_directory import RunDirectory
+from tests.cluster import Cluster, ClusterConfig
+from tests.ddp import REPOSITORY
+from tests.repositories.disturbances import LIMIT_S, Result, environment, log_of, outcome_of, working_folder, write_job
+from tests.repositories.entries import Copy
+from tests.trainings import Training
+from tests.waiting import wait_until
+
+CONFIG = ClusterConfig(nodes=1, gpus=2, cpus=4, slurmdbd=False)
+
+
+def run(copy: Copy, disturbance: str, python: Path, cluster: Cluster) -> Result:
+    """One run as a job of the cluster's user, preempted at the moment; undisturbed, it is only waited for."""
+    folder = copy.root / f"slurm-{disturbance}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    definition = write_job(copy, python, {"partition": "low", "snapshot": False})
+    here = working_folder(copy, folder)
+    for path in (copy.root, *copy.root.rglob("*")):
+        os.chown(path, cluster.uid, -1, follow_symlinks=False)
+    directory = RunDirectory(folder / "run")
+    variables = {name: value for name, value in environment(copy).items() if _is_passed_on(name)}
+    variables["PYTHONPATH"] = variables["PYTHONPATH"].replace(str(REPOSITORY), str(cluster.source))
+    began = time.monotonic()
+    submit = [python, "-m", "clusterddp", "submit", definition, "--run-dir", directory.path]
+    job_id = cluster.run(submit, cwd=here, env=variables).stdout.strip()
+    training = Training(cluster, folder, directory, job_id)
+    disturbed = disturbance == "undisturbed"
+    if not disturbed:
+        moment = getattr(copy.repository.moments, disturbance)
+        reached = lambda: re.search(moment, log_of(directory, 0), re.MULTILINE) or directory.outcome()  # noqa: E731
+        wait_until(reached, f"{moment!r} in the log of {copy.repository.name}", LIMIT_S)
+        if disturbed := directory.outcome() is None:
+            training.preempt()
+    training.wait(directory.outcome, "the run to be over", LIMIT_S)
+    found = outcome_of(copy, directory, disturbance, time.monotonic() - began)
+    return Result(**{**found, "disturbed": disturbed})
+
+
+def _is_passed_on(name: str) -> bool:
+    """Whether the job's environment gets it: what the harness sets, and where libraries are."""
+    return name in ("PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "OMP_NUM_THREADS") or name.startswith(
+        ("STANDIN_", "HF_", "WANDB_", "TOKENIZERS_")
+    )

@@ -1,0 +1,64 @@
+"""The mark that shows that a run is done: which files and lines count."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from clusterddp.jobdef.job import Done, Job
+from clusterddp.rundir.run_directory import RunDirectory
+from clusterddp.supervisor import done
+
+BEGAN = 1_000_000.0
+EVENTS = [{"time": BEGAN, "attempt": 0, "event": "started"}]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run whose folder has a name that is a pattern, too."""
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory(tmp_path / "run[1]")
+    run.create()
+    return run
+
+
+def looked(run: RunDirectory, mark: Done) -> tuple[bool, str]:
+    return done.look(run, Job(name="x", module="x", device="cpu", gpus_per_node=2, done=mark), EVENTS)
+
+
+def test_a_file_counts_if_it_is_whole_and_not_older_than_the_run(run: RunDirectory, tmp_path: Path) -> None:
+    """A path is relative to the ranks' folder; a pattern may match several."""
+    mark = Done(file="out/epoch_*.pt")
+    assert looked(run, mark) == (False, "there is no file out/epoch_*.pt")
+    first, second = tmp_path / "out" / "epoch_1.pt", tmp_path / "out" / "epoch_2.pt"
+    first.parent.mkdir()
+    first.write_bytes(b"PK\3\4 and no directory")
+    assert looked(run, mark)[1].startswith("out/epoch_1.pt does not count: cut off")
+    first.write_bytes(b"")
+    assert looked(run, mark) == (False, "out/epoch_1.pt does not count: empty")
+    with zipfile.ZipFile(second, "w") as file:
+        file.writestr("a/data.pkl", "x")
+    assert looked(run, mark) == (True, "out/epoch_2.pt exists")
+    os.utime(second, (BEGAN - 1, BEGAN - 1))
+    assert looked(run, mark) == (False, "out/epoch_2.pt does not count: it is older than this run")
+
+
+def test_a_mark_in_the_run_directory_may_be_empty(run: RunDirectory) -> None:
+    """As of `touch`, or a folder."""
+    (run.path / "training.done").touch()
+    assert looked(run, Done(file="{run_dir}/*.done")) == (True, f"{run.path}/training.done exists")
+
+
+def test_a_line_counts_in_the_newest_attempt_that_started_its_ranks(run: RunDirectory) -> None:
+    """Of any rank, also one that a progress bar has ended."""
+    mark = Done(log=r"^100%.* \d+ epochs completed")
+    for attempt, text in ((0, "100% 3 epochs completed\n"), (1, "0%\n"), (2, None)):
+        run.attempt_logs(attempt).mkdir(parents=True)
+        if text is not None:
+            (run.attempt_logs(attempt) / "rank-0.out").write_text(text)
+    assert looked(run, mark) == (False, f"no line of the ranks' output matches {mark.log!r}")
+    (run.attempt_logs(1) / "rank-1.err").write_bytes(b"50%\r\xff\r100% 3 epochs completed\r")
+    assert looked(run, mark) == (True, f"a line of rank-1.err matches {mark.log!r}")
