@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.protocol import ATTEMPT_ENDS, RUN_ENDS, WITHOUT_RANKS
 from tests.simulation.ranks import Rank, sample_of, trained
 from tests.simulation.slurm import HAS_NODES, Batch
-from tests.simulation.world import Process
+from tests.simulation.world import EPOCH, Process
 
 if TYPE_CHECKING:
     from tests.simulation.history import History
@@ -111,6 +111,13 @@ class Invariants:
             self._on_training(rank, int(values["step"]), str(values["weights"]))
         elif what == "step":
             self.attempts[rank.attempt].reached = int(values["step"])
+        elif what == "saved" and rank.process.stopped_until == 0.0 and self._is_late(rank.attempt, self._world.now):
+            self._violated("I1", f"attempt {rank.attempt} commits a checkpoint, and has long been superseded")
+
+    def _is_late(self, attempt: int, now: float) -> bool:
+        """Whether a newer attempt had begun a minute before, and longer ago than a shared disk may hide it."""
+        before = now - TOGETHER_S - self._history.disk.lag_s
+        return any(other.number > attempt and other.since < before for other in self.attempts.values())
 
     def _on_training(self, rank: Rank, step: int, weights: str) -> None:
         number = rank.attempt
@@ -258,6 +265,9 @@ class Invariants:
 
     def _check_causes(self, events: list[dict[str, Any]]) -> None:
         """Every attempt has its cause, unless its supervisor was killed, or superseded."""
+        for event in events:
+            if event["event"] in RUN_ENDS and self._is_late(event["attempt"], event["time"] - EPOCH):
+                self._violated("I7", f"attempt {event['attempt']} ends the run, and has long been superseded")
         started = {event["attempt"] for event in events if event["event"] not in WITHOUT_RANKS}
         ended = {event["attempt"] for event in events if event["event"] in ATTEMPT_ENDS}
         newest = max(started, default=-1)
