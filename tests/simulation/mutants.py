@@ -95,7 +95,7 @@ def _end_not_recorded() -> Patches:
 
 def _no_outcome() -> Patches:
     """The outcome of a run is not written."""
-    return [(History, "conclude", lambda *_: True)]
+    return [(History, "conclude", lambda *_, **__: True)]
 
 
 def _oldest_checkpoint() -> Patches:
