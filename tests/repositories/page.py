@@ -41,8 +41,8 @@ GPUs: host memory and CPU kernels that torch sees as CUDA devices.
 
 **Read the figures with care.** Each cell is one run, on a busy machine with two cores, and the runs were made on several
 versions of clusterddp within one day. Some metrics are too coarse to show a wrong resume: open_clip's and SpeechBrain's do
-not move in so short a training, and accelerate's and timm's are at 100%. Steps in which a row of accelerate, pytorch/examples or
-SpeechBrain was first counted wrongly were counted again from the recorded output.
+not move in so short a training, and accelerate's and timm's are at 100%. Where steps of accelerate, pytorch/examples or
+SpeechBrain were first counted wrongly, they were counted again from the recorded output.
 """
 
 
