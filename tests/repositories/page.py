@@ -39,10 +39,10 @@ A disturbed run is *completed* if it made every step of the undisturbed run. *Re
 twice, because the repository saves after certain steps or epochs only. Repositories that call `.cuda()` run on stand-in
 GPUs: host memory and CPU kernels that torch sees as CUDA devices.
 
-**Read the figures with care.** Each cell is one run, on a busy machine with two cores, and the runs were made on several
-versions of clusterddp within one day. Some metrics are too coarse to show a wrong resume: open_clip's and SpeechBrain's do
-not move in so short a training, and accelerate's and timm's are at 100%. Where steps of accelerate, pytorch/examples or
-SpeechBrain were first counted wrongly, they were counted again from the recorded output.
+**Read the figures with care.** Each cell is one run, on a busy machine with two cores, and the runs were made on
+several versions of clusterddp within one day. Some metrics are too coarse to show a wrong resume: open_clip's and
+SpeechBrain's do not move in so short a training, and accelerate's and timm's are at 100%. Where steps of accelerate,
+pytorch/examples or SpeechBrain were first counted wrongly, they were counted again from the recorded output.
 """
 
 
