@@ -116,8 +116,8 @@ _PROGRESS = ("training", "resumed", "steps_seen", *SAVED_ITSELF)
 def _ended(event: Event, then: str) -> str:
     """Why an attempt ended, what was saved, what was not, and what happens next."""
     step, checkpoint = event.get("step"), event.get("checkpoint")
-    if "file" in event and not step:
-        return f"{event['reason']}, newest checkpoint {event['file']}, {then}"
+    if "file" in event and checkpoint is None:
+        return f"{event['reason']}{at_step(step or None)}, newest checkpoint {event['file']}, {then}"
     if not step:
         return f"{event['reason']}, {'no steps recorded' if step is None else 'nothing new to save'}, {then}"
     if checkpoint is None:
