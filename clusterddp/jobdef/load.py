@@ -279,11 +279,9 @@ def _check_placeholders(job: Job, fields: Fields, mistakes: list[Mistake]) -> No
         mistakes.append(Mistake(resume.place, "resume: expected checkpoint: PATTERN, or the name of a preset"))
     for node in _texts(get(inner, "checkpoint")):
         if why := placeholders.wrong(node.text, ["run_dir"], only=True):
-            mistakes.append(Mistake(node.place, f"resume.checkpoint: {why}; write * for the parts that vary"))
+            mistakes.append(Mistake(node.place, f"resume.checkpoint: {why}"))
     if job.done and job.done.file and (why := placeholders.wrong(job.done.file, ["run_dir"], only=True)):
-        mistakes += [
-            Mistake(node.place, f"done: {why}; write * for the parts that vary") for node in _texts(get(fields, "done"))
-        ]
+        mistakes += [Mistake(node.place, f"done: {why}") for node in _texts(get(fields, "done"))]
     texts = {"args": get(fields, "args"), "env": get(fields, "env")}
     for name, owner in {**texts, "resume.args": get(inner, "args"), "resume.replace": get(inner, "replace")}.items():
         for node in _texts(owner):
