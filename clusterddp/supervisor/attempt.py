@@ -190,7 +190,9 @@ class Attempt:
         """Says that `steps: {log: ...}` matched nothing, though rank 0 made steps, or the script has finished."""
         own = {event["event"] for event in self._history.events if event["attempt"] == self._number}
         if self._step_log is not None and not self._step_log.found and own & {"steps_seen", "completed"}:
-            say(f"no line of rank 0's output matched `steps: {{log: {self._job.step_log!r}}}` in attempt {self._number}")
+            say(
+                f"no line of rank 0's output matched `steps: {{log: {self._job.step_log!r}}}` in attempt {self._number}"
+            )
 
     def _environment(self, token: str) -> dict[str, str]:
         """The environment of the ranks."""

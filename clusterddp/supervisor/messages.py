@@ -104,7 +104,7 @@ def added_arguments(run: RunDirectory, events: Iterable[Event], attempt: int) ->
     if resumed is None or any(event["event"] in _PROGRESS for event in own):
         return ""
     if not resumed.get("arguments"):
-        return "" if "file" in resumed else "no arguments were added: there was no complete checkpoint"
+        return "" if "file" in resumed else "`resume` added no arguments: there was no complete checkpoint"
     there = "exists" if (run.path / resumed["file"]).exists() else "does not exist"
     return f"arguments added for {resumed['file']}, which {there}: {shlex.join(resumed['arguments'])}"
 

@@ -285,7 +285,7 @@ def test_a_failure_says_which_arguments_were_added(run: RunDirectory) -> None:
     zipped(run.path / "a.pt")
     assert "which exists" in added_arguments(run, [resumed], 1)
     none = event(1, 0.0, "own_resume", patterns=["*.pt"], from_start=True)
-    assert added_arguments(run, [none], 1) == "no arguments were added: there was no complete checkpoint"
+    assert added_arguments(run, [none], 1) == "`resume` added no arguments: there was no complete checkpoint"
     saved = event(1, 1.0, "own_checkpoint", file="a.pt", written=1.0)
     assert added_arguments(run, [resumed, saved], 1) == added_arguments(run, [resumed], 2) == ""
 
