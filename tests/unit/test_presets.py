@@ -166,6 +166,8 @@ def test_a_value_is_not_filled_in_again_and_is_no_pattern() -> None:
         ({"resume": {"checkpoint": "a.pt", "args": ["{checkpoint"]}}, "resume.args: '{checkpoint' has no '}'"),
         ({"args": ["--out={run_dir/out"]}, "args: '{run_dir' has no '}'"),
         ({"done": "{run_dir/out/a.pt"}, "done: '{run_dir' has no '}'"),
+        ({"resume": {"checkpoint": "~/out/*.pt"}}, "resume.checkpoint: '~' is not expanded; write the whole path"),
+        ({"done": "~/out/a.pt"}, "done: '~' is not expanded; write the whole path"),
         ({"args": ["{checkpoint}"]}, "{checkpoint} needs resume.checkpoint"),
         ({"resume": {"args": ["--resume"]}}, "resume: expected checkpoint: PATTERN, or the name of a preset"),
     ],
